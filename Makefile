@@ -1,0 +1,90 @@
+# The front door. Each target sets up what it needs; `make help` lists them.
+# Needs Linux, make and Python 3.11 with its venv module, nothing else.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PACKAGES := schemas pipelines trainer scheduler benchmarks tests
+BENCHMARKS = $(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
+JOB := schemas/demo/job.yaml
+DATASET := demo/dataset
+
+# What the surroundings of a process decide: no usage reports, no plot window, no chatter of libraries.
+export DO_NOT_TRACK := 1
+export MPLBACKEND := Agg
+export GRPC_VERBOSITY ?= ERROR
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help setup demo test test-quick check format bench chaos lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
+
+setup: .venv/synced ## make .venv from requirements.lock
+
+# pip brings the locked uv, and uv brings the rest. The lock names uv, so a sync keeps it.
+$(BIN)/uv:
+	@test -n "$(PYTHON)" || { echo "set-up must find Python 3.11, got none on PATH; install it or run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  || { echo "set-up must use Python 3.11, got PYTHON=$(PYTHON); run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r .venv/uv.lock
+
+.venv/synced: requirements.lock | $(BIN)/uv
+	$(BIN)/uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.lock
+	@touch $@
+
+# A fresh start each time, so that the second run shows the same numbers as the first.
+demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/report.html
+	@rm -rf demo
+	python -m pipelines generate $(JOB) --output demo/log
+	python -m pipelines build $(JOB) --input demo/log --output $(DATASET)
+	python -m pipelines oracle $(DATASET)
+	python -m trainer train $(JOB) --dataset $(DATASET) --output demo/runs/dedup
+	python -m trainer train $(JOB) --dataset $(DATASET) --output demo/runs/expanded --expanded
+	python -m trainer train $(JOB) --dataset $(DATASET) --output demo/runs/cached --embedding cached
+	python -m scheduler plan $(JOB) --dataset $(DATASET) --history demo/runs --explain
+	python -m pipelines report $(DATASET) --html demo/report.html --runs demo/runs
+	@echo "open demo/report.html"
+
+test: .venv/synced ## every test, the slow ones too
+	python -m pytest
+
+test-quick: .venv/synced ## the tests without those marked slow
+	python -m pytest -m "not slow"
+
+check: .venv/synced ## format, lint, types and import directions
+	ruff format --check .
+	ruff check .
+	pyright
+	python -m pytest -q tests/test_imports.py
+
+format: .venv/synced ## mend format and what lint can mend
+	ruff format .
+	ruff check --fix .
+
+bench: .venv/synced ## every benchmark into benchmarks/results
+	@mkdir -p benchmarks/results
+	for name in $(BENCHMARKS); do python -m benchmarks.$$name --json > benchmarks/results/$$name.json; done
+
+chaos: .venv/synced ## the long fault-injection run
+	python -m pytest -m chaos
+
+# torchrec asks for the CUDA build of fbgemm by name: the override drops that from the CPU locks.
+COMPILE = $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes --no-emit-index-url --no-emit-find-links \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_28 $(UPGRADE) pyproject.toml
+
+lock: | $(BIN)/uv ## compile the three locks; UPGRADE=--upgrade takes newer versions
+	$(COMPILE) --extra pipelines --extra trainer --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
+	$(COMPILE) --extra pipelines --constraints requirements.lock --output-file requirements-pipelines.lock
+	$(COMPILE) --extra pipelines --extra gpu --extra scheduler --extra dev --constraints requirements.lock --output-file requirements-gpu.lock
+
+clean: ## remove .venv, demo and caches
+	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis
+	find $(PACKAGES) -name __pycache__ -type d -prune -exec rm -rf {} +
