@@ -1,0 +1,1 @@
+"""From raw logs to a deduplicated dataset with its oracle, on Beam."""

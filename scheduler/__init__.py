@@ -1,0 +1,1 @@
+"""Sizes, starts and moves the pools that build and train."""

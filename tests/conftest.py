@@ -1,0 +1,39 @@
+"""Fixtures that every test may use, and the profile of hypothesis."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# The same examples each time, and no deadline: speed is for benchmarks.
+settings.register_profile("presage", derandomize=True, deadline=None)
+settings.load_profile("presage")
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real logs and traces that may lie beside the checkout."""
+    folder = REPOSITORY.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("needs the real data in ../shared/data beside the checkout, and there is none")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where no NVIDIA driver is installed."""
+    if shutil.which("nvidia-smi"):
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device, and nvidia-smi is absent")
+            )

@@ -1,0 +1,1 @@
+"""From a dataset and its oracle to a trained model, on Torch."""
