@@ -1,4 +1,4 @@
-"""What holds for every tracked file: nothing of one machine, nothing too long, locks that are whole."""
+"""What holds for all tracked files: no trace of one machine, none too long, whole locks."""
 
 import re
 import subprocess
