@@ -1,0 +1,177 @@
+"""What the documents show is run: each `console` and `python` block, in a copy of the tree."""
+
+import doctest
+import importlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.documents import Block, arguments, blocks, commands, named_paths
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("pipelines", "scheduler", "trainer")
+DOCUMENTS = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for pattern in ("README.md", "docs/*.md", "*/README.md", "schemas/FORMAT.md")
+    for path in REPOSITORY.glob(pattern)
+)
+CHECKER = doctest.OutputChecker()
+LENIENT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def parameters(*, with_run: bool) -> list[object]:
+    """Make one test of each document that has blocks to run, or blocks only to parse."""
+    found: list[object] = []
+    for name in DOCUMENTS:
+        own = [b for b in blocks((REPOSITORY / name).read_text()) if (b.reason is None) == with_run]
+        slow = with_run and any(block.slow for block in own)
+        if own:
+            found.append(pytest.param(name, id=name, marks=[pytest.mark.slow] if slow else []))
+    return found
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the working tree, without what git ignores, with the same `.venv`."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    copy = tmp_path / "presage"
+    for name in filter(None, listing.stdout.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, copy / name)
+    (copy / ".venv").symlink_to(REPOSITORY / ".venv")
+    return copy
+
+
+def run(words: list[str], tree: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in the copy, with the tools of `.venv` first."""
+    path = f"{tree / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    # A make inside must not take itself for a part of the one that runs the tests.
+    outer = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
+    environment = {**outer, "PATH": path, "PYTHONPATH": str(tree)}
+    return subprocess.run(
+        words, cwd=tree, env=environment, input=text, capture_output=True, text=True, check=False
+    )
+
+
+def run_console(block: Block, tree: Path) -> list[str]:
+    """Run the commands of a block and list those that fail or print something else."""
+    problems: list[str] = []
+    for command, printed in commands(block.body):
+        done = run(["bash", "-euo", "pipefail", "-c", command], tree)
+        if done.returncode != 0:
+            problems.append(f"{command} exits with {done.returncode}:\n{done.stderr[-2000:]}")
+        elif printed and not CHECKER.check_output(printed, done.stdout, LENIENT):
+            problems.append(f"{command} prints\n{done.stdout}instead of\n{printed}")
+    return problems
+
+
+def run_python(block: Block, tree: Path) -> list[str]:
+    """Run a block as a script, or as a doctest where it shows prompts."""
+    if ">>> " in block.body:
+        page = tree / "block.txt"
+        page.write_text(block.body)
+        done = run(["python", "-m", "doctest", "-o", "ELLIPSIS", page.name], tree)
+    else:
+        done = run(["python", "-"], tree, text=block.body)
+    return [] if done.returncode == 0 else [f"{block.body}{done.stdout}{done.stderr[-2000:]}"]
+
+
+@pytest.mark.parametrize("name", parameters(with_run=True))
+@pytest.mark.timeout(1800)
+def test_blocks_of_document_run_as_shown(name: str, tree: Path) -> None:
+    problems: list[str] = []
+    for block in blocks((tree / name).read_text()):
+        if block.reason is None:
+            runner = run_console if block.language == "console" else run_python
+            problems += [f"{name}:{block.line}: {text}" for text in runner(block, tree)]
+    assert not problems, "\n".join(problems)
+
+
+def parse(words: list[str]) -> None:
+    """Hand one command to the parser that would read it; a wrong one raises SystemExit."""
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+        unknown = [word for word in words[1:] if "=" not in word and word not in targets]
+        assert not unknown, f"make has no target {unknown}"
+    elif words[:2] == ["python", "-m"] and words[2] in PACKAGES:
+        parser = importlib.import_module(f"{words[2]}.__main__").build_parser()
+        if words[2] == "pipelines":  # the rest is for Beam
+            parser.parse_known_args(words[3:])
+        else:
+            parser.parse_args(words[3:])
+
+
+@pytest.mark.parametrize("name", parameters(with_run=False))
+def test_blocks_of_document_that_are_not_run_parse(name: str) -> None:
+    problems: list[str] = []
+    for block in blocks((REPOSITORY / name).read_text()):
+        if block.reason is None:
+            continue
+        if block.language == "python":
+            compile(block.body, f"{name}:{block.line}", "exec")
+            continue
+        for command, _ in commands(block.body):
+            try:
+                parse(arguments(command))
+            except SystemExit:
+                problems.append(f"{name}:{block.line}: {command} does not parse")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_document_names_only_files_that_exist(name: str) -> None:
+    text = (REPOSITORY / name).read_text()
+    folders = {path.name for path in REPOSITORY.iterdir() if path.is_dir()} - {"demo"}
+    here = (REPOSITORY / name).parent
+    missing = [
+        path
+        for path in named_paths(text, folders)
+        if not (here / path).exists() and not (REPOSITORY / path).exists()
+    ]
+    assert missing == []
+
+
+def test_documents_are_found() -> None:
+    assert {"README.md", "schemas/README.md", "docs/README.md"} <= set(DOCUMENTS)
+
+
+def test_run_console_of_failing_and_wrong_commands_names_both(tmp_path: Path) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    text = "```console\n$ echo one \\\n    two\none ...\n$ false\n$ echo three\nfour\n```\n"
+    problems = run_console(blocks(text)[0], tmp_path)
+    assert problems == ["false exits with 1:\n", "echo three prints\nthree\ninstead of\nfour\n"]
+
+
+def test_run_python_of_wrong_doctest_names_it(tmp_path: Path) -> None:
+    (tmp_path / ".venv").symlink_to(REPOSITORY / ".venv")
+    right, wrong = blocks("```python\n>>> 1 + 1\n2\n```\n```python\n>>> 1 + 1\n3\n```\n")
+    assert run_python(right, tmp_path) == []
+    assert len(run_python(wrong, tmp_path)) == 1
+
+
+def test_blocks_with_unknown_option_raise() -> None:
+    message = (
+        "block must be opened by its language, `slow`, `norun=<reason>`, "
+        "got info='console later' in line 1; mend its first line"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        blocks("```console later\n$ true\n```\n")
+
+
+def test_parse_of_unknown_make_target_fails() -> None:
+    parse(["make", "test", "PYTHON=python3.11"])
+    with pytest.raises(AssertionError, match=re.escape("make has no target ['tset']")):
+        parse(["make", "tset"])
