@@ -1,0 +1,84 @@
+"""Accesses of a whole dataset, step by step: segments stitched into one numbering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.dataset import Dataset, Index
+from schemas.oracle import merge_blocks
+from schemas.order import Order
+
+
+def stitch(rows: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """Join the numberings of several segments by first use.
+
+    Args:
+        rows: for each segment the row of each of its numbers.
+
+    Returns:
+        numbers: for each segment the dataset's number of each of its own.
+        all_rows: the row of each number of the dataset.
+
+    Example:
+        >>> numbers, all_rows = stitch([np.array([7, 3]), np.array([5, 7])])
+        >>> [n.tolist() for n in numbers], all_rows.tolist()
+        ([[0, 1], [2, 0]], [7, 3, 5])
+    """
+    joined = np.concatenate(rows)
+    _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    numbers = rank[inverse]
+    cuts = np.cumsum([len(r) for r in rows])[:-1]
+    return np.split(numbers, cuts), joined[first[order]]
+
+
+class TableAccesses:
+    """Accesses of one table under one order.
+
+    Attributes:
+        rows: (num_unique_rows,) int64, the table row of each number.
+    """
+
+    def __init__(self, dataset: Dataset, table: str, order: Order) -> None:
+        """Read the access lists of every segment; linear in accesses."""
+        maps, self.rows = stitch([segment.rows(table) for segment in dataset.segments])
+        self._blocks = [
+            type(lists)(numbers[lists.values], lists.offsets)
+            for numbers, lists in zip(
+                maps, (segment.access(table) for segment in dataset.segments), strict=True
+            )
+        ]
+        self._order = order
+
+    def numbers(self, train_step: int) -> NDArray[np.int64]:
+        """Return the ascending numbers of a step's rows: its entries."""
+        step = self._order.step(train_step)
+        return merge_blocks(self._blocks[step.segment], step.positions)
+
+    def steps(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the entries of each step of the run."""
+        for train_step in range(self._order.num_steps):
+            yield self.numbers(train_step)
+
+
+def indexed_steps(
+    dataset: Dataset, index: Index, table: str, order: Order
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+    """Yield each step's ascending numbers and their next-use distances.
+
+    Args:
+        dataset: an open dataset.
+        index: the index of `order`, from `dataset.index_for(order)`.
+        table: table name.
+        order: global order of the run.
+    """
+    distances = index.distances(table)
+    accesses = TableAccesses(dataset, table, order)
+    for train_step, numbers in enumerate(accesses.steps()):
+        start, end = distances.offsets[train_step : train_step + 2]
+        yield numbers, distances.values[start:end].astype(np.int32)

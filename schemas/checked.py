@@ -1,0 +1,200 @@
+"""Files whose every byte is covered by a checksum that the reader verifies.
+
+A Parquet file is cut into regions, one per row group and one for the footer
+(with the four magic bytes in front counted to the first region). A region is
+verified before anything in it is used, so that a changed byte is refused by
+name, by every reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.errors import SchemaError
+from schemas.layout import FILES_SCHEMA
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One row of `files.parquet`.
+
+    Attributes:
+        path: relative to the directory that `files.parquet` lies in.
+        num_bytes: size of the file.
+        sha256: of the whole file, hex.
+        region_offsets: (regions + 1,) bytes, from 0 to num_bytes.
+        region_crc32: (regions,).
+    """
+
+    path: str
+    num_bytes: int
+    sha256: str
+    region_offsets: tuple[int, ...]
+    region_crc32: tuple[int, ...]
+
+
+def describe_file(root: Path, path: str) -> FileEntry:
+    """Return the entry of a finished file.
+
+    Args:
+        root: directory of `files.parquet`.
+        path: the file, relative to `root`.
+    """
+    with pa.memory_map(str(root / path)) as source:
+        data = source.read_buffer()
+    offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)
+    crcs = tuple(zlib.crc32(data[a:b]) for a, b in pairwise(offsets))
+    return FileEntry(path, data.size, hashlib.sha256(data).hexdigest(), offsets, crcs)
+
+
+def _region_offsets(data: pa.Buffer) -> tuple[int, ...]:
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    ends: list[int] = []
+    for group in range(metadata.num_row_groups):
+        chunks = [metadata.row_group(group).column(c) for c in range(metadata.num_columns)]
+        starts = [
+            c.dictionary_page_offset if c.dictionary_page_offset is not None else c.data_page_offset
+            for c in chunks
+        ]
+        ends.append(max(s + c.total_compressed_size for s, c in zip(starts, chunks, strict=True)))
+    return (0, *ends, data.size)
+
+
+def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
+    """Write `files.parquet`, sorted by path."""
+    ordered = sorted(entries, key=lambda e: e.path)
+    columns = {name: [getattr(e, name) for e in ordered] for name in FILES_SCHEMA.names}
+    table = pa.table(
+        {k: [list(x) if isinstance(x, tuple) else x for x in v] for k, v in columns.items()},
+        FILES_SCHEMA,
+    )
+    pq.write_table(table, path, compression="zstd", write_page_checksum=True)
+
+
+def read_files(path: Path) -> dict[str, FileEntry]:
+    """Read `files.parquet` by path; its own bytes must have been verified before."""
+    rows = pq.read_table(path, memory_map=True).to_pylist()
+    return {
+        row["path"]: FileEntry(
+            row["path"],
+            row["num_bytes"],
+            row["sha256"],
+            tuple(row["region_offsets"]),
+            tuple(row["region_crc32"]),
+        )
+        for row in rows
+    }
+
+
+class CheckedFile:
+    """One Parquet file, opened once, each region verified at its first use.
+
+    Not safe for several threads at once: each opens its own.
+    """
+
+    def __init__(self, root: Path, entry: FileEntry) -> None:
+        """Remember what to open; nothing is opened yet."""
+        self._path = root / entry.path
+        self._entry = entry
+        self._data: pa.Buffer | None = None
+        self._parquet: pq.ParquetFile | None = None
+        self._verified: set[int] = set()
+
+    def _open(self) -> pq.ParquetFile:
+        if self._parquet is None:
+            self._data = self._map()
+            footer = len(self._entry.region_crc32) - 1
+            self._verify(footer)
+            self._parquet = pq.ParquetFile(pa.BufferReader(self._data))
+        return self._parquet
+
+    def _map(self) -> pa.Buffer:
+        try:
+            with pa.memory_map(str(self._path)) as source:
+                data = source.read_buffer()
+        except OSError as error:
+            raise SchemaError(
+                "file must exist, got none; restore it or rebuild the dataset", file=str(self._path)
+            ) from error
+        if data.size != self._entry.num_bytes:
+            raise SchemaError(
+                f"file must have {self._entry.num_bytes} bytes, got {data.size}; "
+                "restore it or rebuild the dataset",
+                file=str(self._path),
+            )
+        return data
+
+    def _verify(self, region: int) -> None:
+        if region in self._verified:
+            return
+        assert self._data is not None, "a region is verified after the file is mapped"
+        start, end = self._entry.region_offsets[region : region + 2]
+        found = zlib.crc32(self._data[start:end])
+        if found != self._entry.region_crc32[region]:
+            raise SchemaError(
+                f"bytes {start} to {end} must have crc32 {self._entry.region_crc32[region]}, "
+                f"got {found}; restore the file or rebuild the dataset",
+                file=str(self._path),
+            )
+        self._verified.add(region)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Arrow columns of the file."""
+        return self._open().schema_arrow
+
+    @property
+    def num_row_groups(self) -> int:
+        """Row groups of the file."""
+        return self._open().metadata.num_row_groups
+
+    def read_row_group(self, row_group: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read one row group, all columns or some.
+
+        Raises:
+            SchemaError: the file is missing, cut, or a byte of it has changed.
+        """
+        parquet = self._open()
+        self._verify(row_group)
+        return parquet.read_row_group(row_group, columns=columns, use_threads=False)
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read the whole file.
+
+        Raises:
+            SchemaError: the file is missing, cut, or a byte of it has changed.
+        """
+        parquet = self._open()
+        for region in range(len(self._entry.region_crc32)):
+            self._verify(region)
+        return parquet.read(columns=columns, use_threads=False)
+
+
+def verify_whole(root: Path, entries: Mapping[str, FileEntry]) -> list[str]:
+    """Return one line per file that is missing, cut or changed; an empty list when all is well."""
+    problems: list[str] = []
+    for entry in entries.values():
+        path = root / entry.path
+        if not path.is_file():
+            problems.append(f"{entry.path}: missing")
+        elif path.stat().st_size != entry.num_bytes:
+            problems.append(
+                f"{entry.path}: {path.stat().st_size} bytes instead of {entry.num_bytes}"
+            )
+        elif sha256_of(path) != entry.sha256:
+            problems.append(f"{entry.path}: content has changed")
+    return problems
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,142 @@
+"""Arrow columns as flat numpy arrays and back, without Python objects per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from schemas.errors import SchemaError
+from schemas.jagged import Array, Column, Jagged
+
+
+def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return the column as one array."""
+    if isinstance(column, pa.ChunkedArray):
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return column
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Tell whether a type is a list of any width."""
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def numpy_of(column: pa.Array | pa.ChunkedArray) -> Array:
+    """Return a flat column without nulls as numpy; times as int64, bools as uint8.
+
+    Raises:
+        SchemaError: the column has nulls.
+    """
+    array = one_chunk(column)
+    if array.null_count:
+        raise SchemaError(f"column must have no nulls, got {array.null_count}; fill them before")
+    if pa.types.is_temporal(array.type):
+        array = array.cast(pa.int64())
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    return cast(Array, array.to_numpy(zero_copy_only=False))
+
+
+def jagged_of(column: pa.Array | pa.ChunkedArray) -> Jagged:
+    """Return a list column as values and offsets; a null list becomes an empty one.
+
+    Raises:
+        SchemaError: a list holds a null, or the column is no list.
+    """
+    array = one_chunk(column)
+    if not is_list(array.type):
+        raise SchemaError(f"column must be a list, got {array.type}; declare it as one")
+    if not pa.types.is_large_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
+    if array.null_count:
+        array = cast(pa.Array, pc.fill_null(array, pa.scalar([], array.type)))
+    offsets = array.offsets.to_numpy()
+    values = numpy_of(array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0])))
+    return Jagged(values, (offsets - offsets[0]).astype(np.int64))
+
+
+def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
+    """Return flat arrays that are equal for two rows exactly when the rows are.
+
+    Nulls differ from every value, null lists from empty ones; texts are
+    compared by their bytes.
+    """
+    array = one_chunk(column)
+    parts: list[Column] = []
+    if array.null_count:
+        parts.append(cast(Array, array.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)))
+    if is_list(array.type):
+        parts.extend(_comparable_list(array))
+    elif _is_text(array.type):
+        parts.append(_bytes_of(array))
+    elif array.null_count:
+        parts.append(numpy_of(pc.fill_null(array, _zero(array.type))))
+    else:
+        parts.append(numpy_of(array))
+    return parts
+
+
+def _comparable_list(array: pa.Array) -> list[Column]:
+    if not pa.types.is_large_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
+    if array.null_count:
+        array = cast(pa.Array, pc.fill_null(array, pa.scalar([], array.type)))
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    return [Jagged(_flat(part, array.type), offsets - offsets[0]) for part in comparable(values)]
+
+
+def _flat(part: Column, kind: pa.DataType) -> Array:
+    if isinstance(part, Jagged):
+        raise SchemaError(f"lists must hold numbers, got {kind}; flatten or encode them in SQL")
+    return part
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return any(
+        test(kind)
+        for test in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
+    )
+
+
+def _bytes_of(array: pa.Array) -> Jagged:
+    large = (
+        pc.fill_null(array.cast(pa.large_binary()), b"")
+        if array.null_count
+        else array.cast(pa.large_binary())
+    )
+    large = one_chunk(large)
+    _, offset_buffer, data = large.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64)[large.offset : large.offset + len(large) + 1]
+    content = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return Jagged(content[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def _zero(kind: pa.DataType) -> pa.Scalar:
+    if pa.types.is_temporal(kind):
+        return pa.scalar(0, pa.int64()).cast(kind)
+    if pa.types.is_boolean(kind):
+        return pa.scalar(False)
+    return pa.scalar(0).cast(kind)
+
+
+def large_list(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> pa.LargeListArray:
+    """Return an Arrow `large_list` over flat values."""
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
+
+
+def comparable_tuple(table: pa.Table, columns: Sequence[str]) -> list[Column]:
+    """Return the comparable parts of several columns of a table."""
+    return [part for name in columns for part in comparable(table[name])]

@@ -1,0 +1,246 @@
+"""Open a dataset: follow the chain of hashes once, then hand out verified parts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from schemas.checked import CheckedFile, FileEntry, read_files
+from schemas.columns import jagged_of
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet, load_features
+from schemas.jagged import Jagged, concat
+from schemas.job import Job, load_job
+from schemas.layout import (
+    BLOCK,
+    BLOCKS,
+    FILES,
+    JOB,
+    MANIFEST,
+    SCHEMA,
+    SEGMENTS,
+    access_path,
+    edges_path,
+    num_unique_column,
+    part_name,
+)
+from schemas.manifest import (
+    DatasetManifest,
+    IndexManifest,
+    SegmentManifest,
+    read_dataset,
+    read_index,
+    read_segment,
+)
+from schemas.oracle import from_gaps
+from schemas.order import Order
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One committed segment.
+
+    Attributes:
+        directory: where it lies.
+        manifest: what it holds.
+        files: path to entry, of every file in it.
+        blocks: one row per block in training order, columns of `layout.blocks_schema`.
+    """
+
+    directory: Path
+    manifest: SegmentManifest
+    files: dict[str, FileEntry]
+    blocks: pa.Table
+
+    def file(self, path: str) -> CheckedFile:
+        """Return a file of the segment, verified as it is read.
+
+        Raises:
+            SchemaError: the segment does not list it.
+        """
+        return CheckedFile(self.directory, _entry(self.files, path, self.directory))
+
+    def positions(self, split: str) -> NDArray[np.int64]:
+        """Return the positions of a split's blocks in `blocks`, maybe none."""
+        first, count = self.manifest.splits.get(split, (0, 0))
+        return np.arange(first, first + count)
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """Return a number column of `blocks` as int64."""
+        return self.blocks[name].to_numpy().astype(np.int64)
+
+    def num_unique(self, group: str) -> NDArray[np.int64]:
+        """Return the unique tuples of a group in each block."""
+        return self.column(num_unique_column(group))
+
+    @cached_property
+    def block_names(self) -> NDArray[np.int64]:
+        """Block ids in training order."""
+        return self.column(BLOCK)
+
+    def access(self, table: str) -> Jagged:
+        """Return the ascending dense numbers that each training block looks up."""
+        parts: list[Jagged] = []
+        while (path := access_path(table, len(parts))) in self.files:
+            parts.append(jagged_of(self.file(path).read(["gaps"])["gaps"]))
+        if not parts:
+            raise SchemaError(
+                f"table must have access lists, got none for {table!r}; rebuild the dataset",
+                file=str(self.directory / MANIFEST),
+            )
+        return from_gaps(concat(parts))
+
+    def rows(self, table: str) -> NDArray[np.int64]:
+        """Return the row of each dense number."""
+        return self.file(edges_path(table)).read(["row"])["row"].to_numpy()
+
+
+@dataclass(frozen=True)
+class Index:
+    """One committed index.
+
+    Attributes:
+        directory: where it lies.
+        manifest: what it covers.
+        files: path to entry, of every file in it.
+    """
+
+    directory: Path
+    manifest: IndexManifest
+    files: dict[str, FileEntry]
+
+    def distances(self, table: str) -> Jagged:
+        """Return the next-use distance of each entry of each step, (num_steps rows) int32."""
+        parts: list[Jagged] = []
+        while (path := part_name(len(parts))) in self.files:
+            file = CheckedFile(self.directory, self.files[path])
+            parts.append(jagged_of(file.read([table])[table]))
+        return concat(parts)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset whose manifests, job and schema have been verified.
+
+    Attributes:
+        directory: its root.
+        manifest: the root manifest.
+        job: the job that it was built by.
+        features: its columns and their roles.
+        segments: in order.
+        indexes: the first is the default.
+    """
+
+    directory: Path
+    manifest: DatasetManifest
+    job: Job
+    features: FeatureSet
+    segments: tuple[Segment, ...]
+    indexes: tuple[Index, ...]
+
+    def order(self, batch_samples: int, epochs: int, shuffle: str, seed: int) -> Order:
+        """Return the global order of a run over the training range.
+
+        Raises:
+            SchemaError: `batch_samples` is no multiple of the block size.
+        """
+        block = self.job.data.block_samples
+        if batch_samples % block:
+            raise SchemaError(
+                f"batch_samples must be a multiple of block_samples, got {batch_samples} and "
+                f"{block}; use {max(1, batch_samples // block) * block}"
+            )
+        config = type(self.job.data.oracle.order)(
+            shuffle="blocks" if shuffle == "blocks" else "none", seed=seed
+        )
+        counts = tuple(len(s.positions("train")) for s in self.segments)
+        return Order(counts, batch_samples // block, epochs, config)
+
+    def index_for(self, order: Order) -> Index:
+        """Return the index that was built for an order.
+
+        Raises:
+            SchemaError: there is none; the message has the command that builds it.
+        """
+        batch = order.blocks_per_batch * self.job.data.block_samples
+        for index in self.indexes:
+            m = index.manifest
+            same = (m.batch_samples, m.epochs, m.shuffle, m.seed) == (
+                batch,
+                order.epochs,
+                order.config.shuffle,
+                order.config.seed,
+            )
+            if same and m.segments == tuple(s.manifest.id for s in self.segments):
+                return index
+        raise SchemaError(
+            f"dataset must have an index for batch_samples={batch}, epochs={order.epochs}, "
+            f"shuffle={order.config.shuffle}, seed={order.config.seed}, got none; run "
+            f"python -m pipelines oracle {self.directory} --reindex --batch-samples {batch} "
+            f"--epochs {order.epochs}",
+            file=str(self.directory / MANIFEST),
+        )
+
+
+def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry:
+    if path not in files:
+        raise SchemaError(
+            f"file must be listed, got {path!r}; rebuild the dataset", file=str(directory / FILES)
+        )
+    return files[path]
+
+
+def verified(path: Path, sha256: str) -> Path:
+    """Return the path after comparing the file's bytes with their hash.
+
+    Raises:
+        SchemaError: the file is missing or has changed.
+    """
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise SchemaError(
+            "file must exist, got none; restore it or rebuild the dataset", file=str(path)
+        ) from error
+    if found != sha256:
+        raise SchemaError(
+            f"file must have sha256 {sha256[:12]}, got {found[:12]}; restore it or rebuild the dataset",
+            file=str(path),
+        )
+    return path
+
+
+def open_segment(directory: Path, manifest: SegmentManifest) -> Segment:
+    """Open a segment whose manifest has been verified."""
+    files = read_files(verified(directory / FILES, manifest.files_sha256))
+    blocks = pq.read_table(verified(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
+    return Segment(directory, manifest, files, blocks)
+
+
+def open_dataset(path: str | Path) -> Dataset:
+    """Open a dataset; everything is verified now but data files, which are as they are read.
+
+    Raises:
+        SchemaError: a manifest is missing, a byte has changed, or the format is another one.
+    """
+    root = Path(path)
+    manifest = read_dataset(root)
+    job = load_job(verified(root / JOB, manifest.job_sha256))
+    features = load_features(verified(root / SCHEMA, manifest.schema_sha256))
+    segments = tuple(
+        open_segment(root / SEGMENTS / r.id, read_segment(root / SEGMENTS / r.id, r))
+        for r in manifest.segments
+    )
+    indexes: list[Index] = []
+    for reference in manifest.indexes:
+        found = read_index(root / reference.id, reference)
+        files = read_files(verified(root / reference.id / FILES, found.files_sha256))
+        indexes.append(Index(root / reference.id, found, files))
+    return Dataset(root, manifest, job, features, segments, tuple(indexes))

@@ -1,0 +1,217 @@
+"""Read YAML into frozen dataclasses, with errors that name file, line, key and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from schemas.errors import SchemaError, nearest
+
+T = TypeVar("T")
+
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d|w)$")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)$")
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def parse_duration(text: str) -> timedelta:
+    """Return the time span that a text such as `90s`, `30m`, `1d` means.
+
+    Raises:
+        ValueError: the text is no number with one of us, ms, s, m, h, d, w.
+
+    Example:
+        >>> parse_duration("30m")
+        datetime.timedelta(seconds=1800)
+    """
+    found = _DURATION.match(text)
+    if found is None:
+        raise ValueError(
+            f"duration must be a number and a unit, got {text!r}; write 30m, 12h or 1d"
+        )
+    return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that a text such as `64MiB` means.
+
+    Raises:
+        ValueError: the text is no number with one of B, KiB, MiB, GiB, TiB.
+
+    Example:
+        >>> parse_size("64MiB")
+        67108864
+    """
+    found = _SIZE.match(text)
+    if found is None:
+        raise ValueError(f"size must be a number and a unit, got {text!r}; write 64MiB or 2GiB")
+    return int(float(found[1]) * _BYTES[found[2]])
+
+
+def read_yaml(path: Path, kind: type[T]) -> T:
+    """Read one YAML file into a dataclass.
+
+    Args:
+        path: the file; its name is used in errors.
+        kind: a dataclass whose fields have the types this module knows: str, int, float, bool,
+            timedelta, datetime, Literal, `X | None`, tuple[X, ...], Mapping[str, X], dataclasses.
+
+    Raises:
+        SchemaError: the file cannot be read, or a key or value breaks its declaration.
+    """
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SchemaError(
+            f"job file must be readable text, got {error}; check the path", file=str(path)
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        raise SchemaError(
+            f"job file must be YAML, got {error.problem}; check indentation and quotes",
+            file=str(path),
+            place=str(line),
+        ) from error
+    if node is None:
+        raise SchemaError("job file must not be empty; start from a shipped one", file=str(path))
+    return _Reader(str(path)).build(kind, node, "")
+
+
+class _Reader:
+    """Walks YAML nodes beside type hints; keeps the file name for errors."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def fail(self, node: yaml.Node, text: str) -> SchemaError:
+        return SchemaError(text, file=self.file, place=str(node.start_mark.line + 1))
+
+    def build(self, hint: Any, node: yaml.Node, key: str) -> Any:
+        origin = get_origin(hint)
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            return self.build_dataclass(hint, node, key)
+        if origin in (Union, types.UnionType):
+            return self.build_union(get_args(hint), node, key)
+        if origin is Literal:
+            return self.build_literal(get_args(hint), node, key)
+        if origin is tuple:
+            return self.build_tuple(get_args(hint)[0], node, key)
+        if origin is not None and issubclass(origin, Mapping):
+            return self.build_mapping(get_args(hint)[1], node, key)
+        return self.build_scalar(hint, node, key)
+
+    def items(self, node: yaml.Node, key: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
+        if not isinstance(node, yaml.MappingNode):
+            raise self.fail(node, f"{key or 'job'} must be a mapping of keys, got {_text(node)}")
+        seen: set[str] = set()
+        for name, _ in node.value:
+            if name.value in seen:
+                raise self.fail(name, f"key must appear once, got {_join(key, name.value)} twice")
+            seen.add(name.value)
+        return [(name.value, name, value) for name, value in node.value]
+
+    def build_dataclass(self, kind: type, node: yaml.Node, key: str) -> Any:
+        hints = get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        values: dict[str, Any] = {}
+        for name, at, value in self.items(node, key):
+            if name not in fields:
+                raise self.fail(
+                    at, f"key must be known, got {_join(key, name)}; {nearest(name, fields)}"
+                )
+            values[name] = self.build(hints[name], value, _join(key, name))
+        for name, field in fields.items():
+            required = (
+                field.default is dataclasses.MISSING
+                and field.default_factory is dataclasses.MISSING
+            )
+            if required and name not in values:
+                raise self.fail(node, f"{_join(key, name)} must be given; add it")
+        try:
+            return kind(**values)
+        except ValueError as error:
+            raise self.fail(node, f"{_join(key, str(error))}") from error
+
+    def build_union(self, hints: tuple[Any, ...], node: yaml.Node, key: str) -> Any:
+        is_null = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+        if is_null and type(None) in hints:
+            return None
+        choices = [h for h in hints if h is not type(None)]
+        sequence = isinstance(node, yaml.SequenceNode)
+        matching = [h for h in choices if (get_origin(h) is tuple) == sequence]
+        return self.build((matching or choices)[0], node, key)
+
+    def build_literal(self, choices: tuple[Any, ...], node: yaml.Node, key: str) -> Any:
+        value = self.plain(node, key)
+        if value not in choices:
+            names = [str(choice) for choice in choices]
+            raise self.fail(
+                node,
+                f"{key} must be one of {', '.join(names)}, got {value!r}; "
+                f"{nearest(str(value), names)}",
+            )
+        return value
+
+    def build_tuple(self, hint: Any, node: yaml.Node, key: str) -> tuple[Any, ...]:
+        if not isinstance(node, yaml.SequenceNode):
+            raise self.fail(node, f"{key} must be a list, got {_text(node)}; write [a, b]")
+        return tuple(self.build(hint, v, f"{key}[{i}]") for i, v in enumerate(node.value))
+
+    def build_mapping(self, hint: Any, node: yaml.Node, key: str) -> dict[str, Any]:
+        return {name: self.build(hint, v, _join(key, name)) for name, _, v in self.items(node, key)}
+
+    def plain(self, node: yaml.Node, key: str) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.fail(node, f"{key} must be one value, got {_text(node)}")
+        return yaml.SafeLoader("").construct_object(node)
+
+    def build_scalar(self, hint: Any, node: yaml.Node, key: str) -> Any:
+        value = self.plain(node, key)
+        try:
+            return _convert(hint, value)
+        except (ValueError, TypeError) as error:
+            reason = str(error) if isinstance(error, ValueError) and str(error) else ""
+            wanted = getattr(hint, "__name__", str(hint))
+            text = reason if "; " in reason else f"must be a {wanted}, got {value!r}"
+            raise self.fail(node, f"{key} {text.removeprefix('value ')}") from error
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        number = float(value)
+        if math.isnan(number):
+            raise ValueError
+        return number
+    if hint is int and isinstance(value, str):
+        return parse_size(value)
+    if hint is timedelta and isinstance(value, str):
+        return parse_duration(value)
+    if hint is datetime:
+        moment = datetime.fromisoformat(str(value))
+        return moment if moment.tzinfo is None else moment.astimezone(UTC).replace(tzinfo=None)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise TypeError
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise TypeError
+    return value
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _text(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value)
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -1,0 +1,58 @@
+"""Errors that cross package borders, with typed fields."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SchemaError(Exception):
+    """Say that data or a declaration breaks its format.
+
+    Attributes:
+        message: one line, what must hold and what was found.
+        file: the file it was found in, as the user would name it, or None.
+        place: line, key, row group or position inside `file`, or None.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, place: str | None = None) -> None:
+        """Build the one-line text `message in file:place`."""
+        self.message = message
+        self.file = file
+        self.place = place
+        super().__init__(message, file, place)
+
+    def __str__(self) -> str:
+        """Return the whole line; the advice after `;` stays last."""
+        if self.file is None:
+            return self.message
+        where = self.file if self.place is None else f"{self.file}:{self.place}"
+        what, separator, advice = self.message.partition("; ")
+        return f"{what} in {where}{separator}{advice}"
+
+
+class PlanError(Exception):
+    """Say that no plan fits the given limits.
+
+    Attributes:
+        required_rows: the smallest cache that works, in rows; None when size is not the cause.
+    """
+
+    def __init__(self, message: str, *, required_rows: int | None = None) -> None:
+        """Keep the smallest working size beside the text."""
+        self.required_rows = required_rows
+        super().__init__(message)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return advice that names the known word closest to `name`.
+
+    Example:
+        >>> nearest("grops", ["groups", "tables"])
+        "did you mean 'groups'?"
+        >>> nearest("x", ["groups", "tables"])
+        'use one of groups, tables'
+    """
+    words = sorted(known)
+    close = difflib.get_close_matches(name, words, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(words)}"

@@ -1,0 +1,142 @@
+"""Lines that a run leaves behind: step metrics, its summary, its ledger, decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from schemas.errors import SchemaError
+from schemas.manifest import canonical_json
+
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
+SUMMARY = "summary.json"
+DECISIONS = "decisions.jsonl"
+PHASES = ("read", "fetch", "forward", "backward", "sync", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetric:
+    """One committed step: one line of `metrics.jsonl`."""
+
+    step: int
+    """Position in the run, from 0."""
+    loss: float
+    """Mean loss per unit of sample weight, before the update."""
+    num_samples: int
+    """Samples of the batch."""
+    num_replicas: int
+    """Replicas that computed it."""
+    samples_per_sec: float
+    """Samples over the wall time of the step."""
+    phases: Mapping[str, float]
+    """Seconds by phase: read, fetch, forward, backward, sync, update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEntry:
+    """Blocks that one replica trained in one committed step: one line of `ledger.jsonl`."""
+
+    step: int
+    """Position in the run, from 0."""
+    epoch: int
+    """Pass over the training range."""
+    segment: str
+    """Segment id."""
+    replica: str
+    """Who computed them."""
+    blocks: tuple[int, ...]
+    """Block ids, in batch order."""
+    num_samples: int
+    """Samples in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A finished run: `summary.json`, and what `train --json` prints."""
+
+    num_steps: int
+    """Committed steps."""
+    num_samples: int
+    """Samples trained, every epoch counted."""
+    loss_first: float
+    """Loss of the first step."""
+    loss_last: float
+    """Loss of the last step."""
+    ne: float | None
+    """Normalised entropy on the evaluation split; None when there is none."""
+    auc: float | None
+    """Area under the ROC curve on the evaluation split."""
+    gauc: float | None
+    """AUC per group, weighted by samples, on the evaluation split."""
+    samples_per_sec: float
+    """Samples over the wall time of all steps, the first one left out."""
+    cache_hit_rate: float | None
+    """1 - fetched_rows / accesses; None without a cache."""
+    fetched_rows: int
+    """Rows read from the store."""
+    peak_rss_bytes: int
+    """Largest resident memory of the process."""
+    embedding: str = "plain"
+    """How tables were held: plain, cached, lru or uncached."""
+    expanded: bool = False
+    """Whether deduplication was undone before training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the scheduler chose and why: one line of `decisions.jsonl`."""
+
+    time_sec: float
+    """Seconds since the epoch, given by the caller."""
+    job: str
+    """Job name."""
+    action: str
+    """What is done."""
+    reason: str
+    """Why, in words and numbers."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Numbers the reason speaks of."""
+
+
+def to_line(record: StepMetric | LedgerEntry | Decision | RunSummary) -> str:
+    """Return a record as one line of JSON, without the newline."""
+    return canonical_json(asdict(record))
+
+
+def read_metrics(path: Path) -> list[StepMetric]:
+    """Read `metrics.jsonl`; a torn last line is left out.
+
+    Raises:
+        SchemaError: a line other than the last is no step metric.
+    """
+    metrics: list[StepMetric] = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            metrics.append(StepMetric(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise SchemaError(
+                f"line must be a step metric, got {line[:80]!r}; restore the file",
+                file=str(path),
+                place=str(number),
+            ) from error
+    return metrics
+
+
+def read_summary(path: Path) -> RunSummary:
+    """Read `summary.json`.
+
+    Raises:
+        SchemaError: the file is missing or no summary.
+    """
+    try:
+        return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise SchemaError(
+            f"summary must be that of a finished run, got {error}; train again", file=str(path)
+        ) from error

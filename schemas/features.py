@@ -1,0 +1,133 @@
+"""Columns of a dataset and their roles, kept as a tensorflow-metadata Schema.
+
+`schema.pbtxt` beside the job file declares each column of the samples: type,
+presence, domain, and its role as an annotation tag. The same file lies in the
+dataset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from google.protobuf import text_format
+from tensorflow_metadata.proto.v0 import schema_pb2
+
+from schemas.errors import SchemaError, nearest
+
+Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
+ROLES: tuple[str, ...] = get_args(Role)
+"""`sparse` looks into an embedding table; `dense` is a number the model reads; `kept` is stored
+and given back, no model reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """One column of the samples."""
+
+    name: str
+    """Column name."""
+    role: Role
+    """What the trainer does with it."""
+    type: Literal["INT", "FLOAT", "BYTES"]
+    """tensorflow-metadata type; times are INT with a time domain."""
+    is_list: bool
+    """Whether a sample has any number of values."""
+    required: bool
+    """Whether a sample without it is rejected."""
+    minimum: float | None = None
+    """Smallest allowed value, None when open; ints stay exact."""
+    maximum: float | None = None
+    """Largest allowed value, None when open."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSet:
+    """All columns of the samples, in declaration order."""
+
+    features: tuple[Feature, ...]
+
+    def __getitem__(self, name: str) -> Feature:
+        """Return a feature by name.
+
+        Raises:
+            SchemaError: no feature has that name.
+        """
+        for feature in self.features:
+            if feature.name == name:
+                return feature
+        raise SchemaError(f"feature must be declared, got {name!r}; {nearest(name, self.names)}")
+
+    def __contains__(self, name: str) -> bool:
+        """Tell whether a feature of that name is declared."""
+        return name in self.names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in declaration order."""
+        return tuple(f.name for f in self.features)
+
+    def with_role(self, role: Role) -> tuple[str, ...]:
+        """Return the names of the features with a role, in declaration order."""
+        return tuple(f.name for f in self.features if f.role == role)
+
+    @property
+    def label(self) -> str:
+        """Name of the label.
+
+        Raises:
+            SchemaError: there is none, or several.
+        """
+        labels = self.with_role("label")
+        if len(labels) != 1:
+            raise SchemaError(f"schema must have one label, got {list(labels)}; tag one feature")
+        return labels[0]
+
+
+def load_features(path: Path) -> FeatureSet:
+    """Read `schema.pbtxt`.
+
+    Raises:
+        SchemaError: the file is missing, no Schema, or a role is unknown.
+    """
+    try:
+        proto = text_format.Parse(path.read_text(encoding="utf-8"), schema_pb2.Schema())
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise SchemaError(
+            f"schema must be a tensorflow-metadata Schema in text form, got {error}; "
+            "see docs/job.md",
+            file=str(path),
+        ) from error
+    features = tuple(_feature(f, path) for f in proto.feature)
+    names = [f.name for f in features]
+    for name in names:
+        if names.count(name) > 1:
+            raise SchemaError(f"feature must appear once, got {name!r} twice", file=str(path))
+    return FeatureSet(features)
+
+
+def _feature(proto: schema_pb2.Feature, path: Path) -> Feature:
+    tags = list(proto.annotation.tag)
+    if len(tags) != 1 or tags[0] not in ROLES:
+        advice = nearest(tags[0], ROLES) if len(tags) == 1 else f"use one of {', '.join(ROLES)}"
+        raise SchemaError(
+            f"feature {proto.name!r} must have one role tag, got {tags}; {advice}", file=str(path)
+        )
+    kind = schema_pb2.FeatureType.Name(proto.type)
+    if kind not in ("INT", "FLOAT", "BYTES"):
+        raise SchemaError(
+            f"feature {proto.name!r} must have type INT, FLOAT or BYTES, got {kind}; add it",
+            file=str(path),
+        )
+    domain = proto.WhichOneof("domain_info")
+    limits = getattr(proto, domain) if domain in ("int_domain", "float_domain") else None
+    return Feature(
+        name=proto.name,
+        role=cast(Role, tags[0]),
+        type=kind,
+        is_list=proto.HasField("value_count"),
+        required=proto.presence.min_fraction == 1.0,
+        minimum=limits.min if limits is not None and limits.HasField("min") else None,
+        maximum=limits.max if limits is not None and limits.HasField("max") else None,
+    )

@@ -1,0 +1,84 @@
+"""Stable hashes: the same on every machine, in every version, for ever.
+
+Everything that places a sample (shard, order) or names an embedding row (row,
+slot) goes through `splitmix64`, so that bytes written today mean the same in
+any later release.
+
+Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+NUM_SLOTS = 4096
+"""Hash slots of a table's rows; fixed in format 1."""
+
+MAX_ROW = (1 << 63) - 1
+"""Rows are 63-bit, so that they fit a signed 64-bit column."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def splitmix64(x: ArrayLike) -> NDArray[np.uint64]:
+    """Mix each 64-bit integer into a pseudorandom one; a bijection.
+
+    Args:
+        x: integers of any shape; signed ones are taken by their bits.
+
+    Returns:
+        uint64 array of the same shape.
+
+    Example:
+        >>> [hex(int(v)) for v in splitmix64(np.array([0, 1]))]
+        ['0xe220a8397b1dcdaf', '0x910a2dec89025cc1']
+    """
+    bits = as_bits(x)
+    z = np.atleast_1d(bits) + _GOLDEN  # at least 1-d: numpy warns of overflow in scalars only
+    z ^= z >> np.uint64(30)
+    z *= _MIX_1
+    z ^= z >> np.uint64(27)
+    z *= _MIX_2
+    z ^= z >> np.uint64(31)
+    return z.reshape(bits.shape)
+
+
+def as_bits(x: ArrayLike) -> NDArray[np.uint64]:
+    """Return integers as uint64, signed ones by their two's complement bits."""
+    array = np.asarray(x)
+    return array if array.dtype == np.uint64 else array.astype(np.int64).view(np.uint64)
+
+
+def salt_of(name: str) -> np.uint64:
+    """Return a 64-bit salt for a name, the same for ever.
+
+    Example:
+        >>> hex(int(salt_of("items")))
+        '0xe492d380854f3c5f'
+    """
+    return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+
+
+def hash_rows(ids: NDArray[np.integer], table: str, num_rows: int) -> NDArray[np.int64]:
+    """Map ids to rows of a hashed table.
+
+    Args:
+        ids: any shape, any integers.
+        table: name of the table; its salt keeps tables independent.
+        num_rows: rows of the table, 1 to 2**63.
+
+    Returns:
+        int64 rows in [0, num_rows), same shape.
+    """
+    mixed = splitmix64(as_bits(ids) ^ salt_of(table)) & np.uint64(MAX_ROW)
+    return (mixed % np.uint64(num_rows)).astype(np.int64)
+
+
+def slot_of_row(rows: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the hash slot, in [0, NUM_SLOTS), of each row; neighbours spread evenly."""
+    return (splitmix64(rows) >> np.uint64(52)).astype(np.int64)

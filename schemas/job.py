@@ -1,0 +1,324 @@
+"""The job file: one YAML file that says what to build, train and size.
+
+Three sections: `data` here, `train` and `schedule` in the modules beside it.
+Every dataclass field below is a key of the file; `docs/job.md` shows each with
+an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from schemas.declare import read_yaml
+from schemas.errors import SchemaError, nearest
+from schemas.hashing import MAX_ROW
+from schemas.job_schedule import ScheduleConfig
+from schemas.job_train import TrainConfig
+
+MAX_GROUPS = 8
+MAX_BLOCK_SAMPLES = 1 << 16
+SAMPLES = "samples"
+"""Where a transform writes when its inputs are not all in one dedup group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceConfig:
+    """Files of one kind that the samples are made from."""
+
+    files: str
+    """Glob below the input directory, such as `behaviors/*.parquet`."""
+    format: Literal["parquet", "csv"]
+    """`csv` also reads tab-separated files."""
+    columns: Mapping[str, str] | None = None
+    """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp[us]`); all columns
+    of a Parquet file when absent; must be given, in file order, for a CSV file."""
+    delimiter: str = ","
+    """One character between CSV fields."""
+    quote: str | None = '"'
+    """One character around CSV fields, or null when quotes are plain text."""
+    header: bool = True
+    """Whether the first line of a CSV file names its columns."""
+    null_values: tuple[str, ...] = ("",)
+    """CSV texts that mean null; in a string column only the empty text can."""
+
+    def __post_init__(self) -> None:
+        """Check what one source can know about itself."""
+        if self.format == "csv" and not self.columns:
+            raise ValueError("columns must name every column of a csv source, got none; add them")
+        if len(self.delimiter) != 1:
+            raise ValueError(f"delimiter must be one character, got {self.delimiter!r}; quote it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerConfig:
+    """SQL over all rows of one key."""
+
+    key: str
+    """Column that every source has; all rows of one value form the relations of `sql`."""
+    sql: str
+    """A SELECT whose tables are the sources; window functions see one key only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesConfig:
+    """How raw rows become samples. Exactly one of `map` and `per`."""
+
+    map: str | None = None
+    """Row-local SELECT from the one source: a row's output depends only on that row."""
+    per: PerConfig | None = None
+    """SELECT run after grouping by a key, over one or several sources."""
+    source: str | None = None
+    """The source whose rows become samples; may be absent when there is only one source."""
+
+    def __post_init__(self) -> None:
+        """Refuse both and neither."""
+        if (self.map is None) == (self.per is None):
+            raise ValueError("samples must have exactly one of map and per; remove or add one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """What a session is, in columns of the samples."""
+
+    key: str
+    """Column that is equal for all samples of a session; a null key is rejected."""
+    time: str
+    """Timestamp column that orders the samples of a session."""
+    gap: timedelta | None = None
+    """A longer pause than this starts another session of the same key; no cut when null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowConfig:
+    """The horizon inside which sessions are clustered and shuffled."""
+
+    span: timedelta | None = None
+    """Length of a window; the whole segment when null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig:
+    """Which samples are held back for evaluation."""
+
+    evaluation_from: datetime | None = None
+    """Samples at or after this time (UTC) are for evaluation; none when null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableConfig:
+    """One embedding table: which features look into it and how an id becomes a row."""
+
+    features: tuple[str, ...]
+    """Sparse features that share the table."""
+    num_rows: int
+    """Rows of the table; up to 2**63, a row costs nothing until it is first used."""
+    rows: Literal["hash", "identity"] = "hash"
+    """`hash`: stable hash of the id, modulo `num_rows`; `identity`: the id is the row, and an id
+    outside [0, num_rows) is rejected with its sample."""
+
+    def __post_init__(self) -> None:
+        """Check the range of rows."""
+        if not 1 <= self.num_rows <= MAX_ROW + 1:
+            raise ValueError(f"num_rows must be in [1, 2**63], got {self.num_rows}; lower it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderConfig:
+    """In which order blocks are trained."""
+
+    shuffle: Literal["none", "blocks"] = "none"
+    """`none`: as stored (time windows in order, sessions hashed inside); `blocks`: blocks of a
+    segment permuted anew in every epoch."""
+    seed: int = 0
+    """Seed of the permutation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleConfig:
+    """The default index that is built with the dataset."""
+
+    batch_samples: int = 4096
+    """Samples of a global batch; a multiple of `data.block_samples`."""
+    epochs: int = 1
+    """Passes over the training range that the index covers."""
+    order: OrderConfig = field(default_factory=OrderConfig)
+    """Order of the blocks; the trainer must use the same to follow this index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig:
+    """The synthetic log of `pipelines generate`."""
+
+    num_samples: int = 200_000
+    """Rows of the log."""
+    seed: int = 0
+    """Seed of everything that is random in it."""
+    start: datetime = datetime(2026, 1, 1)
+    """Time of the first possible sample (UTC)."""
+    span: timedelta = timedelta(days=2)
+    """Length of the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """What the dataset is made of."""
+
+    sources: Mapping[str, SourceConfig]
+    """Name, usable as a table in SQL, to files."""
+    samples: SamplesConfig
+    """How raw rows become samples."""
+    session: SessionConfig
+    """What a session is."""
+    tables: Mapping[str, TableConfig]
+    """Embedding tables by name."""
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Dedup groups: columns that change together, stored once per unique tuple of a block."""
+    transforms: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Group name (or `samples`) to new columns, each a scalar SQL expression over the columns of
+    that group; evaluated once per unique tuple. The inputs stay."""
+    window: WindowConfig = field(default_factory=WindowConfig)
+    """Horizon of clustering."""
+    split: SplitConfig = field(default_factory=SplitConfig)
+    """Held-back range."""
+    block_samples: int = 1024
+    """Samples of a block, a power of two."""
+    oracle: OracleConfig = field(default_factory=OracleConfig)
+    """Default index."""
+    on_error: Literal["reject", "fail"] = "reject"
+    """`reject`: unusable rows go to `rejects/` with their reason;
+    `fail`: the first one ends the build."""
+    schema: str = "schema.pbtxt"
+    """tensorflow-metadata Schema of the sample columns, beside the job file."""
+    generate: GenerateConfig | None = None
+    """Parameters of the synthetic log, for jobs that have one."""
+
+    def __post_init__(self) -> None:
+        """Check what the data section can know about itself."""
+        block = self.block_samples
+        if not 16 <= block <= MAX_BLOCK_SAMPLES or block & (block - 1):
+            raise ValueError(
+                f"block_samples must be a power of two in [16, 65536], got {block}; use 1024"
+            )
+        if self.oracle.batch_samples % block:
+            raise ValueError(
+                "oracle.batch_samples must be a multiple of block_samples, "
+                f"got {self.oracle.batch_samples} and {block}; "
+                f"use {max(1, self.oracle.batch_samples // block) * block}"
+            )
+        _check_source(self.sources, self.samples)
+        _check_groups(self.groups, self.transforms)
+        _check_tables(self.tables)
+
+    @property
+    def sample_source(self) -> str:
+        """Name of the source whose rows become samples."""
+        return self.samples.source or next(iter(self.sources))
+
+    @property
+    def table_of_feature(self) -> dict[str, str]:
+        """Sparse feature name to table name."""
+        return {f: name for name, table in self.tables.items() for f in table.features}
+
+    @property
+    def group_of_column(self) -> dict[str, str]:
+        """Deduplicated column name to group name, transforms included."""
+        stored = {c: group for group, columns in self.groups.items() for c in columns}
+        made = {
+            c: group
+            for group, columns in self.transforms.items()
+            if group != SAMPLES
+            for c in columns
+        }
+        return stored | made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A whole job file."""
+
+    name: str
+    """Short name, used in logs and manifests."""
+    data: DataConfig
+    """What the dataset is made of."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """What is trained on it."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """What it may run on."""
+
+
+def load_job(path: str | Path) -> Job:
+    """Read and check a job file.
+
+    Raises:
+        SchemaError: naming the file, the line, the key, and the nearest valid key.
+    """
+    job = read_yaml(Path(path), Job)
+    batch, block = job.train.batch_samples, job.data.block_samples
+    if batch % block:
+        raise SchemaError(
+            f"train.batch_samples must be a multiple of data.block_samples, got {batch} and "
+            f"{block}; use {max(1, batch // block) * block}",
+            file=str(path),
+        )
+    return job
+
+
+def _check_source(sources: Mapping[str, SourceConfig], samples: SamplesConfig) -> None:
+    if not sources:
+        raise ValueError("sources must name at least one source, got none; add one")
+    if samples.source is None and len(sources) > 1:
+        raise ValueError(f"samples.source must name one of {', '.join(sources)}, got none; add it")
+    if samples.source is not None and samples.source not in sources:
+        raise ValueError(
+            f"samples.source must be a source, got {samples.source!r}; "
+            f"{nearest(samples.source, sources)}"
+        )
+    if samples.map is not None and len(sources) > 1:
+        raise ValueError(
+            f"samples.map must read one source, got {len(sources)}; use samples.per to join them"
+        )
+
+
+def _check_groups(
+    groups: Mapping[str, tuple[str, ...]], transforms: Mapping[str, Mapping[str, str]]
+) -> None:
+    if len(groups) > MAX_GROUPS:
+        raise ValueError(f"groups must be at most {MAX_GROUPS}, got {len(groups)}; merge some")
+    if SAMPLES in groups:
+        raise ValueError(f"groups must not use the name {SAMPLES!r}; rename the group")
+    owner: dict[str, str] = {}
+    for group, columns in groups.items():
+        if not columns:
+            raise ValueError(f"groups.{group} must name a column, got none; add or remove it")
+        for column in columns:
+            if column in owner:
+                raise ValueError(
+                    f"groups must not share columns, got {column!r} in {owner[column]} "
+                    f"and {group}; keep one"
+                )
+            owner[column] = group
+    for group, columns in transforms.items():
+        if group not in groups and group != SAMPLES:
+            raise ValueError(
+                f"transforms.{group} must be a group; {nearest(group, [*groups, SAMPLES])}"
+            )
+        for column in columns:
+            if column in owner:
+                raise ValueError(f"transforms.{group}.{column} must be a new name; rename it")
+            owner[column] = group
+
+
+def _check_tables(tables: Mapping[str, TableConfig]) -> None:
+    owner: dict[str, str] = {}
+    for name, table in tables.items():
+        for feature in table.features:
+            if feature in owner:
+                raise ValueError(
+                    f"tables must not share features, got {feature!r} in {owner[feature]} "
+                    f"and {name}; keep one"
+                )
+            owner[feature] = name

@@ -1,0 +1,79 @@
+"""The `schedule` section of the job file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What one process of a pool gets."""
+
+    cpus: float = 1.0
+    """Cores."""
+    memory: int = 2 * _GIB
+    """Bytes; a text such as `2GiB` in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreprocessingPoolConfig:
+    """Limits of the pool that builds segments."""
+
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    """Size of one pipeline worker."""
+    min_workers: int = 1
+    """Fewest workers."""
+    max_workers: int = 64
+    """Most workers, over all segment jobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPoolConfig:
+    """Limits of the pool that trains."""
+
+    replica: WorkerConfig = field(default_factory=WorkerConfig)
+    """Size of one trainer replica."""
+    store: WorkerConfig = field(default_factory=WorkerConfig)
+    """Size of one embedding store."""
+    min_replicas: int = 1
+    """Fewest replicas."""
+    max_replicas: int = 16
+    """Most replicas."""
+    max_stores: int = 16
+    """Most stores; none are used while one process holds the tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig:
+    """What all pools of the job may use together."""
+
+    cpus: float = 16.0
+    """Cores."""
+    memory: int = 64 * _GIB
+    """Bytes; a text such as `64GiB` in the file."""
+    cpu_hour_price: float = 0.04
+    """Price of one core for one hour, in any currency."""
+    gib_hour_price: float = 0.005
+    """Price of one GiB of memory for one hour, in the same currency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """What the job may run on."""
+
+    driver: Literal["process", "kubernetes"] = "process"
+    """Where processes are started."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Shared limit."""
+    preprocessing: PreprocessingPoolConfig = field(default_factory=PreprocessingPoolConfig)
+    """Pool that builds segments."""
+    training: TrainingPoolConfig = field(default_factory=TrainingPoolConfig)
+    """Pool that trains."""
+    deadline: timedelta | None = None
+    """Wanted time from start to trained model; cheapest plan when null."""
+    priority: int = 0
+    """Larger goes first when jobs share a budget."""

@@ -1,0 +1,135 @@
+"""The `train` section of the job file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    name: Literal["dlrm", "attention"] = "dlrm"
+    """`dlrm`: TorchRec's DLRM; `attention`: target attention over one history feature."""
+    bottom_layers: tuple[int, ...] = (64,)
+    """Widths of the MLP over dense features, before the one of `embedding_dim`."""
+    top_layers: tuple[int, ...] = (256, 64)
+    """Widths of the MLP over the interactions, before the one of 1."""
+    history: str | None = None
+    """List feature that the attention model reads."""
+    target: str | None = None
+    """Scalar feature that queries the history; must share its table."""
+    max_history: int = 50
+    """Newest entries of the history that are read."""
+    num_heads: int = 4
+    """Heads of the history encoder; divides `embedding_dim`."""
+
+    def __post_init__(self) -> None:
+        """Refuse an attention model without its two features."""
+        if self.name == "attention" and (self.history is None or self.target is None):
+            raise ValueError(
+                "history and target must be given for the attention model; name two features"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseOptimizerConfig:
+    """Optimizer of the dense parameters."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    """Update rule."""
+    learning_rate: float = 1e-3
+    """Step size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseOptimizerConfig:
+    """Optimizer of the embedding rows, fused into their update."""
+
+    name: Literal["rowwise_adagrad", "adagrad", "sgd"] = "rowwise_adagrad"
+    """Update rule; the state travels with the row."""
+    learning_rate: float = 0.02
+    """Step size."""
+    eps: float = 1e-8
+    """Added to the root of the accumulated squares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The plan that `--embedding cached` obeys."""
+
+    policy: Literal["ttl"] = "ttl"
+    """`ttl`: a row stays while its next use lies within `lookahead` steps."""
+    lookahead: int = 50
+    """Steps that the plan looks ahead."""
+    prefetch_steps: int = 2
+    """Steps before its use that a row is fetched; at most `lookahead`."""
+    rows: int | None = None
+    """Most rows that the cache may hold; unbounded when null."""
+
+    def __post_init__(self) -> None:
+        """Keep every fetch after the write-back that it depends on."""
+        if not 1 <= self.prefetch_steps <= self.lookahead:
+            raise ValueError(
+                f"prefetch_steps must be in [1, lookahead], got {self.prefetch_steps} and "
+                f"{self.lookahead}; lower it"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """What is measured on the evaluation split besides NE and AUC."""
+
+    gauc_key: str | None = None
+    """Column whose values group samples for GAUC; the session key when null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When state is saved."""
+
+    every_steps: int | None = None
+    """Steps between checkpoints; only one at the end when null."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What is trained on the dataset."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Which model."""
+    embedding_dim: int = 32
+    """Width of every embedding row."""
+    pooling: Literal["mean", "sum"] = "mean"
+    """How the rows of a list become one vector."""
+    batch_samples: int = 4096
+    """Samples of a global batch; a multiple of `data.block_samples`."""
+    epochs: int = 1
+    """Passes over the training range."""
+    seed: int = 0
+    """Seed of dense parameters and embedding rows."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Precision of parameters and compute."""
+    dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    """Optimizer of the dense parameters."""
+    sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    """Optimizer of the embedding rows."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """Plan of the cached embedding."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """Evaluation."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving."""
+    num_threads: int | None = None
+    """Compute threads; all cores when null."""
+
+    def __post_init__(self) -> None:
+        """Check what the section can know about itself."""
+        if self.model.name == "attention" and self.embedding_dim % self.model.num_heads:
+            raise ValueError(
+                f"embedding_dim must be divisible by model.num_heads, got {self.embedding_dim} and "
+                f"{self.model.num_heads}; change one"
+            )

@@ -1,0 +1,131 @@
+"""Names, places and Arrow types of the files of format 1; `FORMAT.md` explains each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+
+import pyarrow as pa
+
+FORMAT_VERSION = 1
+
+MANIFEST = "MANIFEST.json"
+SCHEMA = "schema.pbtxt"
+JOB = "job.yaml"
+SEGMENTS = "segments"
+BLOCKS = "blocks.parquet"
+FILES = "files.parquet"
+STATISTICS = "statistics.pbtxt"
+ANOMALIES = "anomalies.pbtxt"
+
+BLOCK = "block"
+UNIQUE_INDEX = "unique_index"
+SAMPLE_WEIGHT = "sample_weight"
+TRAIN, EVALUATION = "train", "evaluation"
+
+FILE_SHIFT = 20
+"""A block's id is `file_index << FILE_SHIFT | index_of_block_in_file`."""
+
+REJECTS_SCHEMA = pa.schema(
+    [
+        pa.field("file", pa.string()),  # relative to the input directory
+        pa.field(
+            "position", pa.int64()
+        ),  # row in the file from 0, null when the file is unreadable
+        pa.field("reason", pa.string()),
+        pa.field("value", pa.string()),  # the row as text, cut at 1,000 characters
+    ]
+)
+
+FILES_SCHEMA = pa.schema(
+    [
+        pa.field("path", pa.string()),  # relative to the directory of files.parquet
+        pa.field("num_bytes", pa.int64()),
+        pa.field("sha256", pa.string()),
+        pa.field("region_offsets", pa.list_(pa.int64())),  # regions + 1 entries, 0 to num_bytes
+        pa.field("region_crc32", pa.list_(pa.int64())),  # one per region
+    ]
+)
+
+EDGES_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64()),
+        pa.field("first_position", pa.int32()),
+        pa.field("last_position", pa.int32()),
+    ]
+)
+
+
+def inverse_column(group: str) -> str:
+    """Return the name of a group's inverse indices in `samples`."""
+    return f"{group}_inverse"
+
+
+def num_unique_column(group: str) -> str:
+    """Return the name of a group's unique tuples per block in `blocks.parquet`."""
+    return f"{group}_num_unique"
+
+
+def part_name(file_index: int) -> str:
+    """Return the file name of a part, the same in every table of a segment."""
+    return f"{file_index:05d}.parquet"
+
+
+def samples_path(file_index: int) -> str:
+    """Return a samples file, relative to the segment."""
+    return str(PurePosixPath("samples", part_name(file_index)))
+
+
+def group_path(group: str, file_index: int) -> str:
+    """Return a group's file, relative to the segment."""
+    return str(PurePosixPath("groups", group, part_name(file_index)))
+
+
+def access_path(table: str, file_index: int) -> str:
+    """Return an access list file, relative to the segment."""
+    return str(PurePosixPath("access", table, part_name(file_index)))
+
+
+def edges_path(table: str) -> str:
+    """Return a table's edges file, relative to the segment."""
+    return str(PurePosixPath("edges", f"{table}.parquet"))
+
+
+def rejects_path(file_index: int) -> str:
+    """Return a rejects file, relative to the segment."""
+    return str(PurePosixPath("rejects", part_name(file_index)))
+
+
+def blocks_schema(groups: Iterable[str]) -> pa.Schema:
+    """Return the columns of `blocks.parquet`: one row per block, in training order."""
+    return pa.schema(
+        [
+            pa.field(BLOCK, pa.int64()),
+            pa.field("split", pa.string()),
+            pa.field("window", pa.int32()),
+            pa.field("file", pa.int32()),
+            pa.field("row_group", pa.int32()),
+            pa.field("num_samples", pa.int32()),
+            pa.field("num_sessions", pa.int32()),  # sessions that begin in the block
+            *(pa.field(num_unique_column(group), pa.int32()) for group in groups),
+        ]
+    )
+
+
+def access_schema() -> pa.Schema:
+    """Return the columns of an access list: one row per training block, in training order."""
+    return pa.schema([pa.field(BLOCK, pa.int64()), pa.field("gaps", pa.large_list(pa.int64()))])
+
+
+def index_schema(tables: Sequence[str]) -> pa.Schema:
+    """Return the columns of an index file: one row per step.
+
+    Each table's list holds one next-use distance per entry of the step, in
+    ascending order of row numbers, 0 for never again.
+    """
+    return pa.schema(
+        [
+            pa.field("step", pa.int64()),
+            *(pa.field(table, pa.large_list(pa.int32())) for table in tables),
+        ]
+    )

@@ -1,0 +1,276 @@
+"""Manifests: small JSON files that name everything below them by hash.
+
+The root manifest names segments and indexes by the hash of their manifests,
+these name `files.parquet` and `blocks.parquet`, and those name every file. The
+root carries a checksum of itself. No manifest holds a clock, a host or an
+absolute path, so that equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import SchemaError
+from schemas.layout import FORMAT_VERSION, MANIFEST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """One file of a source listing."""
+
+    source: str
+    """Name of the source in the job."""
+    path: str
+    """Relative to the input directory."""
+    num_bytes: int
+    """Size."""
+    sha256: str
+    """Content, hex."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCounts:
+    """How far one dedup group was deduplicated in a segment."""
+
+    num_unique: int
+    """Unique tuples, summed over blocks."""
+    dedup_factor: float
+    """num_samples / num_unique."""
+    num_values: int
+    """List values of the group if every sample had its own."""
+    num_values_dedup: int
+    """List values that are stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableCounts:
+    """Look-ups of one embedding table in the training range of a segment."""
+
+    num_lookups: int
+    """Look-ups if every sample does its own."""
+    num_lookups_dedup: int
+    """Look-ups of deduplicated features, once per unique tuple of a block."""
+    num_unique_rows: int
+    """Distinct rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentManifest:
+    """What a segment holds; its file is written last."""
+
+    id: str
+    """Position in the dataset and hash of job, schema and listing."""
+    num_samples: int
+    """Samples, evaluation included."""
+    num_sessions: int
+    """Sessions."""
+    num_rejects: int
+    """Rows that could not be used."""
+    input_bytes: int
+    """Bytes of the listed input files."""
+    dataset_bytes: int
+    """Bytes of samples and groups."""
+    oracle_bytes: int
+    """Bytes of access lists and edges."""
+    splits: Mapping[str, tuple[int, int]]
+    """Split to (first position, number of blocks) in `blocks.parquet`."""
+    groups: Mapping[str, GroupCounts]
+    """Dedup factors."""
+    tables: Mapping[str, TableCounts]
+    """Look-ups."""
+    listing: tuple[InputFile, ...]
+    """Input files, sorted by source and path."""
+    job_sha256: str
+    """Hash of the job's data section."""
+    schema_sha256: str
+    """Hash of `schema.pbtxt`."""
+    blocks_sha256: str
+    """Hash of `blocks.parquet`."""
+    files_sha256: str
+    """Hash of `files.parquet`."""
+    format: int = FORMAT_VERSION
+    """Format version."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all splits."""
+        return sum(count for _, count in self.splits.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A part of the dataset, named by the hash of its manifest."""
+
+    id: str
+    """Directory name."""
+    manifest_sha256: str
+    """Hash of its MANIFEST.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetManifest:
+    """The root: ordered segments and the indexes over them."""
+
+    name: str
+    """Name of the job."""
+    job_sha256: str
+    """Hash of `job.yaml`."""
+    schema_sha256: str
+    """Hash of `schema.pbtxt`."""
+    segments: tuple[Reference, ...]
+    """Segments in order."""
+    indexes: tuple[Reference, ...] = ()
+    """Indexes; the first is the default."""
+    lineage: Mapping[str, str] = field(default_factory=dict)
+    """Where the dataset came from: names and hashes, free form."""
+    format: int = FORMAT_VERSION
+    """Format version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexManifest:
+    """The oracle's upper layer for one order, batch size and number of epochs."""
+
+    id: str
+    """Directory name: `index-` and a hash of everything it was derived from."""
+    segments: tuple[str, ...]
+    """Segments that it covers, in order."""
+    batch_samples: int
+    """Samples of a full batch."""
+    epochs: int
+    """Passes over the training range."""
+    shuffle: str
+    """Order of blocks."""
+    seed: int
+    """Seed of the order."""
+    num_steps: int
+    """Steps."""
+    num_rows: Mapping[str, int]
+    """Table to distinct rows over all segments: the size of its numbering."""
+    num_accesses: Mapping[str, int]
+    """Table to entries, summed over steps."""
+    oracle_bytes: int
+    """Bytes of the index."""
+    files_sha256: str
+    """Hash of `files.parquet`."""
+    format: int = FORMAT_VERSION
+    """Format version."""
+
+
+def canonical_json(value: object) -> str:
+    """Return the one JSON text of a value: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def hash_of(value: object) -> str:
+    """Return the sha256 of a value's canonical JSON, hex."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Replace a file atomically: readers see the old bytes or the new ones."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_manifest(
+    directory: Path, manifest: SegmentManifest | IndexManifest | DatasetManifest
+) -> str:
+    """Write a manifest atomically, with a checksum of itself.
+
+    Returns:
+        The sha256 of the written file, hex.
+    """
+    body = asdict(manifest)
+    body["checksum"] = hash_of(body)
+    data = (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+    replace_bytes(directory / MANIFEST, data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
+    path = directory / MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SchemaError(
+            "manifest must exist, got none; the build did not finish, or this is no dataset",
+            file=str(path),
+        ) from error
+    if wanted is not None and hashlib.sha256(data).hexdigest() != wanted.manifest_sha256:
+        raise SchemaError(
+            f"manifest must have sha256 {wanted.manifest_sha256[:12]}, "
+            f"got {hashlib.sha256(data).hexdigest()[:12]}; restore it or rebuild the dataset",
+            file=str(path),
+        )
+    try:
+        body = json.loads(data)
+        checksum = body.pop("checksum")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise SchemaError(
+            "manifest must be JSON with a checksum; restore it", file=str(path)
+        ) from error
+    if hash_of(body) != checksum:
+        raise SchemaError(
+            "manifest must match its own checksum, got other content; "
+            "restore it or rebuild the dataset",
+            file=str(path),
+        )
+    if body.get("format") != FORMAT_VERSION:
+        raise SchemaError(
+            f"format must be {FORMAT_VERSION}, got {body.get('format')!r}; rebuild the dataset "
+            "or use the release that wrote it",
+            file=str(path),
+        )
+    return body
+
+
+def read_segment(directory: Path, wanted: Reference | None = None) -> SegmentManifest:
+    """Read a segment's manifest.
+
+    Args:
+        directory: the segment.
+        wanted: what the root manifest says of it, or None to trust its own checksum.
+
+    Raises:
+        SchemaError: it is missing, changed, or of another format.
+    """
+    body = _read(directory, wanted)
+    body["listing"] = tuple(InputFile(**f) for f in body["listing"])
+    body["groups"] = {k: GroupCounts(**v) for k, v in body["groups"].items()}
+    body["tables"] = {k: TableCounts(**v) for k, v in body["tables"].items()}
+    body["splits"] = {k: (v[0], v[1]) for k, v in body["splits"].items()}
+    return SegmentManifest(**body)
+
+
+def read_dataset(directory: Path) -> DatasetManifest:
+    """Read the root manifest.
+
+    Raises:
+        SchemaError: it is missing, changed, or of another format.
+    """
+    body = _read(directory, None)
+    body["segments"] = tuple(Reference(**r) for r in body["segments"])
+    body["indexes"] = tuple(Reference(**r) for r in body["indexes"])
+    return DatasetManifest(**body)
+
+
+def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifest:
+    """Read an index's manifest.
+
+    Raises:
+        SchemaError: it is missing, changed, or of another format.
+    """
+    body = _read(directory, wanted)
+    body["segments"] = tuple(body["segments"])
+    return IndexManifest(**body)

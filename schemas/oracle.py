@@ -1,0 +1,153 @@
+"""The oracle's arithmetic: who is accessed when, and when again.
+
+Rows of a table are numbered densely by first use (number 0 is the first row
+that the first block touches); access lists and the index speak in these
+numbers, `edges/` maps them back to rows. All functions are linear in accesses,
+but for the sorting of one block's or one step's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.jagged import Jagged, offsets_of
+
+NEVER = 0
+"""Distance of a row that is not used again."""
+
+
+def unique_per_block(
+    rows: NDArray[np.int64], blocks: NDArray[np.integer], num_blocks: int
+) -> Jagged:
+    """Return the sorted distinct rows that each block looks up.
+
+    Args:
+        rows: (num_lookups,) rows of one table.
+        blocks: (num_lookups,) the block of each lookup, in [0, num_blocks).
+        num_blocks: number of blocks.
+
+    Returns:
+        num_blocks rows of ascending int64.
+    """
+    order = np.lexsort((rows, blocks))
+    rows, blocks = rows[order], blocks[order]
+    new = np.ones(len(rows), bool)
+    new[1:] = (rows[1:] != rows[:-1]) | (blocks[1:] != blocks[:-1])
+    return Jagged(rows[new], offsets_of(np.bincount(blocks[new], minlength=num_blocks)))
+
+
+def number_by_first_use(accesses: Jagged) -> tuple[Jagged, NDArray[np.int64]]:
+    """Number rows in order of first use.
+
+    Args:
+        accesses: for each block, in training order, its distinct rows.
+
+    Returns:
+        numbers: for each block its ascending dense numbers.
+        rows: (num_unique_rows,) int64, the row of each number.
+    """
+    _, first, inverse = np.unique(accesses.values, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    blocks = np.repeat(np.arange(accesses.num_rows), accesses.lengths)
+    numbers = rank[inverse]
+    numbers = numbers[np.lexsort((numbers, blocks))]
+    return Jagged(numbers, accesses.offsets), accesses.values[first[order]].astype(np.int64)
+
+
+def first_and_last(
+    numbers: Jagged, num_unique_rows: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the positions of the first and the last block that use each number.
+
+    Args:
+        numbers: for each block its dense numbers.
+        num_unique_rows: how many numbers there are.
+
+    Returns:
+        two (num_unique_rows,) int32 arrays.
+    """
+    blocks = np.repeat(np.arange(numbers.num_rows, dtype=np.int32), numbers.lengths)
+    first, last = (np.empty(num_unique_rows, np.int32) for _ in range(2))
+    last[numbers.values] = blocks
+    first[numbers.values[::-1]] = blocks[::-1]
+    return first, last
+
+
+def merge_blocks(numbers: Jagged, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the ascending distinct numbers of some blocks taken together: a step's entries."""
+    return np.unique(numbers.take(positions).values).astype(np.int64)
+
+
+def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArray[np.int32]]:
+    """Return how many steps later each entry's row is used again.
+
+    One pass from the last step to the first, with one array over the numbers
+    that remembers where each was seen last: linear in entries.
+
+    Args:
+        steps: for each step its distinct numbers, each in [0, num_numbers).
+        num_numbers: size of the array.
+
+    Returns:
+        for each step (entries,) int32 distances, `NEVER` where there is no next use.
+    """
+    seen = np.full(num_numbers, -1, np.int64)
+    distances: list[NDArray[np.int32]] = []
+    for step in range(len(steps) - 1, -1, -1):
+        later = seen[steps[step]]
+        distances.append(np.where(later < 0, NEVER, later - step).astype(np.int32))
+        seen[steps[step]] = step
+    return distances[::-1]
+
+
+def to_gaps(numbers: Jagged) -> NDArray[np.int64]:
+    """Return each block's first number and then the differences, flat: how access lists are stored.
+
+    Example:
+        >>> to_gaps(Jagged(np.array([3, 5, 9, 4]), np.array([0, 3, 4]))).tolist()
+        [3, 2, 4, 4]
+    """
+    gaps = numbers.values.astype(np.int64, copy=True)
+    gaps[1:] -= numbers.values[:-1]
+    starts = numbers.offsets[:-1][numbers.lengths > 0]
+    gaps[starts] = numbers.values[starts]
+    return gaps
+
+
+def from_gaps(gaps: Jagged) -> Jagged:
+    """Undo `to_gaps`.
+
+    Example:
+        >>> from_gaps(Jagged(np.array([3, 2, 4, 4]), np.array([0, 3, 4]))).values.tolist()
+        [3, 5, 9, 4]
+    """
+    sums = np.cumsum(gaps.values, dtype=np.int64)
+    starts = gaps.offsets[:-1][gaps.lengths > 0]
+    before = np.zeros(len(starts), np.int64)
+    before[1:] = sums[starts[1:] - 1]
+    filled = gaps.lengths[gaps.lengths > 0]
+    return Jagged(sums - np.repeat(before, filled), gaps.offsets)
+
+
+def previous_use(
+    steps: Iterable[tuple[NDArray[np.int64], NDArray[np.int32]]],
+) -> Iterator[NDArray[np.bool_]]:
+    """Tell for each entry whether its row was used before, rebuilt while streaming.
+
+    A row with a known next use is remembered under the step of that use, so
+    memory follows the rows that are still expected, not the table.
+
+    Args:
+        steps: for each step its ascending numbers and their next-use distances.
+    """
+    expected: dict[int, list[NDArray[np.int64]]] = {}
+    for step, (numbers, distances) in enumerate(steps):
+        known = np.concatenate([*expected.pop(step, []), np.empty(0, np.int64)])
+        yield np.isin(numbers, known, assume_unique=True)
+        for distance in np.unique(distances[distances != NEVER]).tolist():
+            expected.setdefault(step + distance, []).append(numbers[distances == distance])

@@ -1,0 +1,102 @@
+"""Which blocks make up each step: a pure function of seed, epoch and step.
+
+The number of replicas never enters. Batches do not straddle segments, so that
+a dataset that grows by a segment keeps every step it already had; the last
+batch of a segment may be short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.hashing import splitmix64
+from schemas.job import OrderConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The blocks of one global batch.
+
+    Attributes:
+        train_step: position in the run, from 0.
+        epoch: pass over the training range, from 0.
+        segment: index of the segment in the dataset.
+        positions: (blocks,) int64, positions among the segment's training blocks, in batch order.
+    """
+
+    train_step: int
+    epoch: int
+    segment: int
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The global order of a run.
+
+    Attributes:
+        num_blocks: training blocks of each segment, in dataset order.
+        blocks_per_batch: blocks of a full batch.
+        epochs: passes over the training range.
+        config: shuffle and seed.
+    """
+
+    num_blocks: tuple[int, ...]
+    blocks_per_batch: int
+    epochs: int
+    config: OrderConfig
+
+    @property
+    def steps_per_segment(self) -> tuple[int, ...]:
+        """Steps of each segment in one epoch."""
+        return tuple(-(-n // self.blocks_per_batch) for n in self.num_blocks)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.epochs * sum(self.steps_per_segment)
+
+    def step(self, train_step: int) -> Step:
+        """Return the blocks of a step.
+
+        Raises:
+            ValueError: the step is outside [0, num_steps).
+        """
+        if not 0 <= train_step < self.num_steps:
+            raise ValueError(
+                f"train_step must be in [0, {self.num_steps}), got train_step={train_step}; "
+                "add epochs or segments"
+            )
+        epoch, rest = divmod(train_step, sum(self.steps_per_segment))
+        segment = 0
+        while rest >= self.steps_per_segment[segment]:
+            rest -= self.steps_per_segment[segment]
+            segment += 1
+        order = block_order(self.config, epoch, segment, self.num_blocks[segment])
+        start = rest * self.blocks_per_batch
+        return Step(train_step, epoch, segment, order[start : start + self.blocks_per_batch])
+
+
+def block_order(
+    config: OrderConfig, epoch: int, segment: int, num_blocks: int
+) -> NDArray[np.int64]:
+    """Return the training blocks of one segment in the order of one epoch.
+
+    Returns:
+        (num_blocks,) int64, a permutation of 0 to num_blocks - 1.
+    """
+    positions = np.arange(num_blocks, dtype=np.int64)
+    if config.shuffle == "none":
+        return positions
+    key = splitmix64(splitmix64(splitmix64([config.seed]) + np.uint64(epoch)) + np.uint64(segment))
+    return np.argsort(splitmix64(positions.view(np.uint64) ^ key), kind="stable")
+
+
+def segment_of_steps(order: Order) -> Sequence[int]:
+    """Return the segment of each step of the run, a list of num_steps indices."""
+    once = [segment for segment, n in enumerate(order.steps_per_segment) for _ in range(n)]
+    return once * order.epochs

@@ -1,0 +1,107 @@
+"""Slow and obvious versions of what the formats mean; tests compare the fast ones with these."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+
+def dedup(rows: Sequence[Hashable]) -> tuple[list[Hashable], list[int]]:
+    """Return distinct rows in order of first appearance, and the position of each row in them.
+
+    Example:
+        >>> dedup([(7, 3), (5,), (), (7, 3)])
+        ([(7, 3), (5,), ()], [0, 1, 2, 0])
+    """
+    unique: list[Hashable] = []
+    inverse_indices: list[int] = []
+    for row in rows:
+        if row not in unique:
+            unique.append(row)
+        inverse_indices.append(unique.index(row))
+    return unique, inverse_indices
+
+
+def expand(unique: Sequence[Hashable], inverse_indices: Sequence[int]) -> list[Hashable]:
+    """Return the row of each sample.
+
+    Example:
+        >>> expand(["a", "b"], [0, 1, 0])
+        ['a', 'b', 'a']
+    """
+    return [unique[index] for index in inverse_indices]
+
+
+def steps(num_blocks: Sequence[int], blocks_per_batch: int) -> list[tuple[int, list[int]]]:
+    """Return (segment, block positions) of each step of one unshuffled epoch.
+
+    Args:
+        num_blocks: training blocks of each segment.
+        blocks_per_batch: blocks of a full batch; a batch never straddles two segments.
+
+    Example:
+        >>> steps([3, 1], 2)
+        [(0, [0, 1]), (0, [2]), (1, [0])]
+    """
+    found: list[tuple[int, list[int]]] = []
+    for segment, count in enumerate(num_blocks):
+        for start in range(0, count, blocks_per_batch):
+            found.append((segment, list(range(start, min(start + blocks_per_batch, count)))))
+    return found
+
+
+def next_use(accesses: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return for each row of each step how many steps later it is used again, 0 for never.
+
+    Example:
+        >>> next_use([[1, 2], [2], [1]])
+        [[2, 1], [0], [0]]
+    """
+    distances: list[list[int]] = []
+    for step, rows in enumerate(accesses):
+        later = [
+            [s - step for s in range(step + 1, len(accesses)) if row in accesses[s]] for row in rows
+        ]
+        distances.append([steps_ahead[0] if steps_ahead else 0 for steps_ahead in later])
+    return distances
+
+
+def lru_hits(accesses: Sequence[int], capacity: int) -> int:
+    """Return how many accesses a least-recently-used cache of `capacity` rows answers.
+
+    Example:
+        >>> lru_hits([1, 2, 1, 3, 2], 2)
+        1
+    """
+    cache: list[int] = []
+    hits = 0
+    for row in accesses:
+        if row in cache:
+            hits += 1
+            cache.remove(row)
+        cache.append(row)
+        if len(cache) > capacity:
+            cache.pop(0)
+    return hits
+
+
+def belady_hits(accesses: Sequence[int], capacity: int) -> int:
+    """Return how many accesses the best possible cache of `capacity` rows answers.
+
+    Every accessed row enters the cache; the one whose next use is farthest leaves.
+
+    Source: Belady, "A study of replacement algorithms" (1966).
+
+    Example:
+        >>> belady_hits([1, 2, 1, 3, 2], 2)
+        2
+    """
+    cache: set[int] = set()
+    hits = 0
+    for now, row in enumerate(accesses):
+        hits += row in cache
+        cache.add(row)
+        if len(cache) > capacity:
+            rest = list(accesses[now + 1 :])
+            ahead = {r: rest.index(r) if r in rest else len(accesses) for r in cache if r != row}
+            cache.remove(max(sorted(ahead), key=lambda r: ahead[r]))
+    return hits
