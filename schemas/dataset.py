@@ -211,7 +211,8 @@ def verified(path: Path, sha256: str) -> Path:
         ) from error
     if found != sha256:
         raise SchemaError(
-            f"file must have sha256 {sha256[:12]}, got {found[:12]}; restore it or rebuild the dataset",
+            f"file must have sha256 {sha256[:12]}, got {found[:12]}; "
+            "restore it or rebuild the dataset",
             file=str(path),
         )
     return path

@@ -86,8 +86,9 @@ def plan_ttl(
         resident = num_waiting + int(fetch.sum())
         if cache_rows is not None and resident > cache_rows:
             raise PlanError(
-                f"cache must hold the rows that wait and those of the step, got "
-                f"cache_rows={cache_rows} and {resident} at step {step}; use at least {resident}, or a smaller lookahead",
+                "cache must hold the rows that wait and those of the step, got "
+                f"cache_rows={cache_rows} and {resident} at step {step}; use at least {resident}, "
+                "or a smaller lookahead",
                 required_rows=resident,
             )
         taken = np.empty(len(numbers), np.int64)
