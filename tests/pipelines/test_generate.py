@@ -70,8 +70,8 @@ def test_generate_any_size_yields_exactly_that_many_rows(num_samples: int) -> No
     assert all(table[name].null_count == 0 for name in table.schema.names)
 
 
-def test_generate_several_chunks_stay_in_order_of_time(large: pa.Table) -> None:
-    time = column(large, "time")
+def test_generate_several_chunks_stay_in_order_of_time() -> None:
+    time = column(read(replace(LARGE, row_group_samples=1_000)), "time")
     assert (np.diff(time) >= np.timedelta64(0)).all()
     start = np.datetime64(LARGE.start)
     assert start <= time[0] < start + np.timedelta64(1, "h")
@@ -79,7 +79,8 @@ def test_generate_several_chunks_stay_in_order_of_time(large: pa.Table) -> None:
 
 
 def test_generate_dense_traffic_carries_sessions_over_in_order() -> None:
-    table = read(replace(LARGE, span=timedelta(minutes=3)))  # sessions outlast several chunks
+    # sessions outlast several chunks, and small batches leave nothing settled behind
+    table = read(replace(LARGE, span=timedelta(minutes=3), row_group_samples=1_000))
     assert table.num_rows == LARGE.num_samples
     assert (np.diff(column(table, "time")) >= np.timedelta64(0)).all()
 
@@ -127,6 +128,15 @@ def test_generate_request_columns_are_constant_within_a_request(large: pa.Table)
     assert len(np.unique(slot)) == large.num_rows
 
 
+def test_generate_position_counts_slots_from_the_top_of_the_page(large: pa.Table) -> None:
+    position, slot = column(large, "position"), column(large, "slot")
+    pages_up = (position - slot) / CARDINALITIES["slot"]
+    assert (pages_up == np.floor(pages_up)).all()
+    assert (pages_up < column(large, "page_depth")).all()
+    assert pages_up.min() == 0
+    assert 0.2 < (pages_up > 0).mean() < 0.9
+
+
 def test_generate_user_features_hardly_change_within_a_session(large: pa.Table) -> None:
     _, inverse, size = np.unique(
         column(large, "session_id"), return_inverse=True, return_counts=True
@@ -160,6 +170,19 @@ def test_generate_histories_append_what_the_session_clicked_and_viewed(small: pa
             for row in request["samples"]:
                 assert all(row[name] == request[name] for name in HISTORIES)
     assert num_checked > 1_000
+
+
+def test_generate_sessions_of_a_user_begin_with_the_same_snapshot() -> None:
+    table = read(replace(SMALL, num_users=50))
+    users, num_shared = {}, 0
+    for row in table.filter(pa.array(column(table, "page_depth") == 1)).to_pylist():
+        snapshot = tuple(tuple(row[name]) for name in HISTORIES)
+        sessions_of, expected = users.setdefault(row["user_id"], (set(), snapshot))
+        assert snapshot == expected
+        sessions_of.add(row["session_id"])
+        num_shared += len(sessions_of) > 1
+    assert num_shared > 100
+    assert len({expected for _, expected in users.values()}) == len(users)
 
 
 def test_generate_clicked_brands_are_the_brands_of_clicked_items(small: pa.Table) -> None:
