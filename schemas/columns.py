@@ -34,14 +34,26 @@ def numpy_of(column: pa.Array | pa.ChunkedArray) -> Array:
     Raises:
         SchemaError: the column has nulls.
     """
-    array = one_chunk(column)
+    array = _numbers(one_chunk(column))
     if array.null_count:
         raise SchemaError(f"column must have no nulls, got {array.null_count}; fill them before")
-    if pa.types.is_temporal(array.type):
-        array = array.cast(pa.int64())
-    if pa.types.is_boolean(array.type):
-        array = array.cast(pa.uint8())
     return cast(Array, array.to_numpy(zero_copy_only=False))
+
+
+def _numbers(array: pa.Array) -> pa.Array:
+    """Return an array of numbers as it is, times as int64 and bools as uint8.
+
+    Raises:
+        SchemaError: the type has no fixed-width number.
+    """
+    kind = array.type
+    if pa.types.is_temporal(kind):
+        return array.cast(pa.int32() if kind.bit_width == 32 else pa.int64()).cast(pa.int64())
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.uint8())
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return array
+    raise SchemaError(f"column must hold numbers, times or texts, got {kind}; cast it in SQL")
 
 
 def jagged_of(column: pa.Array | pa.ChunkedArray) -> Jagged:
@@ -67,8 +79,13 @@ def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
 
     Nulls differ from every value, null lists from empty ones; texts are
     compared by their bytes.
+
+    Raises:
+        SchemaError: the type is none of numbers, times, texts, and lists of numbers or times.
     """
     array = one_chunk(column)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
     parts: list[Column] = []
     if array.null_count:
         parts.append(cast(Array, array.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)))
@@ -76,10 +93,10 @@ def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
         parts.extend(_comparable_list(array))
     elif _is_text(array.type):
         parts.append(_bytes_of(array))
-    elif array.null_count:
-        parts.append(numpy_of(pc.fill_null(array, _zero(array.type))))
     else:
-        parts.append(numpy_of(array))
+        numbers = _numbers(array)
+        zero = pa.scalar(0, pa.int8()).cast(numbers.type)
+        parts.append(numpy_of(pc.fill_null(numbers, zero) if array.null_count else numbers))
     return parts
 
 
@@ -107,6 +124,9 @@ def _is_text(kind: pa.DataType) -> bool:
             pa.types.is_large_string,
             pa.types.is_binary,
             pa.types.is_large_binary,
+            pa.types.is_string_view,
+            pa.types.is_binary_view,
+            pa.types.is_fixed_size_binary,
         )
     )
 
@@ -122,14 +142,6 @@ def _bytes_of(array: pa.Array) -> Jagged:
     offsets = np.frombuffer(offset_buffer, np.int64)[large.offset : large.offset + len(large) + 1]
     content = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
     return Jagged(content[offsets[0] : offsets[-1]], offsets - offsets[0])
-
-
-def _zero(kind: pa.DataType) -> pa.Scalar:
-    if pa.types.is_temporal(kind):
-        return pa.scalar(0, pa.int64()).cast(kind)
-    if pa.types.is_boolean(kind):
-        return pa.scalar(False)
-    return pa.scalar(0).cast(kind)
 
 
 def large_list(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> pa.LargeListArray:

@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -38,7 +39,12 @@ def parse_duration(text: str) -> timedelta:
         raise ValueError(
             f"duration must be a number and a unit, got {text!r}; write 30m, 12h or 1d"
         )
-    return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+    try:
+        return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+    except OverflowError as error:
+        raise ValueError(
+            f"duration must be below 2,700,000 years, got {text!r}; lower it"
+        ) from error
 
 
 def parse_size(text: str) -> int:
@@ -54,7 +60,7 @@ def parse_size(text: str) -> int:
     found = _SIZE.match(text)
     if found is None:
         raise ValueError(f"size must be a number and a unit, got {text!r}; write 64MiB or 2GiB")
-    return int(float(found[1]) * _BYTES[found[2]])
+    return int(Fraction(found[1]) * _BYTES[found[2]])
 
 
 def read_yaml(path: Path, kind: type[T]) -> T:
@@ -75,11 +81,16 @@ def read_yaml(path: Path, kind: type[T]) -> T:
             f"job file must be readable text, got {error}; check the path", file=str(path)
         ) from error
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
+        line = str(error.problem_mark.line + 1) if error.problem_mark else None
         raise SchemaError(
             f"job file must be YAML, got {error.problem}; check indentation and quotes",
             file=str(path),
-            place=str(line),
+            place=line,
+        ) from error
+    except yaml.YAMLError as error:
+        found = str(error).splitlines()[0]
+        raise SchemaError(
+            f"job file must be YAML, got {found}; save it as plain text", file=str(path)
         ) from error
     if node is None:
         raise SchemaError("job file must not be empty; start from a shipped one", file=str(path))
@@ -111,11 +122,18 @@ class _Reader:
 
     def items(self, node: yaml.Node, key: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
         if not isinstance(node, yaml.MappingNode):
-            raise self.fail(node, f"{key or 'job'} must be a mapping of keys, got {_text(node)}")
+            raise self.fail(
+                node,
+                f"{key or 'job'} must be a mapping of keys, got {_text(node)}; write key: value",
+            )
         seen: set[str] = set()
         for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                raise self.fail(name, f"key must be one word, got {_text(name)}; check the braces")
             if name.value in seen:
-                raise self.fail(name, f"key must appear once, got {_join(key, name.value)} twice")
+                raise self.fail(
+                    name, f"key must appear once, got {_join(key, name.value)} twice; keep one"
+                )
             seen.add(name.value)
         return [(name.value, name, value) for name, value in node.value]
 
@@ -171,26 +189,40 @@ class _Reader:
 
     def plain(self, node: yaml.Node, key: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
-            raise self.fail(node, f"{key} must be one value, got {_text(node)}")
-        return yaml.SafeLoader("").construct_object(node)
+            raise self.fail(
+                node,
+                f"{key} must be one value, got {_text(node)}; write {key.split('.')[-1]}: value",
+            )
+        try:
+            return yaml.SafeLoader("").construct_object(node)
+        except (yaml.YAMLError, ValueError) as error:
+            raise self.fail(
+                node, f"{key} must be a plain value, got {node.value!r}; quote it or correct it"
+            ) from error
 
     def build_scalar(self, hint: Any, node: yaml.Node, key: str) -> Any:
         value = self.plain(node, key)
         try:
             return _convert(hint, value)
-        except (ValueError, TypeError) as error:
-            reason = str(error) if isinstance(error, ValueError) and str(error) else ""
-            wanted = getattr(hint, "__name__", str(hint))
-            text = reason if "; " in reason else f"must be a {wanted}, got {value!r}"
-            raise self.fail(node, f"{key} {text.removeprefix('value ')}") from error
+        except (ValueError, TypeError, OverflowError) as error:
+            what, _, advice = _WANTED[hint].partition("; ")
+            raise self.fail(node, f"{key} must {what}, got {value!r}; {advice}") from error
+
+
+_WANTED: Mapping[Any, str] = {
+    str: "be a text; put it in quotes",
+    bool: "be true or false; write one of them",
+    int: "be a whole number; write one, such as 1024, or a size, such as 64MiB",
+    float: "be a finite number; write one, such as 0.001",
+    timedelta: "be a duration; write 90s, 30m, 12h or 1d",
+    datetime: "be a time; write 2026-01-31 or 2026-01-31T12:00:00",
+}
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    if hint is Any:
-        return value
     if hint is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         number = float(value)
-        if math.isnan(number):
+        if not math.isfinite(number):
             raise ValueError
         return number
     if hint is int and isinstance(value, str):
@@ -200,8 +232,6 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is datetime:
         moment = datetime.fromisoformat(str(value))
         return moment if moment.tzinfo is None else moment.astimezone(UTC).replace(tzinfo=None)
-    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        raise TypeError
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise TypeError
     return value

@@ -56,3 +56,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     words = sorted(known)
     close = difflib.get_close_matches(name, words, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(words)}"
+
+
+def check_at_least_one(config: object, *names: str) -> None:
+    """Refuse counts below one; None means that there is no limit, and passes.
+
+    Args:
+        config: the object whose attributes are checked.
+        names: the attributes.
+
+    Raises:
+        ValueError: naming the first attribute that is below one.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}; raise it")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from schemas.declare import read_yaml
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, check_at_least_one, nearest
 from schemas.hashing import MAX_ROW
 from schemas.job_schedule import ScheduleConfig
 from schemas.job_train import TrainConfig
@@ -51,6 +51,8 @@ class SourceConfig:
             raise ValueError("columns must name every column of a csv source, got none; add them")
         if len(self.delimiter) != 1:
             raise ValueError(f"delimiter must be one character, got {self.delimiter!r}; quote it")
+        if self.quote is not None and len(self.quote) != 1:
+            raise ValueError(f"quote must be one character or null, got {self.quote!r}; quote it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,8 @@ class SamplesConfig:
     def __post_init__(self) -> None:
         """Refuse both and neither."""
         if (self.map is None) == (self.per is None):
-            raise ValueError("samples must have exactly one of map and per; remove or add one")
+            given = "none" if self.map is None else "both"
+            raise ValueError(f"map must be given, or per, got {given}; keep exactly one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +150,10 @@ class OracleConfig:
     """Passes over the training range that the index covers."""
     order: OrderConfig = field(default_factory=OrderConfig)
     """Order of the blocks; the trainer must use the same to follow this index."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_at_least_one(self, "batch_samples", "epochs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

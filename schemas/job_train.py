@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from schemas.errors import check_at_least_one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -26,7 +28,10 @@ class ModelConfig:
     """Heads of the history encoder; divides `embedding_dim`."""
 
     def __post_init__(self) -> None:
-        """Refuse an attention model without its two features."""
+        """Refuse empty layers, and an attention model without its two features."""
+        check_at_least_one(self, "max_history", "num_heads")
+        if any(width < 1 for width in (*self.bottom_layers, *self.top_layers)):
+            raise ValueError("bottom_layers and top_layers must be at least 1 wide; raise them")
         if self.name == "attention" and (self.history is None or self.target is None):
             raise ValueError(
                 "history and target must be given for the attention model; name two features"
@@ -70,6 +75,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         """Keep every fetch after the write-back that it depends on."""
+        check_at_least_one(self, "rows")
         if not 1 <= self.prefetch_steps <= self.lookahead:
             raise ValueError(
                 f"prefetch_steps must be in [1, lookahead], got {self.prefetch_steps} and "
@@ -93,6 +99,10 @@ class CheckpointConfig:
     """Steps between checkpoints; only one at the end when null."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_at_least_one(self, "every_steps", "keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +138,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check what the section can know about itself."""
+        check_at_least_one(self, "embedding_dim", "batch_samples", "epochs", "num_threads")
         if self.model.name == "attention" and self.embedding_dim % self.model.num_heads:
             raise ValueError(
                 f"embedding_dim must be divisible by model.num_heads, got {self.embedding_dim} and "

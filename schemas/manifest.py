@@ -12,12 +12,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from schemas.errors import SchemaError
 from schemas.layout import FORMAT_VERSION, MANIFEST
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +194,14 @@ def write_manifest(
         The sha256 of the written file, hex.
     """
     body = asdict(manifest)
-    body["checksum"] = hash_of(body)
-    data = (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+    data = _encode(body, hash_of(body))
     replace_bytes(directory / MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
+
+
+def _encode(body: Mapping[str, Any], checksum: object) -> bytes:
+    text = json.dumps({**body, "checksum": checksum}, indent=1, sort_keys=True)
+    return f"{text}\n".encode()
 
 
 def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
@@ -220,7 +226,8 @@ def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
         raise SchemaError(
             "manifest must be JSON with a checksum; restore it", file=str(path)
         ) from error
-    if hash_of(body) != checksum:
+    # The bytes too, not only the values: a space that became a tab is a changed file.
+    if hash_of(body) != checksum or _encode(body, checksum) != data:
         raise SchemaError(
             "manifest must match its own checksum, got other content; "
             "restore it or rebuild the dataset",
@@ -235,6 +242,18 @@ def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
     return body
 
 
+def _build(kind: type[T], body: Mapping[str, Any], path: Path, place: str = "") -> T:
+    """Fill a dataclass from JSON, refusing keys that this release does not know, by name."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # T is one of our dataclasses
+    for key in sorted(known ^ set(body)):
+        rule = "be given" if key in known else "be known"
+        raise SchemaError(
+            f"manifest key {place}{key} must {rule}; use the release that wrote the dataset",
+            file=str(path),
+        )
+    return kind(**body)
+
+
 def read_segment(directory: Path, wanted: Reference | None = None) -> SegmentManifest:
     """Read a segment's manifest.
 
@@ -245,12 +264,16 @@ def read_segment(directory: Path, wanted: Reference | None = None) -> SegmentMan
     Raises:
         SchemaError: it is missing, changed, or of another format.
     """
-    body = _read(directory, wanted)
-    body["listing"] = tuple(InputFile(**f) for f in body["listing"])
-    body["groups"] = {k: GroupCounts(**v) for k, v in body["groups"].items()}
-    body["tables"] = {k: TableCounts(**v) for k, v in body["tables"].items()}
-    body["splits"] = {k: (v[0], v[1]) for k, v in body["splits"].items()}
-    return SegmentManifest(**body)
+    body, path = _read(directory, wanted), directory / MANIFEST
+    listing = body.get("listing", [])
+    groups, tables = body.get("groups", {}), body.get("tables", {})
+    body |= {
+        "listing": tuple(_build(InputFile, f, path, "listing.") for f in listing),
+        "groups": {k: _build(GroupCounts, v, path, f"groups.{k}.") for k, v in groups.items()},
+        "tables": {k: _build(TableCounts, v, path, f"tables.{k}.") for k, v in tables.items()},
+        "splits": {k: (v[0], v[1]) for k, v in body.get("splits", {}).items()},
+    }
+    return _build(SegmentManifest, body, path)
 
 
 def read_dataset(directory: Path) -> DatasetManifest:
@@ -259,10 +282,11 @@ def read_dataset(directory: Path) -> DatasetManifest:
     Raises:
         SchemaError: it is missing, changed, or of another format.
     """
-    body = _read(directory, None)
-    body["segments"] = tuple(Reference(**r) for r in body["segments"])
-    body["indexes"] = tuple(Reference(**r) for r in body["indexes"])
-    return DatasetManifest(**body)
+    body, path = _read(directory, None), directory / MANIFEST
+    for part in ("segments", "indexes"):
+        references = body.get(part, [])
+        body[part] = tuple(_build(Reference, r, path, f"{part}.") for r in references)
+    return _build(DatasetManifest, body, path)
 
 
 def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifest:
@@ -272,5 +296,5 @@ def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifes
         SchemaError: it is missing, changed, or of another format.
     """
     body = _read(directory, wanted)
-    body["segments"] = tuple(body["segments"])
-    return IndexManifest(**body)
+    body["segments"] = tuple(body.get("segments", ()))
+    return _build(IndexManifest, body, directory / MANIFEST)

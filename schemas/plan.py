@@ -42,7 +42,7 @@ class PlanStep:
 
 
 class _Slots:
-    """Hands out cache slots, lowest first, reusing what was given back."""
+    """Hands out cache slots: those given back first, oldest first, then new ones."""
 
     def __init__(self) -> None:
         self.free = np.empty(0, np.int64)
