@@ -1,0 +1,154 @@
+"""Arrow columns as flat arrays: equal parts exactly when the rows are equal."""
+
+import re
+from datetime import date, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.columns import comparable, comparable_tuple, jagged_of, large_list, numpy_of
+from schemas.errors import SchemaError
+from schemas.jagged import unique_tuples
+from schemas.reference import dedup
+
+# Type to values that are easily taken for each other: nulls and zeros, empty texts, empty lists.
+VALUES: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "int": (pa.int64(), [None, 0, 1, -1]),
+    "small int": (pa.int8(), [None, 0, 1, -1]),
+    "float": (pa.float32(), [None, 0.0, 1.5]),
+    "bool": (pa.bool_(), [None, False, True]),
+    "text": (pa.string(), [None, "", "a", "ab", "b", "a\0", "\N{SNOWMAN}"]),
+    "large text": (pa.large_string(), [None, "", "a", "ab"]),
+    "text view": (pa.string_view(), [None, "", "a", "a text that is longer than a view"]),
+    "bytes": (pa.binary(), [None, b"", b"\0", b"\0\0"]),
+    "fixed bytes": (pa.binary(2), [None, b"ab", b"\0\0"]),
+    "time": (pa.timestamp("us"), [None, datetime(1970, 1, 1), datetime(2026, 1, 1)]),
+    "zoned time": (pa.timestamp("ms", "UTC"), [None, 0, 1]),
+    "date": (pa.date32(), [None, date(1970, 1, 1), date(2026, 1, 1)]),
+    "time of day": (pa.time32("s"), [None, 0, 1]),
+    "dictionary": (pa.dictionary(pa.int8(), pa.string()), [None, "", "a"]),
+    "list": (pa.list_(pa.int64()), [None, [], [0], [0, 0], [None], [0, None], [None, 0]]),
+    "large list": (pa.large_list(pa.float64()), [None, [], [0.0], [1.0]]),
+    "fixed list": (pa.list_(pa.int32(), 2), [None, [0, 0], [0, 1], [None, 0]]),
+}
+
+
+def array_of(kind: pa.DataType, values: list[Any]) -> pa.Array:
+    """An array of any type, a dictionary too."""
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, kind.value_type).dictionary_encode()
+    return pa.array(values, kind)
+
+
+def hashable(value: Any) -> Any:
+    """A row as the reference takes it."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("kind", "values"), VALUES.values(), ids=VALUES.keys())
+def test_comparable_finds_the_distinct_rows_of_each_type(
+    kind: pa.DataType, values: list[Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = [values[index] for index in rng.integers(0, len(values), 60)]
+    # A sliced array of several chunks: offsets and validity then start in the middle.
+    array = array_of(kind, [values[-1], *rows])[1:]
+    column = pa.chunked_array([array[:20], array[20:]])
+    first, inverse_indices = unique_tuples(comparable(column))
+    expected, expected_inverse = dedup([hashable(row) for row in rows])
+    assert [hashable(rows[index]) for index in first] == expected
+    assert inverse_indices.tolist() == expected_inverse
+
+
+@pytest.mark.parametrize(("kind", "values"), VALUES.values(), ids=VALUES.keys())
+def test_comparable_of_an_empty_column_has_no_rows(kind: pa.DataType, values: list[Any]) -> None:
+    first, inverse_indices = unique_tuples(comparable(array_of(kind, [])))
+    assert len(first) == len(inverse_indices) == 0
+
+
+ROW = st.tuples(
+    st.sampled_from([None, "", "a", "aa"]),
+    st.sampled_from([None, 0, 1]),
+    st.sampled_from([None, [], [0], [0, 0]]),
+    st.sampled_from(["", "a", "aa"]),
+)
+
+
+@given(st.lists(ROW, max_size=40))
+def test_comparable_tuple_equals_the_reference(rows: list[tuple[Any, ...]]) -> None:
+    kinds = [pa.string(), pa.int32(), pa.list_(pa.int64()), pa.large_string()]
+    table = pa.table(
+        {
+            f"c{index}": pa.array([row[index] for row in rows], kind)
+            for index, kind in enumerate(kinds)
+        }
+    )
+    first, inverse_indices = unique_tuples(comparable_tuple(table, table.column_names))
+    whole = [tuple(hashable(value) for value in row) for row in rows]
+    expected, expected_inverse = dedup(whole)
+    assert [whole[index] for index in first] == expected
+    assert inverse_indices.tolist() == expected_inverse
+
+
+def test_jagged_of_a_masked_list_leaves_out_what_lies_below_the_null() -> None:
+    array = pa.LargeListArray.from_arrays(
+        pa.array([0, 2, 4]), pa.array([1, 2, 3, 4]), mask=pa.array([True, False])
+    )
+    x = jagged_of(array)
+    assert (x.values.tolist(), x.offsets.tolist()) == ([3, 4], [0, 0, 2])
+
+
+def test_jagged_of_large_list_gives_back_the_same_list() -> None:
+    array = large_list(np.array([1, 2, 3]), np.array([0, 2, 2, 3]))
+    x = jagged_of(array)
+    assert large_list(x.values, x.offsets).equals(array)
+    assert array.type == pa.large_list(pa.int64())
+
+
+def test_numpy_of_times_and_bools_gives_numbers() -> None:
+    assert numpy_of(pa.array([date(1970, 1, 3)])).tolist() == [2]
+    assert numpy_of(pa.array([datetime(1970, 1, 1, 0, 0, 1)])).tolist() == [1_000_000]
+    assert numpy_of(pa.array([True, False])).tolist() == [1, 0]
+
+
+REFUSED = {
+    "null in numbers": (
+        lambda: numpy_of(pa.array([1, None])),
+        "column must have no nulls, got 1; fill them before",
+    ),
+    "null in a list": (
+        lambda: jagged_of(pa.array([[1, None]])),
+        "column must have no nulls, got 1; fill them before",
+    ),
+    "no list": (
+        lambda: jagged_of(pa.array([1])),
+        "column must be a list, got int64; declare it as one",
+    ),
+    "list of texts": (
+        lambda: comparable(pa.array([["a"]])),
+        "lists must hold numbers, got large_list<item: string>; flatten or encode them in SQL",
+    ),
+    "list of lists": (
+        lambda: comparable(pa.array([[[1]]])),
+        "lists must hold numbers, got large_list<item: list<item: int64>>; "
+        "flatten or encode them in SQL",
+    ),
+    "decimal": (
+        lambda: comparable(pa.array([1], pa.decimal128(3, 1))),
+        "column must hold numbers, times or texts, got decimal128(3, 1); cast it in SQL",
+    ),
+    "only nulls": (
+        lambda: comparable(pa.nulls(2)),
+        "column must hold numbers, times or texts, got null; cast it in SQL",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_column_of_a_type_that_does_not_fit_raises(call, message: str) -> None:
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        call()

@@ -1,0 +1,194 @@
+"""Deduplication: exact on any bits, equal to the reference, unmoved by collisions of hashes."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import jagged, reference
+from schemas.errors import SchemaError
+from schemas.jagged import (
+    Jagged,
+    check_inverse,
+    concat,
+    dedup,
+    expand,
+    offsets_of,
+    ranges,
+    unique_tuples,
+)
+
+# Few distinct values, so that rows repeat; all 64 bits of a float, so that NaNs do too.
+BITS = st.sampled_from([0, 1, 2, 1 << 63, 0x7FF8 << 48, (0x7FF8 << 48) + 1, 0xFFF8 << 48])
+ROWS_OF_BITS = st.lists(st.lists(BITS, max_size=3), max_size=30)
+IDS = st.sampled_from([-(1 << 63), -1, 0, 1, (1 << 63) - 1])
+ROWS_OF_IDS = st.lists(st.lists(IDS, max_size=3), max_size=30)
+
+
+def jagged_from(rows: Sequence[Sequence[int]], dtype: str) -> Jagged:
+    """Build a jagged tensor whose values have the given bits."""
+    flat = np.array([value & ((1 << 64) - 1) for row in rows for value in row], np.uint64)
+    lengths = np.array([len(row) for row in rows], np.int64)
+    return Jagged(flat.view(dtype), offsets_of(lengths))
+
+
+def tuples_of(x: Jagged) -> list[tuple[int, ...]]:
+    """The rows as tuples of bits."""
+    bits = x.values.view(np.uint64).tolist()
+    return [tuple(bits[a:b]) for a, b in zip(x.offsets[:-1], x.offsets[1:], strict=True)]
+
+
+@given(ROWS_OF_BITS)
+def test_expand_of_dedup_is_identity_on_the_bits_of_floats(rows: list[list[int]]) -> None:
+    x = jagged_from(rows, "f8")
+    back = expand(*dedup(x))
+    assert back.values.dtype == x.values.dtype
+    assert tuples_of(back) == tuples_of(x)
+
+
+@given(ROWS_OF_IDS)
+def test_dedup_equals_the_reference(rows: list[list[int]]) -> None:
+    x = jagged_from(rows, "i8")
+    unique, inverse_indices = dedup(x)
+    expected, expected_inverse = reference.dedup(tuples_of(x))
+    assert tuples_of(unique) == expected
+    assert inverse_indices.tolist() == expected_inverse
+    assert inverse_indices.dtype == np.int32
+    assert tuples_of(expand(unique, inverse_indices)) == reference.expand(
+        expected, expected_inverse
+    )
+
+
+def test_dedup_tells_nan_bits_and_signed_zeros_apart() -> None:
+    x = jagged_from([[0], [1 << 63], [0x7FF8 << 48], [(0x7FF8 << 48) + 1], [0x7FF8 << 48]], "f8")
+    unique, inverse_indices = dedup(x)
+    assert unique.num_rows == 4
+    assert inverse_indices.tolist() == [0, 1, 2, 3, 2]
+
+
+def test_dedup_tells_rows_apart_that_differ_in_order_length_or_cut() -> None:
+    rows = [[1, 2], [2, 1], [1], [2], [], [1, 2, 0], [0, 1, 2]]
+    unique, inverse_indices = dedup(jagged_from(rows, "i8"))
+    assert tuples_of(unique) == [tuple(row) for row in rows]
+    assert inverse_indices.tolist() == list(range(len(rows)))
+
+
+DTYPES = ("i1", "u2", "i4", "f2", "f4", "f8", "i8", "u8", "?", "M8[us]")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expand_of_dedup_is_identity_for_each_width(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(0, 3, 200)
+    values = rng.integers(0, 2, int(lengths.sum())).astype(dtype)
+    x = Jagged(values, offsets_of(lengths))
+    unique, inverse_indices = dedup(x)
+    back = expand(unique, inverse_indices)
+    assert back.values.dtype == x.values.dtype
+    np.testing.assert_array_equal(back.values, x.values)
+    np.testing.assert_array_equal(back.offsets, x.offsets)
+    assert unique.num_rows == 1 + 2 + 4
+
+
+def test_dedup_changes_no_input() -> None:
+    x = jagged_from([[3, 4], [], [3, 4]], "i8")
+    values, offsets = x.values.copy(), x.offsets.copy()
+    x.values.flags.writeable = x.offsets.flags.writeable = False
+    expand(*dedup(x))
+    np.testing.assert_array_equal(x.values, values)
+    np.testing.assert_array_equal(x.offsets, offsets)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.lists(IDS, max_size=2)), max_size=30))
+def test_unique_tuples_of_scalars_and_lists_equals_the_reference(
+    rows: list[tuple[int, list[int]]],
+) -> None:
+    scalars = np.array([scalar for scalar, _ in rows], np.int32)
+    lists = jagged_from([values for _, values in rows], "i8")
+    first, inverse_indices = unique_tuples([scalars, lists])
+    whole = list(zip(scalars.tolist(), tuples_of(lists), strict=True))
+    expected, expected_inverse = reference.dedup(whole)
+    assert [whole[index] for index in first] == expected
+    assert inverse_indices.tolist() == expected_inverse
+    assert (np.diff(first) > 0).all()
+
+
+def test_unique_tuples_is_exact_when_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first three hash functions know four values only; the fourth is the true one."""
+    true_hash = jagged._hash_rows
+    seeds: list[int] = []
+
+    def colliding(columns: Sequence[jagged.Column], seed: int) -> np.ndarray:
+        seeds.append(seed)
+        hashes = true_hash(columns, seed)
+        return hashes & np.uint64(3) if seed < 3 else hashes
+
+    x = jagged_from([[value] for value in [*range(50), *range(50)]], "i8")
+    monkeypatch.setattr(jagged, "_hash_rows", colliding)
+    unique, inverse_indices = dedup(x)
+    assert seeds == [0, 1, 2, 3]
+    assert tuples_of(unique) == [(value,) for value in range(50)]
+    assert inverse_indices.tolist() == [*range(50), *range(50)]
+
+
+def test_unique_tuples_compares_the_bits_of_scalars_when_hashes_collide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    true_hash = jagged._hash_rows
+    monkeypatch.setattr(
+        jagged,
+        "_hash_rows",
+        lambda columns, seed: true_hash(columns, seed) * np.uint64(0 if seed == 0 else 1),
+    )
+    first, inverse_indices = unique_tuples([np.array([0.0, -0.0, np.nan, np.nan])])
+    assert first.tolist() == [0, 1, 2]
+    assert inverse_indices.tolist() == [0, 1, 2, 2]
+
+
+def test_hash_function_depends_on_its_seed() -> None:
+    columns = [np.arange(100)]
+    hashes = [jagged._hash_rows(columns, seed) for seed in range(4)]
+    assert len(np.unique(np.concatenate(hashes))) == 400
+
+
+def test_unique_tuples_of_no_column_raises() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("columns must name at least one column, got none; add one")
+    ):
+        unique_tuples([])
+
+
+BAD_INVERSE = {
+    "below": ([0, -1], "got inverse_indices[1]=-1"),
+    "above": ([0, 1, 2], "got inverse_indices[2]=2"),
+}
+
+
+@pytest.mark.parametrize(("inverse", "found"), BAD_INVERSE.values(), ids=BAD_INVERSE.keys())
+def test_expand_with_an_entry_outside_raises(inverse: list[int], found: str) -> None:
+    message = f"inverse_indices must be in [0, 2), {found}; rebuild the dataset"
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        expand(jagged_from([[1], [2]], "i8"), np.array(inverse))
+
+
+def test_check_inverse_of_nothing_passes() -> None:
+    check_inverse(np.empty(0, np.int32), 0)
+
+
+@given(ROWS_OF_IDS, ROWS_OF_IDS, st.randoms(use_true_random=False))
+def test_concat_and_take_equal_lists(a: list[list[int]], b: list[list[int]], random) -> None:
+    both = concat([jagged_from(a, "i8"), jagged_from(b, "i8")])
+    rows = tuples_of(both)
+    assert rows == tuples_of(jagged_from(a + b, "i8"))
+    chosen = [random.randrange(len(rows)) for _ in range(10 if rows else 0)]
+    assert tuples_of(both.take(np.array(chosen, np.int64))) == [rows[index] for index in chosen]
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 4)), max_size=10))
+def test_ranges_equals_a_loop(pairs: list[tuple[int, int]]) -> None:
+    starts = np.array([start for start, _ in pairs], np.int64)
+    lengths = np.array([length for _, length in pairs], np.int64)
+    assert ranges(starts, lengths).tolist() == [s + i for s, n in pairs for i in range(n)]

@@ -1,0 +1,159 @@
+"""The oracle's arithmetic against brute force, and against a trace that others computed."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import reference
+from schemas.accesses import stitch
+from schemas.jagged import Jagged, offsets_of
+from schemas.oracle import (
+    NEVER,
+    first_and_last,
+    from_gaps,
+    merge_blocks,
+    next_use,
+    number_by_first_use,
+    previous_use,
+    to_gaps,
+    unique_per_block,
+)
+
+NUM_NUMBERS = 9
+STEPS = st.lists(st.frozensets(st.integers(0, NUM_NUMBERS - 1), max_size=6), max_size=25)
+ORACLE_RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
+
+
+def arrays(steps: list[frozenset[int]]) -> list[np.ndarray]:
+    """Each step as ascending numbers."""
+    return [np.array(sorted(step), np.int64) for step in steps]
+
+
+def jagged_from(rows: list[list[int]]) -> Jagged:
+    flat = np.array([value for row in rows for value in row], np.int64)
+    return Jagged(flat, offsets_of(np.array([len(row) for row in rows], np.int64)))
+
+
+def lists_of(x: Jagged) -> list[list[int]]:
+    return [x.values[a:b].tolist() for a, b in pairwise(x.offsets)]
+
+
+@given(STEPS)
+def test_next_use_equals_the_reference(steps: list[frozenset[int]]) -> None:
+    ascending = arrays(steps)
+    found = next_use(ascending, NUM_NUMBERS)
+    assert [distances.tolist() for distances in found] == reference.next_use(
+        [step.tolist() for step in ascending]
+    )
+    assert all(distances.dtype == np.int32 for distances in found)
+
+
+@given(STEPS)
+def test_previous_use_equals_a_scan(steps: list[frozenset[int]]) -> None:
+    ascending = arrays(steps)
+    found = list(previous_use(zip(ascending, next_use(ascending, NUM_NUMBERS), strict=True)))
+    for step, used_before in enumerate(found):
+        seen = set().union(*steps[:step])
+        assert used_before.tolist() == [number in seen for number in ascending[step].tolist()]
+
+
+def test_previous_use_can_start_in_the_middle_only_for_rows_seen_since() -> None:
+    steps = arrays([frozenset({0, 1}), frozenset({1}), frozenset({0, 1})])
+    distances = next_use(steps, 2)
+    late = list(previous_use(zip(steps[1:], distances[1:], strict=True)))
+    assert [used.tolist() for used in late] == [[False], [False, True]]
+
+
+BLOCKS = st.lists(st.lists(st.sampled_from([-5, 0, 3, 7, 2**62]), max_size=8), max_size=12)
+
+
+@given(BLOCKS)
+def test_unique_per_block_equals_sorted_sets(lookups: list[list[int]]) -> None:
+    flat = jagged_from(lookups)
+    blocks = np.repeat(np.arange(len(lookups)), flat.lengths)
+    shuffled = np.random.default_rng(len(flat.values)).permutation(len(blocks))
+    found = unique_per_block(flat.values[shuffled], blocks[shuffled], len(lookups))
+    assert lists_of(found) == [sorted(set(block)) for block in lookups]
+
+
+@given(BLOCKS)
+def test_number_by_first_use_numbers_rows_as_they_appear(lookups: list[list[int]]) -> None:
+    accesses = jagged_from([sorted(set(block)) for block in lookups])
+    numbers, rows = number_by_first_use(accesses)
+    assert rows.tolist() == list(dict.fromkeys(accesses.values.tolist()))
+    for mine, block in zip(lists_of(numbers), lists_of(accesses), strict=True):
+        assert mine == sorted(mine)
+        assert sorted(rows[mine].tolist()) == block
+
+
+@given(BLOCKS)
+def test_first_and_last_equal_a_scan(lookups: list[list[int]]) -> None:
+    numbers, rows = number_by_first_use(jagged_from([sorted(set(block)) for block in lookups]))
+    first, last = first_and_last(numbers, len(rows))
+    blocks = lists_of(numbers)
+    for number in range(len(rows)):
+        users = [position for position, block in enumerate(blocks) if number in block]
+        assert (first[number], last[number]) == (users[0], users[-1])
+    assert (np.diff(first) >= 0).all()
+
+
+@given(STEPS)
+def test_from_gaps_of_to_gaps_is_identity(steps: list[frozenset[int]]) -> None:
+    numbers = jagged_from([sorted(step) for step in steps])
+    gaps = to_gaps(numbers)
+    assert (gaps >= 0).all()
+    back = from_gaps(Jagged(gaps, numbers.offsets))
+    assert lists_of(back) == lists_of(numbers)
+
+
+def test_from_gaps_of_numbers_beyond_32_bits_is_exact() -> None:
+    numbers = jagged_from([[0, 2**40], [], [2**62, 2**62 + 1]])
+    assert lists_of(from_gaps(Jagged(to_gaps(numbers), numbers.offsets))) == lists_of(numbers)
+
+
+@given(STEPS, st.data())
+def test_merge_blocks_equals_a_union(steps: list[frozenset[int]], data: st.DataObject) -> None:
+    positions = data.draw(st.lists(st.integers(0, max(0, len(steps) - 1)), unique=True))
+    positions = positions if steps else []
+    found = merge_blocks(jagged_from([sorted(s) for s in steps]), np.array(positions, np.int64))
+    assert found.tolist() == sorted(set().union(*(steps[position] for position in positions)))
+
+
+@given(st.lists(st.lists(st.integers(-3, 9), unique=True, max_size=6), min_size=1, max_size=4))
+def test_stitch_numbers_the_joined_segments_by_first_use(segments: list[list[int]]) -> None:
+    numbers, rows = stitch([np.array(rows, np.int64) for rows in segments])
+    joined = [row for rows in segments for row in rows]
+    assert rows.tolist() == list(dict.fromkeys(joined))
+    for mine, theirs in zip(numbers, segments, strict=True):
+        assert rows[mine].tolist() == theirs
+
+
+def test_next_use_of_a_published_trace_equals_its_authors(shared_data: Path) -> None:
+    """Each request is one step with one row; `next` is the 1-based index of the next request."""
+    folder = shared_data / "cache_oracle_ref"
+    trace = np.fromfile(folder / "cloudPhysicsIO.oracleGeneral.bin", ORACLE_RECORD)
+    _, numbers = np.unique(trace["id"], return_inverse=True)
+    distances = np.concatenate(next_use(list(numbers.reshape(-1, 1)), int(numbers.max()) + 1))
+    position = np.arange(1, len(trace) + 1)
+    ours = np.where(distances == NEVER, -1, position + distances)
+    assert len(trace) == 113_872
+    assert int((ours == -1).sum()) == len(np.unique(trace["id"])) == 48_974
+    np.testing.assert_array_equal(ours, trace["next"])
+
+
+def test_published_trace_lists_the_same_ids_in_both_files(shared_data: Path) -> None:
+    folder = shared_data / "cache_oracle_ref"
+    trace = np.fromfile(folder / "cloudPhysicsIO.oracleGeneral.bin", ORACLE_RECORD)
+    lines = (folder / "cloudPhysicsIO.csv").read_text().splitlines()[1:]
+    blocks = np.array([int(line.split(",")[4]) for line in lines], np.uint64)
+    np.testing.assert_array_equal(blocks, trace["id"])
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_next_use_of_an_empty_step_is_empty(num_steps: int) -> None:
+    found = next_use([np.empty(0, np.int64)] * num_steps, 0)
+    assert [distances.tolist() for distances in found] == [[]] * num_steps

@@ -1,0 +1,106 @@
+"""Global order: a pure function in which every block comes exactly once an epoch."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas import reference
+from schemas.job import OrderConfig
+from schemas.order import Order, block_order, segment_of_steps
+
+SEGMENTS = st.lists(st.integers(0, 12), min_size=1, max_size=4)
+SHUFFLES = st.sampled_from(["none", "blocks"])
+
+
+def order_of(
+    num_blocks: list[int], blocks_per_batch: int, epochs: int, shuffle: str, seed: int
+) -> Order:
+    config = OrderConfig(shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+    return Order(tuple(num_blocks), blocks_per_batch, epochs, config)
+
+
+def test_block_order_equals_ten_pinned_numbers() -> None:
+    config = OrderConfig(shuffle="blocks", seed=7)
+    assert block_order(config, 3, 2, 10).tolist() == [0, 4, 2, 9, 7, 1, 3, 5, 8, 6]
+    first = OrderConfig(shuffle="blocks", seed=0)
+    assert block_order(first, 0, 0, 10).tolist() == [0, 1, 9, 4, 2, 3, 6, 8, 7, 5]
+
+
+@pytest.mark.parametrize("change", ["seed", "epoch", "segment"])
+def test_block_order_depends_on_seed_epoch_and_segment(change: str) -> None:
+    values = {"seed": 1, "epoch": 1, "segment": 1}
+
+    def permutation(of: dict[str, int]) -> list[int]:
+        config = OrderConfig(shuffle="blocks", seed=of["seed"])
+        return block_order(config, of["epoch"], of["segment"], 64).tolist()
+
+    others = [permutation({**values, change: value}) for value in (0, 2, 3)]
+    assert permutation(values) not in others
+    assert permutation(values) == permutation(dict(values))
+
+
+@given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 50), st.integers(0, 50))
+def test_block_order_is_a_permutation(num: int, seed: int, epoch: int, segment: int) -> None:
+    order = block_order(OrderConfig(shuffle="blocks", seed=seed), epoch, segment, num)
+    assert order.dtype == np.int64
+    assert sorted(order.tolist()) == list(range(num))
+
+
+def test_block_order_moves_each_block_to_every_place() -> None:
+    """Over many epochs each of 8 blocks is about as often in each of 8 places."""
+    config = OrderConfig(shuffle="blocks", seed=1)
+    counts = np.zeros((8, 8))
+    for epoch in range(800):
+        counts[np.arange(8), block_order(config, epoch, 0, 8)] += 1
+    chi_square = ((counts - 100) ** 2 / 100).sum()  # 49 degrees of freedom
+    assert chi_square < 49 + 6 * np.sqrt(2 * 49)
+
+
+@given(SEGMENTS, st.integers(1, 5), st.integers(1, 3), SHUFFLES, st.integers(0, 3))
+def test_steps_have_every_block_once_an_epoch_and_straddle_no_segment(
+    num_blocks: list[int], per_batch: int, epochs: int, shuffle: str, seed: int
+) -> None:
+    order = order_of(num_blocks, per_batch, epochs, shuffle, seed)
+    steps = [order.step(train_step) for train_step in range(order.num_steps)]
+    assert [step.train_step for step in steps] == list(range(order.num_steps))
+    for epoch in range(epochs):
+        mine = [step for step in steps if step.epoch == epoch]
+        found = [(step.segment, position) for step in mine for position in step.positions.tolist()]
+        wanted = [(s, position) for s, n in enumerate(num_blocks) for position in range(n)]
+        assert sorted(found) == wanted
+        assert [step.segment for step in mine] == sorted(step.segment for step in mine)
+        for segment, count in enumerate(num_blocks):
+            lengths = [len(step.positions) for step in mine if step.segment == segment]
+            assert lengths[:-1] == [per_batch] * (-(-count // per_batch) - 1 if count else 0)
+    assert list(segment_of_steps(order)) == [step.segment for step in steps]
+
+
+@given(SEGMENTS, st.integers(1, 5), st.integers(1, 3))
+def test_unshuffled_steps_equal_the_reference(
+    num_blocks: list[int], per_batch: int, epochs: int
+) -> None:
+    order = order_of(num_blocks, per_batch, epochs, "none", 0)
+    steps = [order.step(train_step) for train_step in range(order.num_steps)]
+    found = [(step.segment, step.positions.tolist()) for step in steps]
+    assert found == reference.steps(num_blocks, per_batch) * epochs
+
+
+@given(SEGMENTS, st.integers(1, 12), st.integers(1, 5), SHUFFLES)
+def test_first_epoch_keeps_its_steps_when_a_segment_is_added(
+    num_blocks: list[int], more: int, per_batch: int, shuffle: str
+) -> None:
+    before = order_of(num_blocks, per_batch, 1, shuffle, 5)
+    after = order_of([*num_blocks, more], per_batch, 1, shuffle, 5)
+    for train_step in range(before.num_steps):
+        a, b = before.step(train_step), after.step(train_step)
+        assert (a.segment, a.positions.tolist()) == (b.segment, b.positions.tolist())
+
+
+@pytest.mark.parametrize("train_step", [-1, 6, 100])
+def test_step_outside_the_run_raises(train_step: int) -> None:
+    message = f"train_step must be in [0, 6), got train_step={train_step}; add epochs or segments"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        order_of([3, 1], 2, 2, "none", 0).step(train_step)
