@@ -1,0 +1,67 @@
+"""One global batch as tensors, deduplicated or expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from schemas.jagged import Array
+from schemas.order import Step
+from trainer.lookup import TableLookup
+
+
+@dataclass(frozen=True, slots=True)
+class Inverse:
+    """From samples to the unique tuples of one group, and back.
+
+    Attributes:
+        indices: (num_samples,) int64, the tuple of each sample.
+        order: (num_samples,) int64, samples sorted by their tuple, in batch order within one.
+        offsets: (num_unique + 1,) int64, where each tuple's samples lie in `order`.
+    """
+
+    indices: torch.Tensor
+    order: torch.Tensor
+    offsets: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The samples of one step.
+
+    Attributes:
+        step: which blocks these are.
+        num_samples: B.
+        labels: (B,).
+        weights: (B,), ones where samples carry none.
+        dense: (B, num_dense), in schema order, nulls as 0.
+        sparse: rows of tables, a key per sparse feature in schema order; deduplicated: one bag per
+            unique tuple and inverse indices; expanded: one bag per sample.
+        lookups: by table, the distinct rows of the step and who looks them up.
+        groups: by dedup group, its inverse; empty when expanded.
+        group_of: by sparse feature, its dedup group or None.
+        keys: (B,) values that group samples for GAUC, None when they were not asked for.
+    """
+
+    step: Step
+    num_samples: int
+    labels: torch.Tensor
+    weights: torch.Tensor
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    lookups: Mapping[str, TableLookup]
+    groups: Mapping[str, Inverse]
+    group_of: Mapping[str, str | None]
+    keys: Array | None = None
+
+    def inverse_of(self, feature: str) -> torch.Tensor:
+        """Return (B,) int64, the bag of `feature` that each sample has."""
+        group = self.group_of[feature]
+        return torch.arange(self.num_samples) if group is None else self.groups[group].indices
+
+    def jagged_of(self, feature: str) -> JaggedTensor:
+        """Return the bags of one feature, one per unique tuple, or per sample when expanded."""
+        return self.sparse[feature]

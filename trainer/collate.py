@@ -1,0 +1,153 @@
+"""From pieces of decoded row groups to the tensors of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from schemas.jagged import Array, Jagged, concat, offsets_of
+from schemas.order import Step
+from trainer.batch import Batch, Inverse
+from trainer.decode import BatchSpec, RowGroup
+from trainer.lookup import table_lookup
+from trainer.pooling import cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks `start` to `end` of a row group."""
+
+    row_group: RowGroup
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> slice:
+        """Where the samples of these blocks lie."""
+        offsets = self.row_group.sample_offsets
+        return slice(int(offsets[self.start]), int(offsets[self.end]))
+
+    def uniques(self, group: str) -> slice:
+        """Where the unique tuples of these blocks lie."""
+        offsets = self.row_group.unique_offsets[group]
+        return slice(int(offsets[self.start]), int(offsets[self.end]))
+
+
+def collate(spec: BatchSpec, step: Step, pieces: Sequence[Piece], *, expanded: bool) -> Batch:
+    """Return the batch of some blocks.
+
+    Args:
+        spec: what a batch is made of.
+        step: which blocks these are.
+        pieces: the blocks, in batch order.
+        expanded: one bag per sample instead of one per unique tuple.
+    """
+    inverse = {group: _joined_inverse(pieces, group) for group in spec.groups}
+    owner = {f: spec.owner.get(f) for f in spec.sparse}
+    bags = {f: _joined_bags(pieces, f, owner[f]) for f in spec.sparse}
+    labels = _joined(pieces, lambda r: r.labels)
+    if expanded:
+        bags = {f: _expanded(bags[f], inverse, owner[f]) for f in spec.sparse}
+        inverse, owner = {}, dict.fromkeys(spec.sparse)
+    groups = {
+        g: Inverse(torch.from_numpy(indices), *cuts(indices, num_unique))
+        for g, (indices, num_unique) in inverse.items()
+    }
+    return Batch(
+        step=step,
+        num_samples=len(labels),
+        labels=torch.from_numpy(labels),
+        weights=torch.from_numpy(_joined(pieces, lambda r: r.weights)),
+        dense=torch.from_numpy(_joined(pieces, lambda r: r.dense)),
+        sparse=_keyed(bags, groups, owner, len(labels)),
+        lookups={
+            table: table_lookup(
+                features,
+                [bags[f].values for f in features],
+                [bags[f].lengths for f in features],
+            )
+            for table, features in features_of_tables(spec).items()
+        },
+        groups=groups,
+        group_of=owner,
+        keys=None if spec.key is None else _joined(pieces, _keys),
+    )
+
+
+def features_of_tables(spec: BatchSpec) -> dict[str, tuple[str, ...]]:
+    """Return the sparse features of each table, in schema order; a table without any is left out.
+
+    Args:
+        spec: what a batch is made of.
+    """
+    found: dict[str, tuple[str, ...]] = {table: () for table in spec.tables}
+    for feature in spec.sparse:
+        found[spec.table_of[feature]] += (feature,)
+    return {table: features for table, features in found.items() if features}
+
+
+def _keys(row_group: RowGroup) -> Array:
+    assert row_group.keys is not None, "keys are decoded when the spec names their column"
+    return row_group.keys
+
+
+def _joined(pieces: Sequence[Piece], array_of: Callable[[RowGroup], Array]) -> Array:
+    return np.concatenate([array_of(p.row_group)[p.samples] for p in pieces])
+
+
+def _joined_inverse(pieces: Sequence[Piece], group: str) -> tuple[NDArray[np.int64], int]:
+    """Return each sample's tuple among those of the batch, and how many these are."""
+    parts: list[NDArray[np.int64]] = []
+    num_unique = 0
+    for piece in pieces:
+        uniques = piece.uniques(group)
+        parts.append(piece.row_group.inverse[group][piece.samples] + (num_unique - uniques.start))
+        num_unique += uniques.stop - uniques.start
+    return np.concatenate(parts), num_unique
+
+
+def _joined_bags(pieces: Sequence[Piece], feature: str, group: str | None) -> Jagged:
+    parts: list[Jagged] = []
+    for piece in pieces:
+        bags = piece.row_group.sparse[feature]
+        rows = piece.samples if group is None else piece.uniques(group)
+        offsets = bags.offsets[rows.start : rows.stop + 1]
+        parts.append(Jagged(bags.values[offsets[0] : offsets[-1]], offsets - offsets[0]))
+    return parts[0] if len(parts) == 1 else concat(parts)
+
+
+def _expanded(
+    bags: Jagged, inverse: Mapping[str, tuple[NDArray[np.int64], int]], group: str | None
+) -> Jagged:
+    return bags if group is None else bags.take(inverse[group][0])
+
+
+def _keyed(
+    bags: Mapping[str, Jagged],
+    groups: Mapping[str, Inverse],
+    owner: Mapping[str, str | None],
+    num_samples: int,
+) -> KeyedJaggedTensor:
+    keys = list(bags)
+    values = torch.from_numpy(np.concatenate([b.values for b in bags.values()]))
+    lengths = np.concatenate([b.lengths for b in bags.values()])
+    offsets = torch.from_numpy(offsets_of(lengths))
+    if not groups:
+        return KeyedJaggedTensor(
+            keys, values, lengths=torch.from_numpy(lengths), offsets=offsets, stride=num_samples
+        )
+    own = torch.arange(num_samples)
+    inverse = torch.stack([own if (g := owner[f]) is None else groups[g].indices for f in keys])
+    return KeyedJaggedTensor(
+        keys,
+        values,
+        lengths=torch.from_numpy(lengths),
+        offsets=offsets,
+        stride_per_key_per_rank=[[b.num_rows] for b in bags.values()],
+        inverse_indices=(keys, inverse),
+    )

@@ -1,0 +1,259 @@
+"""One row group of a segment as flat arrays, decoded once and cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from schemas.columns import is_list, jagged_of, numpy_of, one_chunk
+from schemas.dataset import Dataset
+from schemas.errors import SchemaError, nearest
+from schemas.hashing import salt_of
+from schemas.jagged import Array, Jagged, offsets_of
+from schemas.job import TableConfig
+from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column
+from schemas.rows import rows_of_ids
+
+SAMPLES = "samples"
+"""Owner of the columns that are stored once per sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec:
+    """Which columns make up a batch, and where they lie."""
+
+    label: str
+    """Label column."""
+    weight: str | None
+    """Sample weight column."""
+    dense: tuple[str, ...]
+    """Dense features, schema order."""
+    sparse: tuple[str, ...]
+    """Sparse features, schema order."""
+    key: str | None
+    """Column that groups samples for GAUC, None when it is not wanted."""
+    owner: Mapping[str, str]
+    """Column to its dedup group; absent when stored per sample."""
+    tables: Mapping[str, TableConfig]
+    """Embedding tables."""
+    table_of: Mapping[str, str]
+    """Sparse feature to table."""
+    dtype: str
+    """float32 or float64, of labels, weights and dense features."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Dedup groups that some column of the batch lies in, in order of first use."""
+        found = [self.owner[c] for c in self.columns if c in self.owner]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, inverse indices left out."""
+        single = [c for c in (self.label, self.weight, self.key) if c is not None]
+        return tuple(dict.fromkeys([*single, *self.dense, *self.sparse]))
+
+
+def spec_of(dataset: Dataset, dtype: str, key: str | None = None) -> BatchSpec:
+    """Return what a batch of a dataset is made of.
+
+    Args:
+        dataset: open dataset.
+        dtype: float32 or float64.
+        key: column that groups samples for GAUC.
+
+    Raises:
+        SchemaError: a sparse feature has no table, or `key` is no column.
+    """
+    features, data = dataset.features, dataset.job.data
+    sparse = features.with_role("sparse")
+    for feature in sparse:
+        if feature not in data.table_of_feature:
+            raise SchemaError(
+                f"sparse feature must belong to a table, got {feature!r}; "
+                f"{nearest(feature, data.table_of_feature)}"
+            )
+    if key is not None:
+        features[key]
+    weights = features.with_role("weight")
+    stored = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None
+    return BatchSpec(
+        label=features.label,
+        weight=weights[0] if weights else stored,
+        dense=features.with_role("dense"),
+        sparse=sparse,
+        key=key,
+        owner=data.group_of_column,
+        tables=data.tables,
+        table_of=data.table_of_feature,
+        dtype=dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """The blocks of one row group, in file order.
+
+    Attributes:
+        blocks: (num_blocks,) ids.
+        samples: (num_blocks,) samples of each.
+        uniques: by group, (num_blocks,) unique tuples of each.
+    """
+
+    blocks: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    uniques: Mapping[str, NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """A decoded row group.
+
+    Attributes:
+        sample_offsets: (num_blocks + 1,) where each block's samples lie.
+        unique_offsets: by group, (num_blocks + 1,) where each block's unique tuples lie.
+        labels: (num_samples,).
+        weights: (num_samples,).
+        dense: (num_samples, num_dense), nulls as 0.
+        keys: (num_samples,) or None.
+        inverse: by group, (num_samples,) int64, the tuple of each sample in the row group.
+        sparse: by feature, rows of its table; one bag per unique tuple, or per sample.
+    """
+
+    sample_offsets: NDArray[np.int64]
+    unique_offsets: Mapping[str, NDArray[np.int64]]
+    labels: Array
+    weights: Array
+    dense: Array
+    keys: Array | None
+    inverse: Mapping[str, NDArray[np.int64]]
+    sparse: Mapping[str, Jagged]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays."""
+        flat = [self.labels, self.weights, self.dense, *self.inverse.values()]
+        bags = [x for j in self.sparse.values() for x in (j.values, j.offsets)]
+        return sum(x.nbytes for x in [*flat, *bags])
+
+
+ReadTable = Callable[[str, list[str]], pa.Table]
+"""(`samples` or a group, columns) to the Arrow table of the row group."""
+
+
+def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
+    """Decode one row group.
+
+    Args:
+        spec: columns to decode.
+        counts: the blocks that the row group must hold.
+        read: gives the row group's columns of one table.
+
+    Raises:
+        SchemaError: the files and `blocks.parquet` disagree, or a column does not fit its role.
+    """
+    inverse_of = {group: inverse_column(group) for group in spec.groups}
+    tables = {
+        owner: read(
+            owner,
+            [
+                BLOCK,
+                *(c for c in spec.columns if spec.owner.get(c, SAMPLES) == owner),
+                *(inverse_of.values() if owner == SAMPLES else ()),
+            ],
+        )
+        for owner in (SAMPLES, *spec.groups)
+    }
+    _check_blocks(tables[SAMPLES], counts.blocks, counts.samples, SAMPLES)
+    for group in spec.groups:
+        _check_blocks(tables[group], counts.blocks, counts.uniques[group], group)
+    inverse = {
+        group: _inverse(tables[SAMPLES][column], counts, group)
+        for group, column in inverse_of.items()
+    }
+
+    def per_sample(name: str, flat: Callable[[pa.Array], Array]) -> Array:
+        owner = spec.owner.get(name, SAMPLES)
+        values = flat(one_chunk(tables[owner][name]))
+        return values if owner == SAMPLES else values[inverse[owner]]
+
+    def number(column: pa.Array) -> Array:
+        return _numbers(column, spec.dtype)
+
+    num_samples = int(counts.samples.sum())
+    dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
+    for index, name in enumerate(spec.dense):
+        dense[:, index] = per_sample(name, number)
+    return RowGroup(
+        sample_offsets=offsets_of(counts.samples),
+        unique_offsets={g: offsets_of(counts.uniques[g]) for g in spec.groups},
+        labels=per_sample(spec.label, number),
+        weights=np.ones(num_samples, spec.dtype)
+        if spec.weight is None
+        else per_sample(spec.weight, number),
+        dense=dense,
+        keys=None if spec.key is None else per_sample(spec.key, _keys),
+        inverse=inverse,
+        sparse={
+            name: _bags(one_chunk(tables[spec.owner.get(name, SAMPLES)][name]), name, spec)
+            for name in spec.sparse
+        },
+    )
+
+
+def _check_blocks(
+    table: pa.Table, blocks: NDArray[np.int64], rows: NDArray[np.int64], name: str
+) -> None:
+    found = table[BLOCK].to_numpy()
+    if not np.array_equal(found, np.repeat(blocks, rows)):
+        raise SchemaError(
+            f"row group of {name} must hold {rows.sum()} rows of the blocks that blocks.parquet "
+            f"says, got {len(found)} rows or another order; rebuild the dataset"
+        )
+
+
+def _inverse(column: pa.ChunkedArray, counts: BlockCounts, group: str) -> NDArray[np.int64]:
+    """Return inverse indices that count from the row group's first tuple, not the block's."""
+    inverse = numpy_of(column).astype(np.int64)
+    uniques = counts.uniques[group]
+    if np.any((inverse < 0) | (inverse >= np.repeat(uniques, counts.samples))):
+        raise SchemaError(
+            f"inverse_indices of {group} must be below the unique tuples of their block, got "
+            f"{inverse.max()}; rebuild the dataset"
+        )
+    return inverse + np.repeat(offsets_of(uniques)[:-1], counts.samples)
+
+
+def _numbers(column: pa.Array, dtype: str) -> Array:
+    if is_list(column.type):
+        raise SchemaError(
+            f"dense feature must be one number, got {column.type}; make scalars of it in SQL"
+        )
+    if column.null_count:
+        column = pc.fill_null(column, pa.scalar(0).cast(column.type))
+    return numpy_of(column).astype(dtype)
+
+
+def _keys(column: pa.Array) -> Array:
+    """Return values that are equal when the keys are; a null is a key of its own."""
+    if pa.types.is_integer(column.type) and not column.null_count:
+        return numpy_of(column)
+    encoded = pc.dictionary_encode(column, null_encoding="encode")
+    names = [salt_of(str(value)) for value in encoded.dictionary.to_pylist()]
+    return np.array(names, np.uint64).view(np.int64)[encoded.indices.to_numpy()]
+
+
+def _bags(column: pa.Array, feature: str, spec: BatchSpec) -> Jagged:
+    """Return the rows that each value of a sparse feature looks up; nulls are empty bags."""
+    if is_list(column.type):
+        bags = jagged_of(column)
+    else:
+        valid = column.is_valid().to_numpy(zero_copy_only=False)
+        bags = Jagged(numpy_of(column.drop_null()), offsets_of(valid.astype(np.int64)))
+    table = spec.table_of[feature]
+    return Jagged(rows_of_ids(bags.values, table, spec.tables[table]), bags.offsets)

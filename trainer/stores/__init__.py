@@ -1,0 +1,1 @@
+"""Where embedding rows live while no step uses them."""

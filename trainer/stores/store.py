@@ -1,0 +1,139 @@
+"""The contract of a store, and the one implementation that both kinds of memory share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.jagged import Array
+from trainer.rows import initial_rows
+from trainer.stores.row_map import RowMap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLayout:
+    """What the rows of one table look like."""
+
+    table: str
+    """Table name."""
+    dim: int
+    """Numbers of a row."""
+    state_width: int
+    """Numbers of optimizer state of a row."""
+    dtype: str
+    """float32 or float64."""
+    seed: int
+    """Seed of the first values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Rows with their optimizer state.
+
+    Attributes:
+        values: (n, dim).
+        state: (n, state_width).
+    """
+
+    values: Array
+    state: Array
+
+
+class Store(Protocol):
+    """Rows of one table, each with its optimizer state."""
+
+    @property
+    def layout(self) -> TableLayout:
+        """What the rows look like."""
+        ...
+
+    def fetch(self, rows: NDArray[np.int64]) -> Records:
+        """Return copies of rows; a row never written has its first values and zero state."""
+        ...
+
+    def write(self, rows: NDArray[np.int64], records: Records) -> None:
+        """Keep rows, which are distinct."""
+        ...
+
+    def contents(self) -> tuple[NDArray[np.int64], Records]:
+        """Return all rows ever written, ascending, and copies of their records."""
+        ...
+
+
+Arena = Callable[[str, int, int], Array]
+"""(name, num_rows, width) to an array of that shape that begins with what it held before."""
+
+
+class ArrayStore:
+    """Rows in first-write order in arrays that grow, in memory or mapped from a file."""
+
+    def __init__(self, layout: TableLayout, arena: Arena) -> None:
+        """Remember where arrays come from; nothing is allocated yet."""
+        self._layout = layout
+        self._arena = arena
+        self._map = RowMap()
+        self._records = _empty(layout, 0)
+
+    @property
+    def layout(self) -> TableLayout:
+        """What the rows look like."""
+        return self._layout
+
+    def fetch(self, rows: NDArray[np.int64]) -> Records:
+        """Return copies of rows; a row never written has its first values and zero state."""
+        positions = self._map.find(rows)
+        if len(rows) and positions.min() >= 0:
+            return _take(self._records, positions)
+        layout = self._layout
+        known, unknown = np.flatnonzero(positions >= 0), np.flatnonzero(positions < 0)
+        records = _empty(layout, len(rows))
+        old = _take(self._records, positions[known])
+        records.values[known], records.state[known] = old.values, old.state
+        records.values[unknown] = initial_rows(
+            rows[unknown],
+            table=layout.table,
+            seed=layout.seed,
+            dim=layout.dim,
+            dtype=layout.dtype,
+        )
+        records.state[unknown] = 0
+        return records
+
+    def write(self, rows: NDArray[np.int64], records: Records) -> None:
+        """Keep rows, which are distinct."""
+        positions = self._map.find(rows)
+        unknown = np.flatnonzero(positions < 0)
+        if len(unknown):
+            positions[unknown] = self._map.add(rows[unknown])
+            self._reserve(len(self._map))
+        self._records.values[positions] = records.values
+        self._records.state[positions] = records.state
+
+    def contents(self) -> tuple[NDArray[np.int64], Records]:
+        """Return all rows ever written, ascending, and copies of their records."""
+        order = np.argsort(self._map.rows)
+        return self._map.rows[order], _take(self._records, order)
+
+    def _reserve(self, num_rows: int) -> None:
+        if num_rows <= len(self._records.values):
+            return
+        capacity = max(1024, 1 << (num_rows - 1).bit_length())
+        self._records = Records(
+            self._arena("values", capacity, self._layout.dim),
+            self._arena("state", capacity, self._layout.state_width),
+        )
+
+
+def _empty(layout: TableLayout, count: int) -> Records:
+    return Records(
+        np.empty((count, layout.dim), layout.dtype),
+        np.empty((count, layout.state_width), layout.dtype),
+    )
+
+
+def _take(records: Records, positions: NDArray[np.int64]) -> Records:
+    return Records(records.values[positions], records.state[positions])
