@@ -20,7 +20,7 @@ class SchemaError(Exception):
         self.message = message
         self.file = file
         self.place = place
-        super().__init__(message, file, place)
+        super().__init__(message)  # the rest travels as attributes, so that it can be pickled
 
     def __str__(self) -> str:
         """Return the whole line; the advice after `;` stays last."""

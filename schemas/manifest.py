@@ -222,12 +222,13 @@ def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
     try:
         body = json.loads(data)
         checksum = body.pop("checksum")
+        # The bytes too, not only the values: a space that became a tab is a changed file.
+        intact = hash_of(body) == checksum and _encode(body, checksum) == data
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise SchemaError(
             "manifest must be JSON with a checksum; restore it", file=str(path)
         ) from error
-    # The bytes too, not only the values: a space that became a tab is a changed file.
-    if hash_of(body) != checksum or _encode(body, checksum) != data:
+    if not intact:
         raise SchemaError(
             "manifest must match its own checksum, got other content; "
             "restore it or rebuild the dataset",

@@ -1,0 +1,201 @@
+"""Every byte of a dataset is covered: one that changes is refused with the name of its file."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.checked import describe_file, read_files, verify_whole
+from schemas.dataset import Dataset, open_dataset
+from schemas.errors import SchemaError
+from tests.schemas.tiny import write_dataset
+
+SEGMENT = "segments/00000-tiny"
+# Verified when the dataset is opened.
+OPENED = (
+    "MANIFEST.json",
+    "job.yaml",
+    "schema.pbtxt",
+    f"{SEGMENT}/MANIFEST.json",
+    f"{SEGMENT}/blocks.parquet",
+    f"{SEGMENT}/files.parquet",
+    "index-tiny/MANIFEST.json",
+    "index-tiny/files.parquet",
+)
+# Verified as they are read.
+READ = (
+    "samples/00000.parquet",
+    "samples/00001.parquet",
+    "groups/user/00000.parquet",
+    "groups/histories/00001.parquet",
+    "access/items/00000.parquet",
+    "edges/users.parquet",
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    write_dataset(path, num_segments=1)
+    return path
+
+
+def changed(data: bytes, seed: int, count: int) -> list[bytes]:
+    """The same bytes with one of them changed: at both ends, and at `count` places between."""
+    rng = np.random.default_rng(seed)
+    places = {0, len(data) - 1, *rng.integers(0, len(data), count).tolist()}
+    copies = []
+    for place in sorted(places):
+        copy = bytearray(data)
+        copy[place] ^= int(rng.integers(1, 256))
+        copies.append(bytes(copy))
+    return copies
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_open_dataset_refuses_any_changed_byte_by_name(root: Path, name: str) -> None:
+    path = root / name
+    good = path.read_bytes()
+    for bad in changed(good, 1, 60):
+        path.write_bytes(bad)
+        with pytest.raises(SchemaError) as caught:
+            open_dataset(root)
+        assert caught.value.file == str(path)
+        assert "; " in str(caught.value)
+    path.write_bytes(good)
+    open_dataset(root)
+
+
+def test_open_dataset_refuses_a_changed_space_of_the_root_manifest(root: Path) -> None:
+    path = root / "MANIFEST.json"
+    good = path.read_bytes()
+    spaces = [place for place, byte in enumerate(good) if chr(byte).isspace()]
+    message = (
+        f"manifest must match its own checksum, got other content in {path}; "
+        "restore it or rebuild the dataset"
+    )
+    for place in spaces:
+        path.write_bytes(good[:place] + b"\t" + good[place + 1 :])
+        with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+            open_dataset(root)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read_refuses_any_changed_byte_by_name(root: Path, name: str) -> None:
+    segment = open_dataset(root).segments[0]
+    path = segment.directory / name
+    good = path.read_bytes()
+    for bad in changed(good, 2, 60):
+        path.write_bytes(bad)
+        with pytest.raises(SchemaError) as caught:
+            segment.file(name).read()
+        assert caught.value.file == str(path)
+    path.write_bytes(good)
+    segment.file(name).read()
+
+
+def test_read_row_group_refuses_its_own_region_and_the_footer_only(root: Path) -> None:
+    segment = open_dataset(root).segments[0]
+    name = "samples/00000.parquet"
+    path, entry = segment.directory / name, segment.files[name]
+    good = path.read_bytes()
+    assert len(entry.region_crc32) == segment.file(name).num_row_groups + 1 == 3
+    for region in range(3):
+        start, end = entry.region_offsets[region : region + 2]
+        middle = (start + end) // 2
+        path.write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
+        for row_group in range(2):
+            if region in (row_group, 2):
+                pattern = (
+                    rf"^bytes {start} to {end} must have crc32 {entry.region_crc32[region]}, "
+                    rf"got \d+ in {re.escape(str(path))}; restore the file or rebuild the dataset$"
+                )
+                with pytest.raises(SchemaError, match=pattern):
+                    segment.file(name).read_row_group(row_group)
+            else:
+                segment.file(name).read_row_group(row_group)
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_open_dataset_without_a_file_raises(root: Path, name: str) -> None:
+    (root / name).unlink()
+    with pytest.raises(SchemaError) as caught:
+        open_dataset(root)
+    assert caught.value.file == str(root / name)
+
+
+FAULTS = {
+    "cut": (
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        "file must have {size} bytes, got {less} in {path}; restore it or rebuild the dataset",
+    ),
+    "gone": (
+        lambda path: path.unlink(),
+        "file must exist, got none in {path}; restore it or rebuild the dataset",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_read_of_a_cut_or_missing_file_raises(root: Path, fault, message: str) -> None:
+    segment = open_dataset(root).segments[0]
+    path = segment.directory / "samples/00000.parquet"
+    size = path.stat().st_size
+    fault(path)
+    whole = message.format(path=path, size=size, less=size - 1)
+    with pytest.raises(SchemaError, match=f"^{re.escape(whole)}$"):
+        segment.file("samples/00000.parquet").read()
+
+
+def test_regions_cover_each_file_without_a_gap(root: Path) -> None:
+    dataset: Dataset = open_dataset(root)
+    for part in (*dataset.segments, *dataset.indexes):
+        for entry in part.files.values():
+            assert entry.region_offsets[0] == 0
+            assert entry.region_offsets[-1] == entry.num_bytes
+            assert list(entry.region_offsets) == sorted(entry.region_offsets)
+            assert len(entry.region_offsets) == len(entry.region_crc32) + 1
+
+
+def test_read_files_gives_back_what_was_described(root: Path) -> None:
+    directory = root / SEGMENT
+    found = read_files(directory / "files.parquet")
+    listed = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    assert set(found) == listed - {"MANIFEST.json", "files.parquet", "blocks.parquet"}
+    assert list(found) == sorted(found)
+    for name, entry in found.items():
+        assert entry == describe_file(directory, name)
+
+
+def test_verify_whole_names_each_problem(root: Path) -> None:
+    segment = open_dataset(root).segments[0]
+    assert verify_whole(segment.directory, segment.files) == []
+    cut, gone, other = (segment.directory / name for name in READ[:3])
+    cut.write_bytes(cut.read_bytes()[:-1])
+    gone.unlink()
+    data = bytearray(other.read_bytes())
+    data[100] ^= 1
+    other.write_bytes(bytes(data))
+    size = segment.files[READ[0]].num_bytes
+    assert sorted(verify_whole(segment.directory, segment.files)) == sorted(
+        [
+            f"{READ[0]}: {size - 1} bytes instead of {size}",
+            f"{READ[1]}: missing",
+            f"{READ[2]}: content has changed",
+        ]
+    )
+
+
+def test_two_writings_of_a_dataset_have_the_same_bytes(root: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    write_dataset(again, num_segments=1)
+    assert (again / "MANIFEST.json").read_bytes() == (root / "MANIFEST.json").read_bytes()
+
+
+def test_dataset_can_be_moved(root: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "deep"
+    shutil.copytree(root, moved)
+    shutil.rmtree(root)
+    assert len(open_dataset(moved).segments[0].file("samples/00000.parquet").read()) == 48

@@ -1,0 +1,50 @@
+"""Errors in one line, and the advice they end with."""
+
+import pickle
+import re
+
+import pytest
+
+from schemas.errors import PlanError, SchemaError, check_at_least_one, nearest
+
+LINES = {
+    "no place": (SchemaError("a must b, got c; do d"), "a must b, got c; do d"),
+    "file": (SchemaError("a must b, got c; do d", file="f"), "a must b, got c in f; do d"),
+    "place": (
+        SchemaError("a must b, got c; do d", file="f", place="7"),
+        "a must b, got c in f:7; do d",
+    ),
+    "no advice": (SchemaError("a must b, got c", file="f"), "a must b, got c in f"),
+}
+
+
+@pytest.mark.parametrize(("error", "line"), LINES.values(), ids=LINES.keys())
+def test_schema_error_puts_the_place_before_the_advice(error: SchemaError, line: str) -> None:
+    assert str(error) == line
+
+
+def test_plan_error_carries_the_rows_that_work() -> None:
+    assert PlanError("text", required_rows=5).required_rows == 5
+    assert str(PlanError("text")) == "text"
+
+
+def test_errors_survive_a_trip_between_processes() -> None:
+    for error in (PlanError("text", required_rows=5), SchemaError("text", file="f", place="1")):
+        back = pickle.loads(pickle.dumps(error))
+        assert (str(back), vars(back)) == (str(error), vars(error))
+
+
+def test_nearest_names_the_close_word_or_all() -> None:
+    assert nearest("grops", ["groups", "tables"]) == "did you mean 'groups'?"
+    assert nearest("x", ["tables", "groups"]) == "use one of groups, tables"
+
+
+def test_check_at_least_one_passes_one_and_none_and_names_the_rest() -> None:
+    class Config:
+        epochs, limit, rows = 1, None, 0
+
+    check_at_least_one(Config, "epochs", "limit")
+    with pytest.raises(
+        ValueError, match=f"^{re.escape('rows must be at least 1, got 0; raise it')}$"
+    ):
+        check_at_least_one(Config, "epochs", "rows")
