@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -155,8 +155,3 @@ def prefetched(function: Callable[[T], R], items: Iterable[T], depth: int) -> It
         finally:
             for future in ahead:
                 future.cancel()
-
-
-def position_state(train_step: int) -> Mapping[str, int]:
-    """Return all that a reader has to remember: the next step."""
-    return {"train_step": train_step}

@@ -1,0 +1,215 @@
+"""The cache that obeys the plan: rows arrive before their step and leave when it says so.
+
+One background thread works through a queue. At the start of step s the fetches
+of step s + prefetch_steps join it, and at the end of s the write-backs of s. A
+fetched row was last used more than `lookahead` steps before, and prefetch_steps
+<= lookahead, so its write-back always stands before its fetch: rows are never
+stale, whatever the threads do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.errors import SchemaError
+from schemas.plan import PlanStep
+from trainer.sources import RowsOfTables
+from trainer.stores.store import Records, Store, TableLayout
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What one step needs of one table, with the rows that were read for it.
+
+    Attributes:
+        rows: (n,) ascending.
+        slots: (n,) where each lies in the cache.
+        fetch: (n,) bool, rows that were read.
+        evict: (n,) bool, rows that leave after the step.
+        fetched: records of the rows in `fetch`.
+    """
+
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    fetch: NDArray[np.bool_]
+    evict: NDArray[np.bool_]
+    fetched: Records
+
+
+class _Slots:
+    """The cached rows of one table, each in its slot, with their state."""
+
+    def __init__(self, layout: TableLayout) -> None:
+        self._layout = layout
+        self._grow(1024)
+
+    def _grow(self, capacity: int) -> None:
+        old = getattr(self, "records", None)
+        layout = self._layout
+        rows = np.full(capacity, -1, np.int64)
+        values = np.empty((capacity, layout.dim), layout.dtype)
+        state = np.empty((capacity, layout.state_width), layout.dtype)
+        if old is not None:
+            count = len(self.rows)
+            rows[:count], values[:count], state[:count] = self.rows, old.values, old.state
+        self.rows, self.records = rows, Records(values, state)
+
+    def admit(self, arrival: _Arrival) -> Records:
+        """Put the fetched rows into their slots and return copies of all rows of the step."""
+        top = int(arrival.slots.max(initial=-1)) + 1
+        if top > len(self.rows):
+            self._grow(1 << (top - 1).bit_length())
+        chosen = arrival.slots[arrival.fetch]
+        self.put(chosen, arrival.rows[arrival.fetch], arrival.fetched)
+        return self.take(arrival.slots)
+
+    def put(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
+        self.rows[slots] = rows
+        self.records.values[slots] = records.values
+        self.records.state[slots] = records.state
+
+    def take(self, slots: NDArray[np.int64]) -> Records:
+        return Records(self.records.values[slots], self.records.state[slots])
+
+    def release(self, slots: NDArray[np.int64]) -> None:
+        self.rows[slots] = -1
+
+    def resident(self) -> tuple[NDArray[np.int64], Records]:
+        slots = np.flatnonzero(self.rows >= 0)
+        return self.rows[slots], self.take(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """The plan of one table from the first step to be trained.
+
+    Attributes:
+        steps: what each step needs.
+        row_of_number: the row of each dense number of the oracle.
+    """
+
+    steps: Iterator[PlanStep]
+    row_of_number: NDArray[np.int64]
+
+
+class PlannedCache:
+    """A row source that keeps in memory what the plan says, in front of stores."""
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        plans: Mapping[str, TablePlan],
+        *,
+        first_step: int,
+        last_step: int,
+        prefetch_steps: int,
+    ) -> None:
+        """Keep the parts; nothing is read and no thread runs before the first fetch.
+
+        Args:
+            stores: by table.
+            plans: by table, beginning at `first_step`.
+            first_step: first step that will be asked for.
+            last_step: one after the last.
+            prefetch_steps: steps before its use that a row is read, at most the plan's lookahead.
+        """
+        self._stores = stores
+        self._plans = plans
+        self._slots = {table: _Slots(store.layout) for table, store in stores.items()}
+        self._next = first_step
+        self._last = last_step
+        self._prefetch_steps = prefetch_steps
+        self._pool: ThreadPoolExecutor | None = None
+        self._arrivals: deque[Future[dict[str, _Arrival]]] = deque()
+        self._writes: deque[Future[None]] = deque()
+        self._current: dict[str, _Arrival] = {}
+        self._num_accesses = 0
+        self._fetched_rows = 0
+
+    @property
+    def num_accesses(self) -> int:
+        """Rows handed out so far, a row once per step."""
+        return self._num_accesses
+
+    @property
+    def fetched_rows(self) -> int:
+        """Rows read from the stores for the steps so far."""
+        return self._fetched_rows
+
+    def fetch(self, train_step: int, rows: RowsOfTables) -> dict[str, Records]:
+        """Return copies of a step's rows.
+
+        Raises:
+            SchemaError: the plan speaks of other rows than the batch.
+        """
+        self._submit_reads(min(train_step + self._prefetch_steps + 1, self._last))
+        self._current = self._arrivals.popleft().result()
+        found: dict[str, Records] = {}
+        for table, wanted in rows.items():
+            arrival = self._current[table]
+            if not np.array_equal(arrival.rows, wanted):
+                raise SchemaError(
+                    f"index must list the rows of each batch, got {len(arrival.rows)} rows of "
+                    f"table {table!r} at step {train_step} where the batch has {len(wanted)}; "
+                    "rebuild the dataset"
+                )
+            found[table] = self._slots[table].admit(arrival)
+            self._num_accesses += len(wanted)
+            self._fetched_rows += int(arrival.fetch.sum())
+        return found
+
+    def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
+        """Take a step's rows back; those that leave go to the store in the background."""
+        leaving: dict[str, tuple[NDArray[np.int64], Records]] = {}
+        for table, updated in records.items():
+            arrival, slots = self._current[table], self._slots[table]
+            slots.put(arrival.slots, arrival.rows, updated)
+            slots.release(arrival.slots[arrival.evict])
+            out = Records(updated.values[arrival.evict], updated.state[arrival.evict])
+            leaving[table] = (arrival.rows[arrival.evict], out)
+        self._writes.append(self._worker().submit(self._write_back, leaving))
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().result()
+
+    def flush(self) -> None:
+        """Write every cached row to its store; the rows stay cached."""
+        resident = {table: slots.resident() for table, slots in self._slots.items()}
+        self._writes.append(self._worker().submit(self._write_back, resident))
+        while self._writes:
+            self._writes.popleft().result()
+
+    def close(self) -> None:
+        """Stop the background thread; rows that were not flushed are lost."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _worker(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="cache")
+        return self._pool
+
+    def _submit_reads(self, until: int) -> None:
+        while self._next < until:
+            self._arrivals.append(self._worker().submit(self._read_next))
+            self._next += 1
+
+    def _read_next(self) -> dict[str, _Arrival]:
+        arrivals: dict[str, _Arrival] = {}
+        for table, plan in self._plans.items():
+            step = next(plan.steps)
+            rows = plan.row_of_number[step.numbers]
+            order = np.argsort(rows)  # the plan goes by number, the batch by row
+            rows, fetch = rows[order], step.fetch[order]
+            fetched = self._stores[table].fetch(rows[fetch])
+            arrivals[table] = _Arrival(rows, step.slots[order], fetch, step.evict[order], fetched)
+        return arrivals
+
+    def _write_back(self, leaving: Mapping[str, tuple[NDArray[np.int64], Records]]) -> None:
+        for table, (rows, records) in leaving.items():
+            self._stores[table].write(rows, records)

@@ -1,0 +1,117 @@
+"""Checkpoints: dense parameters, both optimizers, and the rows that were ever trained.
+
+A checkpoint is a folder named by its step, written under another name and
+renamed when its manifest, which holds the hash of every file, is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from schemas.checked import sha256_of
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
+from schemas.manifest import canonical_json, replace_bytes
+from trainer.stores.store import Records, Store
+
+CHECKPOINTS = "checkpoints"
+_DENSE = "dense.pt"
+_PARTIAL = ".partial"
+
+
+def save_checkpoint(
+    run: Path,
+    train_step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stores: Mapping[str, Store],
+    *,
+    keep: int,
+) -> Path:
+    """Save the state before a step; flush the row source first.
+
+    Args:
+        run: run folder.
+        train_step: the next step to train.
+        model: dense parameters.
+        optimizer: of the dense parameters.
+        stores: rows by table.
+        keep: newest checkpoints that remain.
+    """
+    folder = run / CHECKPOINTS / f"{train_step:08d}"
+    partial = folder.with_name(folder.name + _PARTIAL)
+    for leftover in (partial, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    dense = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(dense, partial / _DENSE)
+    for table, store in stores.items():
+        rows, records = store.contents()
+        (partial / table).mkdir()
+        np.save(partial / table / "rows.npy", rows)
+        np.save(partial / table / "values.npy", records.values)
+        np.save(partial / table / "state.npy", records.state)
+    files = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
+    hashes = {path: sha256_of(partial / path) for path in files}
+    body = canonical_json({"train_step": train_step, "files": hashes})
+    replace_bytes(partial / MANIFEST, body.encode())
+    partial.rename(folder)
+    for old in _complete(run)[: -max(1, keep)]:
+        shutil.rmtree(old)
+    return folder
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """Return the folder of the newest complete checkpoint, None when there is none."""
+    found = _complete(run)
+    return found[-1] if found else None
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    stores: Mapping[str, Store],
+) -> int:
+    """Load a checkpoint into fresh parts.
+
+    Returns:
+        The next step to train.
+
+    Raises:
+        SchemaError: a file is missing or has changed.
+    """
+    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    for path, wanted in manifest["files"].items():
+        file = checkpoint / path
+        if not file.is_file() or sha256_of(file) != wanted:
+            raise SchemaError(
+                f"file must have sha256 {wanted[:12]}, got other content or none; "
+                "remove this checkpoint to use the one before it",
+                file=str(file),
+            )
+    dense = torch.load(checkpoint / _DENSE, weights_only=True)
+    model.load_state_dict(dense["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(dense["optimizer"])
+    for table, store in stores.items():
+        rows, values, state = (
+            np.load(checkpoint / table / f"{name}.npy", allow_pickle=False)
+            for name in ("rows", "values", "state")
+        )
+        store.write(rows, Records(values, state))
+    return int(manifest["train_step"])
+
+
+def _complete(run: Path) -> list[Path]:
+    folder = run / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())

@@ -1,0 +1,125 @@
+"""The folder of a run: what identifies it, and the lines that each committed step adds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from schemas.dataset import Dataset
+from schemas.errors import SchemaError
+from schemas.events import LEDGER, METRICS, SUMMARY, LedgerEntry, RunSummary, StepMetric, to_line
+from schemas.job_train import CheckpointConfig, TrainConfig
+from schemas.layout import JOB
+from schemas.manifest import canonical_json, hash_of, replace_bytes
+from trainer.ledger import write_expected
+
+IDENTITY = "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunIdentity:
+    """What must be equal for a run to be continued."""
+
+    dataset_sha256: str
+    """Hash of the dataset's job, schema and segments; indexes may come and go."""
+    train_sha256: str
+    """Hash of the job's train section without checkpoints and threads."""
+
+
+def identity_of(dataset: Dataset, config: TrainConfig) -> RunIdentity:
+    """Return what a run of this job on this dataset is."""
+    m = dataset.manifest
+    segments = [asdict(reference) for reference in m.segments]
+    same = replace(config, checkpoint=CheckpointConfig(), num_threads=None)
+    return RunIdentity(
+        dataset_sha256=hash_of([m.job_sha256, m.schema_sha256, segments]),
+        train_sha256=hash_of(asdict(same)),
+    )
+
+
+def start_run(run: Path, job: Path, dataset: Dataset, config: TrainConfig) -> None:
+    """Make the folder of a new run.
+
+    Raises:
+        SchemaError: the folder holds a run already.
+    """
+    if (run / IDENTITY).exists():
+        raise SchemaError(
+            "output must hold no run, got one; use --resume or another folder", file=str(run)
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(job, run / JOB)
+    write_expected(run, dataset, config.epochs)
+    for name in (METRICS, LEDGER):
+        (run / name).write_text("", encoding="utf-8")
+    body = canonical_json(asdict(identity_of(dataset, config)))
+    replace_bytes(run / IDENTITY, body.encode())
+
+
+def check_run(run: Path, dataset: Dataset, config: TrainConfig) -> None:
+    """Refuse to go on with a run of another job or dataset.
+
+    Raises:
+        SchemaError: the folder holds no run, or another one.
+    """
+    path = run / IDENTITY
+    if not path.is_file():
+        raise SchemaError("run must exist, got none; train first", file=str(run))
+    found = RunIdentity(**json.loads(path.read_text(encoding="utf-8")))
+    wanted = identity_of(dataset, config)
+    for field, what in (("dataset_sha256", "dataset"), ("train_sha256", "train section")):
+        old, new = getattr(found, field), getattr(wanted, field)
+        if old != new:
+            raise SchemaError(
+                f"{what} must be that of the run, got {field}={new[:12]} for {old[:12]}; "
+                "use the one it was started with",
+                file=str(path),
+            )
+
+
+def cut_run(run: Path, train_step: int) -> None:
+    """Drop the lines of steps from `train_step` on: they will be trained again."""
+    for name in (METRICS, LEDGER):
+        lines = (run / name).read_text(encoding="utf-8").splitlines()[:train_step]
+        replace_bytes(run / name, "".join(f"{line}\n" for line in lines).encode())
+
+
+def write_summary(run: Path, summary: RunSummary) -> None:
+    """Write `summary.json`."""
+    replace_bytes(run / SUMMARY, f"{to_line(summary)}\n".encode())
+
+
+class RunLog:
+    """Appends the two lines of each committed step."""
+
+    def __init__(self, run: Path) -> None:
+        """Remember the folder; nothing is opened yet."""
+        self._run = run
+        self._files: tuple[TextIO, TextIO] | None = None
+
+    def __enter__(self) -> RunLog:
+        """Open both files at their ends."""
+        metrics = (self._run / METRICS).open("a", encoding="utf-8")
+        self._files = (metrics, (self._run / LEDGER).open("a", encoding="utf-8"))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close both files."""
+        for file in self._files or ():
+            file.close()
+
+    def commit(self, metric: StepMetric, entry: LedgerEntry) -> None:
+        """Append a step; other processes see it at once."""
+        assert self._files is not None, "a run log is open while steps are committed"
+        for file, record in zip(self._files, (metric, entry), strict=True):
+            file.write(f"{to_line(record)}\n")
+            file.flush()

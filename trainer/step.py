@@ -1,0 +1,74 @@
+"""One step: fetch, forward, backward, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from schemas.events import PHASES
+from trainer.batch import Batch
+from trainer.embedding import Embedding
+
+Clock = Callable[[], float]
+
+
+class PhaseTimer:
+    """Adds up the seconds of each phase of one step."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Start with no seconds."""
+        self._clock = clock
+        self._start = clock()
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time what is done inside."""
+        start = self._clock()
+        yield
+        self._seconds[phase] += self._clock() - start
+
+    def finish(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last finish, and by phase; begin the next step."""
+        now = self._clock()
+        total, seconds = now - self._start, self._seconds
+        self._start, self._seconds = now, dict.fromkeys(PHASES, 0.0)
+        return total, seconds
+
+
+def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the weighted mean of the logistic loss: sums over the batch, divided once.
+
+    Args:
+        logits: (num_samples,).
+        batch: labels and weights.
+    """
+    losses = F.binary_cross_entropy_with_logits(
+        logits, batch.labels, weight=batch.weights, reduction="sum"
+    )
+    return losses / batch.weights.sum()
+
+
+def train_step(
+    model: nn.Module,
+    embedding: Embedding,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    timer: PhaseTimer,
+) -> float:
+    """Train one batch and return its loss before the update."""
+    with timer("fetch"):
+        embedding.open(batch)
+    with timer("forward"):
+        loss = loss_of(model(batch), batch)
+    with timer("backward"):
+        optimizer.zero_grad()
+        loss.backward()
+    with timer("update"):
+        optimizer.step()
+        embedding.close()
+    return loss.item()

@@ -1,0 +1,221 @@
+"""A training run from start to end."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.dataset import Dataset, open_dataset
+from schemas.errors import SchemaError
+from schemas.events import METRICS, LedgerEntry, RunSummary, StepMetric, read_metrics
+from schemas.job import Job, load_job
+from schemas.order import Order
+from trainer.batch import Batch
+from trainer.cache import PlannedCache
+from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from trainer.decode import spec_of
+from trainer.evaluate import Evaluation, evaluate, gauc_key
+from trainer.parts import Parts, build_parts, memory_stores, mmap_stores, order_of
+from trainer.planning import plans_of
+from trainer.reader import Reader, prefetched
+from trainer.run import RunLog, check_run, cut_run, start_run, write_summary
+from trainer.sources import DirectSource, RowSource
+from trainer.step import Clock, PhaseTimer, train_step
+
+READ_AHEAD = 2
+"""Batches that are read beside training."""
+STORE = "store"
+"""Folder of the memory-mapped store in the run."""
+REPLICA = "0"
+"""Name of the only replica in the ledger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What the command line says beyond the job."""
+
+    embedding: str = "plain"
+    """plain: all rows in memory; cached: the plan in front of a memory-mapped store."""
+    expanded: bool = False
+    """Undo the deduplication, for comparison."""
+    steps: int | None = None
+    """Stop before this step; the whole run when None."""
+    resume: bool = False
+    """Go on from the newest checkpoint of the run."""
+
+
+def train(
+    job_path: Path,
+    dataset_path: Path,
+    run: Path,
+    options: TrainOptions,
+    *,
+    clock: Clock,
+    on_step: Callable[[StepMetric, int], None],
+) -> RunSummary:
+    """Train a job on a dataset and leave metrics, ledger, checkpoints and a summary in `run`.
+
+    Args:
+        job_path: job file.
+        dataset_path: dataset folder.
+        run: output folder.
+        options: what the command line says.
+        clock: seconds, for phases.
+        on_step: called after each committed step with its metric and the number of steps.
+
+    Raises:
+        SchemaError: job, dataset or run break their format.
+        PlanError: the plan does not fit `train.cache.rows`.
+    """
+    job = load_job(job_path)
+    config = job.train
+    dataset = open_dataset(dataset_path)
+    order = order_of(job, dataset)
+    spec = spec_of(dataset, config.dtype)
+    reader = Reader(dataset, order, spec, expanded=options.expanded)
+    checkpoint = _open_run(run, job_path, dataset, job, resume=options.resume)
+    cached = options.embedding == "cached"
+    stores = mmap_stores(spec, config, run / STORE) if cached else memory_stores(spec, config)
+    parts = build_parts(spec, config, stores)
+    first = 0
+    if checkpoint is not None:
+        first = load_checkpoint(checkpoint, parts.model, parts.optimizer, parts.stores)
+    cut_run(run, first)
+    last = min(order.num_steps, options.steps or order.num_steps)
+    source = _source(options, dataset, order, job, parts, first, last)
+    parts.embedding.read_from(source)
+    timer = PhaseTimer(clock)
+    saved, every = first, config.checkpoint.every_steps
+    try:
+        with RunLog(run) as log:
+            batches = prefetched(reader.read, range(first, last), READ_AHEAD)
+            for step in range(first, last):
+                with timer("read"):
+                    batch = next(batches)
+                loss = train_step(parts.model, parts.embedding, parts.optimizer, batch, timer)
+                metric = _metric(batch, loss, timer)
+                log.commit(metric, _entry(batch, dataset, reader))
+                on_step(metric, last)
+                if every is not None and (step + 1) % every == 0:
+                    saved = _save(run, step + 1, parts, source, config.checkpoint.keep)
+        if saved < last:
+            _save(run, last, parts, source, config.checkpoint.keep)
+    finally:
+        source.close()
+    evaluation = evaluate_parts(job, dataset, parts)
+    summary = _summary(run, options, evaluation, source)
+    write_summary(run, summary)
+    return summary
+
+
+def evaluate_parts(job: Job, dataset: Dataset, parts: Parts) -> Evaluation:
+    """Evaluate what the stores hold."""
+    spec = spec_of(dataset, job.train.dtype, gauc_key(dataset, job.train))
+    reader = Reader(dataset, order_of(job, dataset), spec)
+    parts.embedding.read_from(DirectSource(parts.stores))
+    return evaluate(parts.model, parts.embedding, reader.evaluation_batches())
+
+
+def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:
+    """Evaluate the newest checkpoint of a run.
+
+    Raises:
+        SchemaError: job, dataset or run break their format, or the run has no checkpoint.
+    """
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    check_run(run, dataset, job.train)
+    spec = spec_of(dataset, job.train.dtype)
+    parts = build_parts(spec, job.train, memory_stores(spec, job.train))
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
+    load_checkpoint(checkpoint, parts.model, None, parts.stores)
+    return evaluate_parts(job, dataset, parts)
+
+
+def _open_run(
+    run: Path, job_path: Path, dataset: Dataset, job: Job, *, resume: bool
+) -> Path | None:
+    """Return the checkpoint to go on from, None to begin."""
+    if not resume:
+        start_run(run, job_path, dataset, job.train)
+        return None
+    check_run(run, dataset, job.train)
+    return newest_checkpoint(run)
+
+
+def _source(
+    options: TrainOptions,
+    dataset: Dataset,
+    order: Order,
+    job: Job,
+    parts: Parts,
+    first: int,
+    last: int,
+) -> RowSource:
+    if options.embedding != "cached":
+        return DirectSource(parts.stores)
+    cache = job.train.cache
+    return PlannedCache(
+        parts.stores,
+        plans_of(dataset, order, parts.stores, cache, first),
+        first_step=first,
+        last_step=last,
+        prefetch_steps=cache.prefetch_steps,
+    )
+
+
+def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> int:
+    source.flush()
+    save_checkpoint(run, step, parts.model, parts.optimizer, parts.stores, keep=keep)
+    return step
+
+
+def _metric(batch: Batch, loss: float, timer: PhaseTimer) -> StepMetric:
+    seconds, phases = timer.finish()
+    return StepMetric(
+        step=batch.step.train_step,
+        loss=loss,
+        num_samples=batch.num_samples,
+        num_replicas=1,
+        samples_per_sec=batch.num_samples / seconds,
+        phases=phases,
+    )
+
+
+def _entry(batch: Batch, dataset: Dataset, reader: Reader) -> LedgerEntry:
+    return LedgerEntry(
+        step=batch.step.train_step,
+        epoch=batch.step.epoch,
+        segment=dataset.segments[batch.step.segment].manifest.id,
+        replica=REPLICA,
+        blocks=tuple(reader.blocks_of(batch.step).tolist()),
+        num_samples=batch.num_samples,
+    )
+
+
+def _summary(
+    run: Path, options: TrainOptions, evaluation: Evaluation, source: RowSource
+) -> RunSummary:
+    metrics = read_metrics(run / METRICS)
+    timed = metrics[1:] or metrics
+    seconds = sum(m.num_samples / m.samples_per_sec for m in timed)
+    cached = options.embedding == "cached"
+    accesses = source.num_accesses
+    return RunSummary(
+        num_steps=len(metrics),
+        num_samples=sum(m.num_samples for m in metrics),
+        loss_first=metrics[0].loss,
+        loss_last=metrics[-1].loss,
+        ne=evaluation.ne,
+        auc=evaluation.auc,
+        gauc=evaluation.gauc,
+        samples_per_sec=sum(m.num_samples for m in timed) / seconds,
+        cache_hit_rate=1 - source.fetched_rows / accesses if cached and accesses else None,
+        fetched_rows=source.fetched_rows if cached else 0,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        embedding=options.embedding,
+        expanded=options.expanded,
+    )
