@@ -1,0 +1,97 @@
+"""What earlier builds and runs took: every measurement found below one folder.
+
+A build is a file `build.json`, what `pipelines build --json` printed. A run is a
+folder with `metrics.jsonl` and `summary.json`, as `trainer train` leaves it; a run
+without a summary is not finished and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.errors import SchemaError
+from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
+
+BUILD = "build.json"
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRecord:
+    """One finished build.
+
+    Attributes:
+        num_samples: samples that it wrote.
+        startup_sec: seconds before the first row.
+        wall_sec: seconds of all, `startup_sec` included.
+    """
+
+    num_samples: int
+    startup_sec: float
+    wall_sec: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One finished run.
+
+    Attributes:
+        name: its folder, relative to the history.
+        summary: what `train --json` printed.
+        metrics: its steps.
+    """
+
+    name: str
+    summary: RunSummary
+    metrics: tuple[StepMetric, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """All measurements of one folder, in order of their paths."""
+
+    builds: tuple[BuildRecord, ...] = ()
+    runs: tuple[RunRecord, ...] = ()
+
+
+def read_history(directory: Path) -> History:
+    """Read every build and finished run below a folder.
+
+    Raises:
+        SchemaError: the folder is missing, or a file in it is not what its name says.
+    """
+    if not directory.is_dir():
+        raise SchemaError("history must be a folder, got none; check the path", file=str(directory))
+    builds = tuple(_read_build(path) for path in sorted(directory.rglob(BUILD)))
+    folders = [path.parent for path in sorted(directory.rglob(SUMMARY))]
+    runs = tuple(
+        RunRecord(
+            folder.relative_to(directory).as_posix(),
+            read_summary(folder / SUMMARY),
+            tuple(read_metrics(folder / METRICS)),
+        )
+        for folder in folders
+        if (folder / METRICS).is_file()
+    )
+    return History(builds, runs)
+
+
+def _read_build(path: Path) -> BuildRecord:
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        record = BuildRecord(
+            int(body["num_samples"]), float(body["startup_sec"]), float(body["wall_sec"])
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise SchemaError(
+            f"build must be what build --json prints, got {error!r}; build again or remove it",
+            file=str(path),
+        ) from error
+    if record.num_samples <= 0 or not 0 <= record.startup_sec < record.wall_sec:
+        raise SchemaError(
+            f"build must have samples and startup_sec below wall_sec, got {body!r}; "
+            "build again or remove it",
+            file=str(path),
+        )
+    return record

@@ -1,0 +1,194 @@
+"""What is known of a job before it is planned: its file, its data, its history.
+
+With a dataset, counts come from its manifests; without one, from the job file and
+from bounds that no dataset can exceed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from scheduler.history import History, read_history
+from schemas.dataset import Dataset, Index, open_dataset
+from schemas.errors import SchemaError, nearest
+from schemas.features import FeatureSet, load_features
+from schemas.job import Job, load_job
+
+ASSUMED_SAMPLES = 1_000_000
+"""Samples of a job that has neither a dataset nor `data.generate`."""
+ASSUMED_LIST_VALUES = 50
+"""Values of a list whose length nothing tells; `train.model.max_history` has the same default."""
+VALUE_BYTES = 8
+"""Bytes of one value of an Arrow column in a worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """Sizes of the data that the plan depends on."""
+
+    num_samples: int
+    """Samples to prepare."""
+    num_train_samples: int
+    """Samples of one epoch."""
+    table_rows: dict[str, int]
+    """Rows of each table that are touched, or may be."""
+    rows_per_step: float
+    """Distinct rows of a global batch, summed over tables."""
+    lookups_per_sample: float
+    """Rows that one sample looks up, duplicates within a batch counted once where known."""
+    row_bytes: float
+    """Bytes of one sample in the memory of a worker, before deduplication."""
+    num_dense: int
+    """Dense features."""
+    num_sparse: int
+    """Sparse features."""
+    measured: bool
+    """Whether a dataset told these numbers; otherwise they are bounds and assumptions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that `policy.plan` may look at."""
+
+    job: Job
+    """The job file."""
+    facts: DataFacts
+    """Its data."""
+    history: History = field(default_factory=History)
+    """Its measurements."""
+
+
+def take_snapshot(job: Path, dataset: Path | None, history: Path | None) -> Snapshot:
+    """Read everything that is known of a job.
+
+    Raises:
+        SchemaError: a file is missing, damaged, or does not belong to the job.
+    """
+    read = load_job(job)
+    if dataset is None:
+        facts = facts_of_job(read, load_features(job.parent / read.data.schema))
+    else:
+        facts = facts_of_dataset(read, open_dataset(dataset))
+    return Snapshot(
+        job=read,
+        facts=facts,
+        history=History() if history is None else read_history(history),
+    )
+
+
+def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:
+    """Return what the job file alone tells; rows are upper bounds."""
+    generate = job.data.generate
+    num_samples = ASSUMED_SAMPLES if generate is None else generate.num_samples
+    lengths = {f.name: ASSUMED_LIST_VALUES if f.is_list else 1 for f in features.features}
+    lookups = {
+        name: sum(lengths.get(feature, 1) for feature in table.features)
+        for name, table in job.data.tables.items()
+    }
+    batch = job.train.batch_samples
+    return DataFacts(
+        num_samples=num_samples,
+        num_train_samples=num_samples,
+        table_rows={
+            name: min(table.num_rows, num_samples * lookups[name])
+            for name, table in job.data.tables.items()
+        },
+        rows_per_step=sum(
+            min(table.num_rows, batch * lookups[name]) for name, table in job.data.tables.items()
+        ),
+        lookups_per_sample=sum(lookups.values()),
+        row_bytes=VALUE_BYTES * sum(lengths.values()),
+        num_dense=len(features.with_role("dense")),
+        num_sparse=len(features.with_role("sparse")),
+        measured=False,
+    )
+
+
+def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
+    """Return what the manifests and the oracle tell.
+
+    Raises:
+        SchemaError: the dataset lacks a table of the job, or holds no training sample.
+    """
+    manifests = [segment.manifest for segment in dataset.segments]
+    held = {name for manifest in manifests for name in manifest.tables}
+    for name in job.data.tables:
+        if name not in held:
+            raise SchemaError(
+                f"dataset must hold every table of the job, got none for {name!r}; "
+                f"{nearest(name, held) if held else 'rebuild it'}",
+                file=str(dataset.directory),
+            )
+    num_samples = sum(manifest.num_samples for manifest in manifests)
+    num_train = sum(
+        int(segment.column("num_samples")[segment.positions("train")].sum())
+        for segment in dataset.segments
+    )
+    if num_train == 0:
+        raise SchemaError(
+            "dataset must hold a training sample, got none; check data.split",
+            file=str(dataset.directory),
+        )
+    index = _index(job, dataset)
+    lookups = sum(
+        manifest.tables[name].num_lookups_dedup
+        for manifest in manifests
+        for name in job.data.tables
+        if name in manifest.tables
+    )
+    table_rows = {name: _touched(job, dataset, index, name) for name in job.data.tables}
+    return DataFacts(
+        num_samples=num_samples,
+        num_train_samples=num_train,
+        table_rows=table_rows,
+        rows_per_step=_rows_per_step(job, index, table_rows, lookups / num_train),
+        lookups_per_sample=lookups / num_train,
+        row_bytes=_row_bytes(dataset, num_samples),
+        num_dense=len(dataset.features.with_role("dense")),
+        num_sparse=len(dataset.features.with_role("sparse")),
+        measured=True,
+    )
+
+
+def _index(job: Job, dataset: Dataset) -> Index | None:
+    """Return the index of the job's batch, or another one, or none, over all segments."""
+    ids = tuple(segment.manifest.id for segment in dataset.segments)
+    whole = [index for index in dataset.indexes if index.manifest.segments == ids]
+    same = [i for i in whole if i.manifest.batch_samples == job.train.batch_samples]
+    return (same or whole or [None])[0]
+
+
+def _touched(job: Job, dataset: Dataset, index: Index | None, table: str) -> int:
+    """Return the distinct rows of a table; exact with an index, else at most that."""
+    if index is not None and table in index.manifest.num_rows:
+        return index.manifest.num_rows[table]
+    counts = [s.manifest.tables[table] for s in dataset.segments if table in s.manifest.tables]
+    return min(job.data.tables[table].num_rows, sum(c.num_unique_rows for c in counts))
+
+
+def _rows_per_step(
+    job: Job, index: Index | None, table_rows: dict[str, int], lookups_per_sample: float
+) -> float:
+    """Return the distinct rows of a batch; scaled from the index's batch, at most in proportion."""
+    batch = job.train.batch_samples
+    if index is None or index.manifest.num_steps == 0:
+        return min(float(sum(table_rows.values())), lookups_per_sample * batch)
+    per_step = sum(index.manifest.num_accesses.values()) / index.manifest.num_steps
+    return per_step * max(1.0, batch / index.manifest.batch_samples)
+
+
+def _row_bytes(dataset: Dataset, num_samples: int) -> float:
+    """Return the bytes of one sample's values; lists of dedup groups count as they were."""
+    grouped = dataset.job.data.group_of_column
+    scalars = [f for f in dataset.features.features if not f.is_list]
+    loose = [f for f in dataset.features.features if f.is_list and f.name not in grouped]
+    values = sum(
+        group.num_values
+        for segment in dataset.segments
+        for group in segment.manifest.groups.values()
+    )
+    per_sample = values / max(num_samples, 1) + len(scalars) + ASSUMED_LIST_VALUES * len(loose)
+    return VALUE_BYTES * float(np.float64(per_sample))
