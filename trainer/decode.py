@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.columns import is_list, jagged_of, numpy_of, one_chunk
+from schemas.columns import comparable, is_list, jagged_of, numpy_of, one_chunk
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError, nearest
-from schemas.hashing import salt_of
-from schemas.jagged import Array, Jagged, offsets_of
+from schemas.jagged import Array, Jagged, hash_keys, offsets_of
 from schemas.job import TableConfig
 from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column
 from schemas.rows import rows_of_ids
@@ -243,9 +242,7 @@ def _keys(column: pa.Array) -> Array:
     """Return values that are equal when the keys are; a null is a key of its own."""
     if pa.types.is_integer(column.type) and not column.null_count:
         return numpy_of(column)
-    encoded = pc.dictionary_encode(column, null_encoding="encode")
-    names = [salt_of(str(value)) for value in encoded.dictionary.to_pylist()]
-    return np.array(names, np.uint64).view(np.int64)[encoded.indices.to_numpy()]
+    return hash_keys(comparable(column)).view(np.int64)
 
 
 def _bags(column: pa.Array, feature: str, spec: BatchSpec) -> Jagged:

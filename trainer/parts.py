@@ -98,12 +98,10 @@ def build_parts(spec: BatchSpec, config: TrainConfig, stores: dict[str, Store]) 
         for name, features in features_of_tables(spec).items()
     )
     embedding = Embedding(tables, config, DirectSource(stores))
-    torch.manual_seed(config.seed)
     if config.model.name == "attention":
         model = attention.build(config, spec.sparse, len(spec.dense), embedding)
     else:
         model = dlrm.build(config, len(spec.dense), embedding)
-    model.to(torch.float64 if config.dtype == "float64" else torch.float32)
     return Parts(
         stores, embedding, model, dense_optimizer(config.dense_optimizer, list(model.parameters()))
     )

@@ -40,7 +40,7 @@ def initial_rows(
     # halves: (n, ceil(dim / 2), 2) 32-bit numbers, two from each 64-bit hash
     columns = np.arange((dim + 1) // 2, dtype=np.uint64) << np.uint64(1) | np.uint64(1)
     hashes = splitmix64(base[:, None] + columns * np.uint64(0x9E3779B97F4A7C15))
-    halves = hashes.view(np.uint32).reshape(len(rows), -1)[:, :dim]
+    halves = hashes.view(np.uint32).reshape(len(rows), 2 * len(columns))[:, :dim]
     uniform = (halves >> np.uint32(32 - _BITS)).astype(np.float32)
     uniform *= np.float32(2.0 ** (1 - _BITS))
     uniform -= np.float32(1)

@@ -1,0 +1,356 @@
+"""A small dataset with its oracle, written by the functions of `schemas` alone."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.accesses import TableAccesses
+from schemas.checked import describe_file, sha256_of, write_files
+from schemas.columns import large_list
+from schemas.dataset import open_dataset
+from schemas.jagged import Jagged, offsets_of, unique_tuples
+from schemas.job import Job, load_job
+from schemas.layout import (
+    BLOCK,
+    BLOCKS,
+    FILE_SHIFT,
+    FILES,
+    JOB,
+    MANIFEST,
+    SCHEMA,
+    SEGMENTS,
+    UNIQUE_INDEX,
+    access_path,
+    access_schema,
+    blocks_schema,
+    edges_path,
+    group_path,
+    index_path,
+    index_schema,
+    inverse_column,
+    num_unique_column,
+    samples_path,
+)
+from schemas.manifest import (
+    DatasetManifest,
+    IndexManifest,
+    Reference,
+    SegmentManifest,
+    write_manifest,
+)
+from schemas.oracle import first_and_last, next_use, number_by_first_use, to_gaps, unique_per_block
+from schemas.rows import rows_of_ids
+
+BLOCK_SAMPLES = 16
+BLOCKS_PER_ROW_GROUP = 3
+
+JOB_TEXT = """\
+name: small
+data:
+  sources: {{log: {{files: "*.parquet", format: parquet}}}}
+  samples: {{map: "SELECT * FROM log"}}
+  session: {{key: session, time: time}}
+  groups:
+    user: [user, clicked, age]
+    request: [page, viewed]
+  tables:
+    users: {{features: [user], num_rows: 9223372036854775808}}
+    items: {{features: [clicked, item, viewed], num_rows: 300}}
+    pages: {{features: [page], num_rows: 12, rows: identity}}
+  block_samples: 16
+  oracle: {{batch_samples: 64, epochs: {epochs}, order: {{shuffle: {shuffle}, seed: 5}}}}
+train:
+  model: {model}
+  embedding_dim: 8
+  batch_samples: 64
+  epochs: {epochs}
+  dtype: {dtype}
+  pooling: {pooling}
+  num_threads: 2
+  dense_optimizer: {{learning_rate: 0.003}}
+  sparse_optimizer: {{name: {optimizer}, learning_rate: 0.05}}
+  cache: {{lookahead: {lookahead}, prefetch_steps: 2}}
+  checkpoint: {{every_steps: {every_steps}, keep: 20}}
+"""
+
+_ROLES = {
+    "session": ("INT", "kept", False),
+    "clicked_flag": ("INT", "label", False),
+    "sample_weight": ("FLOAT", "weight", False),
+    "user": ("INT", "sparse", False),
+    "clicked": ("INT", "sparse", True),
+    "item": ("INT", "sparse", False),
+    "page": ("INT", "sparse", False),
+    "viewed": ("INT", "sparse", True),
+    "price": ("FLOAT", "dense", False),
+    "age": ("FLOAT", "dense", False),
+}
+_DEFAULTS = {
+    "epochs": "2",
+    "shuffle": "blocks",
+    "model": "{bottom_layers: [16], top_layers: [16]}",
+    "dtype": "float64",
+    "pooling": "mean",
+    "optimizer": "rowwise_adagrad",
+    "lookahead": "3",
+    "every_steps": "null",
+}
+
+
+def write_job(folder: Path, **changes: str) -> Path:
+    """Write `job.yaml` and `schema.pbtxt`; `changes` replace values of the train section."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = JOB_TEXT.format(**{**_DEFAULTS, **changes})
+    (folder / JOB).write_text(text, encoding="utf-8")
+    lines: list[str] = []
+    for name, (kind, role, is_list) in _ROLES.items():
+        count = " value_count { min: 0 }" if is_list else ""
+        lines.append(
+            f'feature {{ name: "{name}" type: {kind}{count} annotation {{ tag: "{role}" }} }}'
+        )
+    (folder / SCHEMA).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder / JOB
+
+
+def make_samples(num_samples: int, seed: int) -> pa.Table:
+    """Return samples in training order: sessions lie together, and share user and history."""
+    rng = np.random.default_rng(seed)
+    session = np.sort(rng.integers(0, max(1, num_samples // 9), num_samples))
+    requests = session * 3 + np.sort(rng.integers(0, 3, num_samples))
+    item = rng.zipf(1.3, num_samples) % 400
+    chance = 1 / (1 + np.exp(-((item % 7) - 3.0 + (session % 5) * 0.4)))
+    null_user, null_list = session % 11 == 0, requests % 13 == 0
+    return pa.table(
+        {
+            "session": session.astype(np.int64),
+            "clicked_flag": (rng.random(num_samples) < chance).astype(np.int8),
+            "sample_weight": (1 + rng.integers(0, 3, num_samples)).astype(np.float32),
+            "user": pa.array((session * 7919) % 10007, pa.int64(), mask=null_user),
+            "clicked": _lists(session, 40, None),
+            "age": pa.array((session % 60).astype(np.float32) / 60, mask=session % 7 == 0),
+            "page": (requests % 12).astype(np.int64),
+            "viewed": _lists(requests, 6, null_list),
+            "item": pa.array(item, pa.int64(), mask=item % 29 == 0),
+            "price": rng.standard_normal(num_samples).astype(np.float32),
+        }
+    )
+
+
+def _lists(key: np.ndarray, longest: int, missing: np.ndarray | None) -> pa.Array:
+    lengths = (key * 31) % (longest + 1)
+    offsets = offsets_of(lengths)
+    values = (
+        np.repeat(key, lengths) * 17 + np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths) * 5
+    ) % 350
+    if missing is None:
+        return large_list(values, offsets)
+    return pa.LargeListArray.from_arrays(
+        pa.array(offsets), pa.array(values), mask=pa.array(missing)
+    )
+
+
+def make_dataset(
+    folder: Path, job_path: Path, segments: list[list[tuple[int, int]]], seed: int = 0
+) -> Path:
+    """Write a dataset.
+
+    Args:
+        folder: new folder.
+        job_path: from `write_job`.
+        segments: for each segment and file the training and the evaluation samples.
+        seed: of the samples.
+    """
+    job = load_job(job_path)
+    for name in (JOB, SCHEMA):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((job_path.parent / name).read_bytes())
+    references = tuple(
+        _write_segment(folder, job, index, files, seed + 100 * index)
+        for index, files in enumerate(segments)
+    )
+    manifest = DatasetManifest(
+        name=job.name,
+        job_sha256=sha256_of(folder / JOB),
+        schema_sha256=sha256_of(folder / SCHEMA),
+        segments=references,
+    )
+    write_manifest(folder, manifest)
+    index = _write_index(folder, job)
+    write_manifest(folder, DatasetManifest(**{**_fields(manifest), "indexes": (index,)}))
+    return folder
+
+
+def _fields(manifest: DatasetManifest) -> dict[str, object]:
+    return {name: getattr(manifest, name) for name in manifest.__dataclass_fields__}
+
+
+def _write_segment(
+    folder: Path, job: Job, index: int, files: list[tuple[int, int]], seed: int
+) -> Reference:
+    root = folder / SEGMENTS / f"{index:05d}-small"
+    rows: list[dict[str, object]] = []
+    parts: list[tuple[pa.Table, np.ndarray, np.ndarray]] = []
+    for number, (num_train, num_evaluation) in enumerate(files):
+        table = make_samples(num_train + num_evaluation, seed + number)
+        train = np.arange(len(table)) < num_train
+        place = np.where(train, np.arange(len(table)), np.arange(len(table)) - num_train)
+        block = place // BLOCK_SAMPLES + np.where(train, 0, -(-num_train // BLOCK_SAMPLES))
+        parts.append((table, block, train))
+        rows.extend(_write_file(root, job, number, table, block, train))
+    blocks = pa.Table.from_pylist(
+        sorted(rows, key=lambda r: r["split"] != "train"), blocks_schema(job.data.groups)
+    )
+    pq.write_table(blocks, root / BLOCKS)
+    for name in job.data.tables:
+        _write_access(root, job, name, parts)
+    entries = [
+        describe_file(root, str(p.relative_to(root)))
+        for p in sorted(root.rglob("*.parquet"))
+        if p.name not in (BLOCKS, FILES)
+    ]
+    write_files(root / FILES, entries)
+    splits = blocks["split"].to_pylist()
+    num_train = splits.count("train")
+    manifest = SegmentManifest(
+        id=root.name,
+        num_samples=sum(a + b for a, b in files),
+        num_sessions=0,
+        num_rejects=0,
+        input_bytes=0,
+        dataset_bytes=0,
+        oracle_bytes=0,
+        splits={"train": (0, num_train), "evaluation": (num_train, len(splits) - num_train)},
+        groups={},
+        tables={},
+        listing=(),
+        job_sha256="",
+        schema_sha256="",
+        blocks_sha256=sha256_of(root / BLOCKS),
+        files_sha256=sha256_of(root / FILES),
+    )
+    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+
+
+def _write_file(
+    root: Path, job: Job, number: int, table: pa.Table, block: np.ndarray, train: np.ndarray
+) -> list[dict[str, object]]:
+    ids = (number << FILE_SHIFT) + block
+    grouped = [c for columns in job.data.groups.values() for c in columns]
+    samples = table.drop_columns(grouped).add_column(0, BLOCK, pa.array(ids))
+    counts = np.bincount(block)
+    uniques: dict[str, np.ndarray] = {}
+    for group, columns in job.data.groups.items():
+        first, inverse = unique_tuples([block, *_comparable(table, columns)])
+        uniques[group] = np.bincount(block[first])
+        starts = offsets_of(uniques[group])[:-1]
+        local = (inverse - starts[block]).astype(np.int32)
+        samples = samples.append_column(inverse_column(group), pa.array(local))
+        unique_index = (np.arange(len(first)) - starts[block[first]]).astype(np.int32)
+        tuples = table.select(list(columns)).take(first)
+        tuples = tuples.add_column(0, UNIQUE_INDEX, pa.array(unique_index))
+        tuples = tuples.add_column(0, BLOCK, pa.array(ids[first]))
+        _write_row_groups(root / group_path(group, number), tuples, block[first])
+    _write_row_groups(root / samples_path(number), samples, block)
+    return [
+        {
+            "block": int((number << FILE_SHIFT) + b),
+            "split": "train" if train[block == b][0] else "evaluation",
+            "window": 0,
+            "file": number,
+            "row_group": b // BLOCKS_PER_ROW_GROUP,
+            "num_samples": int(counts[b]),
+            "num_sessions": 0,
+            **{num_unique_column(g): int(u[b]) for g, u in uniques.items()},
+        }
+        for b in range(len(counts))
+    ]
+
+
+def _comparable(table: pa.Table, columns: tuple[str, ...]) -> list[np.ndarray]:
+    """Return one column: equal numbers for equal tuples, by way of Python objects."""
+    seen: dict[str, int] = {}
+    tuples = (str(row) for row in table.select(list(columns)).to_pylist())
+    return [np.array([seen.setdefault(t, len(seen)) for t in tuples], np.int64)]
+
+
+def _write_row_groups(path: Path, table: pa.Table, block: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(path, table.schema) as writer:
+        row_group = block // BLOCKS_PER_ROW_GROUP
+        for group in range(int(row_group[-1]) + 1):
+            chosen = np.flatnonzero(row_group == group)
+            writer.write_table(table.slice(chosen[0], len(chosen)))
+
+
+def _write_access(
+    root: Path, job: Job, name: str, parts: list[tuple[pa.Table, np.ndarray, np.ndarray]]
+) -> None:
+    rows: list[np.ndarray] = []
+    blocks: list[np.ndarray] = []
+    num_blocks = 0
+    for table, block, train in parts:
+        for feature in job.data.tables[name].features:
+            column = table[feature].to_pylist()
+            for value, b, is_train in zip(column, block.tolist(), train.tolist(), strict=True):
+                ids = value if isinstance(value, list) else [value]
+                ids = [i for i in ids or [] if i is not None]
+                if is_train and ids:
+                    found = rows_of_ids(np.array(ids), name, job.data.tables[name])
+                    rows.append(found)
+                    blocks.append(np.full(len(found), num_blocks + b))
+        num_blocks += int(block[train].max()) + 1
+    accesses = unique_per_block(np.concatenate(rows), np.concatenate(blocks), num_blocks)
+    numbers, row_of_number = number_by_first_use(accesses)
+    path = root / access_path(name, 0)
+    path.parent.mkdir(parents=True)
+    gaps = large_list(to_gaps(numbers), numbers.offsets)
+    pq.write_table(pa.table([np.arange(num_blocks), gaps], access_schema()), path)
+    first, last = first_and_last(numbers, len(row_of_number))
+    path = root / edges_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(
+        pa.table({"row": row_of_number, "first_position": first, "last_position": last}), path
+    )
+
+
+def _write_index(folder: Path, job: Job) -> Reference:
+    dataset = open_dataset(folder)
+    oracle = job.data.oracle
+    order = dataset.order(
+        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
+    )
+    root = folder / "index-small"
+    for name in job.data.tables:
+        accesses = TableAccesses(dataset, name, order)
+        distances = next_use(list(accesses.steps()), len(accesses.rows))
+        lists = Jagged(np.concatenate(distances), offsets_of(np.array([*map(len, distances)])))
+        path = root / index_path(name, 0)
+        path.parent.mkdir(parents=True)
+        column = large_list(lists.values, lists.offsets)
+        pq.write_table(pa.table([np.arange(order.num_steps), column], index_schema()), path)
+    files = sorted(str(p.relative_to(root)) for p in root.rglob("*.parquet"))
+    write_files(root / FILES, [describe_file(root, p) for p in files])
+    manifest = IndexManifest(
+        id=root.name,
+        segments=tuple(s.manifest.id for s in dataset.segments),
+        batch_samples=oracle.batch_samples,
+        epochs=oracle.epochs,
+        shuffle=oracle.order.shuffle,
+        seed=oracle.order.seed,
+        num_steps=order.num_steps,
+        num_rows={},
+        num_accesses={},
+        oracle_bytes=0,
+        files_sha256=sha256_of(root / FILES),
+    )
+    return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+
+
+def bytes_of(path: Path) -> str:
+    """Return the hash of a file's content."""
+    return hashlib.sha256((path / MANIFEST if path.is_dir() else path).read_bytes()).hexdigest()
