@@ -103,7 +103,9 @@ def load_features(path: Path) -> FeatureSet:
     names = [f.name for f in features]
     for name in names:
         if names.count(name) > 1:
-            raise SchemaError(f"feature must appear once, got {name!r} twice", file=str(path))
+            raise SchemaError(
+                f"feature must appear once, got {name!r} twice; keep one", file=str(path)
+            )
     return FeatureSet(features)
 
 

@@ -166,8 +166,8 @@ class IndexManifest:
 
 
 def canonical_json(value: object) -> str:
-    """Return the one JSON text of a value: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """Return the one JSON text of a value: sorted keys, no spaces; times as their text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
 
 
 def hash_of(value: object) -> str:
@@ -243,15 +243,19 @@ def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
     return body
 
 
-def _build(kind: type[T], body: Mapping[str, Any], path: Path, place: str = "") -> T:
-    """Fill a dataclass from JSON, refusing keys that this release does not know, by name."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]  # T is one of our dataclasses
+def _check_keys(kind: type, body: Mapping[str, Any], path: Path, place: str = "") -> None:
+    """Refuse keys that this release does not know, and those that lack, by name."""
+    known = {f.name for f in fields(kind)}
     for key in sorted(known ^ set(body)):
-        rule = "be given" if key in known else "be known"
+        rule = "given" if key in known else "known"
         raise SchemaError(
-            f"manifest key {place}{key} must {rule}; use the release that wrote the dataset",
+            f"manifest key {place}{key} must be {rule}; use the release that wrote the dataset",
             file=str(path),
         )
+
+
+def _build(kind: type[T], body: Mapping[str, Any], path: Path, place: str) -> T:
+    _check_keys(kind, body, path, place)
     return kind(**body)
 
 
@@ -266,15 +270,13 @@ def read_segment(directory: Path, wanted: Reference | None = None) -> SegmentMan
         SchemaError: it is missing, changed, or of another format.
     """
     body, path = _read(directory, wanted), directory / MANIFEST
-    listing = body.get("listing", [])
-    groups, tables = body.get("groups", {}), body.get("tables", {})
-    body |= {
-        "listing": tuple(_build(InputFile, f, path, "listing.") for f in listing),
-        "groups": {k: _build(GroupCounts, v, path, f"groups.{k}.") for k, v in groups.items()},
-        "tables": {k: _build(TableCounts, v, path, f"tables.{k}.") for k, v in tables.items()},
-        "splits": {k: (v[0], v[1]) for k, v in body.get("splits", {}).items()},
-    }
-    return _build(SegmentManifest, body, path)
+    _check_keys(SegmentManifest, body, path)
+    groups, tables = body["groups"].items(), body["tables"].items()
+    body["listing"] = tuple(_build(InputFile, f, path, "listing.") for f in body["listing"])
+    body["groups"] = {k: _build(GroupCounts, v, path, f"groups.{k}.") for k, v in groups}
+    body["tables"] = {k: _build(TableCounts, v, path, f"tables.{k}.") for k, v in tables}
+    body["splits"] = {k: (v[0], v[1]) for k, v in body["splits"].items()}
+    return SegmentManifest(**body)
 
 
 def read_dataset(directory: Path) -> DatasetManifest:
@@ -284,10 +286,10 @@ def read_dataset(directory: Path) -> DatasetManifest:
         SchemaError: it is missing, changed, or of another format.
     """
     body, path = _read(directory, None), directory / MANIFEST
+    _check_keys(DatasetManifest, body, path)
     for part in ("segments", "indexes"):
-        references = body.get(part, [])
-        body[part] = tuple(_build(Reference, r, path, f"{part}.") for r in references)
-    return _build(DatasetManifest, body, path)
+        body[part] = tuple(_build(Reference, r, path, f"{part}.") for r in body[part])
+    return DatasetManifest(**body)
 
 
 def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifest:
@@ -297,5 +299,6 @@ def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifes
         SchemaError: it is missing, changed, or of another format.
     """
     body = _read(directory, wanted)
-    body["segments"] = tuple(body.get("segments", ()))
-    return _build(IndexManifest, body, directory / MANIFEST)
+    _check_keys(IndexManifest, body, directory / MANIFEST)
+    body["segments"] = tuple(body["segments"])
+    return IndexManifest(**body)

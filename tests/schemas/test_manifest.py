@@ -1,0 +1,206 @@
+"""Manifests: read back equal, equal bytes for equal values, refused by name when unknown."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.manifest import (
+    DatasetManifest,
+    GroupCounts,
+    IndexManifest,
+    InputFile,
+    Reference,
+    SegmentManifest,
+    TableCounts,
+    canonical_json,
+    hash_of,
+    read_dataset,
+    read_index,
+    read_segment,
+    replace_bytes,
+    write_manifest,
+)
+
+SEGMENT = SegmentManifest(
+    id="00000-abc",
+    num_samples=3,
+    num_sessions=2,
+    num_rejects=1,
+    input_bytes=100,
+    dataset_bytes=90,
+    oracle_bytes=10,
+    splits={"train": (0, 2), "evaluation": (2, 1)},
+    groups={"user": GroupCounts(num_unique=2, dedup_factor=1.5, num_values=6, num_values_dedup=4)},
+    tables={"items": TableCounts(num_lookups=9, num_lookups_dedup=6, num_unique_rows=5)},
+    listing=(InputFile(source="log", path="a/\N{SNOWMAN}.parquet", num_bytes=100, sha256="0f"),),
+    job_sha256="1",
+    schema_sha256="2",
+    blocks_sha256="3",
+    files_sha256="4",
+)
+INDEX = IndexManifest(
+    id="index-1",
+    segments=("00000-abc",),
+    batch_samples=32,
+    epochs=2,
+    shuffle="blocks",
+    seed=7,
+    num_steps=4,
+    num_rows={"items": 5},
+    num_accesses={"items": 11},
+    oracle_bytes=12,
+    files_sha256="5",
+)
+DATASET = DatasetManifest(
+    name="tiny",
+    job_sha256="1",
+    schema_sha256="2",
+    segments=(Reference(id="00000-abc", manifest_sha256="6"),),
+    indexes=(Reference(id="index-1", manifest_sha256="7"),),
+    lineage={"log": "8"},
+)
+READERS = {
+    "segment": (SEGMENT, read_segment),
+    "index": (INDEX, read_index),
+    "dataset": (DATASET, read_dataset),
+}
+CASES = pytest.mark.parametrize(("manifest", "read"), READERS.values(), ids=READERS.keys())
+
+
+@CASES
+def test_manifest_is_read_back_equal(tmp_path: Path, manifest, read) -> None:
+    write_manifest(tmp_path, manifest)
+    assert read(tmp_path) == manifest
+
+
+@CASES
+def test_manifest_has_one_encoding_and_leaves_no_other_file(tmp_path: Path, manifest, read) -> None:
+    first = write_manifest(tmp_path, manifest)
+    data = (tmp_path / "MANIFEST.json").read_bytes()
+    assert write_manifest(tmp_path, read(tmp_path)) == first
+    assert (tmp_path / "MANIFEST.json").read_bytes() == data
+    assert [path.name for path in tmp_path.iterdir()] == ["MANIFEST.json"]
+
+
+def test_num_blocks_counts_all_splits() -> None:
+    assert SEGMENT.num_blocks == 3
+
+
+def write_body(directory: Path, body: dict[str, object]) -> Path:
+    """Write values with the right checksum, as another release would."""
+    body = {**body, "checksum": hash_of(body)}
+    path = directory / "MANIFEST.json"
+    path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    return path
+
+
+def body_of(directory: Path, manifest) -> dict[str, object]:
+    write_manifest(directory, manifest)
+    body = json.loads((directory / "MANIFEST.json").read_bytes())
+    del body["checksum"]
+    return body
+
+
+CHANGES = {
+    "another format": (
+        lambda body: {**body, "format": 2},
+        "format must be 1, got 2 in {}; rebuild the dataset or use the release that wrote it",
+    ),
+    "no format": (
+        lambda body: {key: value for key, value in body.items() if key != "format"},
+        "format must be 1, got None in {}; rebuild the dataset or use the release that wrote it",
+    ),
+    "unknown key": (
+        lambda body: {**body, "zebra": 1},
+        "manifest key zebra must be known in {}; use the release that wrote the dataset",
+    ),
+}
+
+
+@CASES
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
+def test_manifest_of_another_release_is_refused_by_name(
+    tmp_path: Path, manifest, read, change, message: str
+) -> None:
+    path = write_body(tmp_path, change(body_of(tmp_path, manifest)))
+    with pytest.raises(SchemaError, match=f"^{re.escape(message.format(path))}$"):
+        read(tmp_path)
+
+
+@CASES
+def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, read) -> None:
+    body = body_of(tmp_path, manifest)
+    for key in sorted(body.keys() - {"format"}):
+        path = write_body(tmp_path, {k: v for k, v in body.items() if k != key})
+        pattern = f"^manifest key {key} must be given in {re.escape(str(path))}; "
+        with pytest.raises(SchemaError, match=pattern):
+            read(tmp_path)
+
+
+def test_nested_key_that_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
+    body = body_of(tmp_path, SEGMENT)
+    body["groups"]["user"]["mode"] = "fast"  # type: ignore[index]
+    path = write_body(tmp_path, body)
+    message = (
+        f"manifest key groups.user.mode must be known in {path}; "
+        "use the release that wrote the dataset"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        read_segment(tmp_path)
+
+
+def test_read_segment_compares_with_what_the_root_says(tmp_path: Path) -> None:
+    sha256 = write_manifest(tmp_path, SEGMENT)
+    wanted = Reference(id=SEGMENT.id, manifest_sha256=sha256)
+    assert read_segment(tmp_path, wanted) == SEGMENT
+    other = write_manifest(tmp_path, replace(SEGMENT, num_rejects=2))
+    message = (
+        f"manifest must have sha256 {sha256[:12]}, got {other[:12]} in "
+        f"{tmp_path / 'MANIFEST.json'}; restore it or rebuild the dataset"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        read_segment(tmp_path, wanted)
+
+
+NO_MANIFESTS = {
+    "no JSON": b"{",
+    "no object": b"[]\n",
+    "no checksum": b"{}\n",
+    "no UTF-8": b'{"checksum": "\xff"}',
+    "a number that JSON has not": b'{"checksum": "", "a": NaN}',
+    "half a character": b'{"checksum": "", "a": "\\ud800"}',
+}
+
+
+@pytest.mark.parametrize("data", NO_MANIFESTS.values(), ids=NO_MANIFESTS.keys())
+def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "MANIFEST.json"
+    path.write_bytes(data)
+    with pytest.raises(SchemaError, match=f"^manifest must .* in {re.escape(str(path))}; restore"):
+        read_dataset(tmp_path)
+
+
+def test_canonical_json_sorts_keys_and_refuses_nan() -> None:
+    assert canonical_json({"b": 1, "a": [1.5, "\N{SNOWMAN}"]}) == '{"a":[1.5,"\\u2603"],"b":1}'
+    assert hash_of({"b": 1, "a": 2}) == hash_of({"a": 2, "b": 1})
+    with pytest.raises(ValueError, match="Out of range float values"):
+        canonical_json(float("nan"))
+
+
+def test_replace_bytes_that_cannot_be_written_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    replace_bytes(path, b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("schemas.manifest.os.fsync", fail)
+    with pytest.raises(OSError, match="no space left"):
+        replace_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
