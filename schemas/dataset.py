@@ -28,8 +28,8 @@ from schemas.layout import (
     SEGMENTS,
     access_path,
     edges_path,
+    index_path,
     num_unique_column,
-    part_name,
 )
 from schemas.manifest import (
     DatasetManifest,
@@ -119,9 +119,9 @@ class Index:
     def distances(self, table: str) -> Jagged:
         """Return the next-use distance of each entry of each step, (num_steps rows) int32."""
         parts: list[Jagged] = []
-        while (path := part_name(len(parts))) in self.files:
+        while (path := index_path(table, len(parts))) in self.files:
             file = CheckedFile(self.directory, self.files[path])
-            parts.append(jagged_of(file.read([table])[table]))
+            parts.append(jagged_of(file.read(["distances"])["distances"]))
         return concat(parts)
 
 

@@ -175,6 +175,18 @@ def _bits(values: Array) -> NDArray[np.uint64]:
     return unsigned.astype(np.uint64)
 
 
+def hash_keys(columns: Sequence[Column]) -> NDArray[np.uint64]:
+    """Hash the rows of several columns taken together; part of format 1, the same for ever.
+
+    Args:
+        columns: at least one, as `schemas.columns.comparable` gives them.
+
+    Returns:
+        (num_rows,) uint64.
+    """
+    return _hash_rows(columns, 0)
+
+
 def _hash_rows(columns: Sequence[Column], seed: int) -> NDArray[np.uint64]:
     total: NDArray[np.uint64] | None = None
     for index, column in enumerate(columns):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 import pyarrow as pa
@@ -117,15 +117,17 @@ def access_schema() -> pa.Schema:
     return pa.schema([pa.field(BLOCK, pa.int64()), pa.field("gaps", pa.large_list(pa.int64()))])
 
 
-def index_schema(tables: Sequence[str]) -> pa.Schema:
+def index_path(table: str, file_index: int) -> str:
+    """Return a file of the index, relative to its directory."""
+    return str(PurePosixPath(table, part_name(file_index)))
+
+
+def index_schema() -> pa.Schema:
     """Return the columns of an index file: one row per step.
 
-    Each table's list holds one next-use distance per entry of the step, in
-    ascending order of row numbers, 0 for never again.
+    The list holds one next-use distance per entry of the step, in ascending
+    order of row numbers, 0 for never again.
     """
     return pa.schema(
-        [
-            pa.field("step", pa.int64()),
-            *(pa.field(table, pa.large_list(pa.int32())) for table in tables),
-        ]
+        [pa.field("step", pa.int64()), pa.field("distances", pa.large_list(pa.int32()))]
     )

@@ -1,0 +1,282 @@
+"""Build one segment from raw files: the page to read first.
+
+list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
+-> number accesses -> commit segment -> index -> replace the root manifest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+import duckdb
+import pyarrow.compute as pc
+
+from pipelines.commit import (
+    commit_root,
+    commit_segment,
+    finish_segment,
+    join_blocks,
+    reference_of,
+)
+from pipelines.index import build_index
+from pipelines.oracle import write_access
+from pipelines.part import PartResult
+from pipelines.rejects import Reject, sort_key
+from pipelines.runner import run_pipeline
+from pipelines.sources import ORIGIN, empty_rows, list_inputs
+from pipelines.sql import carry_origin, connect, run
+from pipelines.transforms import REJECTS, SAMPLES, BuildContext, BuildParts, MakeSamples, ReadRows
+from pipelines.validate import check_columns
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet, load_features
+from schemas.job import DataConfig, Job, load_job
+from schemas.layout import BLOCK, MANIFEST, SEGMENTS, TRAIN
+from schemas.manifest import (
+    InputFile,
+    Reference,
+    SegmentManifest,
+    hash_of,
+    read_dataset,
+    read_segment,
+)
+
+PART_INPUT_BYTES = 32 << 20
+"""Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
+they are 20 times larger in memory, large enough for row groups of 64 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """What is to be built.
+
+    Attributes:
+        job_path: the job file.
+        input_root: directory of raw files.
+        dataset: directory of the dataset.
+        beam_args: Beam options.
+        attempt: name of this attempt, unique among those that may run at once.
+        check_sql: whether to compare the SQL's result on three cuts of the same rows first.
+        say: told what is going on, one line at a time.
+    """
+
+    job_path: Path
+    input_root: Path
+    dataset: Path
+    beam_args: list[str]
+    attempt: str
+    check_sql: bool = False
+    say: Callable[[str], None] = lambda _: None
+
+
+def prepare(
+    request: BuildRequest, job: Job, features: FeatureSet
+) -> tuple[tuple[InputFile, ...], str]:
+    """List the input and check the SQL against the declared columns.
+
+    Returns:
+        The listing, and the statement that workers run.
+
+    Raises:
+        SchemaError: naming what does not fit, before any work is done.
+    """
+    data = job.data
+    listing = list_inputs(request.input_root, data.sources)
+    key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
+    text = data.samples.map or (data.samples.per.sql if data.samples.per else "")
+    try:
+        statement = carry_origin(text, key)
+        empty = {
+            name: empty_rows(
+                request.input_root, name, config, [f.path for f in listing if f.source == name]
+            )
+            for name, config in data.sources.items()
+        }
+        for name in empty:
+            if name != data.sample_source:
+                empty[name] = empty[name].drop_columns([ORIGIN])
+        check_columns(run(connect(), statement, empty).schema, features, data)
+    except SchemaError as error:
+        if error.file is None:
+            raise SchemaError(error.message, file=str(request.job_path)) from error
+        raise
+    except duckdb.Error as error:
+        raise SchemaError(
+            f"{key} must run on its sources, got {str(error).splitlines()[0]}; correct it",
+            file=str(request.job_path),
+        ) from error
+    return listing, statement
+
+
+class _NumberAccesses(beam.DoFn):
+    """Writes one table's access lists once all parts are known."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def process(self, table: str, results: list[PartResult]) -> Iterator[tuple[str, int]]:
+        if results:
+            blocks = join_blocks(results)
+            training = blocks.filter(pc.equal(blocks["split"], TRAIN))
+            yield table, write_access(self.root, table, training[BLOCK].to_numpy())
+
+
+def segment_pipeline(
+    pipeline: beam.Pipeline, context: BuildContext
+) -> Mapping[str, beam.PCollection]:
+    """Add the whole build of one segment to a pipeline."""
+    rows = pipeline | "ReadRows" >> ReadRows(context)
+    samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
+    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context)
+    joined = parts | "all parts" >> beam.combiners.ToList()
+    tables = (
+        pipeline
+        | "list tables" >> beam.Create(sorted(context.data.tables))
+        | "spread tables" >> beam.Reshuffle()
+        | "number accesses"
+        >> beam.ParDo(_NumberAccesses(context.segment_root), beam.pvalue.AsSingleton(joined))
+    )
+    rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
+    return {"parts": parts, "tables": tables, "rejects": rejects}
+
+
+def build_segment(
+    request: BuildRequest, job: Job, features: FeatureSet, index: int
+) -> tuple[Reference, SegmentManifest, dict[str, int]]:
+    """Build and commit one segment; one that is already there is kept.
+
+    Args:
+        request: what is to be built.
+        job: the job file.
+        features: declared columns.
+        index: position of the segment in the dataset.
+    """
+    listing, statement = prepare(request, job, features)
+    hashes = hash_of(asdict(job.data)), hash_of([asdict(f) for f in features.features])
+    segment_id = f"{index:05d}-{hash_of([*hashes, [asdict(f) for f in listing]])[:12]}"
+    final = request.dataset / SEGMENTS / segment_id
+    refuse_other(request.dataset, index, segment_id)
+    if (final / MANIFEST).exists():
+        reference = reference_of(final)
+        return reference, read_segment(final, reference), {}
+    building = request.dataset / SEGMENTS / f".{segment_id}.{request.attempt}"
+    building.mkdir(parents=True)
+    context = BuildContext(
+        input_root=request.input_root,
+        segment_root=building,
+        listing=listing,
+        data=job.data,
+        features=features,
+        statement=statement,
+        num_parts=max(1, -(-sum(f.num_bytes for f in listing) // PART_INPUT_BYTES)),
+    )
+    try:
+        outcome = run_pipeline(lambda p: segment_pipeline(p, context), request.beam_args, building)
+        check_usable(outcome.values["parts"], outcome.values["rejects"], job.data)
+        manifest = finish_segment(
+            building,
+            segment_id,
+            outcome.values["parts"],
+            outcome.values["rejects"],
+            dict(outcome.values["tables"]),
+            listing,
+            hashes,
+        )
+        reference = commit_segment(building, request.dataset, segment_id)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return reference, manifest, dict(outcome.counters)
+
+
+def check_usable(parts: list[PartResult], rejects: list[Reject], data: DataConfig) -> None:
+    """Refuse a build without samples, and any reject when the job says so.
+
+    Raises:
+        SchemaError: naming the first reject by file and position.
+    """
+    first = min(rejects, key=sort_key, default=None)
+    if first is not None and data.on_error == "fail":
+        raise SchemaError(f"{first}; repair the row, or set data.on_error: reject")
+    if not parts:
+        reason = f"first reject: {first}" if first else "the SQL yields no rows"
+        raise SchemaError(f"samples must not be empty, got none; {reason}")
+
+
+def build(request: BuildRequest) -> dict[str, Any]:
+    """Build a dataset of one segment with its default index.
+
+    Returns:
+        What `build --json` prints.
+
+    Raises:
+        SchemaError: the job, the input or the dataset does not fit.
+    """
+    started = time.perf_counter()
+    job = load_job(request.job_path)
+    schema_path = request.job_path.parent / job.data.schema
+    features = load_features(schema_path)
+    request.dataset.mkdir(parents=True, exist_ok=True)
+    reference, manifest, _ = build_segment(request, job, features, 0)
+    files = request.job_path.read_bytes(), schema_path.read_bytes()
+    commit_root(request.dataset, job.name, *files, [reference], [])
+    index = default_index(request)
+    commit_root(request.dataset, job.name, *files, [reference], [index])
+    return summary(request.dataset, manifest, time.perf_counter() - started)
+
+
+def refuse_other(dataset: Path, index: int, segment_id: str) -> None:
+    """Refuse to build over a dataset that holds something else.
+
+    Raises:
+        SchemaError: the dataset has another segment at that position.
+    """
+    if not (dataset / MANIFEST).exists():
+        return
+    segments = read_dataset(dataset).segments
+    if len(segments) != index + 1 or segments[index].id != segment_id:
+        raise SchemaError(
+            f"output must be empty or hold the same segment, got {[s.id for s in segments]} "
+            f"instead of {segment_id}; choose another --output",
+            file=str(dataset),
+        )
+
+
+def default_index(request: BuildRequest) -> Reference:
+    """Build the index that the job's `data.oracle` asks for."""
+    dataset = open_dataset(request.dataset)
+    oracle = dataset.job.data.oracle
+    order = dataset.order(
+        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
+    )
+    building = request.dataset / f".index.{request.attempt}"
+    try:
+        return build_index(dataset, order, building, request.beam_args)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def summary(dataset: Path, manifest: SegmentManifest, wall_sec: float) -> dict[str, Any]:
+    """Return what `build --json` prints, but for the start-up."""
+    opened = open_dataset(dataset)
+    index_bytes = sum(i.manifest.oracle_bytes for i in opened.indexes)
+    return {
+        "num_samples": manifest.num_samples,
+        "num_sessions": manifest.num_sessions,
+        "num_blocks": manifest.num_blocks,
+        "num_rejects": manifest.num_rejects,
+        "input_bytes": manifest.input_bytes,
+        "dataset_bytes": manifest.dataset_bytes,
+        "oracle_bytes": manifest.oracle_bytes + index_bytes,
+        "wall_sec": round(wall_sec, 3),
+        "rows_per_sec": round(manifest.num_samples / wall_sec, 1),
+        "groups": {
+            name: {"num_unique": g.num_unique, "dedup_factor": g.dedup_factor}
+            for name, g in manifest.groups.items()
+        },
+    }

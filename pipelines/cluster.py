@@ -1,0 +1,140 @@
+"""Sessions side by side: the total order of samples, and its cuts into blocks.
+
+The order inside a part is (split, window, hash of the session key, session key,
+time, file, position in the file, list index); parts are ranges of the hash. So
+the bytes do not depend on how many workers there were, nor on which of them
+saw a row first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipelines.sources import ORIGIN
+from pipelines.sql import LIST_INDEX
+from schemas.columns import comparable, one_chunk
+from schemas.jagged import hash_keys
+from schemas.job import DataConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Clustered:
+    """Samples of one part in their final order, with their cuts.
+
+    Attributes:
+        samples: rows in order.
+        starts_session: (num_samples,) bool, first sample of a session within its split.
+        is_evaluation: (num_samples,) bool, ascending.
+        window: (num_samples,) int32, windows since the epoch, 0 without windows.
+        block: (num_samples,) int64, index of the block in the part, ascending from 0.
+        num_sessions: sessions of the part; one that the split cuts counts once.
+    """
+
+    samples: pa.Table
+    starts_session: NDArray[np.bool_]
+    is_evaluation: NDArray[np.bool_]
+    window: NDArray[np.int32]
+    block: NDArray[np.int64]
+    num_sessions: int
+
+
+def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
+    """Return the hash that places a session key, for ever the same."""
+    return hash_keys(comparable(keys))
+
+
+def part_of_key(hashes: NDArray[np.uint64], num_parts: int) -> NDArray[np.int64]:
+    """Return the part of each hash: equal ranges of the upper 32 bits, in ascending order."""
+    return ((hashes >> np.uint64(32)) * np.uint64(num_parts) >> np.uint64(32)).astype(np.int64)
+
+
+def microseconds(moment: datetime | timedelta) -> int:
+    """Return microseconds, since 1970 (UTC) for a moment."""
+    if isinstance(moment, datetime):
+        moment = moment.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)
+    return moment // timedelta(microseconds=1)
+
+
+def cluster(samples: pa.Table, data: DataConfig) -> Clustered:
+    """Put the samples of one part into their final order and cut them into blocks.
+
+    Args:
+        samples: all samples of some session keys, in any order, with origins and list indices.
+        data: session, window, split and block size.
+    """
+    keys = one_chunk(samples[data.session.key])
+    time = one_chunk(samples[data.session.time]).cast(pa.int64()).to_numpy()
+    hashes = hash_session_keys(keys)
+    codes = pc.rank(keys, tiebreaker="dense").to_numpy().astype(np.int64)
+    origins, indices = samples[ORIGIN].to_numpy(), samples[LIST_INDEX].to_numpy()
+    by_time = np.lexsort((indices, origins, time, codes, hashes))
+    starts = _session_starts(codes[by_time], time[by_time], data.session.gap)
+    window = np.empty(len(time), np.int32)
+    window[by_time] = _windows(time[by_time], starts, data.window.span)
+    session = np.empty(len(time), np.int64)
+    session[by_time] = np.cumsum(starts)
+    evaluation = np.zeros(len(time), bool)
+    if data.split.evaluation_from is not None:
+        evaluation = time >= microseconds(data.split.evaluation_from)
+    rank = np.empty(len(time), np.int64)
+    rank[by_time] = np.arange(len(time))
+    order = np.lexsort((rank, window, evaluation))
+    session, window, evaluation = session[order], window[order], evaluation[order]
+    return Clustered(
+        samples.take(pa.array(order)),
+        _changes(session, evaluation),
+        evaluation,
+        window,
+        cut_blocks(_changes(window, evaluation), data.block_samples),
+        int(starts.sum()),
+    )
+
+
+def _session_starts(
+    codes: NDArray[np.int64], time: NDArray[np.int64], gap: timedelta | None
+) -> NDArray[np.bool_]:
+    starts = _changes(codes)
+    if gap is not None and len(time):
+        starts[1:] |= np.diff(time) > microseconds(gap)
+    return starts
+
+
+def _windows(
+    time: NDArray[np.int64], starts: NDArray[np.bool_], span: timedelta | None
+) -> NDArray[np.int32]:
+    if span is None:
+        return np.zeros(len(time), np.int32)
+    first = time[starts][np.cumsum(starts) - 1]  # time of the session's first sample
+    return (first // microseconds(span)).astype(np.int32)
+
+
+def _changes(*columns: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """Return where any of the columns differs from the row before; the first row does."""
+    new = np.zeros(len(columns[0]), bool)
+    new[:1] = True
+    for column in columns:
+        new[1:] |= column[1:] != column[:-1]
+    return new
+
+
+def cut_blocks(starts_range: NDArray[np.bool_], block_samples: int) -> NDArray[np.int64]:
+    """Return the block of each sample: `block_samples` each, cut anew where a range starts.
+
+    Args:
+        starts_range: (num_samples,) bool, first sample of a (split, window).
+        block_samples: samples of a full block.
+
+    Example:
+        >>> cut_blocks(np.array([True, False, False, True, False]), 2).tolist()
+        [0, 0, 1, 2, 2]
+    """
+    starts = np.flatnonzero(starts_range)
+    lengths = np.diff(np.append(starts, len(starts_range)))
+    within = np.arange(len(starts_range)) - np.repeat(starts, lengths)
+    return np.cumsum(within % block_samples == 0) - 1

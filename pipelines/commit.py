@@ -1,0 +1,193 @@
+"""From written parts to a committed segment, and from segments to a dataset: all or nothing.
+
+A segment is built in a hidden directory beside its final place and renamed
+when its manifest is written; the root manifest is replaced last. Whatever dies
+before leaves the dataset as it was, and a rerun starts clean.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.oracle import write_file
+from pipelines.part import LOOKUPS, PartResult
+from pipelines.rejects import Reject, to_table
+from pipelines.statistics import anomalies_text, merge, statistics_text
+from pipelines.write import in_training_order
+from schemas.checked import FileEntry, describe_file, sha256_of, write_files
+from schemas.layout import (
+    ANOMALIES,
+    BLOCKS,
+    EVALUATION,
+    FILES,
+    JOB,
+    MANIFEST,
+    SCHEMA,
+    SEGMENTS,
+    STATISTICS,
+    TRAIN,
+    rejects_path,
+)
+from schemas.manifest import (
+    DatasetManifest,
+    GroupCounts,
+    InputFile,
+    Reference,
+    SegmentManifest,
+    TableCounts,
+    replace_bytes,
+    write_manifest,
+)
+
+
+def join_blocks(results: Sequence[PartResult]) -> pa.Table:
+    """Return the rows of `blocks.parquet` of all parts, in training order."""
+    return in_training_order(pa.concat_tables([r.blocks for r in results]))
+
+
+def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
+    """Return (first position, blocks) of each split that has blocks."""
+    names = blocks["split"].to_pylist()
+    counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
+    return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
+
+
+def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:
+    """Add up the groups of all parts."""
+    num_samples = sum(r.num_samples for r in results)
+    found: dict[str, GroupCounts] = {}
+    for group in results[0].groups:
+        totals = [r.groups[group] for r in results]
+        num_unique = sum(t.num_unique for t in totals)
+        found[group] = GroupCounts(
+            num_unique=num_unique,
+            dedup_factor=round(num_samples / num_unique, 6),
+            num_values=sum(t.num_values for t in totals),
+            num_values_dedup=sum(t.num_values_dedup for t in totals),
+        )
+    return found
+
+
+def table_counts(
+    results: Sequence[PartResult], num_unique_rows: Mapping[str, int]
+) -> dict[str, TableCounts]:
+    """Add up the look-ups of all parts."""
+    return {
+        table: TableCounts(
+            num_lookups=sum(r.lookups[table][0] for r in results),
+            num_lookups_dedup=sum(r.lookups[table][1] for r in results),
+            num_unique_rows=num_unique_rows[table],
+        )
+        for table in results[0].lookups
+    }
+
+
+def describe_tree(root: Path) -> list[FileEntry]:
+    """Return the entry of every file of a directory but its own lists."""
+    paths = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+    return [describe_file(root, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
+
+
+def finish_segment(
+    root: Path,
+    segment_id: str,
+    results: Sequence[PartResult],
+    rejects: Sequence[Reject],
+    num_unique_rows: Mapping[str, int],
+    listing: tuple[InputFile, ...],
+    hashes: tuple[str, str],
+) -> SegmentManifest:
+    """Write everything of a segment that is not a part, its manifest last.
+
+    Args:
+        root: directory of the segment being built; its parts are written.
+        segment_id: final name.
+        results: of all parts, at least one.
+        rejects: rows that could not be used.
+        num_unique_rows: distinct rows by table.
+        listing: input files.
+        hashes: of the job's data section and of the schema.
+    """
+    results = sorted(results, key=lambda r: r.file_index)
+    num_samples = sum(r.num_samples for r in results)
+    shutil.rmtree(root / LOOKUPS, ignore_errors=True)
+    blocks = join_blocks(results)
+    pq.write_table(blocks, root / BLOCKS, compression="zstd", write_page_checksum=True)
+    if rejects:
+        write_file(root, rejects_path(0), to_table(rejects))
+    statistics = reduce(merge, (r.statistics for r in results))
+    text = statistics_text(statistics, num_samples)
+    (root / STATISTICS).write_text(text, encoding="utf-8")
+    reasons = Counter(r.reason for r in set(rejects))
+    (root / ANOMALIES).write_text(anomalies_text(reasons), encoding="utf-8")
+    entries = describe_tree(root)
+    write_files(root / FILES, entries)
+    manifest = SegmentManifest(
+        id=segment_id,
+        num_samples=num_samples,
+        num_sessions=sum(r.num_sessions for r in results),
+        num_rejects=len(set(rejects)),
+        input_bytes=sum(f.num_bytes for f in listing),
+        dataset_bytes=bytes_below(entries, "samples/", "groups/"),
+        oracle_bytes=bytes_below(entries, "access/", "edges/"),
+        splits=split_ranges(blocks),
+        groups=group_counts(results),
+        tables=table_counts(results, num_unique_rows),
+        listing=listing,
+        job_sha256=hashes[0],
+        schema_sha256=hashes[1],
+        blocks_sha256=sha256_of(root / BLOCKS),
+        files_sha256=sha256_of(root / FILES),
+    )
+    write_manifest(root, manifest)
+    return manifest
+
+
+def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:
+    """Return the bytes of the files below some directories."""
+    return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
+
+
+def commit_segment(building: Path, dataset: Path, segment_id: str) -> Reference:
+    """Give a finished segment its final name; one that is already there wins."""
+    final = dataset / SEGMENTS / segment_id
+    if final.exists():
+        shutil.rmtree(building)
+    else:
+        building.rename(final)
+    return reference_of(final)
+
+
+def reference_of(directory: Path) -> Reference:
+    """Return the name and hash of a committed segment or index for the root manifest."""
+    return Reference(id=directory.name, manifest_sha256=sha256_of(directory / MANIFEST))
+
+
+def commit_root(
+    dataset: Path,
+    name: str,
+    job: bytes,
+    schema: bytes,
+    segments: Sequence[Reference],
+    indexes: Sequence[Reference],
+) -> DatasetManifest:
+    """Replace the root manifest, after the two files that it names."""
+    for path, data in ((dataset / JOB, job), (dataset / SCHEMA, schema)):
+        if not path.exists() or path.read_bytes() != data:
+            replace_bytes(path, data)
+    manifest = DatasetManifest(
+        name=name,
+        job_sha256=sha256_of(dataset / JOB),
+        schema_sha256=sha256_of(dataset / SCHEMA),
+        segments=tuple(segments),
+        indexes=tuple(indexes),
+    )
+    write_manifest(dataset, manifest)
+    return manifest

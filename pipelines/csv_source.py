@@ -1,0 +1,196 @@
+"""CSV and tab-separated files: fields are read as bytes, then converted, row by row if need be.
+
+A reader that converts while parsing stops at the first bad field and cannot
+say which row it was in. Reading bytes first keeps all good rows and gives each
+bad one its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pc_csv
+
+from pipelines.rejects import Reject
+from schemas.job import SourceConfig
+
+_BLOCK_BYTES = 8 << 20
+
+_DUCKDB_TYPES = {
+    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
+    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
+    "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN", "timestamp[us]": "TIMESTAMP",
+    "timestamp[ms]": "TIMESTAMP_MS", "timestamp[s]": "TIMESTAMP_S", "timestamp[ns]": "TIMESTAMP_NS",
+    "date": "DATE",
+}  # fmt: skip
+
+
+class _BadLines:
+    """Collects lines with a wrong number of fields while the parser runs."""
+
+    def __init__(self, path: str, header: bool) -> None:
+        self.path = path
+        self.first_line = 2 if header else 1
+        self.positions: list[int] = []
+        self.rejects: list[Reject] = []
+
+    def __call__(self, row: pc_csv.InvalidRow) -> str:
+        position = (row.number or self.first_line) - self.first_line
+        self.positions.append(position)
+        reason = f"line must have {row.expected_columns} fields, got {row.actual_columns}"
+        self.rejects.append(Reject(self.path, position, reason, row.text or ""))
+        return "skip"
+
+
+def read_csv(
+    root: Path, path: str, config: SourceConfig
+) -> Iterator[tuple[pa.Table | None, list[Reject]]]:
+    """Yield chunks of a file with a `_position` column, and the rows that had to be left out.
+
+    Args:
+        root: input directory.
+        path: the file, relative to it.
+        config: how it is read; `columns` is given.
+    """
+    assert config.columns, "csv sources declare their columns"
+    names = list(config.columns)
+    bad = _BadLines(path, config.header)
+    try:
+        reader = pc_csv.open_csv(
+            root / path,
+            read_options=pc_csv.ReadOptions(
+                use_threads=False,
+                block_size=_BLOCK_BYTES,
+                column_names=names,
+                skip_rows=1 if config.header else 0,
+            ),
+            parse_options=pc_csv.ParseOptions(
+                delimiter=config.delimiter,
+                quote_char=config.quote or False,
+                newlines_in_values=config.quote is not None,
+                invalid_row_handler=bad,
+            ),
+            convert_options=pc_csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.binary()), strings_can_be_null=False
+            ),
+        )
+        yield from _chunks(reader, bad, path, config)
+    except pa.ArrowException as error:
+        if "Empty CSV file" in str(error):
+            return
+        reason = f"file must be CSV, got {str(error).splitlines()[0]}"
+        yield None, [Reject(path, None, reason)]
+
+
+def _chunks(
+    reader: pc_csv.CSVStreamingReader, bad: _BadLines, path: str, config: SourceConfig
+) -> Iterator[tuple[pa.Table | None, list[Reject]]]:
+    next_position = 0
+    for batch in reader:
+        positions = _positions(batch.num_rows, next_position, bad.positions)
+        next_position = int(positions[-1]) + 1 if len(positions) else next_position
+        table = pa.Table.from_batches([batch]).append_column("_position", pa.array(positions))
+        converted, rejects = _convert(table, path, config)
+        rejects.extend(bad.rejects)
+        bad.rejects.clear()
+        yield converted, rejects
+    if bad.rejects:
+        yield None, list(bad.rejects)
+
+
+def _positions(count: int, first: int, skipped: list[int]) -> np.ndarray:
+    """Return the positions of `count` rows from `first` on, with the skipped ones left out."""
+    gaps = np.array(sorted(p for p in skipped if p >= first), np.int64)
+    candidates = np.arange(first, first + count + len(gaps), dtype=np.int64)
+    return candidates[~np.isin(candidates, gaps)][:count]
+
+
+def _convert(table: pa.Table, path: str, config: SourceConfig) -> tuple[pa.Table, list[Reject]]:
+    assert config.columns, "csv sources declare their columns"
+    rejects: list[Reject] = []
+    table, not_text = _as_text(table, path)
+    rejects.extend(not_text)
+    connection = duckdb.connect(config={"threads": 1})
+    connection.register("rows", table)
+    for name, kind in config.columns.items():
+        if kind not in ("string", "binary"):
+            rejects.extend(_bad_fields(connection, table, path, name, kind, config))
+    bad = pa.array(sorted({r.position for r in rejects if r.position is not None}), pa.int64())
+    connection.register("bad", pa.table({"position": bad}))
+    selected = ", ".join(_expression(n, k, config) for n, k in config.columns.items())
+    result = connection.sql(
+        f"SELECT {selected}, _position FROM rows WHERE _position NOT IN (SELECT position FROM bad)"
+    ).to_arrow_table()
+    return result, rejects
+
+
+def _as_text(table: pa.Table, path: str) -> tuple[pa.Table, list[Reject]]:
+    names = [n for n in table.column_names if n != "_position"]
+    try:
+        return _cast_text(table, names), []
+    except pa.ArrowException:
+        rejects = [
+            Reject(path, row["_position"], f"field {name!r} must be UTF-8", repr(row[name]))
+            for row in table.to_pylist()
+            for name in names
+            if not _is_utf8(row[name])
+        ]
+        bad = pa.array([r.position for r in rejects], pa.int64())
+        keep = pa.compute.invert(pa.compute.is_in(table["_position"], value_set=bad))
+        return _cast_text(table.filter(keep), names), rejects
+
+
+def _cast_text(table: pa.Table, names: list[str]) -> pa.Table:
+    columns = {n: table[n].cast(pa.string()) for n in names}
+    return pa.table({**columns, "_position": table["_position"]})
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _field(name: str, config: SourceConfig) -> str:
+    nulls = ", ".join(_literal(t) for t in config.null_values) or "NULL"
+    return f"(CASE WHEN {_quoted(name)} IN ({nulls}) THEN NULL ELSE {_quoted(name)} END)"
+
+
+def _expression(name: str, kind: str, config: SourceConfig) -> str:
+    if kind in ("string", "binary"):
+        empty = f"NULLIF({_quoted(name)}, '')" if "" in config.null_values else _quoted(name)
+        return f"{empty} AS {_quoted(name)}"
+    return f"TRY_CAST({_field(name, config)} AS {_DUCKDB_TYPES[kind]}) AS {_quoted(name)}"
+
+
+def _bad_fields(
+    connection: duckdb.DuckDBPyConnection,
+    table: pa.Table,
+    path: str,
+    name: str,
+    kind: str,
+    config: SourceConfig,
+) -> list[Reject]:
+    field = _field(name, config)
+    rows = connection.execute(
+        f"SELECT _position, {_quoted(name)} FROM rows "
+        f"WHERE {field} IS NOT NULL AND TRY_CAST({field} AS {_DUCKDB_TYPES[kind]}) IS NULL"
+    ).fetchall()
+    return [
+        Reject(path, position, f"field {name!r} must be {kind}, got {value!r}", str(value))
+        for position, value in rows
+    ]

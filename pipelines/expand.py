@@ -1,0 +1,87 @@
+"""The original samples back, one row each: the inverse of deduplication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.columns import numpy_of
+from schemas.dataset import Dataset, Segment, open_dataset
+from schemas.jagged import check_inverse, offsets_of
+from schemas.job import DataConfig
+from schemas.layout import BLOCK, group_path, inverse_column, samples_path
+
+
+def row_groups(segment: Segment) -> list[tuple[int, int]]:
+    """Return the distinct (file, row group) pairs of a segment, in training order."""
+    pairs = zip(segment.column("file").tolist(), segment.column("row_group").tolist(), strict=True)
+    return list(dict.fromkeys(pairs))
+
+
+def joined_row_group(
+    segment: Segment, file_index: int, row_group: int, data: DataConfig
+) -> pa.Table:
+    """Return the samples of one row group with the columns of their groups.
+
+    Raises:
+        SchemaError: a byte has changed, or an inverse index points nowhere.
+    """
+    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
+    chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+    per_block = segment.column("num_samples")[chosen]
+    block_of_sample = np.repeat(np.arange(len(per_block)), per_block)
+    columns = {c: samples[c] for c in samples.column_names}
+    for group in data.groups:
+        table = segment.file(group_path(group, file_index)).read_row_group(row_group)
+        starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
+        tuples = numpy_of(samples[inverse_column(group)]) + starts[block_of_sample]
+        check_inverse(tuples, table.num_rows)
+        taken = table.take(pa.array(tuples))
+        columns.update({c: taken[c] for c in table.column_names[2:]})
+        del columns[inverse_column(group)]
+    del columns[BLOCK]
+    return pa.table(columns)
+
+
+def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
+    """Return the columns of the samples in the order of the schema."""
+    made = {c for columns in dataset.job.data.transforms.values() for c in columns}
+    return [n for n in dataset.features.names if model_inputs or n not in made]
+
+
+def expanded_tables(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
+    """Yield the samples of each row group, all segments and splits, in training order."""
+    columns = sample_columns(dataset, model_inputs)
+    for segment in dataset.segments:
+        for file_index, row_group in row_groups(segment):
+            joined = joined_row_group(segment, file_index, row_group, dataset.job.data)
+            yield joined.select(columns)
+
+
+def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
+    """Write all samples of a dataset to one Parquet file.
+
+    Args:
+        dataset_path: the dataset.
+        output: the file to write.
+        model_inputs: whether to add the columns that transforms made.
+
+    Returns:
+        The number of samples.
+    """
+    writer: pq.ParquetWriter | None = None
+    partial = output.with_name(f".{output.name}.partial")
+    count = 0
+    for table in expanded_tables(open_dataset(dataset_path), model_inputs):
+        if writer is None:
+            writer = pq.ParquetWriter(partial, table.schema, compression="zstd")
+        writer.write_table(table)
+        count += table.num_rows
+    assert writer is not None, "a committed segment has samples"
+    writer.close()
+    partial.replace(output)
+    return count

@@ -1,0 +1,51 @@
+"""Rows that could not be used: what the build keeps of them instead of losing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from schemas.layout import REJECTS_SCHEMA
+
+MAX_TEXT = 1000
+"""Characters kept of a rejected row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """One unusable row, or one unusable file.
+
+    Attributes:
+        file: relative to the input directory.
+        position: row in the file from 0, or None when the file as a whole is unusable.
+        reason: one line, what must hold and what was found.
+        value: the row as text.
+    """
+
+    file: str
+    position: int | None
+    reason: str
+    value: str = ""
+
+    def __str__(self) -> str:
+        """Return the reject as one line of an error."""
+        place = self.file if self.position is None else f"{self.file}:{self.position}"
+        return f"{self.reason} in {place}"
+
+
+def sort_key(reject: Reject) -> tuple[str, int, str, str]:
+    """Order rejects by place, whatever worker found them."""
+    position = -1 if reject.position is None else reject.position
+    return reject.file, position, reject.reason, reject.value
+
+
+def to_table(rejects: Iterable[Reject]) -> pa.Table:
+    """Return rejects as the table of `rejects/`, sorted by place."""
+    ordered = sorted(set(rejects), key=sort_key)
+    rows = [
+        {"file": r.file, "position": r.position, "reason": r.reason, "value": r.value[:MAX_TEXT]}
+        for r in ordered
+    ]
+    return pa.Table.from_pylist(rows, schema=REJECTS_SCHEMA)

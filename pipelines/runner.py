@@ -1,0 +1,128 @@
+"""Run a Beam pipeline and bring its small results back to the launcher, on any runner."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+from apache_beam.metrics import MetricsFilter
+from apache_beam.options.pipeline_options import PipelineOptions, SetupOptions, StandardOptions
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+from apache_beam.runners.runner import PipelineResult
+
+from schemas.errors import SchemaError
+
+RESULTS = "results"
+LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
+"""Names that mean the pinned local runner; DirectRunner may otherwise pick another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pipeline gave.
+
+    Attributes:
+        values: by output, its elements in any order.
+        counters: name `step/counter` to value.
+    """
+
+    values: Mapping[str, list[Any]]
+    counters: Mapping[str, int]
+
+
+class _Save(beam.DoFn):
+    """Writes a list to a file that the launcher reads; a retry writes the same file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def process(self, values: list[Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(values))
+        partial.replace(self.path)
+
+
+def run_pipeline(
+    make: Callable[[beam.Pipeline], Mapping[str, beam.PCollection]],
+    beam_args: list[str],
+    root: Path,
+) -> Outcome:
+    """Build a pipeline, run it to its end and collect its outputs.
+
+    Args:
+        make: adds transforms to a pipeline and names the collections to bring back.
+        beam_args: Beam options such as `--runner=FlinkRunner`.
+        root: directory that launcher and workers share, for the results.
+
+    Raises:
+        SchemaError: an option is unknown to Beam, or the pipeline failed.
+    """
+    options = pipeline_options(beam_args)
+    names: list[str] = []
+    pipeline = beam.Pipeline(runner=local_runner(options), options=options)
+    for name, values in make(pipeline).items():
+        names.append(name)
+        listed = values | f"collect {name}" >> beam.combiners.ToList()
+        _ = listed | f"save {name}" >> beam.ParDo(_Save(root / RESULTS / f"{name}.pickle"))
+    result = pipeline.run()
+    result.wait_until_finish()
+    found = {name: _load(root / RESULTS / f"{name}.pickle") for name in names}
+    for name in names:
+        (root / RESULTS / f"{name}.pickle").unlink()
+    (root / RESULTS).rmdir()
+    return Outcome(found, _counters(result))
+
+
+def _load(path: Path) -> list[Any]:
+    try:
+        return pickle.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise SchemaError(
+            "pipeline must leave its results where the launcher can read them, got none; "
+            "use a directory that launcher and workers share",
+            file=str(path.parent),
+        ) from error
+
+
+def _counters(result: PipelineResult) -> dict[str, int]:
+    try:
+        found = result.metrics().query(MetricsFilter())["counters"]
+    except NotImplementedError:  # some portable runners keep no metrics after the end
+        return {}
+    totals: dict[str, int] = {}
+    for counter in found:
+        key = f"{counter.key.metric.namespace}/{counter.key.metric.name}"
+        totals[key] = totals.get(key, 0) + int(counter.committed or 0)
+    return totals
+
+
+def pipeline_options(beam_args: list[str]) -> PipelineOptions:
+    """Parse Beam options; what Beam does not know is an error.
+
+    Raises:
+        SchemaError: an option is unknown.
+    """
+    options = PipelineOptions(beam_args)
+    unknown = [a for a in beam_args if a.startswith("--") and not _known(options, a)]
+    if unknown:
+        raise SchemaError(f"option must be known here or to Beam, got {unknown[0]}; see --help")
+    options.view_as(SetupOptions).save_main_session = False
+    return options
+
+
+def _known(options: PipelineOptions, argument: str) -> bool:
+    name = argument[2:].split("=")[0].replace("-", "_")
+    values = options.get_all_options()
+    return name in values or name.removeprefix("no_") in values
+
+
+def local_runner(options: PipelineOptions) -> FnApiRunner | None:
+    """Return the pinned local runner, or None when another one is asked for."""
+    if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
+        return FnApiRunner()
+    return None

@@ -1,0 +1,287 @@
+"""The Beam transforms of a build; each is a thin shell over a pure function.
+
+Elements are Arrow tables, never single rows. Tables cross a shuffle as LZ4
+Arrow IPC bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+import duckdb
+import numpy as np
+import pyarrow as pa
+from apache_beam import pvalue
+from apache_beam.metrics import Metrics
+
+from pipelines.cluster import hash_session_keys, part_of_key
+from pipelines.part import PartResult, build_part
+from pipelines.rejects import Reject
+from pipelines.sources import ORIGIN, FilePart, parts_of_file, place_of, read_part
+from pipelines.sql import BadRow, SqlResult, connect, map_rows, run_key, with_list_index
+from pipelines.validate import usable_rows
+from schemas.columns import one_chunk
+from schemas.features import FeatureSet
+from schemas.job import DataConfig
+from schemas.manifest import InputFile
+
+REJECTS = "rejects"
+SAMPLES = "samples"
+
+
+def to_bytes(table: pa.Table) -> bytes:
+    """Return a table as LZ4 Arrow IPC bytes."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def from_bytes(data: bytes) -> pa.Table:
+    """Undo `to_bytes`."""
+    return pa.ipc.open_stream(data).read_all()
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What every worker must know.
+
+    Attributes:
+        input_root: input directory.
+        segment_root: directory of the segment being built.
+        listing: input files in order; a file's index is part of its rows' origins.
+        data: the job's data section.
+        features: declared columns.
+        statement: the job's SQL with the origin carried through.
+        num_parts: parts of the segment.
+    """
+
+    input_root: Path
+    segment_root: Path
+    listing: tuple[InputFile, ...]
+    data: DataConfig
+    features: FeatureSet
+    statement: str
+    num_parts: int
+
+    def reject(self, row: BadRow) -> Reject:
+        """Return a bad row with the place it came from."""
+        file, position = place_of(row.origin, self.listing)
+        return Reject(file, position, row.reason, row.value)
+
+    def files(self) -> list[FilePart]:
+        """Return one part per input file."""
+        return [FilePart(f.source, f.path, i) for i, f in enumerate(self.listing)]
+
+
+class _Counted(beam.DoFn):
+    """Counts what goes in and out; `in-rows, in-bytes, out-rows, out-bytes`."""
+
+    def __init__(self, context: BuildContext, label: str) -> None:
+        self.context = context
+        self.counters = {
+            name: Metrics.counter(label, name)
+            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
+        }
+
+    def count(self, side: str, table: pa.Table) -> None:
+        self.counters[f"{side}-rows"].inc(table.num_rows)
+        self.counters[f"{side}-bytes"].inc(table.nbytes)
+
+
+class _CutFile(beam.DoFn):
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    def process(self, part: FilePart) -> Iterator[Any]:
+        config = self.context.data.sources[part.source]
+        cut = parts_of_file(self.context.input_root, part, config)
+        if isinstance(cut, Reject):
+            yield pvalue.TaggedOutput(REJECTS, cut)
+        else:
+            yield from cut
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class ReadRows(beam.PTransform):
+    """Files to raw rows: (source, table) pairs, and rejects."""
+
+    context: BuildContext
+
+    def expand(self, pbegin: beam.pvalue.PBegin) -> beam.pvalue.DoOutputsTuple:
+        """Cut files into parts, spread them over workers, read them."""
+        cut = (
+            pbegin
+            | "list files" >> beam.Create(self.context.files())
+            | "cut files" >> beam.ParDo(_CutFile(self.context)).with_outputs(REJECTS, main=SAMPLES)
+        )
+        read = (
+            cut[SAMPLES]
+            | "spread parts" >> beam.Reshuffle()
+            | "read parts"
+            >> beam.ParDo(_ReadPart(self.context, "ReadRows")).with_outputs(REJECTS, main=SAMPLES)
+        )
+        rejects = (cut[REJECTS], read[REJECTS]) | "join read rejects" >> beam.Flatten()
+        return {SAMPLES: read[SAMPLES], REJECTS: rejects}  # type: ignore[return-value]
+
+
+class _ReadPart(_Counted):
+    def process(self, part: FilePart) -> Iterator[Any]:
+        for rows in read_part(
+            self.context.input_root, part, self.context.data.sources[part.source]
+        ):
+            for reject in rows.rejects:
+                yield pvalue.TaggedOutput(REJECTS, reject)
+            if rows.table is not None and rows.table.num_rows:
+                self.count("out", rows.table)
+                yield part.source, rows.table
+
+
+class _SqlStage(_Counted):
+    """Shared by the two ways to make samples: validates and spreads what SQL gave."""
+
+    connection: duckdb.DuckDBPyConnection
+
+    def setup(self) -> None:
+        self.connection = connect()
+
+    def emit(self, result: SqlResult) -> Iterator[Any]:
+        bad = list(result.bad_rows)
+        if result.samples is not None:
+            indexed = with_list_index(result.samples)
+            good, unusable = usable_rows(indexed, self.context.features, self.context.data)
+            bad.extend(unusable)
+            self.count("out", good)
+            keys = hash_session_keys(good[self.context.data.session.key])
+            yield from spread(good, part_of_key(keys, self.context.num_parts))
+        for row in bad:
+            yield pvalue.TaggedOutput(REJECTS, self.context.reject(row))
+
+
+class _MapRows(_SqlStage):
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
+        source, table = rows
+        self.count("in", table)
+        yield from self.emit(map_rows(self.connection, self.context.statement, source, table))
+
+
+def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    """Yield (target, rows of that target as bytes), targets ascending, rows in order."""
+    if not table.num_rows:
+        return
+    order = np.argsort(target, kind="stable")
+    sorted_rows, sorted_target = table.take(pa.array(order)), target[order]
+    cuts = np.flatnonzero(np.diff(sorted_target, prepend=-1))
+    for start, end in zip(cuts, [*cuts[1:], len(target)], strict=True):
+        yield int(sorted_target[start]), to_bytes(sorted_rows.slice(start, end - start))
+
+
+class _SpreadByKey(_Counted):
+    """Raw rows by the hash of the job's `samples.per` key; a null key is a reject."""
+
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
+        source, table = rows
+        per = self.context.data.samples.per
+        assert per is not None, "only jobs with samples.per group raw rows"
+        self.count("in", table)
+        valid = one_chunk(table[per.key]).is_valid()
+        for row in table.filter(pa.compute.invert(valid)).to_pylist():
+            reason = f"key {per.key!r} must not be null"
+            bad = BadRow(row[ORIGIN], reason, str({k: v for k, v in row.items() if k != ORIGIN}))
+            yield pvalue.TaggedOutput(REJECTS, self.context.reject(bad))
+        keyed = table.filter(valid)
+        target = part_of_key(hash_session_keys(keyed[per.key]), self.context.num_parts)
+        for part, data in spread(keyed, target):
+            yield part, (source, data)
+
+
+class _SqlPerKey(_SqlStage):
+    def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[Any]:
+        per = self.context.data.samples.per
+        assert per is not None, "only jobs with samples.per group raw rows"
+        tables = rows_by_source(grouped[1])
+        for key_tables in keys_of(tables, per.key, self.context.data.sample_source):
+            yield from self.emit(
+                run_key(
+                    self.connection,
+                    self.context.statement,
+                    self.context.data.sample_source,
+                    {s: key_tables.get(s, tables.get(s)) for s in self.context.data.sources},
+                )
+            )
+
+
+def rows_by_source(rows: Iterable[tuple[str, bytes]]) -> dict[str, pa.Table]:
+    """Return the rows of each source in the order of their origins."""
+    parts: dict[str, list[pa.Table]] = {}
+    for source, data in rows:
+        parts.setdefault(source, []).append(from_bytes(data))
+    joined = {s: pa.concat_tables(p) for s, p in parts.items()}
+    return {s: t.take(pa.array(np.argsort(t[ORIGIN].to_numpy()))) for s, t in joined.items()}
+
+
+def keys_of(tables: Mapping[str, pa.Table], key: str, source: str) -> Iterator[dict[str, pa.Table]]:
+    """Yield all rows of each key that has rows in `source`, by source.
+
+    Args:
+        tables: rows by source, in the order of their origins.
+        key: column that every source has.
+        source: the source whose rows become samples.
+    """
+    if source not in tables:
+        return
+    keys = {s: t[key].cast(tables[source].schema.field(key).type) for s, t in tables.items()}
+    for value in pa.compute.unique(keys[source]).sort():
+        yield {s: t.filter(pa.compute.equal(keys[s], value)) for s, t in tables.items()}
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class MakeSamples(beam.PTransform):
+    """Raw rows to samples by the job's SQL: (part, bytes) pairs, and rejects."""
+
+    context: BuildContext
+
+    def expand(self, rows: beam.PCollection) -> Any:
+        """Run row-local SQL at once, or group by the key first."""
+        if self.context.data.samples.map is not None:
+            stage = _MapRows(self.context, "MapRows")
+            return rows | "map rows" >> beam.ParDo(stage).with_outputs(REJECTS, main=SAMPLES)
+        spread_rows = rows | "spread by key" >> beam.ParDo(
+            _SpreadByKey(self.context, "SpreadByKey")
+        ).with_outputs(REJECTS, main=SAMPLES)
+        made = (
+            spread_rows[SAMPLES]
+            | "group by key" >> beam.GroupByKey()
+            | "sql per key"
+            >> beam.ParDo(_SqlPerKey(self.context, "SqlPerKey")).with_outputs(REJECTS, main=SAMPLES)
+        )
+        rejects = (spread_rows[REJECTS], made[REJECTS]) | "join key rejects" >> beam.Flatten()
+        return {SAMPLES: made[SAMPLES], REJECTS: rejects}
+
+
+class _BuildPart(_Counted):
+    def process(self, part: tuple[int, Iterable[bytes]]) -> Iterator[PartResult]:
+        tables = [from_bytes(data) for data in part[1]]
+        for table in tables:
+            self.count("in", table)
+        yield build_part(self.context.segment_root, part[0], tables, self.context.data)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class BuildParts(beam.PTransform):
+    """Samples to written parts: cluster by session, cut, deduplicate, write."""
+
+    context: BuildContext
+
+    def expand(self, samples: beam.PCollection) -> beam.PCollection:
+        """Bring each range of session hashes to one worker."""
+        return (
+            samples
+            | "cluster by session" >> beam.GroupByKey()
+            | "build part" >> beam.ParDo(_BuildPart(self.context, "BuildParts"))
+        )

@@ -1,0 +1,140 @@
+"""Which samples can be used: session key, time, presence, domains, ids inside their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipelines.sources import ORIGIN
+from pipelines.sql import LIST_INDEX, BadRow
+from schemas.columns import is_list, one_chunk
+from schemas.errors import SchemaError, nearest
+from schemas.features import Feature, FeatureSet
+from schemas.job import DataConfig
+
+_HIDDEN = (ORIGIN, LIST_INDEX)
+
+
+def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
+    """Compare the columns that SQL yields with the declared ones.
+
+    Args:
+        samples: schema of the SQL's result.
+        features: declared columns, without those of transforms.
+        data: the job's data section.
+
+    Raises:
+        SchemaError: a column is missing, undeclared, or of another type.
+    """
+    names = [n for n in samples.names if n not in _HIDDEN]
+    made = {c for columns in data.transforms.values() for c in columns}
+    declared = [f.name for f in features.features if f.name not in made]
+    for name in names:
+        if name not in declared:
+            raise SchemaError(
+                f"column {name!r} must be declared in the schema; {nearest(name, declared)}"
+            )
+    for name in declared:
+        if name not in names:
+            raise SchemaError(
+                f"samples must have column {name!r}, got none; {nearest(name, names)}"
+            )
+        check_type(features[name], samples.field(name).type)
+    for name in (data.session.key, data.session.time, *data.group_of_column):
+        if name not in declared and name not in made:
+            raise SchemaError(f"column must be declared, got {name!r}; {nearest(name, declared)}")
+    for name in data.table_of_feature:
+        if name not in features or features[name].role != "sparse":
+            raise SchemaError(f"feature {name!r} of a table must be declared sparse; tag it")
+    for name in features.with_role("sparse"):
+        if name not in data.table_of_feature:
+            raise SchemaError(f"sparse feature {name!r} must have a table; add it to data.tables")
+    if not pa.types.is_timestamp(samples.field(data.session.time).type):
+        raise SchemaError(
+            f"session.time must be a timestamp, got {samples.field(data.session.time).type} for "
+            f"{data.session.time!r}; cast it in SQL, for example make_timestamp(ms * 1000)"
+        )
+
+
+def check_type(feature: Feature, kind: pa.DataType) -> None:
+    """Compare one column's type with its declaration.
+
+    Raises:
+        SchemaError: they differ.
+    """
+    if is_list(kind) != feature.is_list:
+        wanted, found = ("a list", kind) if feature.is_list else ("one value", kind)
+        raise SchemaError(
+            f"feature {feature.name!r} must be {wanted}, got {found}; change SQL or its value_count"
+        )
+    value = kind.value_type if is_list(kind) else kind
+    word = "FLOAT" if pa.types.is_floating(value) else "INT"
+    word = "BYTES" if pa.types.is_string(value) else word
+    if word != feature.type:
+        raise SchemaError(
+            f"feature {feature.name!r} must be {feature.type}, got {kind}; change SQL or its type"
+        )
+
+
+def usable_rows(
+    samples: pa.Table, features: FeatureSet, data: DataConfig
+) -> tuple[pa.Table, list[BadRow]]:
+    """Split samples into those that can be used and those that cannot, each with its reason."""
+    keep = np.ones(samples.num_rows, bool)
+    bad: list[BadRow] = []
+    for found, reason in _problems(samples, features, data):
+        new = np.flatnonzero(found & keep)
+        keep[new] = False
+        for row in samples.take(pa.array(new)).to_pylist():
+            values = {k: v for k, v in row.items() if k not in _HIDDEN}
+            bad.append(BadRow(row[ORIGIN], reason, str(values)))
+    return (samples if keep.all() else samples.filter(pa.array(keep))), bad
+
+
+def _problems(
+    samples: pa.Table, features: FeatureSet, data: DataConfig
+) -> Iterator[tuple[NDArray[np.bool_], str]]:
+    for what, name in (("session key", data.session.key), ("session time", data.session.time)):
+        column = one_chunk(samples[name])
+        yield _mask(pc.is_null(column, nan_is_null=True)), f"{what} {name!r} must not be null"
+    for feature in features.features:
+        if feature.name not in samples.column_names:
+            continue
+        column = one_chunk(samples[feature.name])
+        if feature.required:
+            yield _mask(pc.is_null(column)), f"feature {feature.name!r} must not be null"
+        low, high = _limits(feature, data)
+        if low is not None:
+            yield _outside(column, "less", low), f"feature {feature.name!r} must be at least {low}"
+        if high is not None:
+            yield (
+                _outside(column, "greater", high),
+                f"feature {feature.name!r} must be at most {high}",
+            )
+
+
+def _limits(feature: Feature, data: DataConfig) -> tuple[float | None, float | None]:
+    low, high = feature.minimum, feature.maximum
+    table = data.tables.get(data.table_of_feature.get(feature.name, ""))
+    if table is not None and table.rows == "identity":
+        low = 0 if low is None else max(low, 0)
+        high = table.num_rows - 1 if high is None else min(high, table.num_rows - 1)
+    return low, high
+
+
+def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool_]:
+    if not is_list(column.type):
+        return _mask(pc.call_function(comparison, [column, pa.scalar(limit)]))
+    values = column.flatten()
+    found = _mask(pc.call_function(comparison, [values, pa.scalar(limit)]))
+    rows = np.zeros(len(column), bool)
+    rows[pc.list_parent_indices(column).to_numpy()[found]] = True
+    return rows
+
+
+def _mask(column: pa.Array) -> NDArray[np.bool_]:
+    return pc.fill_null(column, False).to_numpy(zero_copy_only=False)

@@ -1,0 +1,162 @@
+"""Recompute everything a dataset claims about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.expand import joined_row_group, row_groups
+from schemas.accesses import TableAccesses
+from schemas.checked import verify_whole
+from schemas.columns import comparable_tuple, is_list, jagged_of, numpy_of, one_chunk
+from schemas.dataset import Dataset, Index, Segment, open_dataset
+from schemas.errors import SchemaError
+from schemas.jagged import unique_tuples
+from schemas.job import OrderConfig
+from schemas.layout import BLOCK, TRAIN, group_path, num_unique_column
+from schemas.oracle import next_use, unique_per_block
+from schemas.order import Order
+from schemas.rows import rows_of_ids
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check a dataset from its root down.
+
+    Returns:
+        `num_samples, num_blocks, problems`; no problem means that all counts, checksums, tuples,
+        access lists and next uses are what they should be.
+    """
+    problems: list[str] = []
+    dataset = open_dataset(path)
+    for segment in dataset.segments:
+        problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
+    for index in dataset.indexes:
+        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset))
+    return {
+        "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
+        "num_blocks": sum(s.manifest.num_blocks for s in dataset.segments),
+        "problems": problems,
+    }
+
+
+def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    """Yield what is wrong with a segment, one line each."""
+    broken = verify_whole(segment.directory, segment.files)
+    yield from broken
+    if broken:
+        return
+    try:
+        yield from _count_problems(segment)
+        for file_index, row_group in row_groups(segment):
+            place = f"row group {row_group} of part {file_index}"
+            samples = joined_row_group(segment, file_index, row_group, dataset.job.data)
+            chosen = _chosen(segment, file_index, row_group)
+            expected = int(segment.column("num_samples")[chosen].sum())
+            if samples.num_rows != expected:
+                yield f"{place}: {samples.num_rows} samples instead of {expected}"
+            yield from _group_problems(segment, dataset, file_index, row_group)
+        yield from _access_problems(segment, dataset)
+    except SchemaError as error:
+        yield str(error)
+
+
+def _chosen(segment: Segment, file_index: int, row_group: int) -> np.ndarray:
+    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+
+
+def _count_problems(segment: Segment) -> Iterator[str]:
+    manifest = segment.manifest
+    claims = {
+        "num_samples": (manifest.num_samples, int(segment.column("num_samples").sum())),
+        "num_blocks": (manifest.num_blocks, segment.blocks.num_rows),
+    }
+    for group, counts in manifest.groups.items():
+        claims[num_unique_column(group)] = (
+            counts.num_unique,
+            int(segment.num_unique(group).sum()),
+        )
+    for name, (claimed, found) in claims.items():
+        if claimed != found:
+            yield f"MANIFEST.json: {name} is {claimed}, blocks.parquet has {found}"
+
+
+def _group_problems(
+    segment: Segment, dataset: Dataset, file_index: int, row_group: int
+) -> Iterator[str]:
+    chosen = _chosen(segment, file_index, row_group)
+    for group, columns in dataset.job.data.groups.items():
+        table = segment.file(group_path(group, file_index)).read_row_group(row_group)
+        place = f"group {group} in row group {row_group} of part {file_index}"
+        blocks = numpy_of(table[BLOCK])
+        wanted = np.repeat(segment.block_names[chosen], segment.num_unique(group)[chosen])
+        if not np.array_equal(blocks, wanted):
+            yield f"{place}: tuples per block differ from blocks.parquet"
+        first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
+        if len(first) != table.num_rows:
+            yield f"{place}: {table.num_rows - len(first)} tuples are not unique in their block"
+
+
+def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    training = segment.positions(TRAIN)
+    position_of_block = {int(b): i for i, b in enumerate(segment.block_names[training])}
+    data = dataset.job.data
+    for name, table in data.tables.items():
+        rows, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for file_index, row_group in row_groups(segment):
+            chosen = _chosen(segment, file_index, row_group)
+            names = segment.block_names[chosen]
+            if int(names[0]) not in position_of_block:
+                continue
+            where = np.array([position_of_block[int(b)] for b in names])
+            samples = joined_row_group(segment, file_index, row_group, data)
+            position = np.repeat(where, segment.column("num_samples")[chosen])
+            for feature in table.features:
+                ids, repeats = _ids(samples[feature])
+                rows.append(rows_of_ids(ids, name, table))
+                positions.append(np.repeat(position, repeats))
+        expected = unique_per_block(np.concatenate(rows), np.concatenate(positions), len(training))
+        found, numbering = segment.access(name), segment.rows(name)
+        for position in range(len(training)):
+            numbers = found.values[found.offsets[position] : found.offsets[position + 1]]
+            wanted = expected.values[expected.offsets[position] : expected.offsets[position + 1]]
+            if not np.array_equal(np.sort(numbering[numbers]), wanted):
+                yield f"access/{name}: block {segment.block_names[training][position]} differs"
+
+
+def _ids(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of a feature, flat, and how many each sample has."""
+    array = one_chunk(column)
+    if is_list(array.type):
+        jagged = jagged_of(array)
+        return jagged.values, jagged.lengths
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    return numpy_of(array.drop_null()), valid.astype(np.int64)
+
+
+def index_problems(index: Index, dataset: Dataset) -> Iterator[str]:
+    """Yield what is wrong with an index, one line each."""
+    broken = verify_whole(index.directory, index.files)
+    yield from broken
+    manifest = index.manifest
+    if broken or manifest.segments != tuple(s.manifest.id for s in dataset.segments):
+        return
+    config = OrderConfig(
+        shuffle="blocks" if manifest.shuffle == "blocks" else "none", seed=manifest.seed
+    )
+    order = Order(
+        tuple(len(s.positions(TRAIN)) for s in dataset.segments),
+        manifest.batch_samples // dataset.job.data.block_samples,
+        manifest.epochs,
+        config,
+    )
+    for table in dataset.job.data.tables:
+        accesses = TableAccesses(dataset, table, order)
+        expected = next_use(list(accesses.steps()), len(accesses.rows))
+        found = index.distances(table)
+        flat = np.concatenate([*expected, np.empty(0, np.int32)])
+        if not np.array_equal(found.values, flat) or found.num_rows != len(expected):
+            yield f"{table}: next uses differ from the access lists"
