@@ -1,0 +1,55 @@
+"""`python -m scheduler`: size the pools of a job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from scheduler.explain import as_json, explain, summary
+from scheduler.policy import plan
+from scheduler.snapshot import take_snapshot
+from schemas.errors import PlanError, SchemaError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("plan", help="sizes of both pools, cost, time, memory, reasons")
+    command.add_argument("job", type=Path, metavar="JOB", help="job file")
+    command.add_argument("--dataset", type=Path, help="dataset that tells sizes of the data")
+    command.add_argument(
+        "--history", type=Path, help="folder with finished runs and build.json files"
+    )
+    command.add_argument("--explain", action="store_true", help="a table and the reasons")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; a mistake of the user's ends as one line on stderr and 2."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        snapshot = take_snapshot(arguments.job, arguments.dataset, arguments.history)
+        config = snapshot.job.schedule
+        decision = plan(snapshot, config)
+    except (SchemaError, PlanError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps(as_json(snapshot, config, decision)))
+    if arguments.explain:
+        # Beside --json the table is progress: stdout holds the object alone.
+        Console(stderr=arguments.json).print(explain(snapshot, config, decision))
+    elif not arguments.json:
+        print(summary(decision))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""A plan as plain numbers: what was chosen, what came next, and what predicted it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.fit import TrainingFit
+from scheduler.model import PreprocessingModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """Everything that predicts, fitted to one snapshot."""
+
+    training: TrainingFit
+    """Step times."""
+    preprocessing: PreprocessingModel
+    """Segment times."""
+    base_bytes: int
+    """Bytes of a trainer before it holds anything of the job."""
+    num_segments: int
+    """Segments that the data is cut into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Sizes of both pools, what they are given, and what they are predicted to do."""
+
+    segment_jobs: int
+    """Segment jobs at once."""
+    workers_per_job: int
+    """Pipeline workers of each."""
+    num_replicas: int
+    """Trainer replicas."""
+    num_stores: int
+    """Embedding stores."""
+    preprocessing_cpus: float
+    """Cores of all workers."""
+    preprocessing_memory_bytes: int
+    """Memory given to all workers."""
+    training_cpus: float
+    """Cores of all replicas and stores."""
+    training_memory_bytes: int
+    """Memory given to all replicas and stores."""
+    rows_per_sec: float
+    """Samples prepared per second, start-up of the jobs included."""
+    samples_per_sec: float
+    """Samples trained per second while there are segments."""
+    waiting_sec: float
+    """Seconds after the first segment in which training has nothing to do."""
+    predicted_sec: float
+    """Seconds from start to trained model."""
+    cost: float
+    """Price of both pools, each while it is held."""
+    cost_per_hour: float
+    """Price of both pools for one hour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDecision:
+    """What was chosen and what came next."""
+
+    chosen: Candidate
+    """The plan."""
+    other_training: Candidate | None
+    """Best plan with another training pool, None when there is no other."""
+    other_preprocessing: Candidate | None
+    """Best plan with the same training pool and another preprocessing pool."""
+    num_candidates: int
+    """Plans that were compared."""
+    models: Models
+    """What predicted all this."""

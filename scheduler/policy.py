@@ -1,0 +1,176 @@
+"""Choose the sizes of both pools: exact enumeration of all candidates on one snapshot.
+
+With a deadline, the cheapest plan that meets it. Without one, the plan with the
+smallest time x cost: one percent more cost is paid only where it saves at least
+one percent of time. For one pool that is the knee where efficiency per execution
+time is largest (Eager, Zahorjan and Lazowska 1989, Speedup versus efficiency in
+parallel systems). Cost counts a pool while it is held, and training is held while
+it waits for segments, so a plan in which one pool waits for the other loses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.candidates import (
+    Floats,
+    Grid,
+    Ints,
+    enumerate_grid,
+    num_segments,
+    preprocessing_resources,
+    training_resources,
+)
+from scheduler.decision import Candidate, Models, PlanDecision
+from scheduler.defaults import default_preprocessing, default_training
+from scheduler.fit import comparable_runs, fit_preprocessing, fit_training
+from scheduler.memory import TRAINER_BASE_BYTES, trainer_memory
+from scheduler.model import samples_per_sec, segment_sec, timeline
+from scheduler.snapshot import Snapshot
+from schemas.errors import PlanError
+from schemas.job_schedule import ScheduleConfig
+
+SEC_PER_HOUR = 3600.0
+TOLERANCE = 0.01
+"""Relative difference below which two plans are equally good: no prediction is better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """One entry per candidate of a grid, (n,); fields as those of `Candidate`."""
+
+    rows_per_sec: Floats
+    samples_per_sec: Floats
+    waiting_sec: Floats
+    predicted_sec: Floats
+    cost: Floats
+    cost_per_hour: Floats
+
+
+def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
+    """Return the best plan of all that limits and budget allow.
+
+    Raises:
+        PlanError: nothing fits, or nothing is fast enough; the message names what would work.
+    """
+    models = fit_models(snapshot, config)
+    grid = enumerate_grid(
+        snapshot.facts, snapshot.job.train, config, models.num_segments, models.base_bytes
+    )
+    found = predict(grid, snapshot, config, models)
+    order = preference(grid, found, config)
+    best = int(order[0])
+    _check_deadline(found, best, config)
+    same = (grid.num_replicas[order] == grid.num_replicas[best]) & (
+        grid.num_stores[order] == grid.num_stores[best]
+    )
+    return PlanDecision(
+        chosen=candidate(grid, found, config, best),
+        other_training=_first(order[~same], grid, found, config),
+        other_preprocessing=_first(order[same][1:], grid, found, config),
+        num_candidates=len(grid),
+        models=models,
+    )
+
+
+def fit_models(snapshot: Snapshot, config: ScheduleConfig) -> Models:
+    """Return the models that the snapshot's history supports, defaults for the rest."""
+    facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
+    cpus = float(train.num_threads or config.training.replica.cpus)
+    training = fit_training(
+        default_training(facts, train), comparable_runs(history.runs, "plain"), cpus
+    )
+    held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
+    return Models(
+        training=training,
+        preprocessing=fit_preprocessing(
+            default_preprocessing(), history.builds, config.preprocessing.worker.cpus
+        ),
+        base_bytes=max(TRAINER_BASE_BYTES, training.peak_rss_bytes - held),
+        num_segments=num_segments(facts.num_samples, train.batch_samples),
+    )
+
+
+def predict(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> Predictions:
+    """Return time and cost of each candidate."""
+    facts, segments = snapshot.facts, models.num_segments
+    preprocessing = config.preprocessing.worker
+    segment = segment_sec(
+        models.preprocessing, facts.num_samples / segments, grid.workers_per_job, preprocessing.cpus
+    )
+    speed = samples_per_sec(
+        models.training.model, grid.num_replicas, config.training.replica.cpus, grid.num_stores
+    )
+    train_segment = facts.num_train_samples / segments / speed
+    times = timeline(segment, segments, grid.segment_jobs, train_segment, snapshot.job.train.epochs)
+    prices = (
+        preprocessing_resources(grid, config).hour_price(config.budget),
+        training_resources(grid, config).hour_price(config.budget),
+    )
+    held = times.end_sec - times.first_sec
+    return Predictions(
+        rows_per_sec=facts.num_samples / times.built_sec,
+        samples_per_sec=speed,
+        waiting_sec=times.waiting_sec,
+        predicted_sec=times.end_sec,
+        cost=(prices[0] * times.built_sec + prices[1] * held) / SEC_PER_HOUR,
+        cost_per_hour=prices[0] + prices[1],
+    )
+
+
+def preference(grid: Grid, found: Predictions, config: ScheduleConfig) -> Ints:
+    """Return the candidates from best to worst, (n,) indices; ties go to the smaller pools."""
+    wanted = objective(found, config)
+    late = np.zeros(len(grid))
+    if config.deadline is not None:
+        late = np.maximum(found.predicted_sec - config.deadline.total_seconds(), 0.0)
+    in_time = wanted[late == 0.0]
+    equal = wanted <= (1.0 + TOLERANCE) * in_time.min(initial=np.inf)
+    hourly = np.where(equal, found.cost_per_hour, 0.0)
+    sizes = [grid.num_workers, grid.num_replicas, grid.num_stores, grid.segment_jobs]
+    keys = [late, ~equal, hourly, wanted, found.predicted_sec, *sizes]
+    return np.lexsort(keys[::-1])
+
+
+def objective(found: Predictions, config: ScheduleConfig) -> Floats:
+    """Return what is to be small: the cost with a deadline, time x cost without."""
+    return found.cost if config.deadline is not None else found.predicted_sec * found.cost
+
+
+def candidate(grid: Grid, found: Predictions, config: ScheduleConfig, index: int) -> Candidate:
+    """Return one candidate as plain numbers."""
+    preprocessing = preprocessing_resources(grid, config)
+    training = training_resources(grid, config)
+    return Candidate(
+        segment_jobs=int(grid.segment_jobs[index]),
+        workers_per_job=int(grid.workers_per_job[index]),
+        num_replicas=int(grid.num_replicas[index]),
+        num_stores=int(grid.num_stores[index]),
+        preprocessing_cpus=float(preprocessing.cpus[index]),
+        preprocessing_memory_bytes=int(preprocessing.memory_bytes[index]),
+        training_cpus=float(training.cpus[index]),
+        training_memory_bytes=int(training.memory_bytes[index]),
+        rows_per_sec=float(found.rows_per_sec[index]),
+        samples_per_sec=float(found.samples_per_sec[index]),
+        waiting_sec=float(found.waiting_sec[index]),
+        predicted_sec=float(found.predicted_sec[index]),
+        cost=float(found.cost[index]),
+        cost_per_hour=float(found.cost_per_hour[index]),
+    )
+
+
+def _first(order: Ints, grid: Grid, found: Predictions, config: ScheduleConfig) -> Candidate | None:
+    return candidate(grid, found, config, int(order[0])) if len(order) else None
+
+
+def _check_deadline(found: Predictions, best: int, config: ScheduleConfig) -> None:
+    if config.deadline is None:
+        return
+    wanted, fastest = config.deadline.total_seconds(), float(found.predicted_sec[best])
+    if fastest > wanted:
+        raise PlanError(
+            f"deadline must be reachable within the budget, got deadline={wanted:g}s; "
+            f"use at least {int(np.ceil(fastest))}s, or a larger budget"
+        )

@@ -1,0 +1,173 @@
+"""Why a plan was chosen, in words and numbers; each choice names its runner-up."""
+
+from __future__ import annotations
+
+from scheduler.candidates import SEGMENT_BATCHES, mib
+from scheduler.decision import Candidate, PlanDecision
+from scheduler.fit import MAX_ERROR
+from scheduler.memory import store_bytes, stores_needed, tables_bytes, trainer_memory
+from scheduler.policy import TOLERANCE
+from scheduler.snapshot import Snapshot
+from schemas.job_schedule import ScheduleConfig
+
+REACH = 2
+"""A fit speaks for at most so many times the replicas that were measured."""
+
+
+def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
+    """Return one line per choice and one on what the prediction rests on."""
+    return [
+        preprocessing_reason(config, decision),
+        training_reason(config, decision),
+        balance_reason(snapshot, decision),
+        tables_reason(snapshot, config, decision),
+        trust_reason(snapshot, decision),
+    ]
+
+
+def confident(snapshot: Snapshot, decision: PlanDecision) -> bool:
+    """Tell whether both pools were measured near the chosen sizes."""
+    return not doubts(snapshot, decision)
+
+
+def doubts(snapshot: Snapshot, decision: PlanDecision) -> list[str]:
+    """Return what the prediction rests on without a measurement, empty when nothing."""
+    fit, chosen = decision.models.training, decision.chosen
+    found: list[str] = []
+    if not snapshot.facts.measured:
+        found.append("sizes of the data come from the job file, not from a dataset")
+    if not snapshot.history.builds:
+        found.append("no build was measured")
+    elif chosen.workers_per_job > REACH:
+        found.append("builds were measured with one worker")
+    if fit.num_steps == 0:
+        found.append("no run was measured")
+    elif chosen.num_replicas > REACH * fit.max_replicas:
+        found.append(f"runs were measured with at most {fit.max_replicas} replicas")
+    if fit.error > MAX_ERROR:
+        found.append(f"step times differ from the fit by {fit.error:.0%} on average")
+    if chosen.num_stores:
+        found.append("transfers from stores were not measured")
+    return found
+
+
+def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say why the preprocessing pool has its size."""
+    chosen, other = decision.chosen, decision.other_preprocessing
+    segments = decision.models.num_segments
+    text = (
+        f"preprocessing: {_preprocessing(chosen)} make {chosen.rows_per_sec:,.0f} rows/s; "
+        f"the data can be cut into {segments} segment{'s'[: segments > 1]} of at least "
+        f"{SEGMENT_BATCHES} batches"
+    )
+    if other is None:
+        return f"{text}; the limits and the budget allow no other size"
+    return f"{text}; runner-up {_preprocessing(other)}: {_why_not(chosen, other, config)}"
+
+
+def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say why the training pool has its size."""
+    chosen, other = decision.chosen, decision.other_training
+    text = f"training: {_training(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
+    if other is None:
+        return f"{text}; the limits and the budget allow no other size"
+    return f"{text}; runner-up {_training(other)}: {_why_not(chosen, other, config)}"
+
+
+def balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
+    """Say how the two pools keep step."""
+    chosen = decision.chosen
+    if decision.models.num_segments == 1:
+        return (
+            "balance: one segment is built, then trained, so the pools take turns; "
+            "only more data gives training something to follow"
+        )
+    share = snapshot.facts.num_train_samples / snapshot.facts.num_samples
+    return (
+        f"balance: {share * chosen.rows_per_sec:,.0f} training samples/s are made and "
+        f"{chosen.samples_per_sec:,.0f} can be trained; training waits "
+        f"{chosen.waiting_sec:,.0f} s of {chosen.predicted_sec:,.0f} s"
+    )
+
+
+def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say where the tables lie and why."""
+    facts, train, chosen = snapshot.facts, snapshot.job.train, decision.chosen
+    base = decision.models.base_bytes
+    alone = trainer_memory(facts, train, 1, 0, base).total_bytes
+    limit = config.training.replica.memory
+    rows = sum(facts.table_rows.values())
+    kind = "touched" if facts.measured else "possible"
+    text = f"memory: {rows:,} {kind} rows take {mib(tables_bytes(facts, train))}"
+    if chosen.num_stores == 0:
+        return f"{text}; one replica needs {mib(alone)} of its {mib(limit)} with them, so no store"
+    least = stores_needed(facts, train, config.training.store.memory)
+    why = (
+        f"{chosen.num_replicas} replicas share them"
+        if alone <= limit
+        else f"one replica would need {mib(alone)} and has {mib(limit)}"
+    )
+    held = store_bytes(facts, train, chosen.num_stores)
+    return (
+        f"{text}; {why}, so {chosen.num_stores} stores hold them, "
+        f"{mib(held)} of {mib(config.training.store.memory)} each; {least} would be enough"
+    )
+
+
+def trust_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
+    """Say what the prediction rests on."""
+    found = doubts(snapshot, decision)
+    fit, builds = decision.models.training, snapshot.history.builds
+    compared = f"{decision.num_candidates:,} plans were compared"
+    if found:
+        return f"low confidence: {'; '.join(found)}; {compared}"
+    return (
+        f"confident: {len(builds)} build{'s'[: len(builds) > 1]} and {fit.num_steps:,} steps "
+        f"were measured, the fit is {fit.error:.0%} off on average; {compared}"
+    )
+
+
+def _preprocessing(candidate: Candidate) -> str:
+    jobs, workers = candidate.segment_jobs, candidate.workers_per_job
+    return f"{jobs} segment job{'s'[: jobs > 1]} x {workers} worker{'s'[: workers > 1]}"
+
+
+def _training(candidate: Candidate) -> str:
+    replicas, stores = candidate.num_replicas, candidate.num_stores
+    return f"{replicas} replica{'s'[: replicas > 1]} and {stores} store{'s'[: stores != 1]}"
+
+
+def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str:
+    """Say by how much another plan lost, in the terms of the rule that was used."""
+    sec = _percent(other.predicted_sec, chosen.predicted_sec, "more time", "less time")
+    cost = _percent(other.cost, chosen.cost, "more cost", "less cost")
+    if config.deadline is not None:
+        wanted = config.deadline.total_seconds()
+        if other.predicted_sec > wanted:
+            return f"{other.predicted_sec:,.0f} s misses the deadline of {wanted:,.0f} s"
+        ratio = other.cost / chosen.cost if chosen.cost else 1.0
+        text = f"also meets the deadline of {wanted:,.0f} s, {sec} and {cost}"
+    else:
+        product, base = other.predicted_sec * other.cost, chosen.predicted_sec * chosen.cost
+        ratio = product / base if base else 1.0
+        worse = _percent(product, base, "more time x cost", "less time x cost")
+        text = f"{sec} and {cost}, {worse}"
+    if ratio > 1.0 + TOLERANCE or other.cost_per_hour <= chosen.cost_per_hour:
+        return text
+    hourly = _percent(other.cost_per_hour, chosen.cost_per_hour, "more", "less")
+    return f"{text}, as good within {TOLERANCE:.0%} but {hourly} an hour"
+
+
+def _percent(value: float, base: float, more: str, less: str) -> str:
+    """Return by how many percent a value differs.
+
+    Example:
+        >>> _percent(110.0, 100.0, "more time", "less time"), _percent(1.0, 1.0, "more x", "less x")
+        ('10.0 % more time', 'equal x')
+    """
+    if value == base:
+        return f"equal {more.partition(' ')[2]}"
+    if base == 0.0:
+        return more
+    change = value / base - 1.0
+    return f"{abs(change) * 100:.1f} % {more if change > 0 else less}"

@@ -1,0 +1,73 @@
+"""A small job, with its schema, on disk; and the same as a snapshot without files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from scheduler.history import History
+from scheduler.snapshot import DataFacts, Snapshot
+from schemas.job import load_job
+from schemas.job_schedule import ScheduleConfig
+
+GIB = 1 << 30
+
+JOB = """\
+name: small
+data:
+  sources:
+    log: {files: "*.parquet", format: parquet}
+  samples:
+    map: SELECT * FROM log
+  session: {key: session_id, time: time}
+  tables:
+    users: {features: [user_id], num_rows: 1000}
+    items: {features: [item_id, clicked_items], num_rows: 20000}
+  groups:
+    user: [user_id, clicked_items]
+  block_samples: 64
+  oracle: {batch_samples: 256}
+  generate: {num_samples: 100000}
+train:
+  embedding_dim: 16
+  batch_samples: 256
+schedule:
+SCHEDULE
+"""
+
+SCHEMA = """\
+feature { name: "session_id" type: INT annotation { tag: "kept" } }
+feature { name: "time" type: INT annotation { tag: "kept" } }
+feature { name: "clicked" type: INT annotation { tag: "label" } }
+feature { name: "user_id" type: INT annotation { tag: "sparse" } }
+feature { name: "item_id" type: INT annotation { tag: "sparse" } }
+feature { name: "clicked_items" type: INT value_count { min: 0 } annotation { tag: "sparse" } }
+feature { name: "item_price" type: FLOAT annotation { tag: "dense" } }
+"""
+
+
+def write_job(folder: Path, schedule: str = "  priority: 0") -> Path:
+    """Write the job and its schema; `schedule` are the indented lines of that section."""
+    path = folder / "job.yaml"
+    path.write_text(JOB.replace("SCHEDULE", schedule))
+    (folder / "schema.pbtxt").write_text(SCHEMA)
+    return path
+
+
+FACTS = DataFacts(
+    num_samples=1_000_000,
+    num_train_samples=900_000,
+    table_rows={"users": 50_000, "items": 200_000},
+    rows_per_step=5_000.0,
+    lookups_per_sample=20.0,
+    row_bytes=800.0,
+    num_dense=4,
+    num_sparse=6,
+    measured=True,
+)
+
+
+def snapshot(
+    folder: Path, schedule: ScheduleConfig, facts: DataFacts = FACTS, history: History | None = None
+) -> Snapshot:
+    """Return the job with these limits, this data and this history."""
+    job = replace(load_job(write_job(folder)), schedule=schedule)
+    return Snapshot(job=job, facts=facts, history=history or History())

@@ -1,0 +1,165 @@
+"""The command: what it prints, and one line for each mistake."""
+
+import json
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from scheduler.__main__ import main
+from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
+from tests.scheduler.made import write_job
+
+POOLS = {
+    "preprocessing": {"segment_jobs", "workers_per_job", "cpus", "memory_bytes", "rows_per_sec"},
+    "training": {"num_replicas", "num_stores", "cpus", "memory_bytes", "samples_per_sec"},
+}
+
+
+def write_run(folder: Path, sec: float, num_steps: int = 20) -> None:
+    """Leave what a finished run leaves, every step of 256 samples as long as the others."""
+    folder.mkdir(parents=True)
+    metrics = [
+        StepMetric(
+            step=step,
+            loss=0.5,
+            num_samples=256,
+            num_replicas=1,
+            samples_per_sec=256 / sec,
+            phases={"forward": sec},
+        )
+        for step in range(num_steps)
+    ]
+    summary = RunSummary(
+        num_steps=num_steps,
+        num_samples=256 * num_steps,
+        loss_first=0.5,
+        loss_last=0.5,
+        ne=None,
+        auc=None,
+        gauc=None,
+        samples_per_sec=256 / sec,
+        cache_hit_rate=None,
+        fetched_rows=0,
+        peak_rss_bytes=900 << 20,
+    )
+    (folder / METRICS).write_text("".join(f"{to_line(metric)}\n" for metric in metrics))
+    (folder / SUMMARY).write_text(json.dumps(asdict(summary)))
+
+
+def write_build(path: Path, rows_per_sec: float) -> None:
+    """Leave what `pipelines build --json` prints."""
+    body = {"num_samples": 50_000, "startup_sec": 2.0, "wall_sec": 2.0 + 50_000 / rows_per_sec}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(body))
+
+
+def test_main_plan_json_prints_one_object_with_every_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(write_job(tmp_path)), "--json", "--explain"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1
+    body = json.loads(printed.out)
+    for pool, keys in POOLS.items():
+        assert keys <= set(body[pool])
+        assert all(math.isfinite(value) for value in body[pool].values())
+    assert body["predicted_sec"] > 0
+    assert body["cost_per_hour"] > 0
+    assert body["cost"] > 0
+    assert body["confident"] is False
+    assert len(body["reasons"]) == 5
+    assert "runner-up" in body["reasons"][0]
+    assert "preprocessing" in printed.err
+
+
+def test_main_plan_explain_prints_pools_and_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(write_job(tmp_path)), "--explain"]) == 0
+    out = capsys.readouterr().out
+    for text in ("samples/s", "rows/s", "runner-up", "low confidence", "balance"):
+        assert text in out
+
+
+def plan_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_main_plan_with_history_predicts_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = "  training: {max_replicas: 1}\n  preprocessing: {max_workers: 1}"
+    job = write_job(tmp_path, schedule)
+    write_run(tmp_path / "history" / "runs" / "dedup", sec=0.032)
+    write_build(tmp_path / "history" / "build.json", rows_per_sec=4_000)
+    body = plan_json([str(job), "--history", str(tmp_path / "history")], capsys)
+    assert body["training"]["samples_per_sec"] == pytest.approx(8_000)  # pyright: ignore
+    # 100,000 samples in 6 segments of one job: each starts anew and makes 4,000 rows/s
+    assert body["preprocessing"]["rows_per_sec"] == pytest.approx(100_000 / (6 * 2 + 25))  # pyright: ignore
+    assert body["predicted_sec"] == pytest.approx(6 * 2 + 25 + 100_000 / 6 / 8_000)
+
+
+def test_main_plan_without_finished_runs_uses_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path)
+    write_run(tmp_path / "history" / "a", sec=0.5)
+    (tmp_path / "history" / "a" / SUMMARY).unlink()
+    body = plan_json([str(job), "--history", str(tmp_path / "history")], capsys)
+    assert body == plan_json([str(job)], capsys)
+
+
+def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that a mistake ends in."""
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err.removesuffix("\n")
+
+
+def test_main_plan_over_budget_names_the_smallest_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path, "  budget: {cpus: 1, memory: 8GiB}")
+    assert fail(["plan", str(job)], capsys) == (
+        "budget must hold the smallest pools, got cpus=1 and memory=8192MiB; use at least "
+        "cpus=2 and memory=4096MiB (workers=1, replicas=1, stores=0)"
+    )
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"num_samples": 1, "startup_sec": 2}'])
+def test_main_plan_with_a_damaged_build_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    job = write_job(tmp_path)
+    (tmp_path / "build.json").write_text(text)
+    message = fail(["plan", str(job), "--history", str(tmp_path)], capsys)
+    assert re.match("build must be what build --json prints, got ", message)
+    assert f"in {tmp_path / 'build.json'}; build again or remove it" in message
+
+
+def test_main_plan_with_a_build_that_took_no_time_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path)
+    body = {"num_samples": 5, "startup_sec": 2, "wall_sec": 2}
+    (tmp_path / "build.json").write_text(json.dumps(body))
+    message = fail(["plan", str(job), "--history", str(tmp_path)], capsys)
+    assert message.startswith("build must have samples and startup_sec below wall_sec, got ")
+
+
+def test_main_plan_with_missing_paths_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path)
+    nowhere = tmp_path / "nowhere"
+    assert fail(["plan", str(job), "--history", str(nowhere)], capsys) == (
+        f"history must be a folder, got none in {nowhere}; check the path"
+    )
+    assert "manifest must exist" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
+    assert "job file must be readable" in fail(["plan", str(nowhere)], capsys)

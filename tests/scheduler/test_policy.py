@@ -1,0 +1,325 @@
+"""The plan is the best of all, never exceeds the budget, and names what would work."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.decision import Candidate
+from scheduler.memory import store_bytes, trainer_memory, worker_bytes
+from scheduler.model import samples_per_sec, segment_sec, timeline
+from scheduler.policy import TOLERANCE, fit_models, plan
+from scheduler.snapshot import Snapshot
+from schemas.errors import PlanError
+from schemas.job_schedule import (
+    BudgetConfig,
+    PreprocessingPoolConfig,
+    ScheduleConfig,
+    TrainingPoolConfig,
+    WorkerConfig,
+)
+from tests.scheduler.made import FACTS, GIB, snapshot
+
+Sizes = tuple[int, int, int, int]
+
+workers = st.builds(
+    WorkerConfig,
+    cpus=st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+    memory=st.sampled_from([2 * GIB, 4 * GIB, 8 * GIB]),
+)
+schedules = st.builds(
+    ScheduleConfig,
+    budget=st.builds(
+        BudgetConfig,
+        cpus=st.floats(4.0, 40.0),
+        memory=st.integers(8 * GIB, 128 * GIB),
+        cpu_hour_price=st.floats(0.0, 1.0),
+        gib_hour_price=st.floats(0.0, 0.1),
+    ),
+    preprocessing=st.builds(
+        PreprocessingPoolConfig,
+        worker=workers,
+        min_workers=st.integers(1, 3),
+        max_workers=st.integers(3, 8),
+    ),
+    training=st.builds(
+        TrainingPoolConfig,
+        replica=workers,
+        store=workers,
+        min_replicas=st.integers(1, 2),
+        max_replicas=st.integers(2, 6),
+        max_stores=st.integers(1, 4),
+    ),
+    deadline=st.one_of(st.none(), st.timedeltas(timedelta(seconds=60), timedelta(hours=4))),
+)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    """A job of one million samples without a history."""
+    return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig())
+
+
+def brute_force(known: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[float, float]]:
+    """Return (seconds, cost) of every size that fits, one by one with plain loops."""
+    facts, train, models = known.facts, known.job.train, fit_models(known, config)
+    pre, pool, budget = config.preprocessing, config.training, config.budget
+    found: dict[Sizes, tuple[float, float]] = {}
+    for jobs, each, replicas, stores in itertools.product(
+        range(1, pre.max_workers + 1),
+        range(1, pre.max_workers + 1),
+        range(pool.min_replicas, pool.max_replicas + 1),
+        range(pool.max_stores + 1),
+    ):
+        total = jobs * each
+        if jobs > models.num_segments or not pre.min_workers <= total <= pre.max_workers:
+            continue
+        if stores == 0 and replicas > 1:
+            continue
+        rows = facts.num_samples / models.num_segments
+        needs = [
+            (worker_bytes(facts, rows, each), pre.worker.memory),
+            (
+                trainer_memory(facts, train, replicas, stores, models.base_bytes).total_bytes,
+                pool.replica.memory,
+            ),
+            (store_bytes(facts, train, stores) if stores else 0, pool.store.memory),
+        ]
+        if any(need > has for need, has in needs):
+            continue
+        cpus = [total * pre.worker.cpus, replicas * pool.replica.cpus + stores * pool.store.cpus]
+        memory = [
+            total * pre.worker.memory,
+            replicas * pool.replica.memory + stores * pool.store.memory,
+        ]
+        if sum(cpus) > budget.cpus + 1e-9 or sum(memory) > budget.memory:
+            continue
+        speed = float(samples_per_sec(models.training.model, replicas, pool.replica.cpus, stores))
+        times = timeline(
+            segment_sec(models.preprocessing, rows, each, pre.worker.cpus),
+            models.num_segments,
+            jobs,
+            facts.num_train_samples / models.num_segments / speed,
+            train.epochs,
+        )
+        prices = [
+            c * budget.cpu_hour_price + m / GIB * budget.gib_hour_price
+            for c, m in zip(cpus, memory, strict=True)
+        ]
+        held = float(times.built_sec), float(times.end_sec - times.first_sec)
+        cost = sum(p * s for p, s in zip(prices, held, strict=True)) / 3600
+        found[(jobs, each, replicas, stores)] = float(times.end_sec), cost
+    return found
+
+
+def hour_price(sizes: Sizes, config: ScheduleConfig) -> float:
+    """Return what all processes of a plan cost in one hour."""
+    jobs, each, replicas, stores = sizes
+    pool, budget = config.training, config.budget
+    counted = [
+        (jobs * each, config.preprocessing.worker),
+        (replicas, pool.replica),
+        (stores, pool.store),
+    ]
+    return sum(
+        n * (w.cpus * budget.cpu_hour_price + w.memory / GIB * budget.gib_hour_price)
+        for n, w in counted
+    )
+
+
+def sizes_of(candidate: Candidate) -> Sizes:
+    return (
+        candidate.segment_jobs,
+        candidate.workers_per_job,
+        candidate.num_replicas,
+        candidate.num_stores,
+    )
+
+
+@given(config=schedules)
+@settings(max_examples=60)
+def test_plan_is_the_best_of_all_that_fit(known: Snapshot, config: ScheduleConfig) -> None:
+    found = brute_force(known, config)
+    wanted = math.inf if config.deadline is None else config.deadline.total_seconds()
+    in_time = {k: v for k, v in found.items() if v[0] <= wanted}
+    if not in_time:
+        with pytest.raises(PlanError):
+            plan(known, config)
+        return
+    decision = plan(known, config)
+    sec, cost = found[sizes_of(decision.chosen)]
+    assert decision.chosen.predicted_sec == pytest.approx(sec)
+    assert decision.chosen.cost == pytest.approx(cost)
+    assert decision.num_candidates == len(found)
+    assert sec <= wanted
+    value = {k: c if config.deadline else s * c for k, (s, c) in in_time.items()}
+    near = (1 + TOLERANCE) * min(value.values())
+    assert value[sizes_of(decision.chosen)] <= near * (1 + 1e-9)
+    cheapest = min(hour_price(k, config) for k in value if value[k] <= near * (1 - 1e-9))
+    assert decision.chosen.cost_per_hour <= cheapest * (1 + 1e-9)
+
+
+@given(config=schedules)
+@settings(max_examples=60)
+def test_plan_never_exceeds_the_budget_or_a_limit(known: Snapshot, config: ScheduleConfig) -> None:
+    try:
+        decision = plan(known, config)
+    except PlanError:
+        return
+    for c in (decision.chosen, decision.other_training, decision.other_preprocessing):
+        if c is None:
+            continue
+        pool, total = config.training, c.segment_jobs * c.workers_per_job
+        assert c.preprocessing_cpus + c.training_cpus <= config.budget.cpus + 1e-9
+        memory = c.preprocessing_memory_bytes + c.training_memory_bytes
+        assert memory <= config.budget.memory
+        assert memory == (
+            total * config.preprocessing.worker.memory
+            + c.num_replicas * pool.replica.memory
+            + c.num_stores * pool.store.memory
+        )
+        assert config.preprocessing.min_workers <= total <= config.preprocessing.max_workers
+        assert pool.min_replicas <= c.num_replicas <= pool.max_replicas
+        assert 0 <= c.num_stores <= pool.max_stores
+
+
+@given(config=schedules, cpus=st.floats(0.1, 6.0), memory=st.integers(GIB, 16 * GIB))
+@settings(max_examples=60)
+def test_plan_with_the_named_smallest_budget_works_and_with_less_does_not(
+    known: Snapshot, config: ScheduleConfig, cpus: float, memory: int
+) -> None:
+    config = replace(config, budget=BudgetConfig(cpus=cpus, memory=memory), deadline=None)
+    message = refusal(known, config)
+    named = re.search(r"use at least cpus=([\d.e+-]+) and memory=(\d+)MiB", message)
+    if named is None:
+        assert "budget" not in message
+        return
+    least = BudgetConfig(cpus=float(named[1]), memory=int(named[2]) << 20)
+    assert refusal(known, replace(config, budget=least)) == ""
+    for less in (
+        replace(least, cpus=least.cpus - 0.01),
+        replace(least, memory=least.memory - (1 << 20)),
+    ):
+        assert refusal(known, replace(config, budget=less)).startswith("budget must hold")
+
+
+def refusal(known: Snapshot, config: ScheduleConfig) -> str:
+    """Return why there is no plan, or nothing when there is one."""
+    try:
+        plan(known, config)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_plan_with_too_small_a_budget_says_so_in_one_line(known: Snapshot) -> None:
+    config = ScheduleConfig(budget=BudgetConfig(cpus=1.0, memory=GIB))
+    message = (
+        "budget must hold the smallest pools, got cpus=1 and memory=1024MiB; use at least "
+        "cpus=2 and memory=4096MiB (workers=1, replicas=1, stores=0)"
+    )
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
+        plan(known, config)
+
+
+def fastest_sec(known: Snapshot) -> int:
+    """Return the smallest deadline that the planner says it can meet, in whole seconds."""
+    with pytest.raises(PlanError, match="deadline must be reachable") as caught:
+        plan(known, ScheduleConfig(deadline=timedelta(seconds=1)))
+    found = re.search(r"use at least (\d+)s", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+def test_plan_with_the_named_deadline_works_and_with_less_does_not(known: Snapshot) -> None:
+    least = fastest_sec(known)
+    chosen = plan(known, ScheduleConfig(deadline=timedelta(seconds=least))).chosen
+    assert least - 1 < chosen.predicted_sec <= least
+    with pytest.raises(PlanError, match="deadline must be reachable"):
+        plan(known, ScheduleConfig(deadline=timedelta(seconds=least - 1)))
+
+
+def test_plan_with_a_tighter_deadline_costs_no_less(known: Snapshot) -> None:
+    least = fastest_sec(known)
+    loose = plan(known, ScheduleConfig(deadline=timedelta(days=30))).chosen
+    before = loose.cost
+    for seconds in np.geomspace(loose.predicted_sec, least, 8):
+        deadline = timedelta(seconds=float(seconds) + 1)
+        chosen = plan(known, ScheduleConfig(deadline=deadline)).chosen
+        assert chosen.predicted_sec <= deadline.total_seconds()
+        assert chosen.cost >= before / (1 + TOLERANCE)
+        before = max(before, chosen.cost)
+    assert before > loose.cost * (1 + TOLERANCE)
+
+
+@pytest.mark.parametrize("flops", [2, 40], ids=["light model", "heavy model"])
+def test_plan_that_follows_lets_neither_pool_wait_long(known: Snapshot, flops: int) -> None:
+    """With many segments the pools keep step, whichever of the two has more to do."""
+    facts = replace(known.facts, num_samples=10**8, num_train_samples=10**8)
+    train = known.job.train
+    model = replace(train.model, top_layers=(flops * 16, 64))
+    job = replace(known.job, train=replace(train, model=model))
+    limits = TrainingPoolConfig(
+        replica=WorkerConfig(cpus=1.0, memory=4 * GIB), max_replicas=32, max_stores=4
+    )
+    budget = BudgetConfig(cpus=64.0, memory=1024 * GIB)
+    decision = plan(
+        replace(known, facts=facts, job=job), ScheduleConfig(training=limits, budget=budget)
+    )
+    c = decision.chosen
+    assert c.waiting_sec < 0.25 * c.predicted_sec
+    assert 0.5 < c.rows_per_sec / c.samples_per_sec < 2.0
+
+
+def test_plan_of_tables_larger_than_a_replica_takes_stores(known: Snapshot) -> None:
+    facts = replace(FACTS, table_rows={"users": 50_000_000})
+    training = TrainingPoolConfig(replica=WorkerConfig(memory=4 * GIB), max_stores=16)
+    decision = plan(replace(known, facts=facts), ScheduleConfig(training=training))
+    stores = decision.chosen.num_stores
+    assert stores > 1
+    assert store_bytes(facts, known.job.train, stores) <= 2 * GIB
+
+
+REFUSED = {
+    "no room for one worker's shard": (
+        ScheduleConfig(preprocessing=PreprocessingPoolConfig(worker=WorkerConfig(memory=1 << 20))),
+        "preprocessing.worker.memory must hold a worker's shard, got 1MiB",
+    ),
+    "fewest workers above most": (
+        ScheduleConfig(preprocessing=PreprocessingPoolConfig(min_workers=9, max_workers=8)),
+        "preprocessing.max_workers must be at least 1 and min_workers, got max_workers=8",
+    ),
+    "fewest replicas above most": (
+        ScheduleConfig(training=TrainingPoolConfig(min_replicas=3, max_replicas=2)),
+        "training.max_replicas must be at least 1 and min_replicas, got max_replicas=2",
+    ),
+    "no room for a trainer": (
+        ScheduleConfig(training=TrainingPoolConfig(replica=WorkerConfig(memory=1 << 20))),
+        "training.replica.memory must hold a replica, got 1MiB; use at least",
+    ),
+    "replicas without stores": (
+        ScheduleConfig(training=TrainingPoolConfig(min_replicas=2, max_stores=0)),
+        "training.max_stores must hold the tables, got 0 of 2048MiB; use 1 stores",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_plan_that_cannot_fit_names_the_limit(
+    known: Snapshot, config: ScheduleConfig, message: str
+) -> None:
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}") as caught:
+        plan(known, config)
+    assert "\n" not in str(caught.value)
+
+
+def test_plan_twice_is_equal(tmp_path: Path) -> None:
+    known = snapshot(tmp_path, ScheduleConfig())
+    assert plan(known, known.job.schedule) == plan(known, known.job.schedule)
