@@ -47,8 +47,9 @@ def next_positions(accesses: NDArray[np.int64]) -> NDArray[np.int64]:
 def count_smaller_before(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each value how many values before it are smaller.
 
-    Sorts runs of twice the length again and again, as merge sort does; all runs
-    of one length at once.
+    Splits the positions, in ascending order of value, into halves again and
+    again, all runs of one length at once: a position in a right half has before
+    it the positions of the left half that come earlier in that order.
 
     Args:
         values: (n,), none twice.
@@ -57,21 +58,20 @@ def count_smaller_before(values: NDArray[np.int64]) -> NDArray[np.int64]:
         >>> count_smaller_before(np.array([3, 1, 2, 5])).tolist()
         [0, 0, 1, 3]
     """
-    num = len(values)
-    counts = np.zeros(num, np.int64)
-    # by_value: positions in ascending order of value. Within a run of one length the positions of
-    # its left and right half stay in that order, so that a running count of left ones is the rank.
-    by_value = np.argsort(values, kind="stable")
-    for level in range(max(1, num - 1).bit_length()):
-        run = by_value >> (level + 1)
-        by_run = by_value[np.argsort(run, kind="stable")]
-        is_left = (by_run >> level) & 1 == 0
-        lefts = np.cumsum(is_left)
-        starts = (by_run >> (level + 1)) << (level + 1)
-        # All positions before `starts` lie in earlier runs; half of each whole run is left.
-        lefts_before = starts >> 1
+    counts = np.zeros(len(values), np.int64)
+    # positions: runs of 2**(level + 1) neighbours lie together, each in ascending order of value
+    positions = np.argsort(values, kind="stable")
+    places = np.arange(len(values))
+    for level in reversed(range(max(0, len(values) - 1).bit_length())):
+        starts = positions >> (level + 1) << (level + 1)
+        is_left = (positions >> level) & 1 == 0
+        lefts = np.cumsum(is_left) - (starts >> 1)  # earlier runs are whole: half of each is left
         right = ~is_left
-        counts[by_run[right]] += lefts[right] - lefts_before[right]
+        counts[positions[right]] += lefts[right]
+        targets = np.where(is_left, starts + lefts - 1, places + (1 << level) - lefts)
+        split = np.empty_like(positions)
+        split[targets] = positions
+        positions = split
     return counts
 
 
@@ -136,3 +136,36 @@ def optimal_hit_rates(
         >>> optimal_hit_rates(np.array([1, 2, 1, 3, 2]), [1, 2, 3]).tolist()
         [0.0, 0.4, 0.4]
     """
+    if len(capacities) and min(capacities) < 1:
+        raise ValueError(f"capacities must be at least 1, got {min(capacities)}; raise it")
+    following = next_positions(accesses)
+    last = following == len(accesses)
+    # Rows that are not used again get places of their own behind the trace.
+    following[last] += np.arange(int(last.sum()))
+    hits = [_optimal_hits(following.tolist(), capacity) for capacity in capacities]
+    return np.array(hits, np.float64) / max(1, len(accesses))
+
+
+def _optimal_hits(following: Sequence[int], capacity: int) -> int:
+    """Count the hits when the row whose next use is farthest leaves.
+
+    The one loop over single accesses: which row leaves depends on all that left before.
+
+    Args:
+        following: position of each access's next one, none twice.
+        capacity: rows of the cache.
+    """
+    expected = bytearray(2 * len(following) + 1)  # by position: whether its row will be there
+    farthest: list[int] = []  # heap of negated positions; those that have passed sink to its end
+    num_rows = hits = 0
+    for position, later in enumerate(following):
+        if expected[position]:
+            hits += 1
+            heapq.heappush(farthest, -later)
+        elif num_rows < capacity:
+            num_rows += 1
+            heapq.heappush(farthest, -later)
+        else:
+            expected[-heapq.heapreplace(farthest, -later)] = 0
+        expected[later] = 1
+    return hits
