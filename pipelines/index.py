@@ -30,11 +30,13 @@ class TableTotals:
 
 class _IndexTable(beam.DoFn):
     def __init__(self, root: Path, dataset: Path, order: Order) -> None:
-        self.root, self.dataset, self.order = root, dataset, order
+        self.root, self.path, self.order = root, dataset, order
+
+    def setup(self) -> None:
+        self.dataset = open_dataset(self.path)
 
     def process(self, table: str) -> Iterator[TableTotals]:
-        dataset = open_dataset(self.dataset)
-        yield TableTotals(table, *write_index(self.root, dataset, table, self.order))
+        yield TableTotals(table, *write_index(self.root, self.dataset, table, self.order))
 
 
 def index_id(dataset: Dataset, order: Order) -> str:

@@ -113,10 +113,10 @@ class ReadRows(beam.PTransform):
 
     context: BuildContext
 
-    def expand(self, pbegin: beam.pvalue.PBegin) -> beam.pvalue.DoOutputsTuple:
+    def expand(self, input_or_inputs: beam.pvalue.PBegin) -> dict[str, beam.PCollection]:
         """Cut files into parts, spread them over workers, read them."""
         cut = (
-            pbegin
+            input_or_inputs
             | "list files" >> beam.Create(self.context.files())
             | "cut files" >> beam.ParDo(_CutFile(self.context)).with_outputs(REJECTS, main=SAMPLES)
         )
@@ -127,7 +127,7 @@ class ReadRows(beam.PTransform):
             >> beam.ParDo(_ReadPart(self.context, "ReadRows")).with_outputs(REJECTS, main=SAMPLES)
         )
         rejects = (cut[REJECTS], read[REJECTS]) | "join read rejects" >> beam.Flatten()
-        return {SAMPLES: read[SAMPLES], REJECTS: rejects}  # type: ignore[return-value]
+        return {SAMPLES: read[SAMPLES], REJECTS: rejects}
 
 
 class _ReadPart(_Counted):
@@ -246,8 +246,9 @@ class MakeSamples(beam.PTransform):
 
     context: BuildContext
 
-    def expand(self, rows: beam.PCollection) -> Any:
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Run row-local SQL at once, or group by the key first."""
+        rows = input_or_inputs
         if self.context.data.samples.map is not None:
             stage = _MapRows(self.context, "MapRows")
             return rows | "map rows" >> beam.ParDo(stage).with_outputs(REJECTS, main=SAMPLES)
@@ -278,10 +279,10 @@ class BuildParts(beam.PTransform):
 
     context: BuildContext
 
-    def expand(self, samples: beam.PCollection) -> beam.PCollection:
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Bring each range of session hashes to one worker."""
         return (
-            samples
+            input_or_inputs
             | "cluster by session" >> beam.GroupByKey()
             | "build part" >> beam.ParDo(_BuildPart(self.context, "BuildParts"))
         )

@@ -102,29 +102,39 @@ def _group_problems(
 
 def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
     training = segment.positions(TRAIN)
-    position_of_block = {int(b): i for i, b in enumerate(segment.block_names[training])}
+    looked_up = _training_lookups(segment, dataset)
+    for name, table in dataset.job.data.tables.items():
+        ids, positions = looked_up[name]
+        expected = unique_per_block(rows_of_ids(ids, name, table), positions, len(training))
+        found, rows = segment.access(name), segment.rows(name)[segment.access(name).values]
+        blocks = np.repeat(np.arange(found.num_rows), found.lengths)
+        same_lengths = np.array_equal(found.offsets, expected.offsets)
+        if not same_lengths or not np.array_equal(
+            rows[np.lexsort((rows, blocks))], expected.values
+        ):
+            yield f"access/{name}: rows differ from those that the samples look up"
+
+
+def _training_lookups(
+    segment: Segment, dataset: Dataset
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return by table the ids that training samples look up, and their blocks' positions."""
     data = dataset.job.data
-    for name, table in data.tables.items():
-        rows, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for file_index, row_group in row_groups(segment):
-            chosen = _chosen(segment, file_index, row_group)
-            names = segment.block_names[chosen]
-            if int(names[0]) not in position_of_block:
-                continue
-            where = np.array([position_of_block[int(b)] for b in names])
-            samples = joined_row_group(segment, file_index, row_group, data)
-            position = np.repeat(where, segment.column("num_samples")[chosen])
-            for feature in table.features:
-                ids, repeats = _ids(samples[feature])
-                rows.append(rows_of_ids(ids, name, table))
-                positions.append(np.repeat(position, repeats))
-        expected = unique_per_block(np.concatenate(rows), np.concatenate(positions), len(training))
-        found, numbering = segment.access(name), segment.rows(name)
-        for position in range(len(training)):
-            numbers = found.values[found.offsets[position] : found.offsets[position + 1]]
-            wanted = expected.values[expected.offsets[position] : expected.offsets[position + 1]]
-            if not np.array_equal(np.sort(numbering[numbers]), wanted):
-                yield f"access/{name}: block {segment.block_names[training][position]} differs"
+    first_position = segment.positions(TRAIN)[:1].sum()
+    is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
+    ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
+    positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
+    for file_index, row_group in row_groups(segment):
+        chosen = np.flatnonzero(_chosen(segment, file_index, row_group))
+        if not is_training[chosen[0]]:
+            continue
+        samples = joined_row_group(segment, file_index, row_group, data)
+        position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
+        for feature, table in data.table_of_feature.items():
+            values, repeats = _ids(samples[feature])
+            ids[table].append(values.astype(np.int64))
+            positions[table].append(np.repeat(position, repeats))
+    return {t: (np.concatenate(ids[t]), np.concatenate(positions[t])) for t in data.tables}
 
 
 def _ids(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
