@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.build import BuildRequest, build
+from pipelines.build import build
 from pipelines.expand import expand
 from pipelines.generate import GeneratorConfig, write_log
 from pipelines.oracle_command import oracle
+from pipelines.prepare import BuildRequest
 from pipelines.report import write_report
 from pipelines.verify import verify
 from schemas.errors import PlanError, SchemaError

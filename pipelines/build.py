@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
-import duckdb
 import pyarrow.compute as pc
 
 from pipelines.commit import (
@@ -27,19 +26,17 @@ from pipelines.commit import (
 from pipelines.index import build_index
 from pipelines.oracle import write_access
 from pipelines.part import PartResult
+from pipelines.prepare import BuildRequest, check_map, prepare
+from pipelines.progress import watched
 from pipelines.rejects import Reject, sort_key
 from pipelines.runner import run_pipeline
-from pipelines.sources import ORIGIN, empty_rows, list_inputs
-from pipelines.sql import carry_origin, connect, run
 from pipelines.transforms import REJECTS, SAMPLES, BuildContext, BuildParts, MakeSamples, ReadRows
-from pipelines.validate import check_columns
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, Job, load_job
 from schemas.layout import BLOCK, MANIFEST, SEGMENTS, TRAIN
 from schemas.manifest import (
-    InputFile,
     Reference,
     SegmentManifest,
     hash_of,
@@ -50,68 +47,6 @@ from schemas.manifest import (
 PART_INPUT_BYTES = 32 << 20
 """Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
 they are 20 times larger in memory, large enough for row groups of 64 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class BuildRequest:
-    """What is to be built.
-
-    Attributes:
-        job_path: the job file.
-        input_root: directory of raw files.
-        dataset: directory of the dataset.
-        beam_args: Beam options.
-        attempt: name of this attempt, unique among those that may run at once.
-        check_sql: whether to compare the SQL's result on three cuts of the same rows first.
-        say: told what is going on, one line at a time.
-    """
-
-    job_path: Path
-    input_root: Path
-    dataset: Path
-    beam_args: list[str]
-    attempt: str
-    check_sql: bool = False
-    say: Callable[[str], None] = lambda _: None
-
-
-def prepare(
-    request: BuildRequest, job: Job, features: FeatureSet
-) -> tuple[tuple[InputFile, ...], str]:
-    """List the input and check the SQL against the declared columns.
-
-    Returns:
-        The listing, and the statement that workers run.
-
-    Raises:
-        SchemaError: naming what does not fit, before any work is done.
-    """
-    data = job.data
-    listing = list_inputs(request.input_root, data.sources)
-    key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
-    text = data.samples.map or (data.samples.per.sql if data.samples.per else "")
-    try:
-        statement = carry_origin(text, key)
-        empty = {
-            name: empty_rows(
-                request.input_root, name, config, [f.path for f in listing if f.source == name]
-            )
-            for name, config in data.sources.items()
-        }
-        for name in empty:
-            if name != data.sample_source:
-                empty[name] = empty[name].drop_columns([ORIGIN])
-        check_columns(run(connect(), statement, empty).schema, features, data)
-    except SchemaError as error:
-        if error.file is None:
-            raise SchemaError(error.message, file=str(request.job_path)) from error
-        raise
-    except duckdb.Error as error:
-        raise SchemaError(
-            f"{key} must run on its sources, got {str(error).splitlines()[0]}; correct it",
-            file=str(request.job_path),
-        ) from error
-    return listing, statement
 
 
 class _NumberAccesses(beam.DoFn):
@@ -158,6 +93,11 @@ def build_segment(
         index: position of the segment in the dataset.
     """
     listing, statement = prepare(request, job, features)
+    size = sum(f.num_bytes for f in listing)
+    request.say(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
+    if request.check_sql:
+        rows = check_map(request, job.data, listing, statement)
+        request.say(f"check-sql: equal samples from {rows} rows cut three ways")
     hashes = hash_of(asdict(job.data)), hash_of([asdict(f) for f in features.features])
     segment_id = f"{index:05d}-{hash_of([*hashes, [asdict(f) for f in listing]])[:12]}"
     final = request.dataset / SEGMENTS / segment_id
@@ -174,10 +114,13 @@ def build_segment(
         data=job.data,
         features=features,
         statement=statement,
-        num_parts=max(1, -(-sum(f.num_bytes for f in listing) // PART_INPUT_BYTES)),
+        num_parts=max(1, -(-size // PART_INPUT_BYTES)),
     )
     try:
-        outcome = run_pipeline(lambda p: segment_pipeline(p, context), request.beam_args, building)
+        with watched(building, context.num_parts, request.say):
+            outcome = run_pipeline(
+                lambda p: segment_pipeline(p, context), request.beam_args, building
+            )
         check_usable(outcome.values["parts"], outcome.values["rejects"], job.data)
         manifest = finish_segment(
             building,
@@ -225,7 +168,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
     reference, manifest, _ = build_segment(request, job, features, 0)
     files = request.job_path.read_bytes(), schema_path.read_bytes()
     commit_root(request.dataset, job.name, *files, [reference], [])
+    request.say(f"segment {reference.id}: {manifest.num_samples} samples committed")
     index = default_index(request)
+    request.say(f"{index.id} committed")
     commit_root(request.dataset, job.name, *files, [reference], [index])
     return summary(request.dataset, manifest, time.perf_counter() - started)
 

@@ -1,0 +1,110 @@
+"""Before the work: what is asked for, which files there are, whether the SQL fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+
+from pipelines.check_sql import check_map_sql
+from pipelines.rejects import Reject
+from pipelines.sources import (
+    ORIGIN,
+    FilePart,
+    empty_rows,
+    list_inputs,
+    parts_of_file,
+    read_part,
+)
+from pipelines.sql import carry_origin, connect, run
+from pipelines.validate import check_columns
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet
+from schemas.job import DataConfig, Job
+from schemas.manifest import InputFile
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """What is to be built.
+
+    Attributes:
+        job_path: the job file.
+        input_root: directory of raw files.
+        dataset: directory of the dataset.
+        beam_args: Beam options.
+        attempt: name of this attempt, unique among those that may run at once.
+        check_sql: whether to compare the SQL's result on three cuts of the same rows first.
+        say: told what is going on, one line at a time.
+    """
+
+    job_path: Path
+    input_root: Path
+    dataset: Path
+    beam_args: list[str]
+    attempt: str
+    check_sql: bool = False
+    say: Callable[[str], None] = lambda _: None
+
+
+def prepare(
+    request: BuildRequest, job: Job, features: FeatureSet
+) -> tuple[tuple[InputFile, ...], str]:
+    """List the input and check the SQL against the declared columns.
+
+    Returns:
+        The listing, and the statement that workers run.
+
+    Raises:
+        SchemaError: naming what does not fit, before any work is done.
+    """
+    data = job.data
+    listing = list_inputs(request.input_root, data.sources)
+    key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
+    text = data.samples.map or (data.samples.per.sql if data.samples.per else "")
+    try:
+        statement = carry_origin(text, key)
+        empty = {
+            name: empty_rows(
+                request.input_root, name, config, [f.path for f in listing if f.source == name]
+            )
+            for name, config in data.sources.items()
+        }
+        for name in empty:
+            if name != data.sample_source:
+                empty[name] = empty[name].drop_columns([ORIGIN])
+        check_columns(run(connect(), statement, empty).schema, features, data)
+    except SchemaError as error:
+        if error.file is None:
+            raise SchemaError(error.message, file=str(request.job_path)) from error
+        raise
+    except duckdb.Error as error:
+        raise SchemaError(
+            f"{key} must run on its sources, got {str(error).splitlines()[0]}; correct it",
+            file=str(request.job_path),
+        ) from error
+    return listing, statement
+
+
+def check_map(
+    request: BuildRequest, data: DataConfig, listing: tuple[InputFile, ...], statement: str
+) -> int:
+    """Compare what `samples.map` makes of the same rows cut three ways.
+
+    Raises:
+        SchemaError: the results differ, or the job has no `samples.map`.
+    """
+    if data.samples.map is None:
+        raise SchemaError("--check-sql must have a job with samples.map; samples.per is not cut")
+    config = data.sources[data.sample_source]
+    files = [FilePart(f.source, f.path, i) for i, f in enumerate(listing)]
+    parts = (p for file in files for p in as_parts(parts_of_file(request.input_root, file, config)))
+    chunks = (rows.table for part in parts for rows in read_part(request.input_root, part, config))
+    return check_map_sql(statement, data.sample_source, (c for c in chunks if c is not None))
+
+
+def as_parts(cut: list[FilePart] | Reject) -> list[FilePart]:
+    """Return the parts of a readable file, none of an unreadable one."""
+    return [] if isinstance(cut, Reject) else cut
