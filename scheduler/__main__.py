@@ -32,15 +32,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a mistake of the user's ends as one line on stderr and 2."""
+    """Run one command; a mistake of the user's ends as one line on stderr and 1."""
     arguments = build_parser().parse_args(argv)
     try:
         snapshot = take_snapshot(arguments.job, arguments.dataset, arguments.history)
         config = snapshot.job.schedule
         decision = plan(snapshot, config)
     except (SchemaError, PlanError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if arguments.json:
         print(json.dumps(as_json(snapshot, config, decision)))
     if arguments.explain:

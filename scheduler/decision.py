@@ -20,6 +20,8 @@ class Models:
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
     """Segments that the data is cut into."""
+    num_parts: float
+    """Parts of a segment, each written by one worker: further workers idle; inf when unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +72,25 @@ class PlanDecision:
     """Plans that were compared."""
     models: Models
     """What predicted all this."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "store"), counted(0, "store"), counted(1200, "plan")
+        ('1 store', '0 stores', '1,200 plans')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def preprocessing_words(candidate: Candidate) -> str:
+    """Return the size of the preprocessing pool."""
+    jobs = counted(candidate.segment_jobs, "segment job")
+    return f"{jobs} x {counted(candidate.workers_per_job, 'worker')}"
+
+
+def training_words(candidate: Candidate) -> str:
+    """Return the size of the training pool."""
+    stores = counted(candidate.num_stores, "store")
+    return f"{counted(candidate.num_replicas, 'replica')} and {stores}"

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scheduler.candidates import mib
-from scheduler.decision import PlanDecision
+from scheduler.decision import PlanDecision, preprocessing_words, training_words
 from scheduler.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.reasons import confident, reasons
 from scheduler.snapshot import Snapshot
@@ -76,34 +76,41 @@ def summary(decision: PlanDecision) -> str:
     """Return the plan in one line."""
     c = decision.chosen
     return (
-        f"{c.segment_jobs} segment jobs x {c.workers_per_job} workers, {c.num_replicas} replicas, "
-        f"{c.num_stores} stores: {c.predicted_sec:,.0f} s, cost {c.cost:.4g}"
+        f"{preprocessing_words(c)}, {training_words(c)}: "
+        f"{c.predicted_sec:,.0f} s, cost {c.cost:.4g}"
     )
 
 
 def explain(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> RenderableType:
     """Return the plan as a table of pools and a list of reasons."""
     chosen, memory = decision.chosen, predicted_memory(snapshot, decision)
-    table = Table(title=f"{snapshot.job.name}: {summary(decision)}", title_justify="left")
-    for column in ("pool", "size", "cores", "memory", "predicted per process", "speed"):
+    table = Table(title=snapshot.job.name, title_justify="left")
+    for column in ("", "preprocessing", "training"):
         table.add_column(column)
-    table.add_row(
-        "preprocessing",
-        f"{chosen.segment_jobs} x {chosen.workers_per_job} workers",
-        f"{chosen.preprocessing_cpus:g}",
-        mib(chosen.preprocessing_memory_bytes),
-        f"worker {mib(memory.worker_bytes)}",
-        f"{chosen.rows_per_sec:,.0f} rows/s",
-    )
     stores = f", store {mib(memory.store_bytes)}" if chosen.num_stores else ""
-    table.add_row(
-        "training",
-        f"{chosen.num_replicas} replicas, {chosen.num_stores} stores",
-        f"{chosen.training_cpus:g}",
-        mib(chosen.training_memory_bytes),
-        f"replica {mib(memory.replica_bytes)}{stores}",
-        f"{chosen.samples_per_sec:,.0f} samples/s",
+    for row in (
+        (
+            "processes",
+            preprocessing_words(chosen),
+            training_words(chosen),
+        ),
+        ("cores", f"{chosen.preprocessing_cpus:g}", f"{chosen.training_cpus:g}"),
+        ("memory", mib(chosen.preprocessing_memory_bytes), mib(chosen.training_memory_bytes)),
+        (
+            "predicted",
+            f"worker {mib(memory.worker_bytes)}",
+            f"replica {mib(memory.replica_bytes)}{stores}",
+        ),
+        ("speed", f"{chosen.rows_per_sec:,.0f} rows/s", f"{chosen.samples_per_sec:,.0f} samples/s"),
+    ):
+        table.add_row(*row)
+    prices = Text(
+        f"{chosen.predicted_sec:,.0f} s from start to trained model, cost {chosen.cost:.4g} "
+        f"({chosen.cost_per_hour:.4g} an hour while both pools are held)"
     )
     lines = [Text(f"- {reason}") for reason in reasons(snapshot, config, decision)]
-    prices = Text(f"cost {chosen.cost:.4g}, {chosen.cost_per_hour:.4g} an hour with both pools")
+    prices = Text(
+        f"{chosen.predicted_sec:,.0f} s from start to trained model, cost {chosen.cost:.4g} "
+        f"({chosen.cost_per_hour:.4g} an hour while both pools are held)"
+    )
     return Group(table, prices, *lines)

@@ -94,10 +94,10 @@ def fit_preprocessing(
     """
     if not builds:
         return prior
-    rates = [b.num_samples / (b.wall_sec - b.startup_sec) for b in builds]
+    rate = float(np.median([b.rows_per_sec for b in builds]))
     return replace(
         prior,
-        rows_per_worker_sec=float(np.median(rates)) / min(cpus, 1.0),
+        rows_per_worker_sec=rate / min(cpus, 1.0),
         startup_sec=float(np.median([b.startup_sec for b in builds])),
     )
 

@@ -22,14 +22,12 @@ class BuildRecord:
     """One finished build.
 
     Attributes:
-        num_samples: samples that it wrote.
-        startup_sec: seconds before the first row.
-        wall_sec: seconds of all, `startup_sec` included.
+        startup_sec: seconds before the work began.
+        rows_per_sec: samples per second of work, start-up left out.
     """
 
-    num_samples: int
     startup_sec: float
-    wall_sec: float
+    rows_per_sec: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +78,16 @@ def read_history(directory: Path) -> History:
 def _read_build(path: Path) -> BuildRecord:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        record = BuildRecord(
-            int(body["num_samples"]), float(body["startup_sec"]), float(body["wall_sec"])
-        )
+        record = BuildRecord(float(body["startup_sec"]), float(body["rows_per_sec"]))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SchemaError(
             f"build must be what build --json prints, got {error!r}; build again or remove it",
             file=str(path),
         ) from error
-    if record.num_samples <= 0 or not 0 <= record.startup_sec < record.wall_sec:
+    if not (record.rows_per_sec > 0 and record.startup_sec >= 0):
         raise SchemaError(
-            f"build must have samples and startup_sec below wall_sec, got {body!r}; "
-            "build again or remove it",
+            "build must have rows_per_sec above 0 and startup_sec from 0, got "
+            f"{record.rows_per_sec} and {record.startup_sec}; build again or remove it",
             file=str(path),
         )
     return record

@@ -158,6 +158,10 @@ def stores_needed(facts: DataFacts, train: TrainConfig, store_memory: int) -> in
 
 
 def worker_bytes(facts: DataFacts, segment_rows: float, workers_per_job: int) -> int:
-    """Return the bytes of one pipeline worker: its shard of the segment, some copies, and base."""
-    shard = segment_rows * facts.row_bytes / workers_per_job
-    return WORKER_BASE_BYTES + math.ceil(WORKER_COPIES * shard)
+    """Return the bytes of one pipeline worker: base, and some copies of its rows.
+
+    A worker holds its shard of the segment, and never less than the part it writes.
+    """
+    part = min(segment_rows, facts.part_rows or 0.0)
+    rows = max(segment_rows / workers_per_job, part)
+    return WORKER_BASE_BYTES + math.ceil(WORKER_COPIES * rows * facts.row_bytes)

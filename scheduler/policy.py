@@ -10,6 +10,7 @@ it waits for segments, so a plan in which one pool waits for the other loses.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,13 +84,17 @@ def fit_models(snapshot: Snapshot, config: ScheduleConfig) -> Models:
         default_training(facts, train), comparable_runs(history.runs, "plain"), cpus
     )
     held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
+    segments = num_segments(facts.num_samples, train.batch_samples)
     return Models(
         training=training,
         preprocessing=fit_preprocessing(
             default_preprocessing(), history.builds, config.preprocessing.worker.cpus
         ),
         base_bytes=max(TRAINER_BASE_BYTES, training.peak_rss_bytes - held),
-        num_segments=num_segments(facts.num_samples, train.batch_samples),
+        num_segments=segments,
+        num_parts=math.inf
+        if facts.part_rows is None
+        else math.ceil(facts.num_samples / segments / facts.part_rows - 1e-9),
     )
 
 
@@ -98,7 +103,10 @@ def predict(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Mode
     facts, segments = snapshot.facts, models.num_segments
     preprocessing = config.preprocessing.worker
     segment = segment_sec(
-        models.preprocessing, facts.num_samples / segments, grid.workers_per_job, preprocessing.cpus
+        models.preprocessing,
+        facts.num_samples / segments,
+        np.minimum(grid.workers_per_job, models.num_parts),
+        preprocessing.cpus,
     )
     speed = samples_per_sec(
         models.training.model, grid.num_replicas, config.training.replica.cpus, grid.num_stores

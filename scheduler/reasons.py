@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from scheduler.candidates import SEGMENT_BATCHES, mib
-from scheduler.decision import Candidate, PlanDecision
+from scheduler.decision import (
+    Candidate,
+    PlanDecision,
+    counted,
+    preprocessing_words,
+    training_words,
+)
 from scheduler.fit import MAX_ERROR
 from scheduler.memory import store_bytes, stores_needed, tables_bytes, trainer_memory
 from scheduler.policy import TOLERANCE
@@ -54,24 +62,24 @@ def doubts(snapshot: Snapshot, decision: PlanDecision) -> list[str]:
 def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     """Say why the preprocessing pool has its size."""
     chosen, other = decision.chosen, decision.other_preprocessing
-    segments = decision.models.num_segments
+    segments = counted(decision.models.num_segments, "segment")
     text = (
-        f"preprocessing: {_preprocessing(chosen)} make {chosen.rows_per_sec:,.0f} rows/s; "
-        f"the data can be cut into {segments} segment{'s'[: segments > 1]} of at least "
-        f"{SEGMENT_BATCHES} batches"
+        f"preprocessing: {preprocessing_words(chosen)} make {chosen.rows_per_sec:,.0f} rows/s; "
+        f"the data gives {segments}, as each needs {SEGMENT_BATCHES} batches"
+        f"{_parts(decision.models.num_parts)}"
     )
     if other is None:
         return f"{text}; the limits and the budget allow no other size"
-    return f"{text}; runner-up {_preprocessing(other)}: {_why_not(chosen, other, config)}"
+    return f"{text}; runner-up {preprocessing_words(other)}: {_why_not(chosen, other, config)}"
 
 
 def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     """Say why the training pool has its size."""
     chosen, other = decision.chosen, decision.other_training
-    text = f"training: {_training(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
+    text = f"training: {training_words(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
     if other is None:
         return f"{text}; the limits and the budget allow no other size"
-    return f"{text}; runner-up {_training(other)}: {_why_not(chosen, other, config)}"
+    return f"{text}; runner-up {training_words(other)}: {_why_not(chosen, other, config)}"
 
 
 def balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
@@ -103,14 +111,15 @@ def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDeci
         return f"{text}; one replica needs {mib(alone)} of its {mib(limit)} with them, so no store"
     least = stores_needed(facts, train, config.training.store.memory)
     why = (
-        f"{chosen.num_replicas} replicas share them"
+        "several replicas share them"
         if alone <= limit
         else f"one replica would need {mib(alone)} and has {mib(limit)}"
     )
     held = store_bytes(facts, train, chosen.num_stores)
     return (
-        f"{text}; {why}, so {chosen.num_stores} stores hold them, "
-        f"{mib(held)} of {mib(config.training.store.memory)} each; {least} would be enough"
+        f"{text}; {why}, so {counted(chosen.num_stores, 'store')} with "
+        f"{mib(held)} of {mib(config.training.store.memory)} each hold them; "
+        f"{least} would be enough"
     )
 
 
@@ -118,23 +127,19 @@ def trust_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
     """Say what the prediction rests on."""
     found = doubts(snapshot, decision)
     fit, builds = decision.models.training, snapshot.history.builds
-    compared = f"{decision.num_candidates:,} plans were compared"
+    compared = f"{counted(decision.num_candidates, 'plan')} compared"
     if found:
         return f"low confidence: {'; '.join(found)}; {compared}"
     return (
-        f"confident: {len(builds)} build{'s'[: len(builds) > 1]} and {fit.num_steps:,} steps "
+        f"confident: {counted(len(builds), 'build')} and {counted(fit.num_steps, 'step')} "
         f"were measured, the fit is {fit.error:.0%} off on average; {compared}"
     )
 
 
-def _preprocessing(candidate: Candidate) -> str:
-    jobs, workers = candidate.segment_jobs, candidate.workers_per_job
-    return f"{jobs} segment job{'s'[: jobs > 1]} x {workers} worker{'s'[: workers > 1]}"
-
-
-def _training(candidate: Candidate) -> str:
-    replicas, stores = candidate.num_replicas, candidate.num_stores
-    return f"{replicas} replica{'s'[: replicas > 1]} and {stores} store{'s'[: stores != 1]}"
+def _parts(num_parts: float) -> str:
+    if num_parts == math.inf:
+        return ""
+    return f", and {counted(int(num_parts), 'part')} in each, for one worker a part"
 
 
 def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str:

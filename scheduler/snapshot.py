@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from scheduler.history import History, read_history
-from schemas.dataset import Dataset, Index, open_dataset
+from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError, nearest
 from schemas.features import FeatureSet, load_features
 from schemas.job import Job, load_job
@@ -38,9 +38,11 @@ class DataFacts:
     rows_per_step: float
     """Distinct rows of a global batch, summed over tables."""
     lookups_per_sample: float
-    """Rows that one sample looks up, duplicates within a batch counted once where known."""
+    """Rows that one sample looks up; those of a unique tuple are shared where a dataset tells."""
     row_bytes: float
     """Bytes of one sample in the memory of a worker, before deduplication."""
+    part_rows: float | None
+    """Samples of one part of a segment, which one worker writes; None when nothing was built."""
     num_dense: int
     """Dense features."""
     num_sparse: int
@@ -101,6 +103,7 @@ def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:
         ),
         lookups_per_sample=sum(lookups.values()),
         row_bytes=VALUE_BYTES * sum(lengths.values()),
+        part_rows=None,
         num_dense=len(features.with_role("dense")),
         num_sparse=len(features.with_role("sparse")),
         measured=False,
@@ -147,10 +150,16 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
         rows_per_step=_rows_per_step(job, index, table_rows, lookups / num_train),
         lookups_per_sample=lookups / num_train,
         row_bytes=_row_bytes(dataset, num_samples),
+        part_rows=num_samples / sum(_num_parts(segment) for segment in dataset.segments),
         num_dense=len(dataset.features.with_role("dense")),
         num_sparse=len(dataset.features.with_role("sparse")),
         measured=True,
     )
+
+
+def _num_parts(segment: Segment) -> int:
+    """Return the parts of a segment that hold a block."""
+    return len(np.unique(segment.column("file")))
 
 
 def _index(job: Job, dataset: Dataset) -> Index | None:
@@ -191,4 +200,4 @@ def _row_bytes(dataset: Dataset, num_samples: int) -> float:
         for group in segment.manifest.groups.values()
     )
     per_sample = values / max(num_samples, 1) + len(scalars) + ASSUMED_LIST_VALUES * len(loose)
-    return VALUE_BYTES * float(np.float64(per_sample))
+    return VALUE_BYTES * per_sample

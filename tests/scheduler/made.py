@@ -59,6 +59,7 @@ FACTS = DataFacts(
     rows_per_step=5_000.0,
     lookups_per_sample=20.0,
     row_bytes=800.0,
+    part_rows=4_000.0,
     num_dense=4,
     num_sparse=6,
     measured=True,

@@ -99,7 +99,7 @@ def test_comparable_runs_leave_out_expanded_and_prefer_the_same_embedding() -> N
 
 def test_fit_preprocessing_takes_the_median_build() -> None:
     prior = PreprocessingModel(rows_per_worker_sec=1.0, startup_sec=1.0, serial_share=0.05)
-    builds = [BuildRecord(1000, 2.0, 12.0), BuildRecord(1000, 3.0, 5.0), BuildRecord(900, 1.0, 4.0)]
+    builds = [BuildRecord(2.0, 100.0), BuildRecord(3.0, 500.0), BuildRecord(1.0, 300.0)]
     fit = fit_preprocessing(prior, builds, 0.5)
     assert (fit.rows_per_worker_sec, fit.startup_sec) == (600.0, 2.0)
     assert fit_preprocessing(prior, [], 0.5) == prior

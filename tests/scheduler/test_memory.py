@@ -81,4 +81,11 @@ def test_cache_rows_is_what_the_job_says_or_the_rows_of_all_steps_ahead() -> Non
 @given(st.floats(1.0, 1e9), st.integers(1, 63))
 def test_worker_bytes_fall_with_workers_and_grow_with_rows(rows: float, workers: int) -> None:
     assert worker_bytes(FACTS, rows, workers + 1) <= worker_bytes(FACTS, rows, workers)
-    assert worker_bytes(FACTS, rows * 2 + 1, workers) > worker_bytes(FACTS, rows, workers)
+    assert worker_bytes(FACTS, rows * 2, workers) >= worker_bytes(FACTS, rows, workers)
+    assert worker_bytes(FACTS, rows * 2, 1) > worker_bytes(FACTS, rows, 1)
+
+
+def test_worker_bytes_of_many_workers_is_that_of_one_part() -> None:
+    one_part = worker_bytes(FACTS, FACTS.part_rows or 0.0, 1)
+    assert worker_bytes(FACTS, 1e6, 1_000) == one_part
+    assert worker_bytes(FACTS, 100.0, 1) < one_part

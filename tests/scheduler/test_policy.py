@@ -102,8 +102,9 @@ def brute_force(known: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[fl
         if sum(cpus) > budget.cpus + 1e-9 or sum(memory) > budget.memory:
             continue
         speed = float(samples_per_sec(models.training.model, replicas, pool.replica.cpus, stores))
+        busy = min(each, math.ceil(rows / 4_000))
         times = timeline(
-            segment_sec(models.preprocessing, rows, each, pre.worker.cpus),
+            segment_sec(models.preprocessing, rows, busy, pre.worker.cpus),
             models.num_segments,
             jobs,
             facts.num_train_samples / models.num_segments / speed,

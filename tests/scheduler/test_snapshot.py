@@ -1,0 +1,171 @@
+"""What a snapshot says of a real dataset equals what the raw log says."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.build import BuildRequest, build
+from pipelines.generate import GeneratorConfig, write_log
+from scheduler.__main__ import main
+from scheduler.snapshot import VALUE_BYTES, DataFacts, take_snapshot
+from schemas.dataset import open_dataset
+from schemas.job import Job, load_job
+from schemas.rows import rows_of_ids
+from tests.scheduler.made import write_job
+
+
+@pytest.fixture(scope="module")
+def demo_job(repository: Path) -> Path:
+    return repository / "schemas" / "demo" / "job.yaml"
+
+
+@pytest.fixture(scope="module")
+def built(demo_job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo's `log/`, its `dataset/` and what the build printed."""
+    root = tmp_path_factory.mktemp("built")
+    config = load_job(demo_job).data.generate
+    assert config is not None
+    made = GeneratorConfig(
+        num_samples=5_000, seed=config.seed, start=config.start, span=config.span
+    )
+    write_log(made, root / "log")
+    request = BuildRequest(
+        job_path=demo_job,
+        input_root=root / "log",
+        dataset=root / "dataset",
+        beam_args=[],
+        attempt="a",
+    )
+    (root / "build.json").write_text(json.dumps({**build(request), "startup_sec": 1.5}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def job(demo_job: Path) -> Job:
+    return load_job(demo_job)
+
+
+@pytest.fixture(scope="module")
+def log(built: Path) -> pa.Table:
+    return pa.concat_tables(pq.read_table(p) for p in sorted((built / "log").rglob("*.parquet")))
+
+
+@pytest.fixture(scope="module")
+def training(log: pa.Table, job: Job) -> pa.Table:
+    """The rows of the log before the evaluation range."""
+    start = np.datetime64(job.data.split.evaluation_from, "us")
+    return log.filter(pa.array(log["time"].to_numpy() < start))
+
+
+@pytest.fixture(scope="module")
+def facts(demo_job: Path, built: Path) -> DataFacts:
+    return take_snapshot(demo_job, built / "dataset", None).facts
+
+
+def values_of(column: pa.ChunkedArray) -> np.ndarray:
+    """Return all values of a column, those of lists one after the other."""
+    array = pa.concat_arrays(column.chunks)
+    flat = array.flatten() if pa.types.is_nested(array.type) else array
+    return flat.drop_null().to_numpy(zero_copy_only=False)
+
+
+def test_facts_of_dataset_count_samples_as_the_log(
+    facts: DataFacts, log: pa.Table, training: pa.Table
+) -> None:
+    assert (facts.num_samples, facts.num_train_samples) == (len(log), len(training))
+    assert 0 < len(training) < len(log)
+    assert facts.measured
+
+
+def test_facts_of_dataset_hold_the_rows_that_the_log_touches(
+    facts: DataFacts, training: pa.Table, job: Job
+) -> None:
+    wanted = {
+        name: len(
+            np.unique(
+                np.concatenate(
+                    [rows_of_ids(values_of(training[f]), name, table) for f in table.features]
+                )
+            )
+        )
+        for name, table in job.data.tables.items()
+    }
+    assert facts.table_rows == wanted
+
+
+def test_facts_of_dataset_hold_the_bytes_of_the_log(facts: DataFacts, log: pa.Table) -> None:
+    values = sum(len(values_of(log[name])) for name in log.column_names)
+    assert facts.row_bytes == pytest.approx(VALUE_BYTES * values / len(log))
+
+
+def test_facts_of_dataset_bound_the_rows_of_a_step(
+    facts: DataFacts, training: pa.Table, job: Job
+) -> None:
+    lookups = sum(len(values_of(training[f])) for t in job.data.tables.values() for f in t.features)
+    per_sample = lookups / len(training)
+    assert 0 < facts.lookups_per_sample < per_sample
+    assert (
+        0
+        < facts.rows_per_step
+        < min(sum(facts.table_rows.values()), per_sample * job.train.batch_samples)
+    )
+
+
+def test_facts_of_job_alone_bound_those_of_the_dataset(demo_job: Path, facts: DataFacts) -> None:
+    guessed = take_snapshot(demo_job, None, None).facts
+    assert not guessed.measured
+    assert all(guessed.table_rows[name] >= rows for name, rows in facts.table_rows.items())
+    assert guessed.rows_per_step >= facts.rows_per_step
+    assert guessed.row_bytes >= facts.row_bytes
+    assert (guessed.num_dense, guessed.num_sparse) == (facts.num_dense, facts.num_sparse)
+
+
+def test_take_snapshot_reads_builds_below_the_history(demo_job: Path, built: Path) -> None:
+    history = take_snapshot(demo_job, None, built).history
+    printed = json.loads((built / "build.json").read_text())
+    assert [b.rows_per_sec for b in history.builds] == [printed["rows_per_sec"]]
+    assert history.runs == ()
+
+
+def test_main_plan_with_a_dataset_plans_it(
+    demo_job: Path, built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--dataset", str(built / "dataset"), "--history", str(built)]
+    assert main(["plan", str(demo_job), *arguments, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["preprocessing"]["segment_jobs"] == 1
+    assert "no run was measured" in body["reasons"][-1]
+    assert "no build was measured" not in body["reasons"][-1]
+    assert "from a dataset" not in body["reasons"][-1]
+
+
+def test_main_plan_with_the_dataset_of_another_job_names_the_table(
+    tmp_path: Path, built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path)
+    text = job.read_text().replace("    users: {", "    visitors: {")
+    job.write_text(text)
+    assert main(["plan", str(job), "--dataset", str(built / "dataset")]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: dataset must hold every table of the job, got none for ")
+    assert "'visitors'" in message
+
+
+def test_main_plan_with_a_changed_byte_refuses_the_dataset(
+    tmp_path: Path, demo_job: Path, built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = open_dataset(built / "dataset")
+    changed = tmp_path / "dataset"
+    for path in sorted(dataset.directory.rglob("*")):
+        target = changed / path.relative_to(dataset.directory)
+        if path.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    manifest = changed / "segments" / dataset.segments[0].manifest.id / "MANIFEST.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"num_samples": 5', b'"num_samples": 6'))
+    assert main(["plan", str(demo_job), "--dataset", str(changed)]) == 1
+    assert "manifest must" in capsys.readouterr().err
