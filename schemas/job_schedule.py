@@ -74,6 +74,7 @@ class ScheduleConfig:
     training: TrainingPoolConfig = field(default_factory=TrainingPoolConfig)
     """Pool that trains."""
     deadline: timedelta | None = None
-    """Wanted time from start to trained model; cheapest plan when null."""
+    """Wanted time from start to trained model, met as cheaply as can be; smallest time x cost when
+    null."""
     priority: int = 0
     """Larger goes first when jobs share a budget."""

@@ -1,0 +1,116 @@
+"""Each choice says why, by the numbers of its runner-up; each doubt is named."""
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from scheduler.decision import PlanDecision
+from scheduler.fit import TrainingFit
+from scheduler.history import BuildRecord, History
+from scheduler.policy import plan
+from scheduler.reasons import confident, doubts, reasons
+from scheduler.snapshot import Snapshot
+from schemas.job_schedule import (
+    BudgetConfig,
+    PreprocessingPoolConfig,
+    ScheduleConfig,
+    TrainingPoolConfig,
+    WorkerConfig,
+)
+from tests.scheduler.made import FACTS, GIB, snapshot
+
+ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB))
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    builds = (BuildRecord(1.0, 10_000.0),)
+    folder = tmp_path_factory.mktemp("job")
+    return snapshot(folder, ScheduleConfig(), history=History(builds))
+
+
+def measured(decision: PlanDecision, **changes: float) -> PlanDecision:
+    """Return the decision as if its model had been fitted to runs of its own size."""
+    fit = TrainingFit(
+        model=decision.models.training.model,
+        num_steps=100,
+        max_replicas=decision.chosen.num_replicas,
+        error=0.05,
+        peak_rss_bytes=GIB,
+    )
+    models = replace(decision.models, training=replace(fit, **changes))
+    chosen = replace(decision.chosen, num_stores=0, workers_per_job=1)
+    return replace(decision, models=models, chosen=chosen)
+
+
+def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(known: Snapshot) -> None:
+    decision = measured(plan(known, ROOMY))
+    assert confident(known, decision)
+    assert reasons(known, ROOMY, decision)[-1].startswith(
+        "confident: 1 build and 100 steps were measured, the fit is 5% off on average; "
+    )
+
+
+DOUBTS = {
+    "runs that were too small": ({"max_replicas": 0}, "runs were measured with at most 0 replicas"),
+    "steps that the fit misses": ({"error": 0.5}, "step times differ from the fit by 50%"),
+    "no run at all": ({"num_steps": 0}, "no run was measured"),
+}
+
+
+@pytest.mark.parametrize(("changes", "text"), DOUBTS.values(), ids=DOUBTS.keys())
+def test_doubts_of_a_poor_history_name_what_is_poor(
+    known: Snapshot, changes: dict[str, float], text: str
+) -> None:
+    found = doubts(known, measured(plan(known, ROOMY), **changes))
+    assert len(found) == 1
+    assert found[0].startswith(text)
+
+
+def test_doubts_without_dataset_and_build_name_both(known: Snapshot) -> None:
+    bare = replace(known, facts=replace(FACTS, measured=False), history=History())
+    assert doubts(bare, measured(plan(bare, ROOMY))) == [
+        "sizes of the data come from the job file, not from a dataset",
+        "no build was measured",
+    ]
+
+
+def test_reasons_quote_the_runner_up_that_was_compared(known: Snapshot) -> None:
+    decision = plan(known, ROOMY)
+    other = decision.other_training
+    assert other is not None
+    chosen = decision.chosen
+    assert (other.num_replicas, other.num_stores) != (chosen.num_replicas, chosen.num_stores)
+    product = other.predicted_sec * other.cost / (chosen.predicted_sec * chosen.cost) - 1
+    text = reasons(known, ROOMY, decision)[1]
+    assert f"runner-up {other.num_replicas} replica" in text
+    assert f"{abs(product) * 100:.1f} % {'more' if product > 0 else 'less'} time x cost" in text
+
+
+def test_reasons_with_a_deadline_speak_of_it(known: Snapshot) -> None:
+    config = replace(ROOMY, deadline=timedelta(hours=2))
+    text = reasons(known, config, plan(known, config))
+    assert "also meets the deadline of 7,200 s" in text[0]
+    assert "also meets the deadline of 7,200 s" in text[1]
+
+
+def test_reasons_of_the_only_plan_say_that_there_is_no_other(known: Snapshot) -> None:
+    config = ScheduleConfig(
+        preprocessing=PreprocessingPoolConfig(max_workers=1),
+        training=TrainingPoolConfig(max_replicas=1, max_stores=0),
+    )
+    text = reasons(known, config, plan(known, config))
+    assert text[0].endswith("the limits and the budget allow no other size")
+    assert text[1].endswith("the limits and the budget allow no other size")
+    assert text[3].endswith("so no store")
+
+
+def test_reasons_of_large_tables_say_why_there_are_stores(known: Snapshot) -> None:
+    large = replace(known, facts=replace(FACTS, table_rows={"items": 30_000_000}))
+    training = TrainingPoolConfig(replica=WorkerConfig(memory=2 * GIB), max_replicas=1)
+    config = replace(ROOMY, training=training)
+    text = reasons(large, config, plan(large, config))[3]
+    assert text.startswith("memory: 30,000,000 touched rows take 2175MiB; one replica would need ")
+    assert "and has 2048MiB, so " in text
+    assert "2 would be enough" in text
