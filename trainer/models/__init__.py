@@ -1,0 +1,1 @@
+"""Models over an embedding module: from a batch to one logit per sample."""

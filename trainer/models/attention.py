@@ -1,0 +1,232 @@
+"""Target attention over one history, each distinct history encoded once.
+
+A history is read by a self-attention layer once per unique row, and its keys
+and values are made once. The samples that share it (the items shown to one
+session) are queries batched against that one block; no history is repeated
+for its samples. Expanded input takes the same path with one query per row.
+
+Sources: BST (2019) for the encoder, DIN (KDD 2018) for the target as query,
+RecD (MLSys 2023) for computing on unique rows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchrec.modules.mlp import MLP
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from schemas.job import TrainConfig
+from trainer.batch import Batch
+from trainer.models.query_buckets import QueryBuckets, bucket_queries
+
+FEED_FORWARD_RATIO = 4
+"""Width of the encoder's hidden layer, in embedding widths. Source: Vaswani et al. (2017)."""
+POSITION_SCALE = 0.02
+"""Standard deviation of the initial positions. Source: BERT (2019)."""
+
+
+class SequenceEmbedding(Protocol):
+    """What the model asks of an embedding module."""
+
+    def __call__(self, kjt: KeyedJaggedTensor, /) -> KeyedTensor:
+        """Return the pooled rows of each sample, (B, num_features * dim)."""
+        ...
+
+    def sequence(
+        self, kjt: KeyedJaggedTensor, feature: str, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of each unique list, (sum_len, dim), and (U + 1,) int64 offsets."""
+        ...
+
+
+def pad_newest(
+    values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor, max_history: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lay the newest entries of some lists into a block, the newest in column 0.
+
+    Args:
+        values: (sum_len, dim), lists end to end, newest last.
+        offsets: (U + 1,) int64.
+        rows: (n,) int64 in [0, U), which lists, none twice.
+        max_history: most entries of a list.
+
+    Returns:
+        padded: (n, H, dim), zeros after the end of a list; H is the longest, at least 1.
+        lengths: (n,) int64, entries of each list, at most `max_history`.
+    """
+    lengths = offsets.diff()[rows].clamp(max=max_history)
+    columns = torch.arange(max(int(lengths.max()), 1) if len(rows) else 1)
+    filled = columns < lengths[:, None]
+    source = (offsets[1:][rows] - 1)[:, None] - columns
+    flat = values.new_zeros(filled.numel(), values.shape[1]).index_copy(
+        0, filled.flatten().nonzero().squeeze(1), values.index_select(0, source[filled])
+    )
+    return flat.view(len(rows), len(columns), values.shape[1]), lengths
+
+
+class HistoryEncoder(nn.Module):
+    """One self-attention layer with positions counted from the newest entry."""
+
+    def __init__(self, dim: int, num_heads: int, max_history: int) -> None:
+        """Build the layer; `num_heads` divides `dim`."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.positions = nn.Parameter(torch.randn(max_history, dim) * POSITION_SCALE)
+        self.project = nn.Linear(dim, 3 * dim)
+        self.mix = nn.Linear(dim, dim)
+        self.mix_norm = nn.LayerNorm(dim)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(dim, FEED_FORWARD_RATIO * dim),
+            nn.ReLU(),
+            nn.Linear(FEED_FORWARD_RATIO * dim, dim),
+        )
+        self.feed_forward_norm = nn.LayerNorm(dim)
+
+    def forward(self, padded: torch.Tensor, readable: torch.Tensor) -> torch.Tensor:
+        """Encode each entry with the others of its list.
+
+        Args:
+            padded: (n, H, dim), newest first.
+            readable: (n, H) bool, entries that others may read; at least one per list.
+
+        Returns:
+            (n, H, dim); entries that are not readable have no meaning.
+        """
+        n, width, dim = padded.shape
+        x = padded + self.positions[:width]
+        # (n, H, 3 * dim) -> three of (n, num_heads, H, dim / num_heads)
+        heads = self.project(x).view(n, width, 3, self.num_heads, dim // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=readable[:, None, None, :]
+        )
+        x = self.mix_norm(x + self.mix(mixed.transpose(1, 2).reshape(n, width, dim)))
+        return self.feed_forward_norm(x + self.feed_forward(x))
+
+
+class TargetAttention(nn.Module):
+    """Let each sample's target read the one encoded history that it shares with others."""
+
+    def __init__(self, dim: int) -> None:
+        """Build the projections; one head."""
+        super().__init__()
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+
+    def forward(
+        self,
+        targets: torch.Tensor,
+        encoded: torch.Tensor,
+        readable: torch.Tensor,
+        buckets: QueryBuckets,
+    ) -> torch.Tensor:
+        """Return (B, dim), what each target reads.
+
+        Args:
+            targets: (B, dim).
+            encoded: (n, H, dim), histories in the order of `buckets.rows`.
+            readable: (n, H) bool.
+            buckets: which target reads which history.
+        """
+        dim = targets.shape[1]
+        places = targets.new_zeros(sum(buckets.place_counts), dim)
+        places = places.index_copy(0, buckets.places, self.query(targets))
+        key, value = self.key_value(encoded).chunk(2, dim=2)
+        read = [
+            # (rows, 1, width, dim) against (rows, 1, H, dim)
+            F.scaled_dot_product_attention(
+                q.view(len(k), 1, -1, dim), k[:, None], v[:, None], attn_mask=m[:, None, None, :]
+            ).reshape(-1, dim)
+            for q, k, v, m in zip(
+                places.split(buckets.place_counts),
+                key.split(buckets.row_counts),
+                value.split(buckets.row_counts),
+                readable.split(buckets.row_counts),
+                strict=True,
+            )
+        ]
+        return torch.cat(read).index_select(0, buckets.places)
+
+
+class AttentionModel(nn.Module):
+    """MLP over dense features, the pooled rows of every feature, and the history as read."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        features: tuple[str, ...],
+        num_dense: int,
+        embedding: nn.Module,
+    ) -> None:
+        """Build the dense parts; see `build`."""
+        super().__init__()
+        model, dim = config.model, config.embedding_dim
+        assert model.history is not None, "ModelConfig gives the attention model a history"
+        assert model.target is not None, "ModelConfig gives the attention model a target"
+        self.features = features
+        self.history, self.target, self.max_history = model.history, model.target, model.max_history
+        self.encoder = HistoryEncoder(dim, model.num_heads, model.max_history)
+        self.attention = TargetAttention(dim)
+        self.empty_history = nn.Parameter(torch.zeros(dim))
+        self.bottom = MLP(num_dense, [*model.bottom_layers, dim]) if num_dense else None
+        widths = [(len(features) + 1 + (num_dense > 0)) * dim, *model.top_layers]
+        self.top = nn.Sequential(MLP(widths[0], widths[1:]), nn.Linear(widths[-1], 1))
+        self.to(getattr(torch, config.dtype))  # before the embedding, which has its own
+        self.embedding = embedding
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return (B,) logits."""
+        embedding = cast(SequenceEmbedding, self.embedding)
+        pooled = embedding(batch.sparse).to_dict()
+        parts = [] if self.bottom is None else [self.bottom(batch.dense)]
+        parts += [pooled[feature] for feature in self.features]
+        parts.append(self._read_history(batch, embedding, pooled[self.target]))
+        return self.top(torch.cat(parts, dim=1)).squeeze(1)
+
+    def _read_history(
+        self, batch: Batch, embedding: SequenceEmbedding, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """Return (B, dim), a learned vector where the history is empty."""
+        values, offsets = embedding.sequence(batch.sparse, self.history)
+        inverse_indices = batch.inverse_of(self.history)
+        buckets = bucket_queries(inverse_indices, len(offsets) - 1)
+        padded, lengths = pad_newest(values, offsets, buckets.rows, self.max_history)
+        # An empty list reads its own zeros in column 0, so that no softmax is over nothing.
+        readable = torch.arange(padded.shape[1]) < lengths.clamp(min=1)[:, None]
+        encoded = self.encoder(padded, readable)
+        read = self.attention(targets, encoded, readable, buckets)
+        is_empty = (offsets.diff() == 0)[inverse_indices]
+        return torch.where(is_empty[:, None], self.empty_history, read)
+
+
+def build(
+    config: TrainConfig, features: tuple[str, ...], num_dense: int, embedding: nn.Module
+) -> AttentionModel:
+    """Build the attention model over an embedding module.
+
+    Args:
+        config: its `model` names `history` and `target`; the seed alone decides the initial
+            dense parameters.
+        features: the sparse features in the order in which their vectors are concatenated.
+        num_dense: number of dense features; with 0 there is no bottom MLP.
+        embedding: a `SequenceEmbedding` in `config.dtype`.
+
+    Returns:
+        A module from a batch to (B,) logits.
+
+    Raises:
+        ValueError: the history or the target is no sparse feature.
+    """
+    for name, feature in (("history", config.model.history), ("target", config.model.target)):
+        if feature not in features:
+            raise ValueError(
+                f"model.{name} must be a sparse feature, got {name}={feature!r}; "
+                f"use one of {', '.join(features)}"
+            )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(config.seed)
+        return AttentionModel(config, features, num_dense, embedding)
