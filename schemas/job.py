@@ -311,11 +311,15 @@ def _check_groups(
     for group, columns in transforms.items():
         if group not in groups and group != SAMPLES:
             raise ValueError(
-                f"transforms.{group} must be a group; {nearest(group, [*groups, SAMPLES])}"
+                f"transforms.{group} must be a group, got none of that name; "
+                f"{nearest(group, [*groups, SAMPLES])}"
             )
         for column in columns:
             if column in owner:
-                raise ValueError(f"transforms.{group}.{column} must be a new name; rename it")
+                raise ValueError(
+                    f"transforms.{group}.{column} must be a new name, got one that is taken; "
+                    "rename it"
+                )
             owner[column] = group
 
 

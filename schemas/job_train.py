@@ -30,11 +30,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Refuse empty layers, and an attention model without its two features."""
         check_at_least_one(self, "max_history", "num_heads")
-        if any(width < 1 for width in (*self.bottom_layers, *self.top_layers)):
-            raise ValueError("bottom_layers and top_layers must be at least 1 wide; raise them")
+        for name in ("bottom_layers", "top_layers"):
+            widths = getattr(self, name)
+            if any(width < 1 for width in widths):
+                raise ValueError(f"{name} must have widths of at least 1, got {widths}; raise them")
         if self.name == "attention" and (self.history is None or self.target is None):
             raise ValueError(
-                "history and target must be given for the attention model; name two features"
+                "history and target must be given for the attention model, got "
+                f"history={self.history}, target={self.target}; name two features"
             )
 
 

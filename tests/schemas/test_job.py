@@ -1,0 +1,326 @@
+"""The job file: its own rules, and the document that shows every key of it."""
+
+import dataclasses
+import re
+import types
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import yaml
+
+from schemas.declare import parse_duration, parse_size
+from schemas.errors import SchemaError
+from schemas.features import ROLES, load_features
+from schemas.hashing import MAX_ROW
+from schemas.job import Job, load_job
+
+SMALLEST: dict[str, Any] = {
+    "name": "small",
+    "data": {
+        "sources": {"log": {"files": "*.parquet", "format": "parquet"}},
+        "samples": {"map": "SELECT * FROM log"},
+        "session": {"key": "session_id", "time": "time"},
+        "tables": {"users": {"features": ["user_id"], "num_rows": 10}},
+    },
+}
+
+
+def nested(hint: Any) -> Iterator[type]:
+    """The dataclasses that a type speaks of."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        yield hint
+    elif get_origin(hint) in (Union, types.UnionType, tuple, Mapping):
+        for part in get_args(hint):
+            yield from nested(part)
+
+
+def sections(kind: type = Job, path: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Each key of the job file as its path, names of sources and tables left out."""
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        yield f"{path}{field.name}", field
+        for inner in nested(hints[field.name]):
+            yield from sections(inner, f"{path}{field.name}.")
+
+
+def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The one mapping over the other; sources and samples are replaced whole."""
+    joined = dict(base)
+    for key, value in more.items():
+        whole = key in ("sources", "samples") or not isinstance(value, Mapping)
+        joined[key] = value if whole else merged(joined.get(key, {}), value)
+    return joined
+
+
+def write(tmp_path: Path, more: Mapping[str, Any]) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(merged(SMALLEST, more), sort_keys=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def document(repository: Path) -> str:
+    return (repository / "docs" / "job.md").read_text()
+
+
+def examples(text: str) -> list[dict[str, Any]]:
+    return [yaml.safe_load(body) for body in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+
+
+def rows_of_tables(text: str) -> dict[str, str]:
+    """Each documented key, below the path of its heading, to the default that is shown."""
+    found: dict[str, str] = {}
+    for part in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]:
+        heading = part.splitlines()[0]
+        if "schema.pbtxt" in heading:
+            continue
+        prefixes = [""] if heading == "name" else [f"{p}." for p in heading.split(", ")]
+        for key, default in re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", part, re.MULTILINE):
+            for prefix in prefixes if len(prefixes) == 1 else [f"{heading.split('.')[0]}."]:
+                found[f"{prefix}{key}"] = default.strip()
+    for worker in ("preprocessing.worker", "training.replica", "training.store"):
+        for key in ("cpus", "memory"):
+            found[f"schedule.{worker}.{key}"] = found[f"schedule.{key}"]
+    return found
+
+
+def test_document_has_a_row_for_every_key(document: str) -> None:
+    documented = rows_of_tables(document)
+    wanted = {path for path, _ in sections()}
+    only_parents = {
+        path for path in wanted if any(other.startswith(f"{path}.") for other in wanted)
+    }
+    assert wanted - only_parents - set(documented) == set()
+    assert set(documented) - wanted - {"schedule.cpus", "schedule.memory"} == set()
+
+
+def test_document_shows_every_key_in_an_example(document: str) -> None:
+    shown: set[str] = set()
+
+    def walk(value: Any, path: str) -> None:
+        shown.add(path)
+        if path in ("data.sources", "data.tables"):  # the names in between are the user's
+            value = {key: inner for part in value.values() for key, inner in part.items()}
+        for key, inner in value.items() if isinstance(value, Mapping) else ():
+            walk(inner, f"{path}.{key}".lstrip("."))
+
+    for example in examples(document):
+        walk(example, "")
+    assert {path for path, _ in sections()} - shown == set()
+
+
+def test_document_shows_the_true_defaults(document: str) -> None:
+    documented = rows_of_tables(document)
+    compared = 0
+    for path, field in sections():
+        text = documented.get(path, "").strip("`")
+        if field.default is dataclasses.MISSING or isinstance(field.default, tuple):
+            continue
+        default = field.default
+        if isinstance(default, timedelta):
+            assert parse_duration(text) == default, path
+        elif path.endswith(".memory"):
+            assert parse_size(text) == default, path
+        elif default is None:
+            assert text in ("null", "the only one", "all of a Parquet file"), path
+        elif isinstance(default, bool):
+            assert text == str(default).lower(), path
+        elif isinstance(default, int | float):
+            assert float(text) == default, path
+        else:
+            assert text in (str(default), str(default).split(" ")[0]), path
+        compared += 1
+    assert compared > 40
+
+
+def test_examples_of_the_document_are_read(document: str, tmp_path: Path) -> None:
+    found = examples(document)
+    assert len(found) == 12
+    for example in found:
+        load_job(write(tmp_path, example))
+
+
+def test_first_example_of_the_document_is_a_whole_job(document: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(re.findall(r"```yaml\n(.*?)```", document, re.DOTALL)[0])
+    job = load_job(path)
+    assert job.data.table_of_feature["history"] == "articles"
+    assert job.data.group_of_column["country"] == "user"
+
+
+def test_columns_of_the_document_are_read(document: str, tmp_path: Path) -> None:
+    path = tmp_path / "schema.pbtxt"
+    path.write_text(re.findall(r"```proto\n(.*?)```", document, re.DOTALL)[0])
+    assert load_features(path).label == "clicked"
+    assert all(f"| `{role}` |" in document for role in ROLES)
+
+
+def test_error_of_the_document_is_the_one_that_is_raised(document: str, tmp_path: Path) -> None:
+    shown = re.findall(r"```\n(key must .*)\n```", document)[0]
+    path = write(tmp_path, {"data": {"grops": {}}})
+    with pytest.raises(SchemaError) as caught:
+        load_job(path)
+    line = shown.replace("job.yaml:9", f"{path}:{caught.value.place}")
+    assert str(caught.value) == line
+
+
+# Sentence to what is added to the smallest job, and the message without its place.
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "both map and per": (
+        {"data": {"samples": {"map": "x", "per": {"key": "k", "sql": "s"}}}},
+        "data.samples.map must be given, or per, got both@; keep exactly one",
+    ),
+    "neither map nor per": (
+        {"data": {"samples": {}}},
+        "data.samples.map must be given, or per, got none@; keep exactly one",
+    ),
+    "csv without columns": (
+        {"data": {"sources": {"log": {"files": "*", "format": "csv"}}}},
+        "data.sources.log.columns must name every column of a csv source, got none@; add them",
+    ),
+    "two characters as delimiter": (
+        {"data": {"sources": {"log": {"files": "*", "format": "parquet", "delimiter": "||"}}}},
+        "data.sources.log.delimiter must be one character, got '||'@; quote it",
+    ),
+    "empty quote": (
+        {"data": {"sources": {"log": {"files": "*", "format": "parquet", "quote": ""}}}},
+        "data.sources.log.quote must be one character or null, got ''@; quote it",
+    ),
+    "no source": (
+        {"data": {"sources": {}}},
+        "data.sources must name at least one source, got none@; add one",
+    ),
+    "source that is not there": (
+        {"data": {"samples": {"map": "x", "source": "lag"}}},
+        "data.samples.source must be a source, got 'lag'@; did you mean 'log'?",
+    ),
+    "block of another size": (
+        {"data": {"block_samples": 1000}},
+        "data.block_samples must be a power of two in [16, 65536], got 1000@; use 1024",
+    ),
+    "batch of the oracle that cuts blocks": (
+        {"data": {"oracle": {"batch_samples": 1500}}},
+        "data.oracle.batch_samples must be a multiple of block_samples, got 1500 and 1024@; "
+        "use 1024",
+    ),
+    "empty batch": (
+        {"data": {"oracle": {"batch_samples": 0}}},
+        "data.oracle.batch_samples must be at least 1, got 0@; raise it",
+    ),
+    "batch of training that cuts blocks": (
+        {"train": {"batch_samples": 5000}},
+        "train.batch_samples must be a multiple of data.block_samples, got 5000 and 1024@; "
+        "use 4096",
+    ),
+    "column in two groups": (
+        {"data": {"groups": {"a": ["x"], "b": ["y", "x"]}}},
+        "data.groups must not share columns, got 'x' in a and b@; keep one",
+    ),
+    "empty group": (
+        {"data": {"groups": {"a": []}}},
+        "data.groups.a must name a column, got none@; add or remove it",
+    ),
+    "nine groups": (
+        {"data": {"groups": {f"g{i}": [f"c{i}"] for i in range(9)}}},
+        "data.groups must be at most 8, got 9@; merge some",
+    ),
+    "group named samples": (
+        {"data": {"groups": {"samples": ["x"]}}},
+        "data.groups must not use the name 'samples'@; rename the group",
+    ),
+    "transform of no group": (
+        {"data": {"groups": {"user": ["x"]}, "transforms": {"usr": {"y": "x"}}}},
+        "data.transforms.usr must be a group, got none of that name@; did you mean 'user'?",
+    ),
+    "transform that overwrites": (
+        {"data": {"groups": {"user": ["x"]}, "transforms": {"user": {"x": "x + 1"}}}},
+        "data.transforms.user.x must be a new name, got one that is taken@; rename it",
+    ),
+    "feature in two tables": (
+        {"data": {"tables": {"more": {"features": ["user_id"], "num_rows": 1}}}},
+        "data.tables must not share features, got 'user_id' in users and more@; keep one",
+    ),
+    "table without rows": (
+        {"data": {"tables": {"users": {"num_rows": 0}}}},
+        "data.tables.users.num_rows must be in [1, 2**63], got 0@; lower it",
+    ),
+    "attention without features": (
+        {"train": {"model": {"name": "attention"}}},
+        "train.model.history and target must be given for the attention model, got "
+        "history=None, target=None@; name two features",
+    ),
+    "heads that do not divide": (
+        {"train": {"model": {"name": "attention", "history": "h", "target": "t", "num_heads": 5}}},
+        "train.embedding_dim must be divisible by model.num_heads, got 32 and 5@; change one",
+    ),
+    "fetch before write-back": (
+        {"train": {"cache": {"lookahead": 2, "prefetch_steps": 3}}},
+        "train.cache.prefetch_steps must be in [1, lookahead], got 3 and 2@; lower it",
+    ),
+    "layer without width": (
+        {"train": {"model": {"top_layers": [64, 0]}}},
+        "train.model.top_layers must have widths of at least 1, got (64, 0)@; raise them",
+    ),
+    "no epochs": (
+        {"train": {"epochs": 0}},
+        "train.epochs must be at least 1, got 0@; raise it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("more", "message"), ERRORS.values(), ids=ERRORS.keys())
+def test_load_job_of_a_job_that_does_not_fit_says_where(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, more)
+    before, _, after = message.partition("@")
+    pattern = rf"^{re.escape(before)} in {re.escape(str(path))}(:\d+)?{re.escape(after)}$"
+    with pytest.raises(SchemaError, match=pattern):
+        load_job(path)
+
+
+def test_smallest_job_has_the_defaults_of_the_dataclasses(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, {}))
+    assert job.data.sample_source == "log"
+    assert job.data.block_samples == 1024
+    assert job.train.cache.lookahead == 50
+    assert job.schedule.budget.memory == 64 << 30
+
+
+def test_table_may_have_every_row_that_fits(tmp_path: Path) -> None:
+    widest = {"data": {"tables": {"users": {"num_rows": MAX_ROW + 1}}}}
+    assert load_job(write(tmp_path, widest)).data.tables["users"].num_rows == 1 << 63
+
+
+def test_groups_own_the_columns_that_transforms_make(tmp_path: Path) -> None:
+    job = load_job(
+        write(
+            tmp_path,
+            {
+                "data": {
+                    "groups": {"user": ["x"]},
+                    "transforms": {"user": {"y": "x"}, "samples": {"z": "1"}},
+                }
+            },
+        )
+    )
+    assert job.data.group_of_column == {"x": "user", "y": "user"}
+
+
+def shipped(repository: Path) -> list[Path]:
+    return sorted((repository / "schemas").glob("*/job.yaml"))
+
+
+def test_shipped_jobs_and_their_columns_are_read(repository: Path) -> None:
+    jobs = shipped(repository)
+    assert "demo" in [path.parent.name for path in jobs]
+    for path in jobs:
+        job = load_job(path)
+        features = load_features(path.parent / job.data.schema)
+        assert job.name == path.parent.name
+        assert features.label
+        assert set(features.with_role("sparse")) == set(job.data.table_of_feature)
+        assert set(job.data.group_of_column) <= set(features.names)
