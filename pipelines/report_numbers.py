@@ -1,0 +1,76 @@
+"""Numbers as readers want them: few digits, units, thousands apart."""
+
+from __future__ import annotations
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def digits(value: float) -> str:
+    """Return three significant digits without an exponent.
+
+    Example:
+        >>> digits(12.23), digits(0.0123), digits(1234.5), digits(2.0), digits(0)
+        ('12.2', '0.0123', '1,234', '2.00', '0')
+    """
+    if not value:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:#.3g}"
+    return f"{value:.3g}" if "e" in text else text.rstrip(".")
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes with a decimal unit.
+
+    Example:
+        >>> size(8_300_000), size(999), size(1_230_000_000)
+        ('8.30 MB', '999 B', '1.23 GB')
+    """
+    for factor, unit in _UNITS:
+        if num_bytes >= factor:
+            return f"{digits(num_bytes / factor)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def count(number: float) -> str:
+    """Return a whole number with thousands apart.
+
+    Example:
+        >>> count(189359)
+        '189,359'
+    """
+    return f"{number:,.0f}"
+
+
+def short(number: float) -> str:
+    """Return a number short enough for an axis.
+
+    Example:
+        >>> short(2_500_000), short(40_000), short(12)
+        ('2.5M', '40k', '12')
+    """
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{number / factor:g}{unit}"
+    return f"{number:g}"
+
+
+def percent(share: float) -> str:
+    """Return a share.
+
+    Example:
+        >>> percent(0.8312), percent(0.004)
+        ('83.1 %', '0.4 %')
+    """
+    return f"{100 * share:.1f} %"
+
+
+def ratio(a: float, b: float) -> str:
+    """Return how many times larger `a` is.
+
+    Example:
+        >>> ratio(8.3, 0.68), ratio(1, 0)
+        ('12.2', 'n/a')
+    """
+    return digits(a / b) if b else "n/a"
