@@ -11,15 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from schemas.errors import PlanError, SchemaError
-from schemas.events import StepMetric, to_line
 from schemas.job import load_job
-from trainer.ledger import verify_run
-from trainer.train import TrainOptions, evaluate_run, train
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
     arguments = build_parser().parse_args(argv)
+    # Read once, when torch loads its OpenMP. Threads that spin while they wait cost five times
+    # the step where cores are shared, with the reader's thread or with other processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command = {"train": _train, "evaluate": _evaluate, "verify": _verify}[arguments.command]
     try:
         return command(arguments)
@@ -64,11 +60,17 @@ def _positive(text: str) -> int:
 
 
 def _set_threads(job: Path) -> None:
+    import torch
+
     wanted = load_job(job).train.num_threads
     torch.set_num_threads(wanted or len(os.sched_getaffinity(0)))
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from schemas.events import to_line
+    from trainer.progress import show_progress
+    from trainer.train import TrainOptions, train
+
     _set_threads(arguments.job)
     options = TrainOptions(
         embedding=arguments.embedding,
@@ -76,17 +78,7 @@ def _train(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         resume=arguments.resume,
     )
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("train", total=None)
-
-        def on_step(metric: StepMetric, num_steps: int) -> None:
-            text = f"train loss={metric.loss:.4f} samples/s={metric.samples_per_sec:.0f}"
-            progress.update(task, total=num_steps, completed=metric.step + 1, description=text)
-
+    with show_progress() as on_step:
         summary = train(
             arguments.job,
             arguments.dataset,
@@ -100,6 +92,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
+    from trainer.train import evaluate_run
+
     _set_threads(arguments.job)
     found = evaluate_run(arguments.job, arguments.dataset, arguments.run)
     _show(arguments, json.dumps(asdict(found), sort_keys=True))
@@ -107,6 +101,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from trainer.ledger import verify_run
+
     report = verify_run(arguments.run)
     _show(arguments, json.dumps(asdict(report), sort_keys=True))
     for problem in report.problems[:1]:

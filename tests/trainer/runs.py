@@ -1,0 +1,64 @@
+"""Runs of the small dataset, and what tests ask of them."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from schemas.dataset import open_dataset
+from schemas.events import METRICS, RunSummary, read_metrics
+from schemas.job import load_job
+from trainer.checkpoint import CHECKPOINTS, newest_checkpoint
+from trainer.decode import spec_of
+from trainer.parts import Parts, build_parts, memory_stores, order_of
+from trainer.reader import Reader
+from trainer.train import TrainOptions, train
+
+SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]
+"""Training and evaluation samples of each file of each segment."""
+
+
+def run_job(job: Path, dataset: Path, run: Path, **options: object) -> RunSummary:
+    """Train with a clock that ticks once per look."""
+    ticks = count()
+    return train(
+        job,
+        dataset,
+        run,
+        TrainOptions(**options),  # type: ignore[arg-type]
+        clock=lambda: float(next(ticks)),
+        on_step=lambda metric, num_steps: None,
+    )
+
+
+def losses_of(run: Path) -> np.ndarray:
+    """Return the loss of each step of a run."""
+    return np.array([m.loss for m in read_metrics(run / METRICS)])
+
+
+def reader_of(job_path: Path, dataset_path: Path, *, expanded: bool = False) -> Reader:
+    """Return a reader as `train` makes it."""
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    spec = spec_of(dataset, job.train.dtype, dataset.job.data.session.key)
+    return Reader(dataset, order_of(job, dataset), spec, expanded=expanded)
+
+
+def parts_of(job_path: Path, dataset_path: Path) -> Parts:
+    """Return untrained parts as `train` makes them, all rows in memory."""
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    spec = spec_of(dataset, job.train.dtype)
+    return build_parts(spec, job.train, memory_stores(spec, job.train))
+
+
+def final_rows(run: Path) -> dict[str, np.ndarray]:
+    """Return every array of the newest checkpoint's rows."""
+    newest = newest_checkpoint(run)
+    assert newest is not None, "a finished run leaves a checkpoint"
+    return {p.relative_to(newest).as_posix(): np.load(p) for p in sorted(newest.rglob("*.npy"))}
+
+
+def checkpoint_at(run: Path, train_step: int) -> Path:
+    """Return the checkpoint before a step."""
+    return run / CHECKPOINTS / f"{train_step:08d}"

@@ -1,0 +1,158 @@
+"""Deduplicated equals expanded, cached equals plain, resumed equals never stopped."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.job import load_job
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import (
+    SEGMENTS,
+    checkpoint_at,
+    final_rows,
+    losses_of,
+    parts_of,
+    reader_of,
+    run_job,
+)
+from trainer.checkpoint import load_checkpoint
+from trainer.step import loss_of
+
+ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+CASES = {
+    "dlrm with mean pooling": {},
+    "dlrm with sum pooling": {"pooling": "sum"},
+    "dlrm with adagrad": {"optimizer": "adagrad"},
+    "dlrm with sgd": {"optimizer": "sgd"},
+    "attention": {"model": ATTENTION},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_train_in_float64_deduplicated_has_the_losses_of_expanded(
+    case: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", **CASES[case])
+    for name in ("unique", "expanded"):
+        run_job(job, dataset, tmp_path / name, expanded=name == "expanded")
+    unique, expanded = losses_of(tmp_path / "unique"), losses_of(tmp_path / "expanded")
+    assert len(unique) == 32
+    assert len(set(unique)) == 32
+    np.testing.assert_allclose(unique, expanded, rtol=1e-10, atol=0)
+
+
+def test_train_in_float32_deduplicated_has_the_first_losses_of_expanded(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32")
+    for name in ("unique", "expanded"):
+        run_job(job, dataset, tmp_path / name, expanded=name == "expanded", steps=20)
+    unique, expanded = losses_of(tmp_path / "unique"), losses_of(tmp_path / "expanded")
+    np.testing.assert_allclose(unique, expanded, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("model", ["{top_layers: [16]}", ATTENTION])
+def test_one_step_from_one_state_has_the_gradients_of_expanded(
+    model: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", model=model, every_steps="7")
+    run_job(job, dataset, tmp_path / "run")
+    for step in (7, 14, 28):
+        found = []
+        for expanded in (False, True):
+            parts = parts_of(job, dataset)
+            load_checkpoint(checkpoint_at(tmp_path / "run", step), parts.model, None, parts.stores)
+            batch = reader_of(job, dataset, expanded=expanded).read(step)
+            parts.embedding.open(batch)
+            loss = loss_of(parts.model(batch), batch)
+            loss.backward()
+            dense = {name: p.grad for name, p in parts.model.named_parameters()}
+            rows = {name: grad for name, (_, grad) in parts.embedding.gradients().items()}
+            found.append((loss.item(), {**dense, **rows}))
+        (loss_a, unique), (loss_b, expanded_) = found
+        assert loss_a == pytest.approx(loss_b, rel=1e-6)
+        for name, gradient in unique.items():
+            scale = max(float(expanded_[name].abs().max()), 1e-3)
+            torch.testing.assert_close(gradient, expanded_[name], rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("lookahead", ["2", "3", "50"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
+def test_train_cached_has_the_bits_of_plain(
+    lookahead: str, optimizer: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", lookahead=lookahead, optimizer=optimizer)
+    plain = run_job(job, dataset, tmp_path / "plain")
+    cached = run_job(job, dataset, tmp_path / "cached", embedding="cached")
+    assert losses_of(tmp_path / "plain").tobytes() == losses_of(tmp_path / "cached").tobytes()
+    assert_same_rows(tmp_path / "plain", tmp_path / "cached")
+    assert (plain.ne, plain.auc, plain.gauc) == (cached.ne, cached.auc, cached.gauc)
+    assert cached.cache_hit_rate is not None
+    assert 0 < cached.cache_hit_rate < 1
+
+
+def test_train_cached_with_a_short_lookahead_fetches_more(dataset: Path, tmp_path: Path) -> None:
+    fetched = []
+    for lookahead in ("2", "50"):
+        job = write_job(tmp_path / lookahead, lookahead=lookahead)
+        summary = run_job(job, dataset, tmp_path / f"run{lookahead}", embedding="cached")
+        fetched.append(summary.fetched_rows)
+    assert fetched[0] > fetched[1] == num_rows(tmp_path / "run50")
+
+
+def num_rows(run: Path) -> int:
+    return sum(len(v) for name, v in final_rows(run).items() if name.endswith("rows.npy"))
+
+
+@pytest.mark.parametrize("embedding", ["plain", "cached"])
+@pytest.mark.parametrize("stop", [1, 13, 31])
+def test_train_resumed_has_the_bits_of_a_run_that_never_stopped(
+    embedding: str, stop: int, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", every_steps="5")
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    run_job(job, dataset, straight, embedding=embedding)
+    run_job(job, dataset, resumed, embedding=embedding, steps=stop)
+    assert len(losses_of(resumed)) == stop
+    run_job(job, dataset, resumed, embedding=embedding, resume=True)
+    assert losses_of(straight).tobytes() == losses_of(resumed).tobytes()
+    assert_same_rows(straight, resumed)
+
+
+def test_train_resumed_in_the_middle_drops_the_lines_after_its_checkpoint(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", every_steps="5")
+    run_job(job, dataset, tmp_path / "run")
+    whole = losses_of(tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        if int(folder.name) > 10:
+            (folder / "MANIFEST.json").unlink()
+    run_job(job, dataset, tmp_path / "run", resume=True)
+    assert losses_of(tmp_path / "run").tobytes() == whole.tobytes()
+
+
+def assert_same_rows(one: Path, other: Path) -> None:
+    a, b = final_rows(one), final_rows(other)
+    assert a.keys() == b.keys()
+    assert len(a) == 3 * 3
+    for name, array in a.items():
+        assert array.tobytes() == b[name].tobytes(), name
+
+
+def test_small_job_looks_up_lists_nulls_and_shared_tables(dataset: Path, tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path / "job"))
+    assert job.data.tables["items"].features == ("clicked", "item", "viewed")
+    batch = reader_of(tmp_path / "job" / "job.yaml", dataset).read(0)
+    for feature in ("user", "viewed"):
+        assert (batch.jagged_of(feature).lengths() == 0).any()

@@ -1,0 +1,200 @@
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.jagged import Jagged
+from schemas.job import load_job
+from schemas.layout import MANIFEST, group_path, samples_path
+from schemas.rows import rows_of_ids
+from tests.trainer.make_dataset import make_dataset, make_samples, write_job
+from tests.trainer.runs import SEGMENTS, reader_of, run_job
+from trainer.batch import Batch
+from trainer.decode import SAMPLES, BlockCounts, decode, spec_of
+from trainer.reader import prefetched
+
+SPARSE = ("user", "clicked", "item", "page", "viewed")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "dataset", job, SEGMENTS)
+
+
+def bags(batch: Batch, feature: str) -> list[list[int]]:
+    """Return the rows that each sample looks up, slowly."""
+    jagged = batch.jagged_of(feature)
+    values, offsets = jagged.values().tolist(), jagged.offsets().tolist()
+    return [values[offsets[i] : offsets[i + 1]] for i in batch.inverse_of(feature).tolist()]
+
+
+def test_read_deduplicated_expands_to_the_expanded_batch(job: Path, dataset: Path) -> None:
+    unique, expanded = reader_of(job, dataset), reader_of(job, dataset, expanded=True)
+    fewer = 0
+    for step in range(32):
+        a, b = unique.read(step), expanded.read(step)
+        assert torch.equal(a.labels, b.labels)
+        assert torch.equal(a.weights, b.weights)
+        assert torch.equal(a.dense, b.dense)
+        for feature in SPARSE:
+            assert bags(a, feature) == bags(b, feature)
+        fewer += b.sparse.values().numel() - a.sparse.values().numel()
+        assert a.sparse.stride() == b.sparse.stride() == a.num_samples
+        keys, inverse = a.sparse.inverse_indices()
+        assert keys == list(SPARSE)
+        assert torch.equal(inverse[1], a.inverse_of("clicked"))
+    assert fewer > 0
+
+
+def test_read_gives_every_sample_once_per_epoch_as_it_was_written(job: Path, dataset: Path) -> None:
+    reader, tables = reader_of(job, dataset), load_job(job).data.tables
+    expected: list[tuple[object, ...]] = []
+    for segment, files in enumerate(SEGMENTS):
+        for number, (num_train, num_evaluation) in enumerate(files):
+            samples = make_samples(num_train + num_evaluation, 100 * segment + number)
+            expected += [sample_of(row, tables) for row in samples[:num_train].to_pylist()]
+    for epoch in range(2):
+        found: list[tuple[object, ...]] = []
+        for step in range(16 * epoch, 16 * epoch + 16):
+            found += samples_of(reader.read(step))
+        assert sorted(found) == sorted(expected)
+
+
+def sample_of(row: dict, tables: dict) -> tuple[object, ...]:
+    table_of = {f: name for name, table in tables.items() for f in table.features}
+    sparse: list[tuple[int, ...]] = []
+    for feature in SPARSE:
+        ids = row[feature] if isinstance(row[feature], list) else [row[feature]]
+        ids = np.array([i for i in ids if i is not None], np.int64)
+        name = table_of[feature]
+        sparse.append(tuple(rows_of_ids(ids, name, tables[name]).tolist()))
+    dense = (row["price"], 0.0 if row["age"] is None else row["age"])
+    return (row["session"], row["clicked_flag"], row["sample_weight"], dense, *sparse)
+
+
+def samples_of(batch: Batch) -> list[tuple[object, ...]]:
+    assert batch.keys is not None
+    sparse = [bags(batch, feature) for feature in SPARSE]
+    return [
+        (key, int(label), weight, tuple(dense), *(tuple(bag[i]) for bag in sparse))
+        for i, (key, label, weight, dense) in enumerate(
+            zip(
+                batch.keys.tolist(),
+                batch.labels.tolist(),
+                batch.weights.tolist(),
+                batch.dense.tolist(),
+                strict=True,
+            )
+        )
+    ]
+
+
+def test_read_does_not_depend_on_what_was_read_before(job: Path, dataset: Path) -> None:
+    straight, jumping = reader_of(job, dataset), reader_of(job, dataset)
+    forward = [straight.read(step) for step in range(16)]
+    for step in (15, 3, 8, 3, 0):
+        batch = jumping.read(step)
+        assert torch.equal(batch.sparse.values(), forward[step].sparse.values())
+        assert torch.equal(batch.dense, forward[step].dense)
+
+
+def test_evaluation_batches_give_the_evaluation_split_once(job: Path, dataset: Path) -> None:
+    found = [s for batch in reader_of(job, dataset).evaluation_batches() for s in samples_of(batch)]
+    tables = load_job(job).data.tables
+    expected = [
+        sample_of(row, tables)
+        for number, (num_train, num_evaluation) in enumerate(SEGMENTS[0])
+        for row in make_samples(num_train + num_evaluation, number)[num_train:].to_pylist()
+    ]
+    assert found == expected
+
+
+def test_lookups_hold_the_distinct_rows_of_every_feature(job: Path, dataset: Path) -> None:
+    batch = reader_of(job, dataset).read(0)
+    for lookup in batch.lookups.values():
+        values = np.concatenate([batch.jagged_of(f).values().numpy() for f in lookup.features])
+        assert lookup.rows.tolist() == sorted(set(values.tolist()))
+        assert lookup.rows[lookup.positions.numpy()].tolist() == values.tolist()
+        readers = Jagged(lookup.readers.numpy(), lookup.reader_offsets.numpy())
+        offsets = lookup.bag_offsets.numpy()
+        for place, row in enumerate(lookup.rows.tolist()):
+            bag_of_value = np.searchsorted(offsets, np.flatnonzero(values == row), "right") - 1
+            start, end = readers.offsets[place : place + 2]
+            assert readers.values[start:end].tolist() == bag_of_value.tolist()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["samples/00001.parquet", "groups/user/00000.parquet", "groups/request/00001.parquet"],
+)
+def test_train_refuses_a_changed_byte_by_name(
+    path: str, job: Path, dataset: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "dataset"
+    shutil.copytree(dataset, copy)
+    file = copy / "segments" / "00000-small" / path
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(bytes(data))
+    pattern = rf"bytes \d+ to \d+ must have crc32 \d+, got \d+ in {re.escape(str(file))}; "
+    with pytest.raises(SchemaError, match=pattern):
+        run_job(job, copy, tmp_path / "run")
+
+
+@pytest.mark.parametrize("folder", ["", "segments/00001-small", "index-small"])
+def test_train_refuses_a_missing_manifest_by_name(
+    folder: str, job: Path, dataset: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "dataset"
+    shutil.copytree(dataset, copy)
+    (copy / folder / MANIFEST).unlink()
+    message = (
+        f"manifest must exist, got none in {copy / folder / MANIFEST}; "
+        "the build did not finish, or this is no dataset"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, copy, tmp_path / "run")
+
+
+def test_decode_refuses_blocks_that_lie_elsewhere(dataset: Path) -> None:
+    opened = open_dataset(dataset)
+    segment = opened.segments[0]
+    spec = spec_of(opened, "float64")
+    names, sizes = segment.block_names[:3], segment.column("num_samples")[:3]
+    uniques = {group: segment.num_unique(group)[:3] for group in spec.groups}
+
+    def read(owner: str, columns: list[str]) -> pa.Table:
+        path = samples_path(0) if owner == SAMPLES else group_path(owner, 0)
+        return segment.file(path).read_row_group(0, columns)
+
+    counts = BlockCounts(blocks=names, samples=sizes, uniques=uniques)
+    assert len(decode(spec, counts, read).labels) == 48
+    message = (
+        "row group of samples must hold 48 rows of the blocks that blocks.parquet says, "
+        "got 48 rows or another order; rebuild the dataset"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        decode(spec, replace(counts, blocks=names[::-1]), read)
+    fewer = {**uniques, "user": uniques["user"] - [0, 1, -1]}
+    with pytest.raises(SchemaError, match=r"^row group of user must hold "):
+        decode(spec, replace(counts, uniques=fewer), read)
+
+
+def test_prefetched_keeps_the_order_and_hands_on_an_error() -> None:
+    assert list(prefetched(lambda x: x * x, range(7), 2)) == [x * x for x in range(7)]
+    numbers = prefetched(lambda x: 6 // (2 - x), range(5), 2)
+    assert [next(numbers), next(numbers)] == [3, 6]
+    with pytest.raises(ZeroDivisionError):
+        next(numbers)
