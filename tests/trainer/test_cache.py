@@ -1,0 +1,106 @@
+"""The planned cache against a plain dictionary, with every thread schedule the queue allows."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import PlanError, SchemaError
+from schemas.jagged import Jagged, offsets_of
+from schemas.oracle import next_use, number_by_first_use
+from schemas.plan import plan_ttl
+from trainer.cache import PlannedCache, TablePlan
+from trainer.sources import DirectSource
+from trainer.stores.memory import memory_store
+from trainer.stores.store import Records, TableLayout
+
+LAYOUT = TableLayout(table="items", dim=2, state_width=1, dtype="float64", seed=0)
+
+
+def plan_of(steps: Sequence[np.ndarray], lookahead: int, cache_rows: int | None) -> TablePlan:
+    """Plan a table from the rows of each step, as the dataset's oracle does."""
+    accesses = Jagged(np.concatenate(steps), offsets_of(np.array([len(s) for s in steps])))
+    numbers, rows = number_by_first_use(accesses)
+    lists = [numbers.take(np.array([i])).values for i in range(len(steps))]
+    indexed = zip(lists, next_use(lists, len(rows)), strict=True)
+    return TablePlan(plan_ttl(indexed, lookahead, cache_rows), rows)
+
+
+def run_source(source: DirectSource | PlannedCache, steps: Sequence[np.ndarray]) -> list[bytes]:
+    """Return what each step was handed; each adds something that depends on the step."""
+    handed: list[bytes] = []
+    for step, rows in enumerate(steps):
+        records = source.fetch(step, {"items": rows})["items"]
+        handed.append(records.values.tobytes() + records.state.tobytes())
+        updated = Records(records.values * 1.25 + step, records.state + rows[:, None] + 1)
+        source.write(step, {"items": rows}, {"items": updated})
+    source.flush()
+    source.close()
+    return handed
+
+
+@given(
+    steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
+    lookahead=st.integers(1, 8),
+    data=st.data(),
+)
+@settings(max_examples=80)
+def test_cache_hands_out_what_a_store_without_a_cache_does(
+    steps: list[set[int]], lookahead: int, data: st.DataObject
+) -> None:
+    prefetch_steps = data.draw(st.integers(1, lookahead))
+    rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
+    direct, cached = memory_store(LAYOUT), memory_store(LAYOUT)
+    cache = PlannedCache(
+        {"items": cached},
+        {"items": plan_of(rows, lookahead, None)},
+        first_step=0,
+        last_step=len(rows),
+        prefetch_steps=prefetch_steps,
+    )
+    assert run_source(DirectSource({"items": direct}), rows) == run_source(cache, rows)
+    for mine, theirs in zip(cached.contents(), direct.contents(), strict=True):
+        if isinstance(mine, Records):
+            assert isinstance(theirs, Records)
+            assert mine.values.tobytes() == theirs.values.tobytes()
+            assert mine.state.tobytes() == theirs.state.tobytes()
+        else:
+            assert mine.tolist() == theirs.tolist()
+    assert cache.num_accesses == sum(len(r) for r in rows)
+    assert cache.fetched_rows >= len(np.unique(np.concatenate(rows)))
+
+
+def cache_over(
+    steps: Sequence[np.ndarray], planned: Sequence[np.ndarray], cache_rows: int | None
+) -> PlannedCache:
+    return PlannedCache(
+        {"items": memory_store(LAYOUT)},
+        {"items": plan_of(planned, 2, cache_rows)},
+        first_step=0,
+        last_step=len(steps),
+        prefetch_steps=1,
+    )
+
+
+def test_cache_with_the_plan_of_other_rows_names_table_and_step() -> None:
+    steps = [np.array([1, 2]), np.array([3])]
+    cache = cache_over(steps, [np.array([1, 2]), np.array([3, 4])], None)
+    message = (
+        "index must list the rows of each batch, got 2 rows of table 'items' at step 1 "
+        "where the batch has 1; rebuild the dataset"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_source(cache, steps)
+    cache.close()
+
+
+def test_cache_that_is_too_small_names_the_size_that_works() -> None:
+    steps = [np.array([1, 2]), np.array([1, 2, 3])]
+    cache = cache_over(steps, steps, 2)
+    with pytest.raises(PlanError, match=r"got cache_rows=2 and 3 at step 1; use at least 3") as e:
+        run_source(cache, steps)
+    assert e.value.required_rows == 3
+    cache.close()

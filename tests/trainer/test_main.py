@@ -1,0 +1,138 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.events import LEDGER, METRICS, PHASES, read_metrics, read_summary
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS
+from trainer.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("job"), epochs="6")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "dataset", job, SEGMENTS)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, job: Path, dataset: Path) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert main(train_arguments(job, dataset, folder)) == 0
+    return folder
+
+
+def train_arguments(job: Path, dataset: Path, run: Path, *more: str) -> list[str]:
+    return ["train", str(job), "--dataset", str(dataset), "--output", str(run), "--json", *more]
+
+
+def test_train_learns_and_leaves_what_the_contract_names(run: Path) -> None:
+    metrics, summary = read_metrics(run / METRICS), read_summary(run / "summary.json")
+    losses = np.array([m.loss for m in metrics])
+    assert losses[-16:].mean() < 0.97 * losses[:16].mean()
+    assert [m.step for m in metrics] == list(range(96))
+    assert all(set(m.phases) == set(PHASES) for m in metrics)
+    assert summary.num_samples == 6 * 983
+    assert summary.ne is not None
+    assert summary.ne < 1
+    assert summary.auc is not None
+    assert summary.auc > 0.6
+
+
+def test_evaluate_repeats_the_metrics_of_the_run(
+    run: Path, job: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(job), "--dataset", str(dataset), "--run", str(run), "--json"]) == 0
+    found, summary = json.loads(capsys.readouterr().out), read_summary(run / "summary.json")
+    assert found["num_samples"] == 80
+    assert (found["ne"], found["auc"], found["gauc"]) == (summary.ne, summary.auc, summary.gauc)
+
+
+def test_verify_counts_every_sample_of_every_epoch(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_samples"] == found["num_expected_samples"] == 6 * 983
+    assert found["problems"] == []
+
+
+LEDGERS = {
+    "a step is missing": (
+        lambda lines: [*lines[:5], *lines[6:]],
+        "epoch 0 must train each of 62 blocks once, got 4 never and 0 more than once; "
+        "train on with --resume, or train again",
+    ),
+    "a step is there twice": (
+        lambda lines: [*lines, lines[5]],
+        "epoch 0 must train each of 62 blocks once, got 0 never and 4 more than once; "
+        "train on with --resume, or train again",
+    ),
+    "a step is of no epoch": (
+        lambda lines: [lines[0].replace('"epoch":0', '"epoch":9'), *lines[1:]],
+        "blocks must be of the training range, got 4 others; "
+        "train on with --resume, or train again",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEDGERS)
+def test_verify_refuses_a_ledger_in_which(
+    case: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = LEDGERS[case]
+    for path in run.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    lines = (tmp_path / LEDGER).read_text().splitlines()
+    (tmp_path / LEDGER).write_text("".join(f"{line}\n" for line in change(lines)))
+    assert main(["verify", str(tmp_path), "--json"]) == 1
+    assert capsys.readouterr().err.strip() == message
+
+
+def test_train_refuses_a_folder_that_holds_a_run(
+    run: Path, job: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(train_arguments(job, dataset, run)) == 2
+    error = f"output must hold no run, got one in {run}; use --resume or another folder"
+    assert capsys.readouterr().err.strip() == error
+
+
+def test_train_refuses_to_resume_another_job(
+    run: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_job(tmp_path, epochs="6", pooling="sum")
+    assert main(train_arguments(other, dataset, run, "--resume")) == 2
+    pattern = r"train section must be that of the run, got train_sha256=\w+ for \w+ in .*run\.json"
+    assert re.match(pattern, capsys.readouterr().err)
+
+
+def test_train_cached_without_an_index_says_how_to_build_it(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_job(tmp_path / "job", epochs="1")
+    assert main(train_arguments(other, dataset, tmp_path / "run", "--embedding", "cached")) == 2
+    assert "run python -m pipelines oracle" in capsys.readouterr().err
+
+
+def test_train_as_a_process_prints_one_object_and_no_trace(
+    job: Path, dataset: Path, tmp_path: Path, repository: Path
+) -> None:
+    arguments = train_arguments(job, dataset, tmp_path / "run", "--steps", "2")
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", *arguments],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["num_steps"] == 2
+    assert "Traceback" not in done.stderr

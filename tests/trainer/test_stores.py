@@ -1,0 +1,109 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.lookup import stable_order
+from trainer.rows import initial_bound, initial_rows
+from trainer.stores.memory import memory_store
+from trainer.stores.mmap import mmap_store
+from trainer.stores.row_map import RowMap
+from trainer.stores.store import Records, Store, TableLayout
+
+LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=3)
+
+
+def store_of(kind: str, folder: Path) -> Store:
+    return memory_store(LAYOUT) if kind == "memory" else mmap_store(LAYOUT, folder)
+
+
+def test_row_map_is_a_dict() -> None:
+    rng = np.random.default_rng(0)
+    found, reference = RowMap(), {}
+    for _ in range(60):
+        # few distinct upper bits and many collisions, over all 63 bits
+        rows = np.unique(rng.integers(0, 5000, 300) << rng.choice([0, 20, 50], 300))
+        positions = found.find(rows)
+        assert positions.tolist() == [reference.get(row, -1) for row in rows.tolist()]
+        fresh = rows[positions < 0]
+        for row, position in zip(fresh.tolist(), found.add(fresh).tolist(), strict=True):
+            reference[row] = position
+    assert len(found) == len(reference) > 5000
+    assert found.rows.tolist() == list(reference)
+
+
+@pytest.mark.parametrize("kind", ["memory", "mmap"])
+def test_store_is_a_dict_of_rows_that_begin_with_their_first_values(
+    kind: str, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    store, reference = store_of(kind, tmp_path), {}
+    for _ in range(40):
+        rows = np.unique(rng.integers(0, 1 << 62, 200) % rng.integers(1, 4000))
+        fetched = store.fetch(rows)
+        first = initial_rows(rows, table="items", seed=3, dim=4, dtype="float32")
+        for i, row in enumerate(rows.tolist()):
+            values, state = reference.get(row, (first[i], [0.0]))
+            assert fetched.values[i].tolist() == list(values)
+            assert fetched.state[i].tolist() == list(state)
+        fetched.values[:] += 1
+        fetched.state[:] += 2
+        if rng.random() < 0.7:
+            store.write(rows, fetched)
+            pairs = zip(fetched.values.tolist(), fetched.state.tolist(), strict=True)
+            reference.update(zip(rows.tolist(), pairs, strict=True))
+    rows, records = store.contents()
+    assert rows.tolist() == sorted(reference)
+    assert records.values.tolist() == [list(reference[row][0]) for row in rows.tolist()]
+    assert records.state.tolist() == [list(reference[row][1]) for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["memory", "mmap"])
+def test_store_hands_out_copies(kind: str, tmp_path: Path) -> None:
+    store, rows = store_of(kind, tmp_path), np.array([5, 9])
+    store.write(rows, Records(np.ones((2, 4), np.float32), np.zeros((2, 1), np.float32)))
+    store.fetch(rows).values[:] = 7
+    assert store.fetch(rows).values.tolist() == [[1.0] * 4] * 2
+
+
+def test_mmap_store_keeps_its_rows_in_files(tmp_path: Path) -> None:
+    store = store_of("mmap", tmp_path)
+    rows = np.arange(3000)
+    store.write(rows, Records(np.full((3000, 4), 2, np.float32), np.ones((3000, 1), np.float32)))
+    on_disk = np.fromfile(tmp_path / "items" / "values.bin", np.float32)
+    assert (on_disk[: 3000 * 4] == 2).all()
+    assert mmap_store(LAYOUT, tmp_path).contents()[0].tolist() == []
+
+
+def test_initial_rows_are_pinned_and_equal_in_both_precisions() -> None:
+    rows = np.array([0, 1, 2**62])
+    single, double = (
+        initial_rows(rows, table="items", seed=3, dim=5, dtype=d) for d in ("float32", "float64")
+    )
+    assert single.dtype == np.float32
+    assert (single == double).all()
+    assert [round(float(x), 7) for x in single[:, 0]] == PINNED
+
+
+PINNED = [-0.1310631, 0.0860225, -0.1031685]
+
+
+def test_initial_rows_are_uniform_and_differ_by_table_seed_and_row() -> None:
+    rows = np.arange(20_000)
+    values = initial_rows(rows, table="items", seed=3, dim=8, dtype="float64")
+    bound = initial_bound(8)
+    assert np.abs(values).max() <= bound
+    assert values.mean() == pytest.approx(0, abs=0.01 * bound)
+    assert values.std() == pytest.approx(bound / 3**0.5, rel=0.01)
+    assert np.abs(np.corrcoef(values.T) - np.eye(8)).max() < 0.04
+    for table, seed in (("users", 3), ("items", 4)):
+        other = initial_rows(rows, table=table, seed=seed, dim=8, dtype="float64")
+        assert np.abs(np.corrcoef(values.ravel(), other.ravel())[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("largest", [10, 1 << 40, (1 << 63) - 1])
+def test_stable_order_is_that_of_a_stable_sort(largest: int) -> None:
+    values = np.random.default_rng(2).integers(0, largest, 5000)
+    values[::3] = values[0]
+    assert stable_order(values).tolist() == np.argsort(values, kind="stable").tolist()
+    assert stable_order(values[:0]).tolist() == []
