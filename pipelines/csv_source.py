@@ -23,9 +23,9 @@ _BLOCK_BYTES = 8 << 20
 _DUCKDB_TYPES = {
     "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
     "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
-    "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN", "timestamp[us]": "TIMESTAMP",
-    "timestamp[ms]": "TIMESTAMP_MS", "timestamp[s]": "TIMESTAMP_S", "timestamp[ns]": "TIMESTAMP_NS",
-    "date": "DATE",
+    "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN", "timestamp": "TIMESTAMP",
+    "timestamp_us": "TIMESTAMP", "timestamp_ms": "TIMESTAMP_MS", "timestamp_s": "TIMESTAMP_S",
+    "timestamp_ns": "TIMESTAMP_NS", "date": "DATE",
 }  # fmt: skip
 
 

@@ -171,8 +171,9 @@ _WORDS = {
     "int8": pa.int8(), "int16": pa.int16(), "int32": pa.int32(), "int64": pa.int64(),
     "uint8": pa.uint8(), "uint16": pa.uint16(), "uint32": pa.uint32(), "uint64": pa.uint64(),
     "float32": pa.float32(), "float64": pa.float64(), "bool": pa.bool_(), "string": pa.string(),
-    "binary": pa.binary(), "timestamp[us]": pa.timestamp("us"), "timestamp[ms]": pa.timestamp("ms"),
-    "timestamp[s]": pa.timestamp("s"), "timestamp[ns]": pa.timestamp("ns"), "date": pa.date32(),
+    "binary": pa.binary(), "date": pa.date32(), "timestamp": pa.timestamp("us"),
+    "timestamp_s": pa.timestamp("s"), "timestamp_ms": pa.timestamp("ms"),
+    "timestamp_us": pa.timestamp("us"), "timestamp_ns": pa.timestamp("ns"),
 }  # fmt: skip
 
 

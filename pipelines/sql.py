@@ -72,7 +72,7 @@ def carry_origin(statement: str, key: str) -> str:
     if len(nodes) != 1 or nodes[0]["type"] != "SELECT_NODE":
         raise SchemaError(f"{key} must be one SELECT; wrap a UNION in SELECT * FROM (...)")
     node = nodes[0]
-    if node["group_expressions"]:
+    if node["group_expressions"] or node["aggregate_handling"] != "STANDARD_HANDLING":
         raise SchemaError(f"{key} must not aggregate at its top level; move it into a subquery")
     if not any(e["class"] == "STAR" for e in node["select_list"]):
         node["select_list"].append(

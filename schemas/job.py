@@ -34,7 +34,7 @@ class SourceConfig:
     format: Literal["parquet", "csv"]
     """`csv` also reads tab-separated files."""
     columns: Mapping[str, str] | None = None
-    """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp[us]`); all columns
+    """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp`); all columns
     of a Parquet file when absent; must be given, in file order, for a CSV file."""
     delimiter: str = ","
     """One character between CSV fields."""

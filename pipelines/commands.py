@@ -1,0 +1,167 @@
+"""What each command of the data pipelines takes, and which function it calls."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelines.build import build
+from pipelines.expand import expand
+from pipelines.generate import GeneratorConfig, write_log
+from pipelines.oracle_command import oracle
+from pipelines.prepare import BuildRequest
+from pipelines.report import write_report
+from pipelines.verify import verify
+from schemas.errors import PlanError, SchemaError
+from schemas.job import load_job
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; unknown flags of `build` go to Beam."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("generate", help="write the synthetic log of a job")
+    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR")
+    command.add_argument("--num-samples", type=int, metavar="N")
+
+    command = commands.add_parser("build", help="build a dataset from raw files")
+    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("--input", type=Path, required=True, metavar="DIR")
+    command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
+    command.add_argument("--json", action="store_true")
+
+    command = commands.add_parser("verify", help="recompute counts and checksums")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--json", action="store_true")
+
+    command = commands.add_parser("expand", help="write the samples back, one row each")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--output", type=Path, required=True, metavar="FILE.parquet")
+    command.add_argument("--model-inputs", action="store_true", help="with transformed columns")
+
+    command = commands.add_parser("report", help="write a page about a dataset and its runs")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--html", type=Path, required=True, metavar="FILE.html")
+    command.add_argument("--runs", type=Path, metavar="DIR", help="directory of trained runs")
+
+    command = commands.add_parser("oracle", help="what the cache will do, and other indexes")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--reindex", action="store_true", help="build an index for these settings")
+    command.add_argument("--batch-samples", type=int, metavar="N")
+    command.add_argument("--epochs", type=int, metavar="N")
+    command.add_argument("--lookahead", type=int, metavar="N", help="steps; train.cache by default")
+    command.add_argument("--cache-rows", type=int, metavar="N", help="most rows of each table")
+    command.add_argument("--json", action="store_true")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0, or 1 when something does not fit; the one line that says what is on stderr.
+    """
+    parser = build_parser()
+    arguments, beam_args = parser.parse_known_args(argv)
+    if beam_args and arguments.command not in ("build", "oracle"):
+        parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
+    try:
+        return _COMMANDS[arguments.command](arguments, beam_args)
+    except (SchemaError, PlanError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _say(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(json.dumps(result, indent=1))
+
+
+def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
+    config = load_job(arguments.job).data.generate
+    if config is None:
+        raise SchemaError("job must have data.generate, got none; use schemas/demo/job.yaml")
+    files = write_log(
+        GeneratorConfig(
+            num_samples=arguments.num_samples or config.num_samples,
+            seed=config.seed,
+            start=config.start,
+            span=config.span,
+        ),
+        arguments.output,
+    )
+    print(f"wrote {len(files)} files to {arguments.output}", file=sys.stderr)
+    return 0
+
+
+def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    startup = time.time() - _process_start()
+    request = BuildRequest(
+        job_path=arguments.job,
+        input_root=arguments.input,
+        dataset=arguments.output,
+        beam_args=beam_args,
+        attempt=uuid.uuid4().hex[:12],
+        check_sql=arguments.check_sql,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
+    return 0
+
+
+def _process_start() -> float:
+    """Return when this process started, in seconds since the epoch."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    boot = next(
+        float(line.split()[1])
+        for line in Path("/proc/stat").read_text().splitlines()
+        if line.startswith("btime")
+    )
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
+    result = verify(arguments.dataset)
+    _say(arguments, result)
+    for problem in result["problems"]:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if result["problems"] else 0
+
+
+def _expand(arguments: argparse.Namespace, _: list[str]) -> int:
+    rows = expand(arguments.dataset, arguments.output, model_inputs=arguments.model_inputs)
+    print(f"wrote {rows} samples to {arguments.output}", file=sys.stderr)
+    return 0
+
+
+def _report(arguments: argparse.Namespace, _: list[str]) -> int:
+    write_report(arguments.dataset, arguments.html, arguments.runs)
+    print(f"wrote {arguments.html}", file=sys.stderr)
+    return 0
+
+
+def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    _say(arguments, oracle(arguments, beam_args, uuid.uuid4().hex[:12]))
+    return 0
+
+
+_COMMANDS = {
+    "generate": _generate,
+    "build": _build,
+    "verify": _verify,
+    "expand": _expand,
+    "report": _report,
+    "oracle": _oracle,
+}

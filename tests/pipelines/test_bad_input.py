@@ -1,0 +1,259 @@
+# ruff: noqa: E501 - a table of faults, one a line
+"""Whatever is wrong with the input: it is named by file and place, and all good rows arrive."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.build import build
+from pipelines.expand import expand
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from tests.pipelines.logs import COLUMNS, raw_rows, request, samples_of, write_job
+
+Rows = list[dict[str, object]]
+
+
+def good_rows() -> pa.Table:
+    return raw_rows(60, seed=3)
+
+
+def write_rows(log: Path, rows: Rows | pa.Table, name: str = "log-0.parquet") -> None:
+    log.mkdir(parents=True, exist_ok=True)
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, good_rows().schema)
+    pq.write_table(table, log / name, row_group_size=25)
+
+
+def rejects_of(dataset: Path) -> Rows:
+    segment = open_dataset(dataset).segments[0]
+    if "rejects/00000.parquet" not in segment.files:
+        return []
+    return segment.file("rejects/00000.parquet").read().to_pylist()
+
+
+def expanded(dataset: Path, target: Path) -> list[tuple[object, ...]]:
+    expand(dataset, target)
+    return sorted(
+        (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])
+        for r in pq.read_table(target).to_pylist()
+    )
+
+
+def changed(row: int, **values: object) -> Callable[[Path], None]:
+    """Return a fault that changes one row of the log."""
+
+    def damage(log: Path) -> None:
+        rows = good_rows().to_pylist()
+        rows[row].update(values)
+        write_rows(log, rows)
+
+    return damage
+
+
+ROW_FAULTS: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    "a null session key": (
+        changed(30, session=None), 30, "session key 'session' must not be null"),
+    "a null time": (changed(7, time=None), 7, "session time 'time' must not be null"),
+    "a label outside its domain": (changed(59, clicked=7), 59, "feature 'label' must be at most 1"),
+    "an id beyond the end of its table": (
+        changed(26, items=[1000]), 26, "feature 'item' must be at most 999"),
+    "a negative id": (changed(0, items=[-1]), 0, "feature 'item' must be at least 0"),
+    "an id beyond the end inside a list": (
+        changed(12, history=[1, 2 ** 62]), 12, "feature 'history' must be at most 999"),
+    "a null among the items": (changed(3, items=[None]), 3, "feature 'item' must not be null"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "position", "reason"), ROW_FAULTS.values(), ids=ROW_FAULTS)
+def test_bad_row_is_rejected_with_its_place_and_the_others_arrive(
+    damage: Callable[[Path], None], position: int, reason: str, tmp_path: Path
+) -> None:
+    damage(tmp_path / "log")
+    build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    rejects = rejects_of(tmp_path / "dataset")
+    places = {(r["file"], r["position"], r["reason"]) for r in rejects}
+    assert places == {("log-0.parquet", position, reason)}
+    kept = good_rows().to_pylist()
+    del kept[position]
+    expected = samples_of(pa.Table.from_pylist(kept, good_rows().schema))
+    assert expanded(tmp_path / "dataset", tmp_path / "x.parquet") == expected
+
+
+def test_bad_row_ends_the_build_when_the_job_says_so(tmp_path: Path) -> None:
+    damage, position, reason = ROW_FAULTS["a null session key"]
+    damage(tmp_path / "log")
+    job = write_job(tmp_path / "job", on_error="fail")
+    whole = f"{reason} in log-0.parquet:{position}; repair the row, or set data.on_error: reject"
+    with pytest.raises(SchemaError, match="^" + re.escape(whole) + "$"):
+        build(request(job, tmp_path / "log", tmp_path / "dataset"))
+    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0xFF
+    path.write_bytes(data)
+
+
+def without_column(path: Path) -> None:
+    pq.write_table(pq.read_table(path).drop_columns(["history"]), path)
+
+
+def with_text_for_a_list(path: Path) -> None:
+    table = pq.read_table(path)
+    texts = pa.array(["1 2 3"] * table.num_rows)
+    pq.write_table(table.set_column(3, "history", texts), path)
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+FILE_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a truncated file": (truncated, "file must be Parquet, got "),
+    "an empty file": (emptied, "file must be Parquet, got "),
+    "a missing column": (
+        without_column,
+        "column must exist, got none named 'history'; use one of clicked, items, session, time, user",
+    ),
+    "a list that is not a list": (
+        with_text_for_a_list,
+        "column 'history' must be list<int64>, got string; declare or repair it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), FILE_FAULTS.values(), ids=FILE_FAULTS)
+def test_bad_file_is_rejected_and_the_others_arrive(
+    damage: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "log", good_rows())
+    write_rows(tmp_path / "log", raw_rows(30, seed=9), "log-1.parquet")
+    damage(tmp_path / "log" / "log-1.parquet")
+    build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    (reject,) = rejects_of(tmp_path / "dataset")
+    assert (reject["file"], reject["position"]) == ("log-1.parquet", None)
+    assert str(reject["reason"]).startswith(reason)
+    assert expanded(tmp_path / "dataset", tmp_path / "x.parquet") == samples_of(good_rows())
+
+
+def test_file_with_one_byte_changed_loses_its_row_group_at_most(tmp_path: Path) -> None:
+    pq.write_table(
+        good_rows(), (tmp_path / "a.parquet"), row_group_size=25, write_page_checksum=True
+    )
+    flipped(tmp_path / "a.parquet")
+    write_rows(tmp_path / "log", raw_rows(30, seed=9), "log-1.parquet")
+    (tmp_path / "a.parquet").rename(tmp_path / "log" / "log-0.parquet")
+    build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    rejects = rejects_of(tmp_path / "dataset")
+    assert [r["file"] for r in rejects] == ["log-0.parquet"]
+    assert "must be readable, got" in str(rejects[0]["reason"])
+
+
+def test_log_without_a_usable_file_is_refused_with_the_first_reason(tmp_path: Path) -> None:
+    write_rows(tmp_path / "log", good_rows())
+    emptied(tmp_path / "log" / "log-0.parquet")
+    with pytest.raises(SchemaError, match=r"^samples must not be empty, got none; first reject: "):
+        build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+
+
+TSV_COLUMNS = "{session: int64, time: string, user: int64, history: string, items: string, \
+clicked: int8}"
+TSV_SQL = """
+      SELECT session, strptime(time, '%Y-%m-%d %H:%M:%S') AS time, user,
+             list_transform(list_filter(string_split(history, ' '), lambda x: x <> ''),
+                            lambda x: CAST(x AS BIGINT)) AS history,
+             CAST(unnest(string_split(items, ' ')) AS BIGINT) AS item, clicked AS label
+      FROM (SELECT * REPLACE (coalesce(history, '') AS history) FROM log)
+"""
+TSV_ROW = ["1", "2026-01-01 00:00:{:02d}", "7", "1 2 3", "4 5", "1"]
+
+
+def tsv_job(directory: Path) -> Path:
+    job = write_job(directory, TSV_COLUMNS)
+    text = job.read_text().replace('"*.parquet", format: parquet', '"*.tsv", format: csv')
+    text = text.replace("columns:", 'delimiter: "\\t", quote: null, header: false, columns:', 1)
+    start, end = text.index("      SELECT"), text.index("  session:")
+    job.write_text(text[:start] + TSV_SQL.lstrip("\n") + text[end:])
+    return job
+
+
+def tsv_lines() -> list[bytes]:
+    return ["\t".join(TSV_ROW).format(i).encode() for i in range(50)]
+
+
+LINE_FAULTS: dict[str, tuple[bytes, str]] = {
+    "a time that does not parse": (
+        b"1\t2026-13-45 00:00:00\t7\t1 2\t4\t1",
+        "row must pass the job's SQL, got Invalid Input Error: Could not parse string",
+    ),
+    "a text for a number": (b"x\t2026-01-01 00:00:00\t7\t1\t4\t1", "field 'session' must be int64, got 'x'"),
+    "a number too large": (
+        b"1\t2026-01-01 00:00:00\t9223372036854775808\t1\t4\t1",
+        "field 'user' must be int64, got '9223372036854775808'",
+    ),
+    "a line with a field too few": (b"1\t2026-01-01 00:00:00\t7\t1\t4", "line must have 6 fields, got 5"),
+    "a line with a field too many": (b"1\t2026-01-01 00:00:00\t7\t1\t4\t1\t9", "line must have 6 fields, got 7"),
+    "a list that is not a list": (
+        b"1\t2026-01-01 00:00:00\t7\t1,2\t4\t1",
+        "row must pass the job's SQL, got Conversion Error: Could not convert string '1,2'",
+    ),
+    "bytes that are no text": (b"1\t2026-01-01 00:00:00\t7\t\xff\t4\t1", "field 'history' must be UTF-8"),
+    "no session": (b"\t2026-01-01 00:00:00\t7\t1\t4\t1", "session key 'session' must not be null"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "reason"), LINE_FAULTS.values(), ids=LINE_FAULTS)
+@pytest.mark.parametrize("position", [0, 20, 49])
+def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(
+    line: bytes, reason: str, position: int, tmp_path: Path
+) -> None:
+    lines = tsv_lines()
+    lines[position] = line
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "log.tsv").write_bytes(b"\n".join(lines) + b"\n")
+    result = build(request(tsv_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    (reject,) = rejects_of(tmp_path / "dataset")
+    assert (reject["file"], reject["position"]) == ("log.tsv", position)
+    assert str(reject["reason"]).startswith(reason)
+    assert result["num_samples"] == 2 * 49
+
+
+JOB_FAULTS: dict[str, tuple[str, str, str]] = {
+    "a key that is no key": ("session: {key", "sesion: {key", "key must be known, got data.sesion in "),
+    "a column that the log has not": ("user, history,", "usr AS user, history,", "data.samples.map must run on its sources, got Binder Error"),
+    "no SQL": ("SELECT session", "SELEC session", "data.samples.map must be SQL, got"),
+    "an aggregate": ("FROM log", "FROM log GROUP BY ALL", "data.samples.map must not aggregate at its top level"),
+    "an undeclared column": ("clicked AS label", "clicked AS label, 1 AS extra", "column 'extra' must be declared in the schema"),
+    "a declared column that SQL leaves out": ("user, history,", "user,", "samples must have column 'history', got none"),
+    "a wrong type": ("clicked AS label", "CAST(clicked AS DOUBLE) AS label", "feature 'label' must be INT, got double in "),
+    "one value for a list": ("user, history,", "user, 1 AS history,", "feature 'history' must be a list, got int32"),
+    "a time that is a number": ("session, time,", "session, epoch_us(time) AS time,", "session.time must be a timestamp, got int64"),
+    "a group of an unknown column": ("[session, user, history]", "[session, usr, history]", "column must be declared, got 'usr' in "),
+    "a table of an unknown feature": ("features: [user]", "features: [usr]", "feature 'usr' of a table must be declared sparse"),
+    "a block size that is no power of two": ("block_samples: 16", "block_samples: 17", "data.block_samples must be a power of two"),
+    "no file that matches": ('"*.parquet"', '"*.parq"', "source 'log' must have files, got none for '*.parq'"),
+    "a wrong transform": ("ln(1 + len(history))", "unnest(history)", "transforms must give one value per row"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), JOB_FAULTS.values(), ids=JOB_FAULTS)
+def test_wrong_job_is_refused_before_or_without_a_commit(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "log", good_rows())
+    job = write_job(tmp_path / "job", COLUMNS)
+    text = job.read_text()
+    assert old in text
+    job.write_text(text.replace(old, new, 1))
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        build(request(job, tmp_path / "log", tmp_path / "dataset"))
+    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()

@@ -1,0 +1,178 @@
+"""A whole build on the local runner: nothing lost, nothing added, the same bytes every time."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.expand import expand, expanded_tables
+from pipelines.verify import verify
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from tests.pipelines.logs import built, bytes_of, copy_of, request, samples_of, write_job, write_log
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of about 750 samples, not to be changed."""
+    return built(tmp_path_factory.mktemp("built"))
+
+
+def read_back(dataset: Path, target: Path) -> list[tuple[object, ...]]:
+    expand(dataset, target)
+    rows = pq.read_table(target).to_pylist()
+    return sorted(
+        (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])
+        for r in rows
+    )
+
+
+def test_expand_of_a_build_returns_the_samples_of_the_log(dataset: Path, tmp_path: Path) -> None:
+    rows = write_log(tmp_path / "log")
+    assert read_back(dataset, tmp_path / "x.parquet") == samples_of(rows)
+
+
+def test_expand_with_model_inputs_adds_the_transformed_columns(
+    dataset: Path, tmp_path: Path
+) -> None:
+    main(["expand", str(dataset), "--output", str(tmp_path / "x.parquet"), "--model-inputs"])
+    table = pq.read_table(tmp_path / "x.parquet")
+    lengths = np.array([len(h) for h in table["history"].to_pylist()])
+    np.testing.assert_allclose(table["num_history"].to_numpy(), np.log1p(lengths), rtol=1e-6)
+
+
+def test_sessions_lie_together_in_time_order_within_a_split(dataset: Path) -> None:
+    opened = open_dataset(dataset)
+    blocks = opened.segments[0].blocks
+    tables = list(expanded_tables(opened))
+    start = 0
+    for table, split in zip(tables, ["train", "evaluation"], strict=True):
+        sessions, times = table["session"].to_pylist(), table["time"].to_pylist()
+        changes = [i for i in range(1, len(sessions)) if sessions[i] != sessions[i - 1]]
+        assert len(changes) + 1 == len(set(sessions))
+        cuts = [0, *changes, len(sessions)]
+        for a, b in pairwise(cuts):
+            assert times[a:b] == sorted(times[a:b])
+        held = [t.isoformat() >= "2026-01-01T00:08:00" for t in times]
+        assert set(held) == {split == "evaluation"}
+        start += table.num_rows
+    assert start == sum(blocks["num_samples"].to_pylist())
+
+
+def test_blocks_are_full_but_the_last_of_each_split(dataset: Path) -> None:
+    blocks = open_dataset(dataset).segments[0].blocks
+    for split in ("train", "evaluation"):
+        sizes = [
+            n
+            for n, s in zip(
+                blocks["num_samples"].to_pylist(), blocks["split"].to_pylist(), strict=True
+            )
+            if s == split
+        ]
+        assert set(sizes[:-1]) == {16}
+        assert 1 <= sizes[-1] <= 16
+
+
+def test_build_twice_gives_the_same_bytes(dataset: Path, tmp_path: Path) -> None:
+    assert bytes_of(built(tmp_path)) == bytes_of(dataset)
+
+
+def test_build_with_files_listed_in_another_order_gives_the_same_bytes(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda p, g: iter(sorted(listed(p, g), reverse=True)))
+    assert bytes_of(built(tmp_path)) == bytes_of(dataset)
+
+
+def test_build_in_several_parts_keeps_every_sample(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 2_000)
+    many = built(tmp_path / "many")
+    assert len(set(open_dataset(many).segments[0].column("file").tolist())) > 3
+    assert read_back(many, tmp_path / "a.parquet") == read_back(dataset, tmp_path / "b.parquet")
+    assert verify(many)["problems"] == []
+
+
+def test_build_into_a_finished_dataset_changes_nothing(dataset: Path, tmp_path: Path) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    write_log(tmp_path / "log")
+    build(request(write_job(tmp_path / "job"), tmp_path / "log", copy))
+    assert bytes_of(copy) == bytes_of(dataset)
+
+
+def test_build_over_another_dataset_is_refused(dataset: Path, tmp_path: Path) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    write_log(tmp_path / "log", seed=1)
+    with pytest.raises(SchemaError, match="output must be empty or hold the same segment"):
+        build(request(write_job(tmp_path / "job"), tmp_path / "log", copy))
+    assert bytes_of(copy) == bytes_of(dataset)
+
+
+def test_build_that_dies_before_the_commit_leaves_nothing_and_can_be_run_again(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("pipelines.build.commit_segment", lambda *_: (_ for _ in ()).throw(OSError))
+        with pytest.raises(OSError, match=r"^$"):
+            built(tmp_path)
+    assert bytes_of(tmp_path / "dataset") == {}
+    build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset"))
+    assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
+
+
+def test_sessions_with_a_gap_are_counted_apart(tmp_path: Path) -> None:
+    dataset = built(tmp_path, gap=", gap: 60s")
+    rows = write_log(tmp_path / "again")
+    times: dict[int, list[float]] = {}
+    for row in rows.to_pylist():
+        times.setdefault(row["session"], []).append(row["time"].timestamp())
+    expected = sum(1 + sum(np.diff(sorted(t)) > 60) for t in times.values())
+    assert open_dataset(dataset).segments[0].manifest.num_sessions == expected
+
+
+def test_json_of_build_has_the_keys_of_the_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "log")
+    job = write_job(tmp_path / "job")
+    arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--check-sql", "--json"]
+    assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1
+    result = json.loads(printed.out)
+    names = "num_samples num_sessions num_blocks num_rejects input_bytes dataset_bytes oracle_bytes"
+    assert {*names.split(), "wall_sec", "startup_sec", "rows_per_sec", "groups"} == set(result)
+    assert set(result["groups"]["user"]) == {"num_unique", "dedup_factor"}
+    factor = result["num_samples"] / result["groups"]["user"]["num_unique"]
+    assert result["groups"]["user"]["dedup_factor"] == pytest.approx(factor, rel=1e-6)
+    assert "check-sql: equal samples from 300 rows" in printed.err
+
+
+def test_unknown_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path / "log")
+    job = write_job(tmp_path / "job")
+    arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--outptu", "x"]
+    assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 1
+    assert "option must be known here or to Beam, got --outptu" in capsys.readouterr().err
+
+
+def test_sql_with_a_window_function_fails_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "log")
+    job = write_job(tmp_path / "job")
+    job.write_text(
+        job.read_text().replace("user, history,", "row_number() OVER () AS user, history,")
+    )
+    arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--check-sql"]
+    assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 1
+    assert "data.samples.map must be row-local, got other samples for raw row" in (
+        capsys.readouterr().err
+    )
