@@ -1,10 +1,12 @@
 """A small job, with its schema, on disk; and the same as a snapshot without files."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from scheduler.history import History
+from scheduler.history import History, RunRecord
 from scheduler.snapshot import DataFacts, Snapshot
+from schemas.events import RunSummary, StepMetric
 from schemas.job import load_job
 from schemas.job_schedule import ScheduleConfig
 
@@ -72,3 +74,36 @@ def snapshot(
     """Return the job with these limits, this data and this history."""
     job = replace(load_job(write_job(folder)), schedule=schedule)
     return Snapshot(job=job, facts=facts, history=history or History())
+
+
+def make_run(
+    steps: Sequence[tuple[int, int, float]], embedding: str = "plain", expanded: bool = False
+) -> RunRecord:
+    """Return a run of (replicas, samples, seconds) steps after a slow first one."""
+    metrics = tuple(
+        StepMetric(
+            step=i,
+            loss=0.5,
+            num_samples=n,
+            num_replicas=r,
+            samples_per_sec=n / sec,
+            phases={"forward": sec},
+        )
+        for i, (r, n, sec) in enumerate([(1, 1024, 99.0), *steps])
+    )
+    summary = RunSummary(
+        num_steps=len(metrics),
+        num_samples=sum(m.num_samples for m in metrics),
+        loss_first=0.5,
+        loss_last=0.5,
+        ne=None,
+        auc=None,
+        gauc=None,
+        samples_per_sec=1.0,
+        cache_hit_rate=None,
+        fetched_rows=0,
+        peak_rss_bytes=1 << 30,
+        embedding=embedding,
+        expanded=expanded,
+    )
+    return RunRecord("run", summary, metrics)

@@ -1,6 +1,5 @@
 """Coefficients from measurements: recovered where told apart, kept in proportion elsewhere."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from scheduler.fit import (
     fit_training,
     non_negative_least_squares,
 )
-from scheduler.history import BuildRecord, RunRecord
+from scheduler.history import BuildRecord
 from scheduler.model import PreprocessingModel, TrainingModel, samples_per_sec, step_sec
-from schemas.events import RunSummary, StepMetric
+from tests.scheduler.made import make_run
 
 PRIOR = TrainingModel(
     batch_samples=1024,
@@ -30,43 +29,10 @@ PRIOR = TrainingModel(
 )
 
 
-def run(
-    steps: Sequence[tuple[int, int, float]], embedding: str = "plain", expanded: bool = False
-) -> RunRecord:
-    """Return a run of (replicas, samples, seconds) steps after a slow first one."""
-    metrics = tuple(
-        StepMetric(
-            step=i,
-            loss=0.5,
-            num_samples=n,
-            num_replicas=r,
-            samples_per_sec=n / sec,
-            phases={"forward": sec},
-        )
-        for i, (r, n, sec) in enumerate([(1, 1024, 99.0), *steps])
-    )
-    summary = RunSummary(
-        num_steps=len(metrics),
-        num_samples=sum(m.num_samples for m in metrics),
-        loss_first=0.5,
-        loss_last=0.5,
-        ne=None,
-        auc=None,
-        gauc=None,
-        samples_per_sec=1.0,
-        cache_hit_rate=None,
-        fetched_rows=0,
-        peak_rss_bytes=1 << 30,
-        embedding=embedding,
-        expanded=expanded,
-    )
-    return RunRecord("run", summary, metrics)
-
-
 def test_fit_training_of_several_replicas_recovers_all_coefficients() -> None:
     truth = replace(PRIOR, compute_sec=0.4, sync_sec=0.007, fixed_sec=0.13)
     steps = [(r, 1024, float(step_sec(truth, r, 2.0, 0))) for r in (1, 2, 3, 4, 6) for _ in "ab"]
-    fit = fit_training(PRIOR, [run(steps)], 2.0)
+    fit = fit_training(PRIOR, [make_run(steps)], 2.0)
     for r in (1, 2, 5, 7):
         assert samples_per_sec(fit.model, r, 2.0, 0) == pytest.approx(
             samples_per_sec(truth, r, 2.0, 0), rel=0.02
@@ -77,7 +43,7 @@ def test_fit_training_of_several_replicas_recovers_all_coefficients() -> None:
 
 def test_fit_training_of_one_replica_scales_the_defaults() -> None:
     seconds = float(step_sec(PRIOR, 1, 2.0, 0)) / 5
-    fit = fit_training(PRIOR, [run([(1, 1024, seconds)] * 4)], 2.0)
+    fit = fit_training(PRIOR, [make_run([(1, 1024, seconds)] * 4)], 2.0)
     assert fit.model.compute_sec == pytest.approx(PRIOR.compute_sec / 5)
     assert fit.model.sync_sec == pytest.approx(PRIOR.sync_sec / 5)
     assert fit.model.fixed_sec == pytest.approx(PRIOR.fixed_sec / 5)
@@ -85,13 +51,13 @@ def test_fit_training_of_one_replica_scales_the_defaults() -> None:
 
 
 def test_fit_training_without_steps_keeps_the_defaults() -> None:
-    fit = fit_training(PRIOR, [run([])], 1.0)
+    fit = fit_training(PRIOR, [make_run([])], 1.0)
     assert (fit.model, fit.num_steps) == (PRIOR, 0)
 
 
 def test_comparable_runs_leave_out_expanded_and_prefer_the_same_embedding() -> None:
-    plain, cached, lru = (run([], e) for e in ("plain", "cached", "lru"))
-    expanded = run([], "plain", expanded=True)
+    plain, cached, lru = (make_run([], e) for e in ("plain", "cached", "lru"))
+    expanded = make_run([], "plain", expanded=True)
     assert comparable_runs([plain, cached, lru, expanded], "plain") == (plain,)
     assert comparable_runs([cached, lru, expanded], "plain") == (cached,)
     assert comparable_runs([lru, expanded], "plain") == ()
@@ -134,6 +100,6 @@ def test_fit_training_of_a_published_testbed_predicts_it(shared_data: Path) -> N
     rows = table[(table["model"] == "dssm") & (table["speed_sum"] > 0)]
     workers, speed = rows["num_worker"], rows["speed_sum"]
     steps = [(int(w), 256, 256 / float(v)) for w, v in zip(workers, speed, strict=True)]
-    fit = fit_training(replace(PRIOR, batch_samples=256), [run(steps)], 1.0)
+    fit = fit_training(replace(PRIOR, batch_samples=256), [make_run(steps)], 1.0)
     assert len(steps) == 78
     assert fit.error < 0.06

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.candidates import Grid
 from scheduler.decision import Candidate
+from scheduler.history import History
 from scheduler.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.model import samples_per_sec, segment_sec, timeline
-from scheduler.policy import TOLERANCE, fit_models, plan
+from scheduler.policy import TOLERANCE, fit_models, plan, predict
 from scheduler.snapshot import Snapshot
 from schemas.errors import PlanError
 from schemas.job_schedule import (
@@ -25,7 +27,7 @@ from schemas.job_schedule import (
     TrainingPoolConfig,
     WorkerConfig,
 )
-from tests.scheduler.made import FACTS, GIB, snapshot
+from tests.scheduler.made import FACTS, GIB, make_run, snapshot
 
 Sizes = tuple[int, int, int, int]
 
@@ -324,3 +326,28 @@ def test_plan_that_cannot_fit_names_the_limit(
 def test_plan_twice_is_equal(tmp_path: Path) -> None:
     known = snapshot(tmp_path, ScheduleConfig())
     assert plan(known, known.job.schedule) == plan(known, known.job.schedule)
+
+
+@pytest.mark.parametrize(("part_rows", "busy"), [(None, 3), (10_000.0, 1), (6_000.0, 2)])
+def test_predict_leaves_workers_without_a_part_idle(
+    known: Snapshot, part_rows: float | None, busy: int
+) -> None:
+    """A segment of 10,000 rows keeps no more workers busy than it has parts."""
+    facts = replace(FACTS, num_samples=10_000, num_train_samples=10_000, part_rows=part_rows)
+    small, config = replace(known, facts=facts), ScheduleConfig()
+    models = fit_models(small, config)
+    assert models.num_segments == 1
+    one = np.ones(3, np.int64)
+    found = predict(Grid(one, np.array([1, 2, 3]), one, 0 * one), small, config, models)
+    assert len(np.unique(found.rows_per_sec)) == busy
+
+
+def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(known: Snapshot) -> None:
+    run = make_run([(1, 256, 0.1)])
+    before = fit_models(known, ScheduleConfig())
+    peak = trainer_memory(FACTS, known.job.train, 1, 0).total_bytes + GIB
+    run = replace(run, summary=replace(run.summary, peak_rss_bytes=peak))
+    after = fit_models(replace(known, history=History((), (run,))), ScheduleConfig())
+    assert after.base_bytes == before.base_bytes + GIB
+    held = trainer_memory(FACTS, known.job.train, 1, 0, after.base_bytes).total_bytes
+    assert held == peak

@@ -68,6 +68,15 @@ def test_doubts_of_a_poor_history_name_what_is_poor(
     assert found[0].startswith(text)
 
 
+def test_doubts_of_stores_and_unmeasured_workers_name_them(known: Snapshot) -> None:
+    decision = measured(plan(known, ROOMY))
+    chosen = replace(decision.chosen, num_stores=2, workers_per_job=3)
+    assert doubts(known, replace(decision, chosen=chosen)) == [
+        "builds were measured with one worker",
+        "transfers from stores were not measured",
+    ]
+
+
 def test_doubts_without_dataset_and_build_name_both(known: Snapshot) -> None:
     bare = replace(known, facts=replace(FACTS, measured=False), history=History())
     assert doubts(bare, measured(plan(bare, ROOMY))) == [
