@@ -32,6 +32,8 @@ VALUES: dict[str, tuple[pa.DataType, list[Any]]] = {
     "time of day": (pa.time32("s"), [None, 0, 1]),
     "dictionary": (pa.dictionary(pa.int8(), pa.string()), [None, "", "a"]),
     "list": (pa.list_(pa.int64()), [None, [], [0], [0, 0], [None], [0, None], [None, 0]]),
+    "large text without nulls": (pa.large_string(), ["", "a", "ab", "ba"]),
+    "large list without nulls": (pa.large_list(pa.int64()), [[], [0], [0, 1], [1, 0]]),
     "large list": (pa.large_list(pa.float64()), [None, [], [0.0], [1.0]]),
     "fixed list": (pa.list_(pa.int32(), 2), [None, [0, 0], [0, 1], [None, 0]]),
 }
@@ -55,13 +57,13 @@ def test_comparable_finds_the_distinct_rows_of_each_type(
 ) -> None:
     rng = np.random.default_rng(0)
     rows = [values[index] for index in rng.integers(0, len(values), 60)]
-    # A sliced array of several chunks: offsets and validity then start in the middle.
+    # A sliced array: offsets and validity then start in the middle.
     array = array_of(kind, [values[-1], *rows])[1:]
-    column = pa.chunked_array([array[:20], array[20:]])
-    first, inverse_indices = unique_tuples(comparable(column))
     expected, expected_inverse = dedup([hashable(row) for row in rows])
-    assert [hashable(rows[index]) for index in first] == expected
-    assert inverse_indices.tolist() == expected_inverse
+    for column in (array, pa.chunked_array([array]), pa.chunked_array([array[:20], array[20:]])):
+        first, inverse_indices = unique_tuples(comparable(column))
+        assert [hashable(rows[index]) for index in first] == expected
+        assert inverse_indices.tolist() == expected_inverse
 
 
 @pytest.mark.parametrize(("kind", "values"), VALUES.values(), ids=VALUES.keys())

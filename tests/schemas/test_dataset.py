@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,13 @@ def test_index_for_another_order_names_the_command_that_builds_it(
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         dataset.index_for(dataset.order(64, 2, "none", 0))
+
+
+def test_index_over_other_segments_is_not_taken(dataset: Dataset) -> None:
+    order = dataset.order(32, 2, "none", 0)
+    assert dataset.index_for(order) is dataset.indexes[0]
+    with pytest.raises(SchemaError, match=r"^dataset must have an index for batch_samples=32"):
+        replace(dataset, segments=dataset.segments[:1]).index_for(order)
 
 
 def test_order_of_a_batch_that_cuts_blocks_raises(dataset: Dataset) -> None:
