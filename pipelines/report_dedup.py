@@ -1,12 +1,21 @@
-"""What deduplication found: unique tuples, list values, sessions."""
+"""What deduplication found: unique tuples, list values, sessions, and what block edges cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipelines.report_html import Section, table
-from pipelines.report_numbers import count, digits
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.report_bars import Bar, bar_chart, columns
+from pipelines.report_html import Section, figure, paragraph, side_by_side, table
+from pipelines.report_numbers import count, digits, percent, ratio
+from pipelines.report_svg import HALF
+from pipelines.sessions import session_lengths
+from schemas.columns import comparable_tuple
 from schemas.dataset import Dataset
+from schemas.jagged import unique_tuples
+from schemas.layout import group_path
 from schemas.manifest import GroupCounts
 
 
@@ -26,22 +35,96 @@ def group_totals(dataset: Dataset) -> Mapping[str, GroupCounts]:
     return totals
 
 
+def unique_without_cuts(dataset: Dataset, group: str) -> int:
+    """Return the unique tuples of a group if each part were one block, summed over parts."""
+    total = 0
+    for segment in dataset.segments:
+        for file_index in np.unique(segment.column("file")).tolist():
+            names = list(dataset.job.data.groups[group])
+            tuples = segment.file(group_path(group, file_index)).read(names)
+            total += len(unique_tuples(comparable_tuple(tuples, names))[0])
+    return total
+
+
 def dedup_section(dataset: Dataset) -> Section:
     """Return the section about deduplication."""
     totals = group_totals(dataset)
-    rows = [
-        (name, count(g.num_unique), digits(g.dedup_factor), count(g.num_values),
-         count(g.num_values_dedup))
-        for name, g in totals.items()
-    ]  # fmt: skip
-    finding = ", ".join(f"{name} {digits(g.dedup_factor)}" for name, g in totals.items())
+    uncut = {name: unique_without_cuts(dataset, name) for name in totals}
+    lengths = session_lengths(dataset)
     return Section(
         "dedup",
         "Deduplication",
-        f"Samples per unique tuple: {finding or 'no groups'}.",
-        table(
-            "Dedup groups",
-            ["group", "unique tuples", "dedup factor", "list values", "stored list values"],
-            rows,
-        ),
+        _finding(totals, lengths),
+        _table(totals, uncut)
+        + paragraph(_cuts(totals, uncut, dataset.job.data.block_samples), "note")
+        + side_by_side(_factors(totals), _histogram(lengths)),
+    )
+
+
+def _finding(totals: Mapping[str, GroupCounts], lengths: NDArray[np.int64]) -> str:
+    session = f"A session has {digits(float(lengths.mean()))} samples on average"
+    if not totals:
+        return f"{session}; the job names no groups, so nothing is deduplicated."
+    factors = ", ".join(f"{digits(g.dedup_factor)} for {name}" for name, g in totals.items())
+    values = sum(g.num_values for g in totals.values())
+    stored = sum(g.num_values_dedup for g in totals.values())
+    lists = (
+        f", and {count(stored)} list values are stored instead of {count(values)}: "
+        f"{ratio(values, stored)} times fewer"
+        if stored
+        else ""
+    )
+    return f"{session}; one stored tuple serves {factors} of them{lists}."
+
+
+def _table(totals: Mapping[str, GroupCounts], uncut: Mapping[str, int]) -> str:
+    rows = [
+        (
+            name, count(g.num_unique), digits(g.dedup_factor), count(g.num_values),
+            count(g.num_values_dedup), count(g.num_unique - uncut[name]),
+            percent((g.num_unique - uncut[name]) / g.num_unique),
+        )
+        for name, g in totals.items()
+    ]  # fmt: skip
+    head = [
+        "group", "unique tuples", "dedup factor", "list values, expanded", "list values, stored",
+        "tuples added by block edges", "share of the unique tuples",
+    ]  # fmt: skip
+    return table("Dedup groups: columns that change together", head, rows)
+
+
+def _cuts(totals: Mapping[str, GroupCounts], uncut: Mapping[str, int], block_samples: int) -> str:
+    extra = sum(g.num_unique - uncut[name] for name, g in totals.items())
+    return (
+        f"Tuples are unique within a block of {count(block_samples)} samples. A session that a "
+        f"block edge or the split cuts is stored once on either side: {count(extra)} tuples more "
+        "than if each part were one block, in all groups together. Only that many are paid for "
+        "blocks that can be read, trained and summed up independently."
+    )
+
+
+def _factors(totals: Mapping[str, GroupCounts]) -> str:
+    bars = [Bar(n, g.dedup_factor, digits(g.dedup_factor)) for n, g in totals.items()]
+    if not bars:
+        return ""
+    label = "Samples per unique tuple: " + ", ".join(f"{b.name} {b.text}" for b in bars)
+    return figure(
+        bar_chart("dedup-factors", label, bars, HALF), "Dedup factor: samples per unique tuple."
+    )
+
+
+def _histogram(lengths: NDArray[np.int64]) -> str:
+    edges = [1]
+    while edges[-1] <= lengths.max():
+        edges.append(edges[-1] * 2)
+    counts = np.histogram(lengths, edges)[0].tolist() if len(edges) > 1 else [len(lengths)]
+    bars = [
+        Bar(str(a) if b == a + 1 else f"{a}-{b - 1}", n, count(n))
+        for a, b, n in zip(edges, edges[1:], counts, strict=False)
+    ]
+    label = "Sessions by length: " + ", ".join(f"{b.name} samples {b.text}" for b in bars)
+    return figure(
+        columns("sessions", label, bars, "samples in a session", HALF),
+        f"Sessions by their number of samples; median {count(float(np.median(lengths)))}, "
+        f"longest {count(int(lengths.max()))}.",
     )

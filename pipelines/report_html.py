@@ -76,6 +76,18 @@ def _row(cells: Sequence[object]) -> str:
     return f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>'
 
 
+def command_table(caption: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    """Return a table of words; the last column holds commands."""
+    body = "".join(
+        f'<tr><th scope="row">{escape(a)}</th><td>{escape(b)}<br><code>{escape(c)}</code></td></tr>'
+        for a, b, c in rows
+    )
+    return (
+        f'<div class="table words"><table><caption>{escape(caption)}</caption>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
 def figure(svg: str, caption: str) -> str:
     """Return an SVG with the text below it."""
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
@@ -84,6 +96,11 @@ def figure(svg: str, caption: str) -> str:
 def side_by_side(*parts: str) -> str:
     """Return parts in one row where the page is wide enough."""
     return f'<div class="pair">{"".join(parts)}</div>'
+
+
+def details(title: str, body: str) -> str:
+    """Return HTML that opens on a click."""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 
 def tiles(shown: Sequence[Tile]) -> str:

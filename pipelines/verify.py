@@ -34,8 +34,9 @@ def verify(path: Path) -> dict[str, Any]:
     dataset = open_dataset(path)
     for segment in dataset.segments:
         problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
+    sound = not problems  # an index is recomputed from segments, so only from sound ones
     for index in dataset.indexes:
-        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset))
+        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
     return {
         "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
         "num_blocks": sum(s.manifest.num_blocks for s in dataset.segments),
@@ -147,12 +148,18 @@ def _ids(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     return numpy_of(array.drop_null()), valid.astype(np.int64)
 
 
-def index_problems(index: Index, dataset: Dataset) -> Iterator[str]:
-    """Yield what is wrong with an index, one line each."""
+def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]:
+    """Yield what is wrong with an index, one line each.
+
+    Args:
+        index: an open index.
+        dataset: its dataset.
+        sound: whether the segments are, so that next uses can be recomputed from them.
+    """
     broken = verify_whole(index.directory, index.files)
     yield from broken
     manifest = index.manifest
-    if broken or manifest.segments != tuple(s.manifest.id for s in dataset.segments):
+    if broken or not sound or manifest.segments != tuple(s.manifest.id for s in dataset.segments):
         return
     config = OrderConfig(
         shuffle="blocks" if manifest.shuffle == "blocks" else "none", seed=manifest.seed

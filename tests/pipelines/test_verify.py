@@ -1,0 +1,203 @@
+"""`verify` and `oracle`: what a dataset claims about itself is recomputed by other means."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.commands import main
+from pipelines.expand import expanded_tables
+from pipelines.verify import verify
+from schemas import reference
+from schemas.checked import describe_file, read_files, sha256_of, write_files
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.layout import FILES, MANIFEST, SEGMENTS
+from schemas.manifest import DatasetManifest, read_dataset, read_segment, write_manifest
+from tests.pipelines.logs import built, copy_of
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of about 750 samples, not to be changed."""
+    return built(tmp_path_factory.mktemp("verified"))
+
+
+def rewritten(dataset: Path, path: str, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Change the content of a segment's file and mend every checksum above it."""
+    root = read_dataset(dataset)
+    segment = dataset / SEGMENTS / root.segments[0].id
+    file = pq.ParquetFile(segment / path)
+    groups = [file.read_row_group(i) for i in range(file.num_row_groups)]
+    with pq.ParquetWriter(segment / path, file.schema_arrow) as writer:
+        for table in groups:
+            writer.write_table(change(table))
+    entries = read_files(segment / FILES)
+    entries[path] = describe_file(segment, path)
+    write_files(segment / FILES, entries.values())
+    manifest = replace(read_segment(segment), files_sha256=sha256_of(segment / FILES))
+    write_manifest(segment, manifest)
+    mended = replace(root.segments[0], manifest_sha256=sha256_of(segment / MANIFEST))
+    fields = {f: getattr(root, f) for f in DatasetManifest.__dataclass_fields__}
+    write_manifest(dataset, DatasetManifest(**{**fields, "segments": (mended,)}))
+
+
+def test_verify_of_a_fresh_dataset_finds_nothing(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(dataset), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"] == []
+
+
+def test_verify_names_every_file_in_which_a_byte_has_changed(dataset: Path, tmp_path: Path) -> None:
+    segment = next((dataset / SEGMENTS).iterdir())
+    data_files = [p for p in segment.rglob("*") if p.parent != segment and p.is_file()]
+    for number, file in enumerate(sorted(data_files)):
+        copy = copy_of(dataset, tmp_path / str(number))
+        damaged = copy / file.relative_to(dataset)
+        data = bytearray(damaged.read_bytes())
+        data[len(data) // 2] ^= 1
+        damaged.write_bytes(data)
+        (problem,) = verify(copy)["problems"]
+        assert problem == f"{segment.name}/{file.relative_to(segment)}: content has changed"
+
+
+def swap_first_items(table: pa.Table) -> pa.Table:
+    items = table["item"].to_numpy().copy()
+    items[0] = (items[0] + 1) % 1000
+    return table.set_column(table.column_names.index("item"), "item", pa.array(items))
+
+
+def repeat_first_tuple(table: pa.Table) -> pa.Table:
+    rows = np.arange(table.num_rows)
+    rows[1] = 0
+    index = table.column_names.index("unique_index")
+    return table.take(pa.array(rows)).set_column(index, "unique_index", table["unique_index"])
+
+
+def point_nowhere(table: pa.Table) -> pa.Table:
+    inverse = table["user_inverse"].to_numpy().copy()
+    inverse[0] = 1_000_000
+    return table.set_column(
+        table.column_names.index("user_inverse"), "user_inverse", pa.array(inverse)
+    )
+
+
+WRONG_CONTENT = {
+    "an item that the access lists do not know": (
+        "samples/00000.parquet",
+        swap_first_items,
+        "access/items: rows differ from those that the samples look up",
+    ),
+    "a tuple that stands twice in its block": (
+        "groups/user/00000.parquet",
+        repeat_first_tuple,
+        "group user in row group 0 of part 0: 1 tuples are not unique in their block",
+    ),
+    "an inverse index that points nowhere": (
+        "samples/00000.parquet",
+        point_nowhere,
+        "inverse_indices must be in",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "problem"), WRONG_CONTENT.values(), ids=WRONG_CONTENT.keys()
+)
+def test_verify_finds_wrong_content_under_right_checksums(
+    path: str, change: Callable[[pa.Table], pa.Table], problem: str, dataset: Path, tmp_path: Path
+) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    rewritten(copy, path, change)
+    problems = verify(copy)["problems"]
+    assert any(problem in p for p in problems), problems
+
+
+def test_dataset_without_its_manifest_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    (copy / MANIFEST).unlink()
+    with pytest.raises(
+        SchemaError, match=r"manifest must exist, got none in .*; the build did not finish"
+    ):
+        open_dataset(copy)
+    assert main(["verify", str(copy)]) == 1
+
+
+def steps_of(dataset: Path, feature_columns: list[str], batch: int) -> list[list[int]]:
+    """Return the distinct ids of each step of the training range, by plain Python."""
+    opened = open_dataset(dataset)
+    table = next(iter(expanded_tables(opened)))  # the first row group is all of the training range
+    columns = {c: table[c].to_pylist() for c in feature_columns}
+    steps: list[list[int]] = []
+    for start in range(0, table.num_rows, batch):
+        ids: set[int] = set()
+        for values in columns.values():
+            for value in values[start : start + batch]:
+                ids.update(value if isinstance(value, list) else [value])
+        steps.append(sorted(ids))
+    return steps
+
+
+@pytest.mark.parametrize(("batch", "epochs"), [(32, 1), (64, 1), (32, 3)])
+def test_oracle_counts_what_a_plain_scan_counts(
+    batch: int, epochs: int, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    arguments = ["oracle", str(copy), "--batch-samples", str(batch), "--epochs", str(epochs)]
+    assert main([*arguments, "--reindex", "--lookahead", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    steps = steps_of(copy, ["item", "history"], batch) * epochs
+    table = report["tables"]["items"]
+    assert report["num_steps"] == len(steps)
+    assert table["num_accesses"] == sum(len(s) for s in steps)
+    assert table["num_unique_rows"] == len({i for s in steps for i in s})
+    distances = reference.next_use(steps)
+    kept: set[int] = set()
+    fetched, resident, fetches = 0, [], []
+    for ids, ahead in zip(steps, distances, strict=True):
+        new = set(ids) - kept
+        fetched += len(new)
+        resident.append(len(kept | set(ids)))
+        fetches.append(len(new))
+        kept = (kept | set(ids)) - {i for i, d in zip(ids, ahead, strict=True) if not 0 < d <= 2}
+    assert table["fetched_rows"] == fetched
+    assert table["hit_rate"] == pytest.approx(1 - fetched / table["num_accesses"])
+    peak = max(r + sum(fetches[s + 1 : s + 3]) for s, r in enumerate(resident))
+    assert table["peak_cache_rows"] == peak
+    assert verify(copy)["problems"] == []
+
+
+def test_oracle_counts_lookups_with_and_without_deduplication(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["oracle", str(dataset), "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)["tables"]
+    opened = open_dataset(dataset)
+    training = next(iter(expanded_tables(opened)))
+    lengths = [len(h) for h in training["history"].to_pylist()]
+    assert tables["items"]["num_lookups"] == training.num_rows + sum(lengths)
+    blocks = [training.slice(s, 16).to_pylist() for s in range(0, training.num_rows, 16)]
+    unique = [{(r["session"], r["user"], tuple(r["history"])) for r in block} for block in blocks]
+    assert tables["users"]["num_lookups_dedup"] == sum(len(u) for u in unique)
+    stored = training.num_rows + sum(len(h) for u in unique for _, _, h in u)
+    assert tables["items"]["num_lookups_dedup"] == stored
+
+
+def test_oracle_without_an_index_for_the_batch_names_the_command(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["oracle", str(dataset), "--batch-samples", "64"]) == 1
+    assert "--reindex --batch-samples 64 --epochs 1" in capsys.readouterr().err
+
+
+def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(
+    dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["oracle", str(dataset), "--cache-rows", "3"]) == 1
+    assert "cache must hold the rows that wait and those of the step" in capsys.readouterr().err
