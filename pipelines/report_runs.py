@@ -144,7 +144,7 @@ def _samples_and_loss(run: Run) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 
 def mean_phases(run: Run) -> Mapping[str, float]:
-    """Return the mean milliseconds of each phase, and of what no phase covers, the first step left out.
+    """Return the mean milliseconds of each phase and of the rest, the first step left out.
 
     Phases that run beside each other may add up to more than the wall time; then nothing is left.
     """
