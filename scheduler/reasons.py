@@ -18,6 +18,8 @@ from scheduler.policy import TOLERANCE
 from scheduler.snapshot import Snapshot
 from schemas.job_schedule import ScheduleConfig
 
+MIN_STEPS = 20
+"""Fewer measured steps say too little about their spread."""
 REACH = 2
 """A fit speaks for at most so many times the replicas that were measured."""
 
@@ -50,7 +52,9 @@ def doubts(snapshot: Snapshot, decision: PlanDecision) -> list[str]:
         found.append("builds were measured with one worker")
     if fit.num_steps == 0:
         found.append("no run was measured")
-    elif chosen.num_replicas > REACH * fit.max_replicas:
+    elif fit.num_steps < MIN_STEPS:
+        found.append(f"only {counted(fit.num_steps, 'step')} of runs were measured")
+    if fit.num_steps and chosen.num_replicas > REACH * fit.max_replicas:
         found.append(f"runs were measured with at most {fit.max_replicas} replicas")
     if fit.error > MAX_ERROR:
         found.append(f"step times differ from the fit by {fit.error:.0%} on average")

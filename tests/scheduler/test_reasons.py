@@ -55,6 +55,7 @@ def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(known: S
 DOUBTS = {
     "runs that were too small": ({"max_replicas": 0}, "runs were measured with at most 0 replicas"),
     "steps that the fit misses": ({"error": 0.5}, "step times differ from the fit by 50%"),
+    "hardly any step": ({"num_steps": 19}, "only 19 steps of runs were measured"),
     "no run at all": ({"num_steps": 0}, "no run was measured"),
 }
 
