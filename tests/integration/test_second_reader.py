@@ -1,0 +1,238 @@
+"""A dataset that the pipelines built, read by `FORMAT.md` alone: JSON, zlib and Polars only.
+
+What it finds is compared with the raw log.
+"""
+
+import hashlib
+import json
+import zlib
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pipelines.__main__ import main
+
+NUM_SAMPLES = 3000
+JOB = """\
+name: second
+data:
+  sources: {log: {files: "*.parquet", format: parquet}}
+  samples:
+    map: SELECT * FROM log
+  session: {key: session_id, time: time}
+  split: {evaluation_from: 2026-01-02 12:00:00}
+  window: {span: 12h}
+  groups:
+    user: [user_id, user_country]
+    clicks: [clicked_items]
+  tables:
+    items: {features: [item_id, clicked_items], rows: identity, num_rows: 1000000}
+    users: {features: [user_id], num_rows: 1000}
+  block_samples: 64
+  oracle: {batch_samples: 128, epochs: 2, order: {shuffle: blocks, seed: 5}}
+  generate: {num_samples: 3000, seed: 2, start: 2026-01-01, span: 2d}
+train: {batch_samples: 128, epochs: 2}
+"""
+COLUMNS = {
+    "session_id": ("INT", "kept", False),
+    "time": ("INT", "kept", False),
+    "clicked": ("INT", "label", False),
+    "user_id": ("INT", "sparse", False),
+    "user_country": ("INT", "kept", False),
+    "item_id": ("INT", "sparse", False),
+    "clicked_items": ("INT", "sparse", True),
+    "item_price": ("FLOAT", "dense", False),
+}
+MASK = (1 << 64) - 1
+
+
+def mix(x: int) -> int:
+    z = (x + 0x9E3779B97F4A7C15) & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def row_of(value: int, table: str) -> int:
+    if table == "items":
+        return value
+    salt = int.from_bytes(hashlib.sha256(table.encode()).digest()[:8], "little")
+    return mix(value & MASK ^ salt) % 2**63 % 1000
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a job, its log and its dataset."""
+    folder = tmp_path_factory.mktemp("second")
+    wanted = ", ".join(COLUMNS)
+    (folder / "job.yaml").write_text(JOB.replace("SELECT *", f"SELECT {wanted}"))
+    (folder / "schema.pbtxt").write_text(
+        "".join(
+            f'feature {{ name: "{name}" type: {kind} annotation {{ tag: "{role}" }} '
+            f"{'value_count { min: 0 } ' if is_list else ''}}}\n"
+            for name, (kind, role, is_list) in COLUMNS.items()
+        )
+    )
+    job, output = str(folder / "job.yaml"), str(folder / "log")
+    assert main(["generate", job, "--output", output]) == 0
+    assert main(["build", job, "--input", output, "--output", str(folder / "dataset")]) == 0
+    return folder
+
+
+def manifest(directory: Path, sha256: str | None = None) -> dict[str, Any]:
+    data = (directory / "MANIFEST.json").read_bytes()
+    assert sha256 in (None, hashlib.sha256(data).hexdigest())
+    body = json.loads(data)
+    assert data.decode() == json.dumps(body, indent=1, sort_keys=True) + "\n"
+    checksum = body.pop("checksum")
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256(text.encode()).hexdigest() == checksum
+    return body
+
+
+@pytest.fixture(scope="module")
+def segment(log: Path) -> Path:
+    (reference,) = manifest(log / "dataset")["segments"]
+    return log / "dataset" / "segments" / reference["id"]
+
+
+def samples_of(log: Path) -> pl.DataFrame:
+    paths = sorted((log / "log").glob("*.parquet"))
+    return pl.concat([pl.read_parquet(path) for path in paths]).select(list(COLUMNS))
+
+
+def blocks_of(segment: Path) -> list[dict[str, Any]]:
+    return pl.read_parquet(segment / "blocks.parquet").to_dicts()
+
+
+def lookups_of_blocks(segment: Path, table: str) -> dict[int, set[int]]:
+    """The rows of each block by the star tables alone."""
+    parts = [("samples", "item_id"), ("groups/clicks", "clicked_items")]
+    found: dict[int, set[int]] = {}
+    for directory, column in parts if table == "items" else [("groups/user", "user_id")]:
+        for record in pl.read_parquet(segment / directory / "*.parquet").to_dicts():
+            values = record[column] if isinstance(record[column], list) else [record[column]]
+            rows = {row_of(value, table) for value in values or [] if value is not None}
+            found.setdefault(record["block"], set()).update(rows)
+    return found
+
+
+def numbers_of_blocks(segment: Path, table: str) -> list[list[int]]:
+    files = sorted((segment / "access" / table).glob("*.parquet"))
+    gaps = [row for file in files for row in pl.read_parquet(file)["gaps"].to_list()]
+    return [list(accumulate(block)) for block in gaps]
+
+
+def test_every_byte_is_covered_by_the_root(log: Path) -> None:
+    root = log / "dataset"
+    top = manifest(root)
+    for name, key in (("job.yaml", "job_sha256"), ("schema.pbtxt", "schema_sha256")):
+        assert hashlib.sha256((root / name).read_bytes()).hexdigest() == top[key]
+    covered = {root / "MANIFEST.json", root / "job.yaml", root / "schema.pbtxt"}
+    parts = [(root / "segments" / r["id"], r) for r in top["segments"]]
+    parts += [(root / r["id"], r) for r in top["indexes"]]
+    for directory, reference in parts:
+        body = manifest(directory, reference["manifest_sha256"])
+        covered.add(directory / "MANIFEST.json")
+        for name in {"blocks", "files"} & {key.removesuffix("_sha256") for key in body}:
+            path = directory / f"{name}.parquet"
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == body[f"{name}_sha256"]
+            covered.add(path)
+        for entry in pl.read_parquet(directory / "files.parquet").to_dicts():
+            data = (directory / entry["path"]).read_bytes()
+            assert (len(data), hashlib.sha256(data).hexdigest()) == (
+                entry["num_bytes"],
+                entry["sha256"],
+            )
+            regions = [zlib.crc32(data[a:b]) for a, b in pairwise(entry["region_offsets"])]
+            assert regions == entry["region_crc32"]
+            covered.add(directory / entry["path"])
+    assert covered == {path for path in root.rglob("*") if path.is_file()}
+
+
+def test_join_of_the_star_gives_back_the_log(log: Path, segment: Path) -> None:
+    joined = pl.read_parquet(segment / "samples/*.parquet")
+    for group in ("user", "clicks"):
+        joined = joined.join(
+            pl.read_parquet(segment / f"groups/{group}/*.parquet"),
+            left_on=["block", f"{group}_inverse"],
+            right_on=["block", "unique_index"],
+            how="left",
+            maintain_order="left",
+        )
+    key = ["session_id", "time", "item_id"]
+    original = samples_of(log)
+    assert joined.height == original.height == NUM_SAMPLES
+    assert joined.select(original.columns).sort(key).equals(original.sort(key))
+
+
+def test_blocks_are_in_training_order_and_cut_as_said(segment: Path) -> None:
+    blocks = blocks_of(segment)
+    keys = [(b["split"] == "evaluation", b["window"], b["block"]) for b in blocks]
+    assert keys == sorted(keys)
+    assert {b["split"] for b in blocks} == {"train", "evaluation"}
+    assert len({b["window"] for b in blocks}) > 1
+    ranges = [(b["file"], b["split"], b["window"]) for b in blocks]
+    for mine, other, block in zip(ranges, [*ranges[1:], None], blocks, strict=True):
+        assert block["num_samples"] == 64 or mine != other
+        assert block["block"] >> 20 == block["file"]
+    stored = pl.read_parquet(segment / "samples/*.parquet").group_by("block").len()
+    assert dict(stored.iter_rows()) == {b["block"]: b["num_samples"] for b in blocks}
+    body = manifest(segment)
+    num_train = sum(b["split"] == "train" for b in blocks)
+    assert body["splits"] == {
+        "train": [0, num_train],
+        "evaluation": [num_train, len(blocks) - num_train],
+    }
+    assert sum(b["num_samples"] for b in blocks) == body["num_samples"]
+    for group, counts in body["groups"].items():
+        assert sum(b[f"{group}_num_unique"] for b in blocks) == counts["num_unique"]
+
+
+@pytest.mark.parametrize("table", ["items", "users"])
+def test_access_and_edges_equal_the_look_ups_of_the_star(segment: Path, table: str) -> None:
+    train = [b["block"] for b in blocks_of(segment) if b["split"] == "train"]
+    lookups = lookups_of_blocks(segment, table)
+    expected = [sorted(lookups.get(block, ())) for block in train]
+    numbers = numbers_of_blocks(segment, table)
+    edges = pl.read_parquet(segment / "edges" / f"{table}.parquet")
+    rows = edges["row"].to_list()
+    assert rows == list(dict.fromkeys(row for block in expected for row in block))
+    assert [sorted(rows[n] for n in block) for block in numbers] == expected
+    assert all(block == sorted(set(block)) for block in numbers)
+    users: dict[int, list[int]] = {}
+    for position, block in enumerate(numbers):
+        for number in block:
+            users.setdefault(number, []).append(position)
+    assert edges["first_position"].to_list() == [users[n][0] for n in range(len(rows))]
+    assert edges["last_position"].to_list() == [users[n][-1] for n in range(len(rows))]
+
+
+@pytest.mark.parametrize("table", ["items", "users"])
+def test_index_equals_a_walk_over_the_shuffled_steps(log: Path, segment: Path, table: str) -> None:
+    numbers = numbers_of_blocks(segment, table)
+    steps: list[list[int]] = []
+    for epoch in (0, 1):
+        key = mix(mix(mix(5) + epoch & MASK) + 0 & MASK)
+        order = sorted(range(len(numbers)), key=lambda position, key=key: mix(position ^ key))
+        for start in range(0, len(order), 2):
+            steps.append(sorted(set().union(*(numbers[p] for p in order[start : start + 2]))))
+    expected: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for step in range(len(steps) - 1, -1, -1):
+        expected.append([seen.get(number, step) - step for number in steps[step]])
+        seen.update(dict.fromkeys(steps[step], step))
+    (reference,) = manifest(log / "dataset")["indexes"]
+    directory = log / "dataset" / reference["id"]
+    found = pl.read_parquet(directory / table / "*.parquet")
+    assert found["step"].to_list() == list(range(len(steps)))
+    assert found["distances"].to_list() == expected[::-1]
+    body = manifest(directory)
+    assert (body["batch_samples"], body["epochs"], body["shuffle"], body["seed"]) == (
+        *(128, 2, "blocks", 5),
+    )
+    assert body["num_accesses"][table] == sum(len(step) for step in steps)
+    assert body["num_rows"][table] == len(seen)
