@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.generate import GeneratorConfig, generate
+from pipelines.generator.log import GeneratorConfig, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

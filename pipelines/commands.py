@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelines.build import build
 from pipelines.expand import expand
-from pipelines.generate import GeneratorConfig, write_log
+from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.oracle_command import oracle
 from pipelines.prepare import BuildRequest
 from pipelines.report import write_report

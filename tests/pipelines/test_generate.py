@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.generate import GeneratorConfig, generate, write_log
-from pipelines.generate_clicks import click_logit
-from pipelines.generate_items import HOT_FRACTION, item_brand, item_genre, item_ids
-from pipelines.generate_random import CARDINALITIES
-from pipelines.generate_samples import HISTORIES, LOG_SCHEMA
-from pipelines.generate_sessions import MAX_HISTORY, MAX_SESSION_SAMPLES
+from pipelines.generator.clicks import click_logit
+from pipelines.generator.items import HOT_FRACTION, item_brand, item_genre, item_ids
+from pipelines.generator.log import GeneratorConfig, generate, write_log
+from pipelines.generator.random import CARDINALITIES
+from pipelines.generator.samples import HISTORIES, LOG_SCHEMA
+from pipelines.generator.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES
 
 SMALL = GeneratorConfig(num_samples=20_000, seed=7, span=timedelta(hours=6))
 LARGE = GeneratorConfig(num_samples=240_000, seed=3)

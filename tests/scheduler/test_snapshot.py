@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import BuildRequest, build
-from pipelines.generate import GeneratorConfig, write_log
+from pipelines.generator.log import GeneratorConfig, write_log
 from scheduler.__main__ import main
 from scheduler.snapshot import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.dataset import open_dataset

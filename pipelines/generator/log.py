@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.generate_histories import Chunk, concat_chunks
-from pipelines.generate_items import popularity_quantiles
-from pipelines.generate_random import CARDINALITIES
-from pipelines.generate_samples import LOG_SCHEMA, to_record_batch
-from pipelines.generate_sessions import (
+from pipelines.generator.histories import Chunk, concat_chunks
+from pipelines.generator.items import popularity_quantiles
+from pipelines.generator.random import CARDINALITIES
+from pipelines.generator.samples import LOG_SCHEMA, to_record_batch
+from pipelines.generator.sessions import (
     DAY_US,
     MAX_SESSION_SAMPLES,
     SESSIONS_PER_CHUNK,

@@ -5,7 +5,7 @@ A user has a main and a second genre; histories, shown items and clicks follow b
 
 import numpy as np
 
-from pipelines.generate_random import CARDINALITIES, NUM_GENRES, mix, normal, skewed, unit
+from pipelines.generator.random import CARDINALITIES, NUM_GENRES, mix, normal, skewed, unit
 
 GENRE_SHARES = {
     "clicked": (0.55, 0.25, 0.0),

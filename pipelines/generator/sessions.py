@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.generate_clicks import click_logit
-from pipelines.generate_histories import MAX_HISTORY, Chunk, Histories
-from pipelines.generate_items import items_at
-from pipelines.generate_random import CARDINALITIES, mix, skewed, unit
-from pipelines.generate_users import pick_genres
+from pipelines.generator.clicks import click_logit
+from pipelines.generator.histories import MAX_HISTORY, Chunk, Histories
+from pipelines.generator.items import items_at
+from pipelines.generator.random import CARDINALITIES, mix, skewed, unit
+from pipelines.generator.users import pick_genres
 
 SESSIONS_PER_CHUNK = 4096
 MAX_SESSION_SAMPLES = 500

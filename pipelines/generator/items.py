@@ -5,7 +5,7 @@ An item has one genre, a popularity, a quality and attributes.
 
 import numpy as np
 
-from pipelines.generate_random import CARDINALITIES, NUM_GENRES, mix, normal, skewed, unit
+from pipelines.generator.random import CARDINALITIES, NUM_GENRES, mix, normal, skewed, unit
 
 NUM_BUCKETS = CARDINALITIES["item_id"] // NUM_GENRES
 """Items of equal popularity form a bucket, one of each genre: taste then moves

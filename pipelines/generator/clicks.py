@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from pipelines.generate_items import item_discount, item_genre, item_price_band, item_quality
-from pipelines.generate_random import CARDINALITIES, NUM_GENRES
-from pipelines.generate_users import main_genre, second_genre, user_bias
+from pipelines.generator.items import item_discount, item_genre, item_price_band, item_quality
+from pipelines.generator.random import CARDINALITIES, NUM_GENRES
+from pipelines.generator.users import main_genre, second_genre, user_bias
 
 CLICK_WEIGHTS = {
     "bias": -2.05,

@@ -3,11 +3,11 @@
 import numpy as np
 import pyarrow as pa
 
-from pipelines.generate_histories import Chunk
-from pipelines.generate_items import item_brand, item_dense, item_ids
-from pipelines.generate_random import CARDINALITIES
-from pipelines.generate_sessions import VERSIONED
-from pipelines.generate_users import user_dense, user_ids
+from pipelines.generator.histories import Chunk
+from pipelines.generator.items import item_brand, item_dense, item_ids
+from pipelines.generator.random import CARDINALITIES
+from pipelines.generator.sessions import VERSIONED
+from pipelines.generator.users import user_dense, user_ids
 
 HISTORIES = ("clicked_items", "clicked_brands", "viewed_items")
 DENSE = (
