@@ -23,7 +23,7 @@ class PhaseTimer:
         """Start with no seconds."""
         self._clock = clock
         self._start = clock()
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.jagged import Jagged
-from schemas.job import load_job
+from schemas.job import TableConfig, load_job
 from schemas.layout import MANIFEST, group_path, samples_path
 from schemas.rows import rows_of_ids
 from tests.trainer.make_dataset import make_dataset, make_samples, write_job
@@ -72,7 +73,7 @@ def test_read_gives_every_sample_once_per_epoch_as_it_was_written(job: Path, dat
         assert sorted(found) == sorted(expected)
 
 
-def sample_of(row: dict, tables: dict) -> tuple[object, ...]:
+def sample_of(row: dict, tables: Mapping[str, TableConfig]) -> tuple[object, ...]:
     table_of = {f: name for name, table in tables.items() for f in table.features}
     sparse: list[tuple[int, ...]] = []
     for feature in SPARSE:
