@@ -23,7 +23,7 @@ class PhaseTimer:
         """Start with no seconds."""
         self._clock = clock
         self._start = clock()
-        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._seconds = _no_seconds()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -36,8 +36,12 @@ class PhaseTimer:
         """Return the seconds since the last finish, and by phase; begin the next step."""
         now = self._clock()
         total, seconds = now - self._start, self._seconds
-        self._start, self._seconds = now, dict.fromkeys(PHASES, 0.0)
+        self._start, self._seconds = now, _no_seconds()
         return total, seconds
+
+
+def _no_seconds() -> dict[str, float]:
+    return {phase: 0.0 for phase in PHASES}
 
 
 def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -62,13 +62,10 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
         prefetch_steps=prefetch_steps,
     )
     assert run_source(DirectSource({"items": direct}), rows) == run_source(cache, rows)
-    for mine, theirs in zip(cached.contents(), direct.contents(), strict=True):
-        if isinstance(mine, Records):
-            assert isinstance(theirs, Records)
-            assert mine.values.tobytes() == theirs.values.tobytes()
-            assert mine.state.tobytes() == theirs.state.tobytes()
-        else:
-            assert mine.tolist() == theirs.tolist()
+    (rows_found, found), (rows_wanted, wanted) = cached.contents(), direct.contents()
+    assert rows_found.tolist() == rows_wanted.tolist()
+    assert found.values.tobytes() == wanted.values.tobytes()
+    assert found.state.tobytes() == wanted.state.tobytes()
     assert cache.num_accesses == sum(len(r) for r in rows)
     assert cache.fetched_rows >= len(np.unique(np.concatenate(rows)))
 

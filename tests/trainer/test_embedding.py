@@ -44,8 +44,9 @@ def train_both(
     features = ("clicked", "item", "viewed")
     for feature in features:
         torch.testing.assert_close(pooled[feature], reference_pooled(batch, feature, table))
-    sum((pooled[f] * target).sin().sum() for f in features).backward()
-    sum((reference_pooled(batch, f, table) * target).sin().sum() for f in features).backward()
+    torch.stack([(pooled[f] * target).sin().sum() for f in features]).sum().backward()
+    expected = [reference_pooled(batch, f, table) for f in features]
+    torch.stack([(e * target).sin().sum() for e in expected]).sum().backward()
     embedding.close()
 
 
