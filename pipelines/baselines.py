@@ -27,10 +27,10 @@ ROWS_PER_GROUP = 1 << 20
 SEED = 0
 """Seed of the shuffled order."""
 
-SHUFFLED = "shuffled"
-TIME_ORDERED = "time-ordered"
-CLUSTERED = "clustered by session"
-BEST_ENCODINGS = "clustered, best encodings"
+SHUFFLED = "plain, shuffled"
+TIME_ORDERED = "plain, time-ordered"
+CLUSTERED = "plain, clustered by session"
+BEST_ENCODINGS = "plain, clustered, best encodings"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from pipelines.report_svg import FULL, INK, OURS, PALETTE, SOFT, canvas, to_svg
+from pipelines.report_svg import FULL, INK, OURS, PALETTE, SOFT, STYLE, canvas, to_svg
 
 _ROW = 34
 _LETTER = 7.4
@@ -31,6 +32,7 @@ class Bar:
     color: str = OURS
 
 
+@rc_context(STYLE)
 def bar_chart(name: str, label: str, bars: Sequence[Bar], width: int = FULL) -> str:
     """Return horizontal bars, the first on top."""
     left = _margin([b.name for b in bars])
@@ -46,6 +48,7 @@ def bar_chart(name: str, label: str, bars: Sequence[Bar], width: int = FULL) -> 
     return to_svg(figure, name, label)
 
 
+@rc_context(STYLE)
 def stacked_bars(
     name: str,
     label: str,
@@ -85,6 +88,7 @@ def stacked_bars(
     return to_svg(figure, name, label)
 
 
+@rc_context(STYLE)
 def columns(name: str, label: str, bars: Sequence[Bar], axis_label: str, width: int = FULL) -> str:
     """Return upright bars side by side: a histogram, each bar with its text above."""
     figure, axes = canvas(width, 240, 8, 8, 24, 46)

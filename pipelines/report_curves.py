@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from pipelines.report_numbers import short
-from pipelines.report_svg import FULL, INK, SOFT, canvas, to_svg
+from pipelines.report_svg import FULL, OTHER, SOFT, STYLE, canvas, to_svg
 
 _LETTER = 7.2
 _LINE_HEIGHT = 16.0
@@ -27,6 +28,7 @@ class Line:
         color: of line and text.
         dashes: lengths on and off, in line widths; empty for a whole line.
         faint: drawn thin and light, behind the others.
+        at: place in the line, from 0 to 1, above which the name stands; None for its end.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Line:
     color: str
     dashes: tuple[float, ...] = ()
     faint: bool = False
+    at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Scale:
     high: float | None = None
 
 
+@rc_context(STYLE)
 def curve_chart(
     name: str,
     label: str,
@@ -75,15 +79,15 @@ def curve_chart(
     height: int = 330,
 ) -> str:
     """Return lines over one x axis."""
-    named = [line for line in lines if line.name]
+    named = [line for line in lines if line.name and line.at is None]
     right = round(max((len(line.name) for line in named), default=1) * _LETTER) + 22
     top, bottom = 34, 48
     figure, axes = canvas(width, height, 62, right, top, bottom)
     for line in lines:
-        style = {"linewidth": 1.0, "alpha": 0.35} if line.faint else {"linewidth": 2.2}
+        width_px, alpha = (1.0, 0.35) if line.faint else (2.2, 1.0)
+        (drawn,) = axes.plot(line.x, line.y, color=line.color, linewidth=width_px, alpha=alpha)
         if line.dashes:
-            style["dashes"] = line.dashes
-        axes.plot(line.x, line.y, color=line.color, **style)
+            drawn.set_dashes(line.dashes)
     for point in points:
         axes.plot([point.x], [point.y], "o", ms=9, color=point.color, mec="white", mew=1.5)
         axes.annotate(
@@ -98,6 +102,13 @@ def curve_chart(
     axes.yaxis.set_major_formatter(lambda value, _: y.text(value))
     axes.spines["left"].set_visible(False)
     _name_ends(axes, named, height - top - bottom)
+    for line in lines:
+        if line.at is not None:
+            place = round(line.at * (len(line.x) - 1))
+            axes.annotate(
+                line.name, (line.x[place], line.y[place]), (0, 8), textcoords="offset points",
+                ha="center", color=_text_color(line),
+            )  # fmt: skip
     return to_svg(figure, name, label)
 
 
@@ -115,18 +126,24 @@ def _name_ends(axes: Axes, lines: Sequence[Line], height: int) -> None:
     for line, place in zip(lines, spread(ends, _LINE_HEIGHT), strict=True):
         axes.annotate(
             line.name, (1, place / height), (8, 0), "axes fraction", "offset points",
-            color=line.color if not line.faint else INK, va="center_baseline",
+            color=_text_color(line), va="center_baseline",
         )  # fmt: skip
+
+
+def _text_color(line: Line) -> str:
+    return SOFT if line.color == OTHER else line.color
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
     """Move places apart until neighbours are a gap away, each as little as that takes.
 
+    Of equal places the first becomes the highest.
+
     Example:
         >>> spread([10.0, 10.0, 50.0], 4.0)
-        [8.0, 12.0, 50.0]
+        [12.0, 8.0, 50.0]
     """
-    order = sorted(range(len(places)), key=lambda i: places[i])
+    order = sorted(range(len(places)), key=lambda i: (places[i], -i))
     runs: list[tuple[float, int]] = []  # (lowest place, how many) of names that touch
     for index in order:
         start, many = places[index], 1
@@ -144,13 +161,13 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def smoothed(values: NDArray[np.float64], span: int) -> NDArray[np.float64]:
-    """Return the mean of each value and those before it, `span` at most.
+    """Return the mean of each value and its neighbours, up to `span` on either side.
 
     Example:
-        >>> smoothed(np.array([1.0, 3.0, 5.0]), 2).tolist()
-        [1.0, 2.0, 4.0]
+        >>> smoothed(np.array([1.0, 3.0, 5.0, 6.0]), 1).tolist()
+        [2.0, 3.0, 4.666666666666667, 5.5]
     """
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - span)
+    places = np.arange(len(values))
+    starts, ends = np.maximum(0, places - span), np.minimum(len(values), places + span + 1)
     return (sums[ends] - sums[starts]) / (ends - starts)

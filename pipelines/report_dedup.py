@@ -10,13 +10,16 @@ from numpy.typing import NDArray
 from pipelines.report_bars import Bar, bar_chart, columns
 from pipelines.report_html import Section, figure, paragraph, side_by_side, table
 from pipelines.report_numbers import count, digits, percent, ratio
-from pipelines.report_svg import HALF
+from pipelines.report_svg import HALF, OTHER
 from pipelines.sessions import session_lengths
 from schemas.columns import comparable_tuple
 from schemas.dataset import Dataset
 from schemas.jagged import unique_tuples
 from schemas.layout import group_path
 from schemas.manifest import GroupCounts
+
+MOST_DOUBLINGS = 7
+"""The last bar of the histogram holds all sessions of at least 2**7 samples."""
 
 
 def group_totals(dataset: Dataset) -> Mapping[str, GroupCounts]:
@@ -57,7 +60,7 @@ def dedup_section(dataset: Dataset) -> Section:
         _finding(totals, lengths),
         _table(totals, uncut)
         + paragraph(_cuts(totals, uncut, dataset.job.data.block_samples), "note")
-        + side_by_side(_factors(totals), _histogram(lengths)),
+        + side_by_side(_factors(totals) + _values(totals), _histogram(lengths)),
     )
 
 
@@ -65,23 +68,23 @@ def _finding(totals: Mapping[str, GroupCounts], lengths: NDArray[np.int64]) -> s
     session = f"A session has {digits(float(lengths.mean()))} samples on average"
     if not totals:
         return f"{session}; the job names no groups, so nothing is deduplicated."
-    factors = ", ".join(f"{digits(g.dedup_factor)} for {name}" for name, g in totals.items())
+    factors = ", ".join(f"{digits(g.dedup_factor)} ({name})" for name, g in totals.items())
     values = sum(g.num_values for g in totals.values())
     stored = sum(g.num_values_dedup for g in totals.values())
     lists = (
-        f", and {count(stored)} list values are stored instead of {count(values)}: "
+        f"; {count(stored)} list values are stored instead of {count(values)}: "
         f"{ratio(values, stored)} times fewer"
         if stored
         else ""
     )
-    return f"{session}; one stored tuple serves {factors} of them{lists}."
+    return f"{session}. A stored tuple serves {factors} samples{lists}."
 
 
 def _table(totals: Mapping[str, GroupCounts], uncut: Mapping[str, int]) -> str:
     rows = [
         (
-            name, count(g.num_unique), digits(g.dedup_factor), count(g.num_values),
-            count(g.num_values_dedup), count(g.num_unique - uncut[name]),
+            name, count(g.num_unique), digits(g.dedup_factor), _lists(g.num_values),
+            _lists(g.num_values_dedup), count(g.num_unique - uncut[name]),
             percent((g.num_unique - uncut[name]) / g.num_unique),
         )
         for name, g in totals.items()
@@ -91,6 +94,10 @@ def _table(totals: Mapping[str, GroupCounts], uncut: Mapping[str, int]) -> str:
         "tuples added by block edges", "share of the unique tuples",
     ]  # fmt: skip
     return table("Dedup groups: columns that change together", head, rows)
+
+
+def _lists(number: int) -> str | None:
+    return count(number) if number else None
 
 
 def _cuts(totals: Mapping[str, GroupCounts], uncut: Mapping[str, int], block_samples: int) -> str:
@@ -113,18 +120,36 @@ def _factors(totals: Mapping[str, GroupCounts]) -> str:
     )
 
 
-def _histogram(lengths: NDArray[np.int64]) -> str:
-    edges = [1]
-    while edges[-1] <= lengths.max():
-        edges.append(edges[-1] * 2)
-    counts = np.histogram(lengths, edges)[0].tolist() if len(edges) > 1 else [len(lengths)]
+def _values(totals: Mapping[str, GroupCounts]) -> str:
+    expanded = sum(g.num_values for g in totals.values())
+    stored = sum(g.num_values_dedup for g in totals.values())
+    if not stored:
+        return ""
     bars = [
-        Bar(str(a) if b == a + 1 else f"{a}-{b - 1}", n, count(n))
-        for a, b, n in zip(edges, edges[1:], counts, strict=False)
+        Bar("expanded", expanded, count(expanded), OTHER),
+        Bar("stored", stored, count(stored)),
     ]
+    label = "List values: " + ", ".join(f"{b.name} {b.text}" for b in bars)
+    return figure(
+        bar_chart("list-values", label, bars, HALF),
+        "List values of all groups, if every sample had its own and as stored.",
+    )
+
+
+def _histogram(lengths: NDArray[np.int64]) -> str:
+    doubling = np.minimum(np.log2(lengths).astype(np.int64), MOST_DOUBLINGS)
+    counts = np.bincount(doubling)
+    bars = [Bar(_range_name(d), n, count(n)) for d, n in enumerate(counts.tolist())]
     label = "Sessions by length: " + ", ".join(f"{b.name} samples {b.text}" for b in bars)
     return figure(
         columns("sessions", label, bars, "samples in a session", HALF),
         f"Sessions by their number of samples; median {count(float(np.median(lengths)))}, "
         f"longest {count(int(lengths.max()))}.",
     )
+
+
+def _range_name(doubling: int) -> str:
+    low = 1 << doubling
+    if doubling == MOST_DOUBLINGS:
+        return f"{low}+"
+    return str(low) if low == 1 else f"{low}-{2 * low - 1}"

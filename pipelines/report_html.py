@@ -106,8 +106,8 @@ def details(title: str, body: str) -> str:
 def tiles(shown: Sequence[Tile]) -> str:
     """Return the row of headline numbers."""
     cells = "".join(
-        f"<div><dt>{escape(t.label)}</dt><dd><b>{escape(t.value)}</b>"
-        f"<span>{escape(t.detail)}</span></dd></div>"
+        f'<div><dt>{escape(t.label)}</dt><dd class="value">{escape(t.value)}</dd>'
+        f"<dd>{escape(t.detail)}</dd></div>"
         for t in shown
     )
     return f'<dl class="tiles">{cells}</dl>'

@@ -21,6 +21,8 @@ from schemas.plan import PlanStep, plan_ttl
 
 MOST_TABLES = 10
 """Tables that are shown at once; the others open on a click."""
+LRU_POINTS = 400
+"""Points of the drawn LRU curve."""
 OPTIMAL_WORK = 12_000_000
 """Accesses times capacities for the optimal curve: about 10 seconds."""
 
@@ -34,8 +36,8 @@ class OracleFacts:
         num_steps: steps of the run.
         lookahead: steps that the plan looks ahead.
         largest: name of the table with the most accesses.
-        capacities: rows of the caches on the curves.
-        lru: hit rate of the least recently used rows at each capacity.
+        capacities: rows of the caches on the optimal curve.
+        lru: (num_unique_rows,) hit rate of the least recently used rows at every capacity.
         optimal: best possible hit rate at each capacity.
         plan: the plan of the largest table.
     """
@@ -73,15 +75,21 @@ def default_order(dataset: Dataset) -> Order:
     return dataset.order(oracle.batch_samples, oracle.epochs, shuffle, seed)
 
 
-def oracle_facts(dataset: Dataset) -> OracleFacts:
-    """Run the job's plan over every table, and the curves over the largest."""
+def oracle_facts(dataset: Dataset) -> OracleFacts | None:
+    """Run the job's plan over every table, and the curves over the largest.
+
+    Returns:
+        The facts, or None when training looks nothing up.
+    """
     order, cache = default_order(dataset), dataset.job.train.cache
     tables = {
         name: report_table(dataset, name, order, cache.lookahead, cache.prefetch_steps, None)
         for name in dataset.job.data.tables
     }
     tables = dict(sorted(tables.items(), key=lambda t: (-t[1].num_accesses, t[0])))
-    largest = next(iter(tables))
+    largest = next((name for name, report in tables.items() if report.num_accesses), None)
+    if largest is None:
+        return None
     accesses = flat_accesses(dataset, largest, order)
     capacities = curve_capacities(tables[largest].num_unique_rows, len(accesses))
     index = dataset.index_for(order)
@@ -92,7 +100,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts:
         lookahead=cache.lookahead,
         largest=largest,
         capacities=capacities,
-        lru=lru_hit_rates(accesses)[capacities - 1],
+        lru=lru_hit_rates(accesses),
         optimal=optimal_hit_rates(accesses, capacities.tolist()),
         plan=tuple(map(_step, plan_ttl(steps, cache.lookahead))),
     )
@@ -117,15 +125,19 @@ def _step(step: PlanStep) -> tuple[int, int, int]:
 def oracle_section(facts: OracleFacts) -> Section:
     """Return the section about the oracle."""
     total = facts.total
-    ceiling = 1 - total.num_unique_rows / total.num_accesses if total.num_accesses else 0.0
+    ceiling = 1 - total.num_unique_rows / total.num_accesses
+    most = (
+        "the most that any cache can"
+        if total.fetched_rows == total.num_unique_rows
+        else f"any cache can answer {percent(ceiling)} at most"
+    )
     return Section(
         "oracle",
         "Oracle and cache",
         f"Deduplication does {ratio(total.num_lookups, total.num_lookups_dedup)} times fewer "
         f"look-ups, and because the future is known, a cache of "
         f"{percent(total.peak_cache_rows / total.num_unique_rows)} of the touched rows answers "
-        f"{percent(total.hit_rate)} of all accesses; {percent(ceiling)} is what any cache can "
-        "reach, since every row must be read once.",
+        f"{percent(total.hit_rate)} of all accesses: {most}, since every row must be read once.",
         side_by_side(_cache_curve(facts), _over_time(facts)) + _tables(facts),
     )
 
@@ -133,12 +145,14 @@ def oracle_section(facts: OracleFacts) -> Section:
 def _cache_curve(facts: OracleFacts) -> str:
     report = facts.tables[facts.largest]
     x = facts.capacities / report.num_unique_rows
+    sizes = np.unique(np.linspace(1, len(facts.lru), LRU_POINTS).astype(np.int64))
     share = report.peak_cache_rows / report.num_unique_rows
     lines = [
         Line("best possible", x, facts.optimal, OURS),
-        Line("LRU", x, facts.lru, OTHER),
+        Line("LRU", sizes / report.num_unique_rows, facts.lru[sizes - 1], OTHER),
     ]
-    lru, best = (float(np.interp(share, x, curve)) for curve in (facts.lru, facts.optimal))
+    lru = float(facts.lru[min(report.peak_cache_rows, len(facts.lru)) - 1])
+    best = float(np.interp(share, x, facts.optimal))
     label = (
         f"Hit rate over cache size for table {facts.largest}: at {percent(share)} of the touched "
         f"rows the plan reaches {percent(report.hit_rate)}, the best possible cache "
@@ -154,18 +168,22 @@ def _cache_curve(facts: OracleFacts) -> str:
     return figure(
         chart,
         f"Table {facts.largest}, {count(report.num_unique_rows)} rows touched. The plan keeps a "
-        f"row while its next use is at most {facts.lookahead} steps away; at its size LRU would "
-        f"answer {percent(lru)} and the best possible cache {percent(best)}.",
+        f"row while its next use is at most {facts.lookahead} steps away{_whole(facts)}; at its "
+        f"size LRU would answer {percent(lru)} and the best possible cache {percent(best)}.",
     )
+
+
+def _whole(facts: OracleFacts) -> str:
+    return ", which is the whole run" if facts.lookahead >= facts.num_steps - 1 else ""
 
 
 def _over_time(facts: OracleFacts) -> str:
     accessed, fetched, resident = np.array(facts.plan, np.float64).reshape(-1, 3).T
     steps = np.arange(len(accessed), dtype=np.float64)
     lines = [
-        Line("in cache", steps, resident, OTHER),
-        Line("accessed", steps, accessed, OURS),
-        Line("fetched", steps, fetched, ACCENT),
+        Line("in the cache", steps, resident, OTHER, at=0.5),
+        Line("accessed", steps, accessed, OURS, at=0.5),
+        Line("fetched", steps, fetched, ACCENT, at=0.5),
     ]
     label = (
         f"Rows of table {facts.largest} in each step: {count(accessed.mean())} accessed and "

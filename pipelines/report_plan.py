@@ -33,12 +33,31 @@ def read_object(path: Path) -> Mapping[str, Any] | None:
     return found
 
 
-def plan_section(plan: Mapping[str, Any]) -> Section:
-    """Return the section about both pools.
+def pools_section(plan: Mapping[str, Any] | None, build: Mapping[str, Any] | None) -> Section:
+    """Return the section about the build and both pools.
 
     Args:
-        plan: what `scheduler plan --json` prints.
+        plan: what `scheduler plan --json` prints, or None.
+        build: what `build --json` prints, or None; one of them is given.
+
+    Raises:
+        SchemaError: one lacks a key.
     """
+    try:
+        measured = _build_table(build) if build else ""
+        if plan is not None:
+            return _plan_section(plan, measured)
+        assert build is not None, "a section about neither is not asked for"
+        finding = f"The build made {count(build['rows_per_sec'])} samples per second."
+    except (KeyError, TypeError) as error:
+        raise SchemaError(
+            f"{PLAN} and {BUILD} must hold what plan --json and build --json print, "
+            f"got none or another {error}; print them anew"
+        ) from error
+    return Section("plan", "Build", finding, measured)
+
+
+def _plan_section(plan: Mapping[str, Any], measured: str) -> Section:
     before, after = plan["preprocessing"], plan["training"]
     stores = f" and {_counted(after['num_stores'], 'store')}" if after["num_stores"] else ""
     jobs = _counted(before["segment_jobs"], "segment job")
@@ -61,21 +80,18 @@ def plan_section(plan: Mapping[str, Any]) -> Section:
         "plan",
         "Plan of both pools",
         f"{pools[0]} and {pools[1]} are predicted to go from raw log to trained model in "
-        f"{digits(plan['predicted_sec'])} seconds at a cost of {plan['cost']:.3g}.{trust}",
+        f"{digits(plan['predicted_sec'])} seconds and cost {plan['cost']:.3g} at the job's prices."
+        f"{trust}",
         table("Sizes of both pools", ["", "preprocessing", "training"], rows)
         + paragraph("Why:")
-        + bullets([str(reason) for reason in plan["reasons"]]),
+        + bullets([str(reason) for reason in plan["reasons"]])
+        + measured,
     )
 
 
-def build_table(build: Mapping[str, Any]) -> str:
-    """Return what a build measured of itself.
-
-    Args:
-        build: what `build --json` prints.
-    """
+def _build_table(build: Mapping[str, Any]) -> str:
     return table(
-        "The build of this dataset",
+        "The build of this dataset, as it was measured",
         ["", "input", "samples", "start-up", "build", "samples per second"],
         [
             (

@@ -25,6 +25,9 @@ from schemas.events import (
 )
 
 REST = "rest"
+SHOWN_LOSSES = 0.95
+"""Share of the losses that the axis of the loss curves reaches: early ones can be many times
+larger, and would flatten all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ def _finding(runs: Sequence[Run]) -> str:
     )
     if a.ne is None or b.ne is None:
         return f"{text}; the last losses are {a.loss_last:.4f} and {b.loss_last:.4f}."
-    return f"{text}; normalised entropy on the held-back range is {a.ne:.4f} and {b.ne:.4f}."
+    worse = " Above 1 is worse than always predicting the mean rate." if a.ne > 1 else ""
+    return f"{text}; normalised entropy on the held-back range is {a.ne:.4f} and {b.ne:.4f}.{worse}"
 
 
 def _speeds(runs: Sequence[Run]) -> str:
@@ -117,7 +121,7 @@ def _speeds(runs: Sequence[Run]) -> str:
 def _losses(runs: Sequence[Run]) -> str:
     lines: list[Line] = []
     longest = max((len(r.metrics) for r in runs), default=0)
-    span = max(1, longest // 10)
+    span = max(1, longest // 25)
     curves = [(r, *_samples_and_loss(r)) for r in runs if r.metrics]
     if not curves:
         return paragraph("No run has step metrics, so there are no loss curves.", "note")
@@ -126,15 +130,28 @@ def _losses(runs: Sequence[Run]) -> str:
         # Runs on the same batches lie on each other: dashes let the one below show.
         dashes = () if place == 0 else (2.5, 1.5 + place)
         lines.append(Line(run.name, x, smoothed(y, span), run.color, dashes))
+    losses = np.concatenate([y for _, _, y in curves])
+    high = float(np.quantile(losses, SHOWN_LOSSES)) * 1.1
     label = "Loss over samples trained: " + ", ".join(
         f"{r.name} from {r.summary.loss_first:.4f} to {r.summary.loss_last:.4f}" for r in runs
     )
-    chart = curve_chart("losses", label, lines, Scale("samples trained"), Scale("loss", digits))
+    y = Scale("loss", lambda value: f"{value:g}", None, high)
+    chart = curve_chart("losses", label, lines, Scale("samples trained"), y)
     return figure(
         chart,
-        f"Loss of each step before its update, thin, and its mean over {span} steps, thick. Runs "
-        "on the same batches that differ only in how tables are held or rows are repeated have "
-        "the same loss up to rounding, so their lines lie on each other.",
+        f"Loss of each step before its update, thin; its mean over {2 * span + 1} steps, thick. "
+        "Runs on the same batches that differ only in how tables are held or rows are repeated have "
+        f"the same loss up to rounding, so their lines lie on each other.{_cut(losses, high)}",
+    )
+
+
+def _cut(losses: NDArray[np.float64], high: float) -> str:
+    above = losses[losses > high]
+    if not len(above):
+        return ""
+    return (
+        f" {count(len(above))} of {count(len(losses))} steps lie above the axis, at most "
+        f"{digits(above.max())}."
     )
 
 

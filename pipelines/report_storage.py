@@ -11,8 +11,8 @@ from pipelines.report_numbers import percent, ratio, size
 from pipelines.report_svg import ACCENT, OTHER, OURS
 from schemas.dataset import Dataset
 
-PRESAGE = "samples and groups"
-ORACLE = "oracle, apart"
+PRESAGE = "Presage, samples and groups"
+ORACLE = "Presage, oracle (apart)"
 
 
 def dataset_bytes(dataset: Dataset) -> int:
@@ -51,9 +51,9 @@ def storage_section(dataset: Dataset, flat: Mapping[str, float], rows: FlatRows)
     return Section(
         "storage",
         "Storage",
-        f"Deduplication stores {size(ours)} instead of {size(flat[SHUFFLED])} for the same "
-        f"samples: {ratio(flat[SHUFFLED], ours)} times less than shuffled Parquet, "
-        f"{ratio(flat[BEST_ENCODINGS], ours)} times less than the best plain file we can write.",
+        f"Clustering and deduplication store {size(ours)} instead of {size(flat[SHUFFLED])} for "
+        f"the same samples: {ratio(flat[SHUFFLED], ours)} times less than shuffled Parquet, and "
+        f"{ratio(flat[BEST_ENCODINGS], ours)} times less than the smallest plain file.",
         figure(
             bar_chart(
                 "storage",
