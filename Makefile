@@ -18,6 +18,7 @@ export DO_NOT_TRACK := 1
 export MPLBACKEND := Agg
 export GRPC_VERBOSITY ?= ERROR
 export TF_CPP_MIN_LOG_LEVEL ?= 3
+export OMP_WAIT_POLICY ?= PASSIVE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help setup demo test test-quick check format bench chaos lock clean
@@ -44,11 +45,12 @@ $(BIN)/uv:
 demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/report.html
 	@rm -rf demo
 	python -m pipelines generate $(JOB) --output demo/log
-	python -m pipelines build $(JOB) --input demo/log --output $(DATASET)
-	python -m pipelines oracle $(DATASET)
+	@mkdir -p demo/runs
+	python -m pipelines build $(JOB) --input demo/log --output $(DATASET) --json > demo/runs/build.json
 	python -m trainer train $(JOB) --dataset $(DATASET) --output demo/runs/dedup
 	python -m trainer train $(JOB) --dataset $(DATASET) --output demo/runs/expanded --expanded
 	python -m trainer train $(JOB) --dataset $(DATASET) --output demo/runs/cached --embedding cached
+	python -m scheduler plan $(JOB) --dataset $(DATASET) --history demo/runs --json > demo/runs/plan.json
 	python -m scheduler plan $(JOB) --dataset $(DATASET) --history demo/runs --explain
 	python -m pipelines report $(DATASET) --html demo/report.html --runs demo/runs
 	@echo "open demo/report.html"

@@ -53,6 +53,11 @@ class ColumnStatistics:
     min_values: int
     max_values: int
 
+    @property
+    def num_present(self) -> int:
+        """Rows that have a value or a list."""
+        return self.num_rows - self.num_missing
+
     def __add__(self, other: ColumnStatistics) -> ColumnStatistics:
         """Add the sums of two sets of rows."""
         return ColumnStatistics(
@@ -66,7 +71,7 @@ class ColumnStatistics:
             max(self.maximum, other.maximum),
             self.total + other.total,
             self.total_squares + other.total_squares,
-            min(self.min_values, other.min_values),
+            min((s.min_values for s in (self, other) if s.num_present), default=0),
             max(self.max_values, other.max_values),
         )
 
@@ -174,13 +179,13 @@ def _fill(
             numbers.min, numbers.max = column.minimum, column.maximum
         if column.num_nan:
             numbers.histograms.add(num_nan=column.num_nan)
-    common.num_non_missing = column.num_rows - column.num_missing
+    common.num_non_missing = column.num_present
     common.num_missing = column.num_missing
     common.min_num_values = column.min_values
     common.max_num_values = column.max_values
     common.tot_num_values = column.num_values + column.num_nan
-    present = column.num_rows - column.num_missing
-    common.avg_num_values = common.tot_num_values / present if present else 0.0
+    if column.num_present:
+        common.avg_num_values = common.tot_num_values / column.num_present
 
 
 def anomalies_text(reasons: Mapping[str, int]) -> str:

@@ -91,7 +91,7 @@ class SegmentManifest:
     job_sha256: str
     """Hash of the job's data section."""
     schema_sha256: str
-    """Hash of `schema.pbtxt`."""
+    """Hash of the declared columns, as parsed."""
     blocks_sha256: str
     """Hash of `blocks.parquet`."""
     files_sha256: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +82,7 @@ class Order:
         return Step(train_step, epoch, segment, order[start : start + self.blocks_per_batch])
 
 
+@lru_cache(maxsize=16)
 def block_order(
     config: OrderConfig, epoch: int, segment: int, num_blocks: int
 ) -> NDArray[np.int64]:
@@ -89,11 +91,13 @@ def block_order(
     Returns:
         (num_blocks,) int64, a permutation of 0 to num_blocks - 1.
     """
-    positions = np.arange(num_blocks, dtype=np.int64)
-    if config.shuffle == "none":
-        return positions
-    key = splitmix64(splitmix64(splitmix64([config.seed]) + np.uint64(epoch)) + np.uint64(segment))
-    return np.argsort(splitmix64(positions.view(np.uint64) ^ key), kind="stable")
+    order = np.arange(num_blocks, dtype=np.int64)
+    if config.shuffle == "blocks":
+        seed = splitmix64([config.seed])
+        key = splitmix64(splitmix64(seed + np.uint64(epoch)) + np.uint64(segment))
+        order = np.argsort(splitmix64(order.view(np.uint64) ^ key), kind="stable")
+    order.setflags(write=False)  # shared by all callers
+    return order
 
 
 def segment_of_steps(order: Order) -> Sequence[int]:

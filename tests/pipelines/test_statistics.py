@@ -1,0 +1,137 @@
+"""Statistics, encodings and SQL: exact, lossless, and with the origin carried through."""
+
+from fractions import Fraction
+from io import BytesIO
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorflow_metadata.proto.v0 import statistics_pb2
+
+from pipelines.encodings import choose, open_writer
+from pipelines.sources import ORIGIN
+from pipelines.sql import carry_origin, connect, map_rows, run, with_list_index
+from pipelines.statistics import column_statistics, exact_sum, statistics_text, table_statistics
+from schemas.errors import SchemaError
+
+FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
+
+
+@given(FLOATS)
+def test_exact_sum_of_floats_is_the_sum_of_their_fractions(values: list[float]) -> None:
+    assert exact_sum(np.array(values, np.float64)) == sum(map(Fraction, values), Fraction(0))
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30))
+def test_exact_sum_of_ints_does_not_wrap(values: list[int]) -> None:
+    assert exact_sum(np.array(values, np.int64)) == sum(values)
+
+
+COLUMNS = {
+    "ints with a null": pa.array([3, None, -4, 0], pa.int64()),
+    "floats with a nan": pa.array([1.5, float("nan"), 2.5, None], pa.float32()),
+    "lists": pa.array([[1, 2], None, [], [3]], pa.large_list(pa.int64())),
+    "texts": pa.array(["a", "", None, "long"], pa.string()),
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS.values(), ids=COLUMNS.keys())
+def test_statistics_of_two_halves_add_up_to_those_of_the_whole(column: pa.Array) -> None:
+    whole = column_statistics(column)
+    for cut in range(1, 4):
+        assert column_statistics(column[:cut]) + column_statistics(column[cut:]) == whole
+
+
+def test_statistics_text_says_what_numpy_says() -> None:
+    values = np.array([3.0, 5.0, 10.0])
+    table = pa.table({"x": pa.array([*values, None]), "h": pa.array([[1], [], [2, 3], None])})
+    text = statistics_text(table_statistics(table), 4)
+    proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
+    lists, numbers = proto.datasets[0].features
+    assert proto.datasets[0].num_examples == 4
+    assert numbers.num_stats.mean == values.mean()
+    assert numbers.num_stats.std_dev == pytest.approx(values.std())
+    assert (numbers.num_stats.min, numbers.num_stats.max) == (3.0, 10.0)
+    assert numbers.num_stats.common_stats.num_missing == 1
+    assert lists.num_stats.common_stats.tot_num_values == 3
+    assert lists.num_stats.common_stats.max_num_values == 2
+
+
+def test_chosen_encodings_are_lossless_and_no_larger_than_the_default() -> None:
+    rng = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "sorted": np.arange(20_000) // 7,
+            "skewed": (rng.random(20_000) ** 6 * 1000).astype(np.int64),
+            "float": rng.random(20_000).astype(np.float32),
+            "flag": rng.random(20_000) < 0.1,
+            "text": [f"user-{i // 3}" for i in range(20_000)],
+            "list": pa.array([[i, i + 1] for i in range(20_000)], pa.large_list(pa.int64())),
+            "null": pa.array([None if i % 3 else i for i in range(20_000)], pa.int64()),
+        }
+    )
+    sink, default = pa.BufferOutputStream(), BytesIO()
+    with open_writer(sink, table.schema, choose(table)) as writer:
+        writer.write_table(table)
+    pq.write_table(table, default, compression="zstd", write_statistics=False)
+    data = sink.getvalue()
+    assert pq.read_table(pa.BufferReader(data)).equals(table)
+    assert data.size < len(default.getvalue())
+
+
+RAW = pa.table({"a": [1, 2, 3], "items": [[5, 6], [], [7]], ORIGIN: [10, 11, 12]})
+STATEMENTS = {
+    "a select": ("SELECT a FROM log", [10, 11, 12]),
+    "a star": ("SELECT * FROM log", [10, 11, 12]),
+    "an unnest": ("SELECT a, unnest(items) AS item FROM log", [10, 10, 12]),
+    "a subquery that passes everything": (
+        "SELECT a FROM (SELECT * FROM log) WHERE a > 1",
+        [11, 12],
+    ),
+    "a join with unnest": ("SELECT a, i FROM log, unnest(items) AS t(i)", [10, 10, 12]),
+}
+
+
+@pytest.mark.parametrize(("statement", "origins"), STATEMENTS.values(), ids=STATEMENTS.keys())
+def test_carry_origin_keeps_the_row_each_sample_came_from(
+    statement: str, origins: list[int]
+) -> None:
+    made = run(connect(), carry_origin(statement, "key"), {"log": RAW})
+    assert made[ORIGIN].to_pylist() == origins
+
+
+@pytest.mark.parametrize("statement", ["SELECT 1 UNION SELECT 2", "SELECT 1; SELECT 2", "DROP t"])
+def test_carry_origin_refuses_what_has_no_single_row(statement: str) -> None:
+    with pytest.raises(SchemaError, match=r"^key must be"):
+        carry_origin(statement, "key")
+
+
+def test_map_rows_finds_the_rows_that_raise() -> None:
+    rows = pa.table({"x": ["1", "two", "3", "4", "five"], ORIGIN: [0, 1, 2, 3, 4]})
+    statement = carry_origin("SELECT CAST(x AS BIGINT) AS x FROM log", "key")
+    result = map_rows(connect(), statement, "log", rows)
+    assert result.samples is not None
+    assert result.samples["x"].to_pylist() == [1, 3, 4]
+    assert [(b.origin, b.value) for b in result.bad_rows] == [
+        (1, "{'x': 'two'}"),
+        (4, "{'x': 'five'}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["SELECT * FROM read_csv('/etc/passwd')", "SELECT * FROM RAW", "SET threads = 4"],
+)
+def test_sql_of_a_job_reaches_no_file_no_variable_and_no_setting(statement: str) -> None:
+    with pytest.raises(duckdb.Error):
+        run(connect(), statement, {})
+
+
+def test_list_index_counts_the_samples_of_each_row() -> None:
+    samples = pa.table({ORIGIN: [5, 5, 3, 5, 3]})
+    assert with_list_index(samples)["_list_index"].to_pylist() == [0, 1, 0, 2, 1]
