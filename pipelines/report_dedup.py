@@ -68,7 +68,7 @@ def _finding(totals: Mapping[str, GroupCounts], lengths: NDArray[np.int64]) -> s
     session = f"A session has {digits(float(lengths.mean()))} samples on average"
     if not totals:
         return f"{session}; the job names no groups, so nothing is deduplicated."
-    factors = ", ".join(f"{digits(g.dedup_factor)} ({name})" for name, g in totals.items())
+    factors = ", ".join(f"{digits(g.dedup_factor)} in {name}" for name, g in totals.items())
     values = sum(g.num_values for g in totals.values())
     stored = sum(g.num_values_dedup for g in totals.values())
     lists = (
@@ -77,7 +77,7 @@ def _finding(totals: Mapping[str, GroupCounts], lengths: NDArray[np.int64]) -> s
         if stored
         else ""
     )
-    return f"{session}. A stored tuple serves {factors} samples{lists}."
+    return f"{session}. Samples that share one stored tuple: {factors}{lists}."
 
 
 def _table(totals: Mapping[str, GroupCounts], uncut: Mapping[str, int]) -> str:

@@ -55,25 +55,33 @@ def bullets(lines: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    total: Sequence[object] | None = None,
+) -> str:
     """Return a table whose first column names the row; the others are numbers, right-aligned.
 
     Args:
         caption: what the table shows.
         head: one text per column.
         rows: cells, as they are to be shown; None is an absent value.
+        total: cells of a last row that sums the others up, or None.
     """
+    body = "".join(map(_row, rows)) + (_row(total, "total") if total else "")
     columns = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
     return (
         f'<div class="table"><table><caption>{escape(caption)}</caption>'
-        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(map(_row, rows))}</tbody></table></div>"
+        f"<thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
-def _row(cells: Sequence[object]) -> str:
+def _row(cells: Sequence[object], kind: str = "") -> str:
     name, *values = cells
     shown = "".join(f"<td>{'&ndash;' if v is None else escape(v)}</td>" for v in values)
-    return f'<tr><th scope="row">{escape(name)}</th>{shown}</tr>'
+    attribute = f' class="{kind}"' if kind else ""
+    return f'<tr{attribute}><th scope="row">{escape(name)}</th>{shown}</tr>'
 
 
 def command_table(caption: str, rows: Sequence[tuple[str, str, str]]) -> str:
@@ -95,7 +103,7 @@ def figure(svg: str, caption: str) -> str:
 
 def side_by_side(*parts: str) -> str:
     """Return parts in one row where the page is wide enough."""
-    return f'<div class="pair">{"".join(parts)}</div>'
+    return f'<div class="pair">{"".join(f"<div>{p}</div>" for p in parts)}</div>'
 
 
 def details(title: str, body: str) -> str:

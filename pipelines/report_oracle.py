@@ -210,12 +210,12 @@ def _tables(facts: OracleFacts) -> str:
     ]  # fmt: skip
     names = list(facts.tables)
     rows = [_row(name, facts.tables[name]) for name in names]
-    total = [_row(f"all {len(names)} tables", facts.total)]
+    total = _row(f"all {len(names)} tables", facts.total)
     caption = (
         f"Training range, {count(facts.num_steps)} steps, look-ahead {facts.lookahead}. An access "
         "is a row that a step needs, once per step."
     )
-    shown = table(caption, head, rows[:MOST_TABLES] + total)
+    shown = table(caption, head, rows[:MOST_TABLES], total)
     if len(rows) <= MOST_TABLES:
         return shown
     rest = table("The other tables", head, rows[MOST_TABLES:])

@@ -50,9 +50,10 @@ def pools_section(plan: Mapping[str, Any] | None, build: Mapping[str, Any] | Non
         assert build is not None, "a section about neither is not asked for"
         finding = f"The build made {count(build['rows_per_sec'])} samples per second."
     except (KeyError, TypeError) as error:
+        name = PLAN if plan else BUILD
         raise SchemaError(
-            f"{PLAN} and {BUILD} must hold what plan --json and build --json print, "
-            f"got none or another {error}; print them anew"
+            f"{name} must have the keys of what its command prints, got no or another {error}; "
+            "print it anew"
         ) from error
     return Section("plan", "Build", finding, measured)
 

@@ -82,13 +82,13 @@ def training_section(runs: Sequence[Run]) -> Section:
         "training",
         "Training",
         _finding(runs),
-        _speeds(runs) + _losses(runs) + _phases(runs) + _table(runs),
+        _speeds(runs) + _losses(runs) + _phases(runs) + _table(runs) if runs else "",
     )
 
 
 def _finding(runs: Sequence[Run]) -> str:
     if not runs:
-        return "No finished run was given."
+        return "No finished run was found."
     pair = speed_up(runs)
     if pair is None:
         best = max(runs, key=lambda r: r.summary.samples_per_sec)
@@ -140,8 +140,8 @@ def _losses(runs: Sequence[Run]) -> str:
     return figure(
         chart,
         f"Loss of each step before its update, thin; its mean over {2 * span + 1} steps, thick. "
-        "Runs on the same batches that differ only in how tables are held or rows are repeated have "
-        f"the same loss up to rounding, so their lines lie on each other.{_cut(losses, high)}",
+        "Runs on the same batches that differ only in how tables are held or rows are repeated "
+        f"have the same loss up to rounding, so their lines lie on each other.{_cut(losses, high)}",
     )
 
 
