@@ -63,8 +63,8 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
 def page(name: str, header: str, shown: list[Section]) -> str:
     """Return the whole page."""
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(f"{name}: dataset and training"),
-        heading=escape(name),
+        title=escape(f"Presage report: {name}"),
+        heading=escape(f"Presage report: {name}"),
         header=header,
         sections=sections(shown),
     )

@@ -160,14 +160,21 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     return [found[i] for i in range(len(places))]
 
 
-def smoothed(values: NDArray[np.float64], span: int) -> NDArray[np.float64]:
-    """Return the mean of each value and its neighbours, up to `span` on either side.
+def smoothed(
+    values: NDArray[np.float64], weights: NDArray[np.float64], span: int
+) -> NDArray[np.float64]:
+    """Return the weighted mean of each value and its neighbours, up to `span` on either side.
+
+    Args:
+        values: (n,).
+        weights: (n,), above 0: a last short batch counts as little as it holds.
+        span: neighbours on either side.
 
     Example:
-        >>> smoothed(np.array([1.0, 3.0, 5.0, 6.0]), 1).tolist()
-        [2.0, 3.0, 4.666666666666667, 5.5]
+        >>> smoothed(np.array([1.0, 3.0, 9.0]), np.array([1.0, 1.0, 0.5]), 1).tolist()
+        [2.0, 3.4, 5.0]
     """
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    sums, total = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values * weights, weights))
     places = np.arange(len(values))
     starts, ends = np.maximum(0, places - span), np.minimum(len(values), places + span + 1)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    return (sums[ends] - sums[starts]) / (total[ends] - total[starts])

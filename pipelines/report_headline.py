@@ -81,7 +81,8 @@ def _run_tiles(runs: Sequence[Run]) -> list[Tile]:
     if pair:
         fast, slow = (r.summary.samples_per_sec for r in pair)
         detail = f"{count(fast)} instead of {count(slow)} samples/s"
-        shown.append(Tile(f"{ratio(fast, slow)} x", "training speed by dedup", detail))
+        label = "faster training" if fast > slow else "training speed"
+        shown.append(Tile(f"{ratio(fast, slow)} x", label, detail))
     for run in runs[:1]:
         if run.summary.auc is not None and run.summary.ne is not None:
             detail = f"NE {run.summary.ne:.4f}, run {run.name}"

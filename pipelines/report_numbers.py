@@ -33,6 +33,16 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def memory(num_bytes: float) -> str:
+    """Return bytes of memory with the binary unit in which it is given out.
+
+    Example:
+        >>> memory(2 << 30), memory(3 << 29)
+        ('2 GiB', '1.5 GiB')
+    """
+    return f"{num_bytes / (1 << 30):.3g} GiB"
+
+
 def count(number: float) -> str:
     """Return a whole number with thousands apart.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.report_html import Section, bullets, paragraph, table
-from pipelines.report_numbers import count, digits, size
+from pipelines.report_numbers import count, digits, memory, size
 from schemas.errors import SchemaError
 
 PLAN, BUILD = "plan.json", "build.json"
@@ -69,7 +69,7 @@ def _plan_section(plan: Mapping[str, Any], measured: str) -> Section:
     rows = [
         ("processes", *pools),
         ("cores", f"{before['cpus']:g}", f"{after['cpus']:g}"),
-        ("memory", size(before["memory_bytes"]), size(after["memory_bytes"])),
+        ("memory", memory(before["memory_bytes"]), memory(after["memory_bytes"])),
         (
             "samples per second",
             count(before["rows_per_sec"]),

@@ -89,6 +89,19 @@ def training_section(runs: Sequence[Run]) -> Section:
 def _finding(runs: Sequence[Run]) -> str:
     if not runs:
         return "No finished run was found."
+    return " ".join([_speed_finding(runs), *_cache_findings(runs)])
+
+
+def _cache_findings(runs: Sequence[Run]) -> list[str]:
+    return [
+        f"{r.name}: {percent(r.summary.cache_hit_rate)} of the rows that steps needed were in the "
+        f"cache, at {count(r.summary.samples_per_sec)} samples per second."
+        for r in runs
+        if r.summary.cache_hit_rate is not None
+    ]
+
+
+def _speed_finding(runs: Sequence[Run]) -> str:
     pair = speed_up(runs)
     if pair is None:
         best = max(runs, key=lambda r: r.summary.samples_per_sec)
@@ -129,7 +142,7 @@ def _losses(runs: Sequence[Run]) -> str:
     for place, (run, x, y) in enumerate(curves):
         # Runs on the same batches lie on each other: dashes let the one below show.
         dashes = () if place == 0 else (2.5, 1.5 + place)
-        lines.append(Line(run.name, x, smoothed(y, span), run.color, dashes))
+        lines.append(Line(run.name, x, smoothed(y, np.diff(x, prepend=0), span), run.color, dashes))
     losses = np.concatenate([y for _, _, y in curves])
     high = float(np.quantile(losses, SHOWN_LOSSES)) * 1.1
     label = "Loss over samples trained: " + ", ".join(
@@ -139,8 +152,9 @@ def _losses(runs: Sequence[Run]) -> str:
     chart = curve_chart("losses", label, lines, Scale("samples trained"), y)
     return figure(
         chart,
-        f"Loss of each step before its update, thin; its mean over {2 * span + 1} steps, thick. "
-        "Runs on the same batches that differ only in how tables are held or rows are repeated "
+        f"Loss of each step before its update, thin; its mean over {2 * span + 1} steps, "
+        "weighted by samples, thick. Runs on the same batches that differ only in how tables are "
+        "held or rows are repeated "
         f"have the same loss up to rounding, so their lines lie on each other.{_cut(losses, high)}",
     )
 

@@ -99,8 +99,8 @@ def _fairness(dataset: Dataset) -> str:
     derived = f" and {made} derived model inputs that no plain file has" if made else ""
     return (
         "Clustering by session alone lets the compressor find most repetitions, and the last plain "
-        "file also has for every column the smallest encoding of a trial. What is then left to "
-        "save on disk is small; a reader of such a file still decodes, transforms and looks up "
-        f"every repetition. Our bytes include the inverse indices{derived}; the oracle is counted "
-        "apart because no plain file has one."
+        "file also has for every column the smallest encoding of a trial: its ratio is "
+        "what deduplication still saves on disk. A reader of such a file goes on to decode, "
+        "transform and look up every repetition. Our bytes include the inverse "
+        f"indices{derived}; the oracle is counted apart because no plain file has one."
     )

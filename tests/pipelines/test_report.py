@@ -195,6 +195,7 @@ def test_report_plan_shows_both_pools_and_reasons_as_text(page: str) -> None:
     shown = Page(page)
     sizes = shown.table("Sizes of both pools")
     assert sizes["processes"] == ["2 segment jobs x 3 workers", "4 replicas and 1 store"]
+    assert sizes["memory"] == ["11.2 GiB", "8.38 GiB"]
     assert sizes["samples per second"] == ["4,568", "23,457"]
     assert "4 replicas <because> of the fit" in shown.text
     assert "because" not in shown.tags
