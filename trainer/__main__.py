@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -44,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read once, when torch loads its OpenMP. Threads that spin while they wait cost five times
     # the step where cores are shared, with the reader's thread or with other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torchrec asks torch an old question while it is imported; torch's warning is not for the user.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     command = {"train": _train, "evaluate": _evaluate, "verify": _verify}[arguments.command]
     try:
         return command(arguments)
     except (SchemaError, PlanError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _positive(text: str) -> int:

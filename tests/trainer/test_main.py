@@ -101,8 +101,8 @@ def test_verify_refuses_a_ledger_in_which(
 def test_train_refuses_a_folder_that_holds_a_run(
     run: Path, job: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(train_arguments(job, dataset, run)) == 2
-    error = f"output must hold no run, got one in {run}; use --resume or another folder"
+    assert main(train_arguments(job, dataset, run)) == 1
+    error = f"error: output must hold no run, got one in {run}; use --resume or another folder"
     assert capsys.readouterr().err.strip() == error
 
 
@@ -110,8 +110,8 @@ def test_train_refuses_to_resume_another_job(
     run: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_job(tmp_path, epochs="6", pooling="sum")
-    assert main(train_arguments(other, dataset, run, "--resume")) == 2
-    pattern = r"train section must be that of the run, got train_sha256=\w+ for \w+ in .*run\.json"
+    assert main(train_arguments(other, dataset, run, "--resume")) == 1
+    pattern = r"error: train section must be that of the run, got train_sha256=\w+ for \w+ in .*run\.json"
     assert re.match(pattern, capsys.readouterr().err)
 
 
@@ -119,7 +119,7 @@ def test_train_cached_without_an_index_says_how_to_build_it(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_job(tmp_path / "job", epochs="1")
-    assert main(train_arguments(other, dataset, tmp_path / "run", "--embedding", "cached")) == 2
+    assert main(train_arguments(other, dataset, tmp_path / "run", "--embedding", "cached")) == 1
     assert "run python -m pipelines oracle" in capsys.readouterr().err
 
 
