@@ -94,8 +94,8 @@ def _finding(runs: Sequence[Run]) -> str:
 
 def _cache_findings(runs: Sequence[Run]) -> list[str]:
     return [
-        f"In run {r.name} the cache held {percent(r.summary.cache_hit_rate)} of the rows that steps "
-        f"needed, at {count(r.summary.samples_per_sec)} samples per second."
+        f"In run {r.name} the cache held {percent(r.summary.cache_hit_rate)} of the rows that "
+        f"steps needed, at {count(r.summary.samples_per_sec)} samples per second."
         for r in runs
         if r.summary.cache_hit_rate is not None
     ]
