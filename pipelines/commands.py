@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -17,7 +18,6 @@ from pipelines.expand import expand
 from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.oracle_command import oracle
 from pipelines.prepare import BuildRequest
-from pipelines.report import write_report
 from pipelines.verify import verify
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
@@ -147,7 +147,8 @@ def _expand(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
-    write_report(arguments.dataset, arguments.html, arguments.runs)
+    page = importlib.import_module("pipelines.report")  # brings matplotlib, 1.5 s: only here
+    page.write_report(arguments.dataset, arguments.html, arguments.runs)
     print(f"wrote {arguments.html}", file=sys.stderr)
     return 0
 
