@@ -1,5 +1,6 @@
 """Order, cuts and deduplication of one part, against slow and obvious versions."""
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -49,7 +50,7 @@ def data_config(
     )
 
 
-def samples_of(rows: list[tuple[int, int, str | None, list[int] | None]]) -> pa.Table:
+def samples_of(rows: Sequence[tuple[int, int, str | None, list[int] | None]]) -> pa.Table:
     """Return samples of (session, second, name, history), each its own raw row."""
     return pa.table(
         {
