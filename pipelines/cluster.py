@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX
-from schemas.columns import comparable, one_chunk
+from pipelines.tuples import Tuples
+from schemas.columns import comparable
 from schemas.jagged import hash_keys
 from schemas.job import DataConfig
 
@@ -28,7 +29,7 @@ class Clustered:
     """Samples of one part in their final order, with their cuts.
 
     Attributes:
-        samples: rows in order.
+        samples: in order.
         starts_session: (num_samples,) bool, first sample of a session within its split.
         is_evaluation: (num_samples,) bool, ascending.
         window: (num_samples,) int32, windows since the epoch, 0 without windows.
@@ -36,7 +37,7 @@ class Clustered:
         num_sessions: sessions of the part; one that the split cuts counts once.
     """
 
-    samples: pa.Table
+    samples: Tuples
     starts_session: NDArray[np.bool_]
     is_evaluation: NDArray[np.bool_]
     window: NDArray[np.int32]
@@ -61,18 +62,18 @@ def microseconds(moment: datetime | timedelta) -> int:
     return moment // timedelta(microseconds=1)
 
 
-def cluster(samples: pa.Table, data: DataConfig) -> Clustered:
+def cluster(samples: Tuples, data: DataConfig) -> Clustered:
     """Put the samples of one part into their final order and cut them into blocks.
 
     Args:
         samples: all samples of some session keys, in any order, with origins and list indices.
         data: session, window, split and block size.
     """
-    keys = one_chunk(samples[data.session.key])
-    time = one_chunk(samples[data.session.time]).cast(pa.int64()).to_numpy()
+    keys = samples.column(data.session.key)
+    time = samples.column(data.session.time).cast(pa.int64()).to_numpy()
     hashes = hash_session_keys(keys)
     codes = pc.rank(keys, tiebreaker="dense").to_numpy().astype(np.int64)
-    origins, indices = samples[ORIGIN].to_numpy(), samples[LIST_INDEX].to_numpy()
+    origins, indices = (samples.column(c).to_numpy() for c in (ORIGIN, LIST_INDEX))
     by_time = np.lexsort((indices, origins, time, codes, hashes))
     starts = _session_starts(codes[by_time], time[by_time], data.session.gap)
     window = np.empty(len(time), np.int32)
@@ -87,7 +88,7 @@ def cluster(samples: pa.Table, data: DataConfig) -> Clustered:
     order = np.lexsort((rank, window, evaluation))
     session, window, evaluation = session[order], window[order], evaluation[order]
     return Clustered(
-        samples.take(pa.array(order)),
+        samples.take(order),
         _changes(session, evaluation),
         evaluation,
         window,

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pipelines.oracle import write_file
 from pipelines.part import LOOKUPS, PartResult
 from pipelines.rejects import Reject, to_table
+from pipelines.shuffle import SHUFFLE
 from pipelines.statistics import anomalies_text, merge, statistics_text
 from pipelines.write import in_training_order
 from schemas.checked import FileEntry, describe_file, sha256_of, write_files
@@ -117,7 +118,8 @@ def finish_segment(
     """
     results = sorted(results, key=lambda r: r.file_index)
     num_samples = sum(r.num_samples for r in results)
-    shutil.rmtree(root / LOOKUPS, ignore_errors=True)
+    for scratch in (LOOKUPS, SHUFFLE):
+        shutil.rmtree(root / scratch, ignore_errors=True)
     blocks = join_blocks(results)
     pq.write_table(blocks, root / BLOCKS, compression="zstd", write_page_checksum=True)
     if rejects:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,8 +55,17 @@ def lookups_of(
             blocks.append(block[used])
             dedup += int(used.sum())
             expanded += int(repeats[used].sum())
-        joined = unique_per_block(np.concatenate(rows), np.concatenate(blocks), len(is_training))
+        joined = unique_per_block(*_by_block(rows, blocks), len(is_training))
         yield name, TableLookups(expanded, dedup, joined)
+
+
+def _by_block(
+    rows: Sequence[NDArray[np.int64]], blocks: Sequence[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Merge the look-ups of several features, each in block order, into block order."""
+    joined = np.concatenate(blocks)
+    order = np.argsort(joined, kind="stable")  # runs are ascending: numpy merges them
+    return np.concatenate(rows)[order], joined[order]
 
 
 def _values(

@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.cluster import Clustered, cluster
+from pipelines.cluster import cluster
 from pipelines.lookups import lookups_of, lookups_table
 from pipelines.star import Star, to_star
 from pipelines.statistics import ColumnStatistics, table_statistics
+from pipelines.tuples import Tuples, join
 from pipelines.write import write_part
 from schemas.columns import is_list, jagged_of, numpy_of
 from schemas.jagged import offsets_of
@@ -63,7 +64,7 @@ class PartResult:
 
 
 def build_part(
-    root: Path, file_index: int, samples: Sequence[pa.Table], data: DataConfig
+    root: Path, file_index: int, samples: Sequence[Tuples], data: DataConfig
 ) -> PartResult:
     """Cluster, cut, deduplicate and write the samples of one part.
 
@@ -73,17 +74,17 @@ def build_part(
         samples: all samples of the part's sessions, in any order; at least one row.
         data: the job's data section.
     """
-    clustered = cluster(pa.concat_tables(samples), data)
+    clustered = cluster(join(samples), data)
     star = to_star(clustered, file_index, data)
     blocks = write_part(root, star, clustered, file_index)
     return PartResult(
         file_index,
-        clustered.samples.num_rows,
+        clustered.samples.num_samples,
         clustered.num_sessions,
         blocks,
         {name: group_totals(star, name) for name in star.groups},
         write_lookups(root, file_index, star, blocks, data),
-        part_statistics(star, clustered),
+        part_statistics(star),
     )
 
 
@@ -118,7 +119,7 @@ def write_lookups(
     return counts
 
 
-def part_statistics(star: Star, clustered: Clustered) -> dict[str, ColumnStatistics]:
+def part_statistics(star: Star) -> dict[str, ColumnStatistics]:
     """Return the statistics of the part's columns; a group's are over its unique tuples."""
     found: dict[str, ColumnStatistics] = {}
     for table in (star.samples, *star.groups.values()):

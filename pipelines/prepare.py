@@ -19,6 +19,7 @@ from pipelines.sources import (
     read_part,
 )
 from pipelines.sql import carry_origin, connect, run
+from pipelines.tuples import with_hashes
 from pipelines.validate import check_columns
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -85,7 +86,7 @@ def prepare(
             f"{key} must run on its sources, got {str(error).splitlines()[0]}; correct it",
             file=str(request.job_path),
         ) from error
-    return listing, statement
+    return listing, with_hashes(statement, data.groups)
 
 
 def check_map(

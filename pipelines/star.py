@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from pipelines.cluster import Clustered
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX, connect, run
-from schemas.columns import comparable_tuple
 from schemas.errors import SchemaError
-from schemas.jagged import offsets_of, unique_tuples
+from schemas.jagged import offsets_of
 from schemas.job import SAMPLES, DataConfig
 from schemas.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
 
@@ -44,35 +43,61 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
         file_index: number of the part, the upper bits of its block ids.
         data: groups and transforms.
     """
-    rows = clustered.samples.drop_columns([ORIGIN, LIST_INDEX])
-    num_blocks = int(clustered.block[-1]) + 1 if rows.num_rows else 0
-    names = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.block
-    grouped = {c for columns in data.groups.values() for c in columns}
-    samples = pa.table(
-        {BLOCK: pa.array(names), **{c: rows[c] for c in rows.column_names if c not in grouped}}
-    )
+    num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
+    prefix = np.int64(file_index) << np.int64(FILE_SHIFT)
+    tuples = clustered.samples
+    columns = {
+        c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)
+    }
+    samples = pa.table({BLOCK: pa.array(prefix + clustered.block), **columns})
     samples = _transformed(samples, data.transforms.get(SAMPLES, {}))
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
-    for group, columns in data.groups.items():
-        first, inverse = unique_tuples([clustered.block, *comparable_tuple(rows, columns)])
-        counts = np.bincount(clustered.block[first], minlength=num_blocks).astype(np.int64)
+    for group, names in data.groups.items():
+        stored, inverse = unique_in_blocks(clustered.block, tuples.references[group])
+        counts = np.bincount(clustered.block[stored], minlength=num_blocks).astype(np.int64)
         starts = offsets_of(counts)[:-1]
-        unique_index = np.arange(len(first)) - np.repeat(starts, counts)
-        tuples = rows.select(list(columns)).take(pa.array(first))
+        unique_index = np.arange(len(stored)) - np.repeat(starts, counts)
+        taken = tuples.uniques[group].take(pa.array(tuples.references[group][stored]))
         table = pa.table(
             {
-                BLOCK: pa.array(names[first]),
+                BLOCK: pa.array(prefix + clustered.block[stored]),
                 UNIQUE_INDEX: pa.array(unique_index.astype(np.int32)),
-                **{c: tuples[c] for c in columns},
+                **{c: taken[c] for c in names},
             }
         )
         groups[group] = _transformed(table, data.transforms.get(group, {}))
-        local = inverse - starts[clustered.block]
-        samples = samples.append_column(inverse_column(group), pa.array(local.astype(np.int32)))
+        local = (inverse - starts[clustered.block]).astype(np.int32)
+        samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts
     per_block = np.bincount(clustered.block, minlength=num_blocks).astype(np.int64)
     return Star(samples, groups, per_block, unique_per_block)
+
+
+def unique_in_blocks(
+    block: NDArray[np.int64], references: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Find the first sample of each distinct (block, tuple), in order.
+
+    Args:
+        block: (num_samples,) ascending.
+        references: (num_samples,) the tuple of each sample.
+
+    Returns:
+        first: (num_stored,) ascending positions of samples.
+        inverse: (num_samples,) the position in `first` of each sample's tuple.
+
+    Example:
+        >>> first, inverse = unique_in_blocks(np.array([0, 0, 0, 1]), np.array([5, 2, 5, 5]))
+        >>> first.tolist(), inverse.tolist()
+        ([0, 1, 3], [0, 1, 0, 2])
+    """
+    size = int(references.max()) + 1 if len(references) else 1
+    _, first, inverse = np.unique(block * size + references, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return first[order], rank[inverse]
 
 
 def _transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:

@@ -6,6 +6,7 @@ Arrow IPC bytes.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,11 @@ from apache_beam.metrics import Metrics
 from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.part import PartResult, build_part
 from pipelines.rejects import Reject
+from pipelines.shuffle import Reference, read_reference, write_chunk
 from pipelines.sources import ORIGIN, FilePart, parts_of_file, place_of, read_part
 from pipelines.sql import BadRow, SqlResult, connect, map_rows, run_key, with_list_index
-from pipelines.validate import usable_rows
+from pipelines.tuples import Tuples, separate, split
+from pipelines.validate import usable_samples
 from schemas.columns import one_chunk
 from schemas.features import FeatureSet
 from schemas.job import DataConfig
@@ -154,13 +157,20 @@ class _SqlStage(_Counted):
         bad = list(result.bad_rows)
         if result.samples is not None:
             indexed = with_list_index(result.samples)
-            good, unusable = usable_rows(indexed, self.context.features, self.context.data)
+            separated = separate(indexed, self.context.data.groups)
+            good, unusable = usable_samples(separated, self.context.features, self.context.data)
             bad.extend(unusable)
-            self.count("out", good)
-            keys = hash_session_keys(good[self.context.data.session.key])
-            yield from spread(good, part_of_key(keys, self.context.num_parts))
+            if good.num_samples:
+                self.count("out", good.samples)
+                yield from self.hand_over(good)
         for row in bad:
             yield pvalue.TaggedOutput(REJECTS, self.context.reject(row))
+
+    def hand_over(self, good: Tuples) -> Iterator[tuple[int, Reference]]:
+        keys = hash_session_keys(good.column(self.context.data.session.key))
+        parts = split(good, part_of_key(keys, self.context.num_parts), self.context.num_parts)
+        name = uuid.uuid4().hex  # never in the dataset: only this attempt's references know it
+        yield from write_chunk(self.context.segment_root, name, parts).items()
 
 
 class _MapRows(_SqlStage):
@@ -242,7 +252,7 @@ def keys_of(tables: Mapping[str, pa.Table], key: str, source: str) -> Iterator[d
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class MakeSamples(beam.PTransform):
-    """Raw rows to samples by the job's SQL: (part, bytes) pairs, and rejects."""
+    """Raw rows to samples by the job's SQL: (part, reference) pairs, and rejects."""
 
     context: BuildContext
 
@@ -266,16 +276,17 @@ class MakeSamples(beam.PTransform):
 
 
 class _BuildPart(_Counted):
-    def process(self, part: tuple[int, Iterable[bytes]]) -> Iterator[PartResult]:
-        tables = [from_bytes(data) for data in part[1]]
-        for table in tables:
-            self.count("in", table)
-        yield build_part(self.context.segment_root, part[0], tables, self.context.data)
+    def process(self, part: tuple[int, Iterable[Reference]]) -> Iterator[PartResult]:
+        root, data = self.context.segment_root, self.context.data
+        samples = [read_reference(root, r, list(data.groups)) for r in sorted(part[1])]
+        for chunk in samples:
+            self.count("in", chunk.samples)
+        yield build_part(root, part[0], samples, data)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class BuildParts(beam.PTransform):
-    """Samples to written parts: cluster by session, cut, deduplicate, write."""
+    """References to samples to written parts: cluster by session, cut, deduplicate, write."""
 
     context: BuildContext
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -11,12 +12,16 @@ from numpy.typing import NDArray
 
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX, BadRow
+from pipelines.tuples import HASH_PREFIX, Tuples
 from schemas.columns import is_list, one_chunk
 from schemas.errors import SchemaError, nearest
 from schemas.features import Feature, FeatureSet
 from schemas.job import DataConfig
 
 _HIDDEN = (ORIGIN, LIST_INDEX)
+
+Find = Callable[[pa.Array], "NDArray[np.bool_] | None"]
+"""Tells which rows of a column are bad; None is a quick way to say none."""
 
 
 def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
@@ -30,7 +35,8 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     Raises:
         SchemaError: a column is missing, undeclared, or of another type.
     """
-    names = [n for n in samples.names if n not in _HIDDEN]
+    hidden = [n for n in samples.names if n.startswith(HASH_PREFIX)]
+    names = [n for n in samples.names if n not in (*_HIDDEN, *hidden)]
     made = {c for columns in data.transforms.values() for c in columns}
     declared = [f.name for f in features.features if f.name not in made]
     for name in names:
@@ -80,41 +86,65 @@ def check_type(feature: Feature, kind: pa.DataType) -> None:
         )
 
 
-def usable_rows(
-    samples: pa.Table, features: FeatureSet, data: DataConfig
-) -> tuple[pa.Table, list[BadRow]]:
+def usable_samples(
+    samples: Tuples, features: FeatureSet, data: DataConfig
+) -> tuple[Tuples, list[BadRow]]:
     """Split samples into those that can be used and those that cannot, each with its reason."""
-    keep = np.ones(samples.num_rows, bool)
+    keep = np.ones(samples.num_samples, bool)
     bad: list[BadRow] = []
-    for found, reason in _problems(samples, features, data):
+    for name, find, reason in _checks(features, data):
+        found = _found(samples, name, find)
+        if found is None:
+            continue
         new = np.flatnonzero(found & keep)
         keep[new] = False
-        for row in samples.take(pa.array(new)).to_pylist():
-            values = {k: v for k, v in row.items() if k not in _HIDDEN}
-            bad.append(BadRow(row[ORIGIN], reason, str(values)))
-    return (samples if keep.all() else samples.filter(pa.array(keep))), bad
+        chosen = samples.take(new)
+        names = [n for n in features.names if _has(samples, n)]
+        columns = {n: chosen.column(n) for n in names}
+        origins = chosen.column(ORIGIN).to_pylist()
+        for origin, row in zip(origins, pa.table(columns).to_pylist(), strict=True):
+            bad.append(BadRow(origin, reason, str(row)))
+    return (samples if keep.all() else samples.take(np.flatnonzero(keep))), bad
 
 
-def _problems(
-    samples: pa.Table, features: FeatureSet, data: DataConfig
-) -> Iterator[tuple[NDArray[np.bool_], str]]:
+def _has(samples: Tuples, name: str) -> bool:
+    tables = (samples.samples, *samples.uniques.values())
+    return any(name in table.column_names for table in tables)
+
+
+def _found(samples: Tuples, name: str, find: Find) -> NDArray[np.bool_] | None:
+    """Return which samples a check finds fault with, None when there are none."""
+    if name in samples.samples.column_names:
+        found = find(one_chunk(samples.samples[name]))
+        return found if found is not None and found.any() else None
+    for group, table in samples.uniques.items():
+        if name in table.column_names:
+            found = find(one_chunk(table[name]))
+            return None if found is None or not found.any() else found[samples.references[group]]
+    return None  # made later, by a transform
+
+
+def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[str, Find, str]]:
+    """Yield (column, check, reason) in the order in which reasons are looked for."""
     for what, name in (("session key", data.session.key), ("session time", data.session.time)):
-        column = one_chunk(samples[name])
-        yield _mask(pc.is_null(column, nan_is_null=True)), f"{what} {name!r} must not be null"
+        yield name, _missing, f"{what} {name!r} must not be null"
     for feature in features.features:
-        if feature.name not in samples.column_names:
-            continue
-        column = one_chunk(samples[feature.name])
+        name = feature.name
         if feature.required:
-            yield _mask(pc.is_null(column)), f"feature {feature.name!r} must not be null"
+            yield name, _missing, f"feature {name!r} must not be null"
         low, high = _limits(feature, data)
         if low is not None:
-            yield _outside(column, "less", low), f"feature {feature.name!r} must be at least {low}"
+            reason = f"feature {name!r} must be at least {low}"
+            yield name, partial(_outside, comparison="less", limit=low), reason
         if high is not None:
-            yield (
-                _outside(column, "greater", high),
-                f"feature {feature.name!r} must be at most {high}",
-            )
+            reason = f"feature {name!r} must be at most {high}"
+            yield name, partial(_outside, comparison="greater", limit=high), reason
+
+
+def _missing(column: pa.Array) -> NDArray[np.bool_] | None:
+    if not column.null_count and not pa.types.is_floating(column.type):
+        return None
+    return _mask(pc.is_null(column, nan_is_null=True))
 
 
 def _limits(feature: Feature, data: DataConfig) -> tuple[float | None, float | None]:
@@ -126,11 +156,15 @@ def _limits(feature: Feature, data: DataConfig) -> tuple[float | None, float | N
     return low, high
 
 
-def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool_]:
-    if not is_list(column.type):
-        return _mask(pc.call_function(comparison, [column, pa.scalar(limit)]))
-    values = column.flatten()
+def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool_] | None:
+    values = column.flatten() if is_list(column.type) else column
+    extremes = pc.min_max(values)
+    extreme = extremes["min" if comparison == "less" else "max"].as_py()
+    if extreme is None or not (extreme < limit if comparison == "less" else extreme > limit):
+        return None
     found = _mask(pc.call_function(comparison, [values, pa.scalar(limit)]))
+    if not is_list(column.type):
+        return found
     rows = np.zeros(len(column), bool)
     rows[pc.list_parent_indices(column).to_numpy()[found]] = True
     return rows

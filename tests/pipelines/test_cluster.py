@@ -13,6 +13,7 @@ from pipelines.cluster import cluster, cut_blocks, hash_session_keys, microsecon
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX
 from pipelines.star import to_star
+from pipelines.tuples import Tuples, hash_column, separate
 from pipelines.write import row_groups_of
 from schemas.job import (
     DataConfig,
@@ -24,6 +25,7 @@ from schemas.job import (
     WindowConfig,
 )
 
+GROUPS = {"user": ("session", "name"), "clicks": ("history",)}
 START = microseconds(datetime(2026, 1, 1))
 
 
@@ -43,16 +45,16 @@ def data_config(
             if evaluation_from is None
             else datetime(2026, 1, 1) + timedelta(seconds=evaluation_from)
         ),
-        groups={"user": ("session", "name"), "clicks": ("history",)},
+        groups=GROUPS,
         transforms={"user": {"doubled": "session * 2"}},
         tables={"items": TableConfig(features=("history",), num_rows=10)},
         block_samples=16,
     )
 
 
-def samples_of(rows: Sequence[tuple[int, int, str | None, list[int] | None]]) -> pa.Table:
+def samples_of(rows: Sequence[tuple[int, int, str | None, list[int] | None]]) -> Tuples:
     """Return samples of (session, second, name, history), each its own raw row."""
-    return pa.table(
+    table = pa.table(
         {
             "session": pa.array([r[0] for r in rows], pa.int64()),
             "time": pa.array([START + r[1] * 1_000_000 for r in rows], pa.timestamp("us")),
@@ -60,8 +62,10 @@ def samples_of(rows: Sequence[tuple[int, int, str | None, list[int] | None]]) ->
             "history": pa.array([r[3] for r in rows], pa.large_list(pa.int64())),
             ORIGIN: pa.array(range(len(rows)), pa.int64()),
             LIST_INDEX: pa.array([0] * len(rows), pa.int32()),
+            **{hash_column(g): pa.array([7] * len(rows), pa.uint64()) for g in GROUPS},
         }
     )
+    return separate(table, GROUPS)
 
 
 ROWS = st.lists(
@@ -86,13 +90,13 @@ def test_cluster_orders_as_plain_sorting_does_whatever_order_rows_arrive_in(
     table = samples_of(rows)
     shuffled = np.arange(len(rows))
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = cluster(table.take(pa.array(shuffled)), data_config(gap, evaluation_from))
-    hashes = hash_session_keys(table["session"]).tolist()
+    found = cluster(table.take(shuffled), data_config(gap, evaluation_from))
+    hashes = hash_session_keys(table.column("session")).tolist()
     held = [evaluation_from is not None and r[1] >= evaluation_from for r in rows]
     expected = sorted(
         range(len(rows)), key=lambda i: (held[i], hashes[i], rows[i][0], rows[i][1], i)
     )
-    assert found.samples[ORIGIN].to_pylist() == expected
+    assert found.samples.column(ORIGIN).to_pylist() == expected
     assert found.is_evaluation.tolist() == [held[i] for i in expected]
     times: dict[int, list[int]] = {}
     for row in rows:
@@ -118,7 +122,7 @@ def test_star_joined_back_gives_the_samples_and_no_tuple_stands_twice_in_a_block
         inverse = star.samples[f"{group}_inverse"].to_pylist()
         joined = [by_place[place] for place in zip(blocks, inverse, strict=True)]
         for column in columns:
-            assert [t[column] for t in joined] == clustered.samples[column].to_pylist()
+            assert [t[column] for t in joined] == clustered.samples.column(column).to_pylist()
     doubled = star.groups["user"]["doubled"].to_pylist()
     assert doubled == [2 * s for s in star.groups["user"]["session"].to_pylist()]
 
@@ -138,9 +142,11 @@ def test_cut_blocks_counts_anew_in_every_range(starts: list[bool], size: int) ->
 def test_windows_put_a_session_where_its_first_sample_is() -> None:
     rows = [(1, 5, "a", None), (1, 25, "a", None), (2, 12, "b", None), (2, 13, "b", None)]
     found = cluster(samples_of(rows), data_config(window=10))
-    windows = dict(zip(found.samples["session"].to_pylist(), found.window.tolist(), strict=True))
+    windows = dict(
+        zip(found.samples.column("session").to_pylist(), found.window.tolist(), strict=True)
+    )
     assert windows[2] - windows[1] == 1
-    assert found.samples["session"].to_pylist() == [1, 1, 2, 2]
+    assert found.samples.column("session").to_pylist() == [1, 1, 2, 2]
     assert found.block.tolist() == [0, 0, 1, 1]
 
 

@@ -1,0 +1,200 @@
+"""Samples with the tuples of their groups apart: from here on a list is touched once per tuple.
+
+The job's SQL gives one row per sample, each with its lists. `separate` keeps
+one copy of each group's tuple and a reference per sample; everything after it
+moves references. Tuples are found by a 64-bit hash and then compared, so the
+result is exact whatever the hash does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from schemas.columns import comparable_tuple, one_chunk
+from schemas.jagged import hash_keys
+
+HASH_PREFIX = "_hash_"
+"""SQL adds one column per group: a hash of its columns, used inside one build only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuples:
+    """Samples of one chunk or one part.
+
+    Attributes:
+        samples: one row per sample: the columns of no group.
+        references: group to (num_samples,) int64, the row of each sample's tuple.
+        uniques: group to its distinct tuples, with their hash in the first column.
+    """
+
+    samples: pa.Table
+    references: Mapping[str, NDArray[np.int64]]
+    uniques: Mapping[str, pa.Table]
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return self.samples.num_rows
+
+    def column(self, name: str) -> pa.Array:
+        """Return a column with one row per sample, wherever it is kept."""
+        if name in self.samples.column_names:
+            return one_chunk(self.samples[name])
+        for group, table in self.uniques.items():
+            if name in table.column_names:
+                return one_chunk(table[name]).take(pa.array(self.references[group]))
+        raise KeyError(name)
+
+    def take(self, rows: NDArray[np.integer]) -> Tuples:
+        """Return some samples; their tuples stay where they are."""
+        references = {g: r[rows] for g, r in self.references.items()}
+        return Tuples(self.samples.take(pa.array(rows)), references, self.uniques)
+
+
+def hash_column(group: str) -> str:
+    """Return the name of a group's hash column."""
+    return f"{HASH_PREFIX}{group}"
+
+
+def with_hashes(statement: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Return the statement with one hash column per group."""
+    if not groups:
+        return statement
+    hashes = ", ".join(
+        f"hash({', '.join(_quoted(c) for c in columns)}) AS {_quoted(hash_column(group))}"
+        for group, columns in groups.items()
+    )
+    return f"SELECT *, {hashes} FROM ({statement.rstrip().rstrip(';')})"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def separate(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
+    """Keep each distinct tuple of each group once.
+
+    Args:
+        samples: one row per sample, with the hash column of each group.
+        groups: columns of each group.
+    """
+    grouped = {c for columns in groups.values() for c in columns}
+    hidden = {hash_column(g) for g in groups}
+    alone = [c for c in samples.column_names if c not in grouped and c not in hidden]
+    references: dict[str, NDArray[np.int64]] = {}
+    uniques: dict[str, pa.Table] = {}
+    for group, columns in groups.items():
+        table = samples.select([hash_column(group), *columns])
+        references[group], uniques[group] = distinct(table)
+    return Tuples(samples.select(alone), references, uniques)
+
+
+def distinct(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
+    """Return the distinct rows of a table, in order of first appearance, and who has which.
+
+    Args:
+        table: rows with their hash in the first column; equal rows have equal hashes.
+
+    Returns:
+        (num_rows,) int64 references, and the distinct rows.
+    """
+    hashes = table.column(0).to_numpy()
+    references, first = _by_value(hashes)
+    kept = table.take(pa.array(first))
+    if not _equal(table, kept, references):
+        columns = comparable_tuple(table, table.column_names[1:])
+        hashes = hash_keys(columns) ^ hashes
+        table = table.set_column(0, table.column_names[0], pa.array(hashes))
+        references, first = _by_value(hashes)
+        kept = table.take(pa.array(first))
+        assert _equal(table, kept, references), "two independent hashes cannot both collide"
+    return references, kept
+
+
+def _by_value(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each key the rank of its first appearance, and the first appearances."""
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return rank[inverse], first[order].astype(np.int64)
+
+
+def _equal(table: pa.Table, kept: pa.Table, references: NDArray[np.int64]) -> bool:
+    """Compare every row with the distinct row it refers to, floats by their bits."""
+    repeated = pa.array(references)
+    return all(
+        _bits(kept[name]).take(repeated).equals(_bits(table[name]))
+        for name in table.column_names[1:]
+    )
+
+
+def _bits(column: pa.ChunkedArray) -> pa.Array:
+    array = one_chunk(column)
+    kind = array.type
+    if pa.types.is_floating(kind):
+        return array.view(pa.int32() if kind.bit_width == 32 else pa.int64())
+    if pa.types.is_large_list(kind) and pa.types.is_floating(kind.value_type):
+        return array.view(pa.large_list(pa.int32()))
+    return array
+
+
+def join(parts: Sequence[Tuples]) -> Tuples:
+    """Return the samples of all parts, with equal tuples of different parts made one.
+
+    Args:
+        parts: at least one, all with the same columns.
+    """
+    samples = pa.concat_tables([p.samples for p in parts]).combine_chunks()
+    references: dict[str, NDArray[np.int64]] = {}
+    uniques: dict[str, pa.Table] = {}
+    for group in parts[0].uniques:
+        tables = [p.uniques[group] for p in parts]
+        starts = np.cumsum([0, *(t.num_rows for t in tables)])
+        merged, uniques[group] = distinct(pa.concat_tables(tables).combine_chunks())
+        references[group] = np.concatenate(
+            [merged[p.references[group] + s] for p, s in zip(parts, starts, strict=False)]
+        )
+    return Tuples(samples, references, uniques)
+
+
+def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[Tuples | None]:
+    """Return the samples of each target with only their own tuples; None where there are none.
+
+    Args:
+        tuples: samples of one chunk.
+        target: (num_samples,) int64 in [0, num_targets).
+        num_targets: number of targets.
+    """
+    order = np.argsort(target, kind="stable")
+    ordered, by_target = tuples.take(order), target[order]
+    cuts = np.searchsorted(by_target, np.arange(num_targets + 1))
+    tables: dict[str, tuple[NDArray[np.int64], NDArray[np.int64], pa.Table]] = {}
+    for group, table in tuples.uniques.items():
+        size = max(1, table.num_rows)
+        pairs = by_target * size + ordered.references[group]
+        used, inverse = np.unique(pairs, return_inverse=True)
+        starts = np.searchsorted(used, np.arange(num_targets + 1) * size)
+        local = inverse - starts[by_target]
+        tables[group] = local, starts, table.take(pa.array(used % size))
+    found: list[Tuples | None] = []
+    for index, (start, end) in enumerate(pairwise(cuts.tolist())):
+        found.append(
+            Tuples(
+                ordered.samples.slice(start, end - start),
+                {g: local[start:end] for g, (local, _, _) in tables.items()},
+                {
+                    g: table.slice(starts[index], starts[index + 1] - starts[index])
+                    for g, (_, starts, table) in tables.items()
+                },
+            )
+            if end > start
+            else None
+        )
+    return found
