@@ -61,7 +61,8 @@ def write_table(path: Path, table: pa.Table, rows_per_group: list[int]) -> None:
     """Write a table with the given row groups, under its final name only when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    with open_writer(str(partial), table.schema, choose(table)) as writer:
+    encodings = choose(table.slice(0, rows_per_group[0]))
+    with open_writer(str(partial), table.schema, encodings) as writer:
         start = 0
         for count in rows_per_group:
             writer.write_table(table.slice(start, count), row_group_size=max(1, count))
