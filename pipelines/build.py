@@ -92,11 +92,12 @@ def build_segment(
         features: declared columns.
         index: position of the segment in the dataset.
     """
-    listing, statement = prepare(request, job, features)
+    prepared = prepare(request, job, features)
+    listing = prepared.listing
     size = sum(f.num_bytes for f in listing)
     request.say(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
     if request.check_sql:
-        rows = check_map(request, job.data, listing, statement)
+        rows = check_map(request, job.data, listing, prepared.statement)
         request.say(f"check-sql: equal samples from {rows} rows cut three ways")
     hashes = hash_of(asdict(job.data)), hash_of([asdict(f) for f in features.features])
     segment_id = f"{index:05d}-{hash_of([*hashes, [asdict(f) for f in listing]])[:12]}"
@@ -113,7 +114,8 @@ def build_segment(
         listing=listing,
         data=job.data,
         features=features,
-        statement=statement,
+        statement=prepared.statement,
+        empty_rows=prepared.empty_rows,
         num_parts=max(1, -(-size // PART_INPUT_BYTES)),
     )
     try:

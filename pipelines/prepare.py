@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import duckdb
+import pyarrow as pa
 
 from pipelines.check_sql import check_map_sql
+from pipelines.per_key import visible_rows
 from pipelines.rejects import Reject
 from pipelines.sources import (
-    ORIGIN,
     FilePart,
     empty_rows,
     list_inputs,
@@ -50,13 +51,23 @@ class BuildRequest:
     say: Callable[[str], None] = lambda _: None
 
 
-def prepare(
-    request: BuildRequest, job: Job, features: FeatureSet
-) -> tuple[tuple[InputFile, ...], str]:
-    """List the input and check the SQL against the declared columns.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before the work starts.
 
-    Returns:
-        The listing, and the statement that workers run.
+    Attributes:
+        listing: input files, sorted.
+        statement: the SQL that workers run.
+        empty_rows: by source, a table without rows that has its columns.
+    """
+
+    listing: tuple[InputFile, ...]
+    statement: str
+    empty_rows: Mapping[str, pa.Table]
+
+
+def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
+    """List the input and check the SQL against the declared columns.
 
     Raises:
         SchemaError: naming what does not fit, before any work is done.
@@ -73,10 +84,8 @@ def prepare(
             )
             for name, config in data.sources.items()
         }
-        for name in empty:
-            if name != data.sample_source:
-                empty[name] = empty[name].drop_columns([ORIGIN])
-        check_columns(run(connect(), statement, empty).schema, features, data)
+        visible = visible_rows(empty, data.sample_source)
+        check_columns(run(connect(), statement, visible).schema, features, data)
     except SchemaError as error:
         if error.file is None:
             raise SchemaError(error.message, file=str(request.job_path)) from error
@@ -86,7 +95,7 @@ def prepare(
             f"{key} must run on its sources, got {str(error).splitlines()[0]}; correct it",
             file=str(request.job_path),
         ) from error
-    return listing, with_hashes(statement, data.groups)
+    return Prepared(listing, with_hashes(statement, data.groups), empty)
 
 
 def check_map(

@@ -21,10 +21,11 @@ from apache_beam.metrics import Metrics
 
 from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.part import PartResult, build_part
+from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.rejects import Reject
 from pipelines.shuffle import Reference, read_reference, write_chunk
 from pipelines.sources import ORIGIN, FilePart, parts_of_file, place_of, read_part
-from pipelines.sql import BadRow, SqlResult, connect, map_rows, run_key, with_list_index
+from pipelines.sql import BadRow, SqlResult, connect, map_rows, with_list_index
 from pipelines.tuples import Tuples, separate, split
 from pipelines.validate import usable_samples
 from schemas.columns import one_chunk
@@ -62,6 +63,7 @@ class BuildContext:
         features: declared columns.
         statement: the job's SQL with the origin carried through.
         num_parts: parts of the segment.
+        empty_rows: by source, a table without rows that has its columns.
     """
 
     input_root: Path
@@ -71,6 +73,7 @@ class BuildContext:
     features: FeatureSet
     statement: str
     num_parts: int
+    empty_rows: Mapping[str, pa.Table]
 
     def reject(self, row: BadRow) -> Reject:
         """Return a bad row with the place it came from."""
@@ -212,18 +215,12 @@ class _SpreadByKey(_Counted):
 
 class _SqlPerKey(_SqlStage):
     def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[Any]:
-        per = self.context.data.samples.per
-        assert per is not None, "only jobs with samples.per group raw rows"
-        tables = rows_by_source(grouped[1])
-        for key_tables in keys_of(tables, per.key, self.context.data.sample_source):
-            yield from self.emit(
-                run_key(
-                    self.connection,
-                    self.context.statement,
-                    self.context.data.sample_source,
-                    {s: key_tables.get(s, tables.get(s)) for s in self.context.data.sources},
-                )
-            )
+        data = self.context.data
+        assert data.samples.per is not None, "only jobs with samples.per group raw rows"
+        per = PerKey(self.context.statement, data.sample_source, data.samples.per.key)
+        tables = {**self.context.empty_rows, **rows_by_source(grouped[1])}
+        for result in run_keys(self.connection, per, tables):
+            yield from self.emit(result)
 
 
 def rows_by_source(rows: Iterable[tuple[str, bytes]]) -> dict[str, pa.Table]:
@@ -231,23 +228,7 @@ def rows_by_source(rows: Iterable[tuple[str, bytes]]) -> dict[str, pa.Table]:
     parts: dict[str, list[pa.Table]] = {}
     for source, data in rows:
         parts.setdefault(source, []).append(from_bytes(data))
-    joined = {s: pa.concat_tables(p) for s, p in parts.items()}
-    return {s: t.take(pa.array(np.argsort(t[ORIGIN].to_numpy()))) for s, t in joined.items()}
-
-
-def keys_of(tables: Mapping[str, pa.Table], key: str, source: str) -> Iterator[dict[str, pa.Table]]:
-    """Yield all rows of each key that has rows in `source`, by source.
-
-    Args:
-        tables: rows by source, in the order of their origins.
-        key: column that every source has.
-        source: the source whose rows become samples.
-    """
-    if source not in tables:
-        return
-    keys = {s: t[key].cast(tables[source].schema.field(key).type) for s, t in tables.items()}
-    for value in pa.compute.unique(keys[source]).sort():
-        yield {s: t.filter(pa.compute.equal(keys[s], value)) for s, t in tables.items()}
+    return {s: in_origin_order(pa.concat_tables(p)) for s, p in parts.items()}
 
 
 @dataclass  # not frozen: Beam assigns to its transforms

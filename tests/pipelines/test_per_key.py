@@ -1,0 +1,68 @@
+"""SQL over whole keys: many keys in one statement give what each key alone gives."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipelines.per_key import PerKey, run_keys
+from pipelines.sources import ORIGIN
+from pipelines.sql import carry_origin, connect, run_key
+
+PLAYS = pa.table(
+    {
+        "user": [3, 1, 3, 2, 1, 3, 2, 9],
+        "song": [30, 10, 31, 20, 11, 32, 21, 90],
+        "sec": [5, 1, 7, 2, 3, 6, 9, 1],
+        ORIGIN: list(range(8)),
+    }
+)
+PROFILES = pa.table({"user": pa.array([1, 2, 3, 4], pa.int32()), "age": [11, 22, 33, 44]})
+TABLES = {"plays": PLAYS, "profiles": PROFILES.append_column(ORIGIN, pa.array([0, 1, 2, 3]))}
+
+STATEMENTS = {
+    "a history by a window function": (
+        "SELECT song, list(song) OVER (ORDER BY sec ROWS BETWEEN 50 PRECEDING AND 1 PRECEDING) AS h "
+        "FROM plays"
+    ),
+    "a join with another source": "SELECT song, age FROM plays LEFT JOIN profiles USING (user)",
+    "a count of the key's rows": "SELECT song, (SELECT count(*) FROM plays) AS n FROM plays",
+    "a rank without a partition": "SELECT song, row_number() OVER (ORDER BY sec) AS n FROM plays",
+    "several samples of a row": "SELECT song, unnest([song, sec, 7]) AS item FROM plays",
+}
+
+
+def rows_of(table: pa.Table) -> list[dict[str, object]]:
+    """Return rows sorted by origin, rows of one origin in their order."""
+    order = np.argsort(table[ORIGIN].to_numpy(), kind="stable")
+    return table.take(pa.array(order)).to_pylist()
+
+
+@pytest.mark.parametrize("statement", STATEMENTS.values(), ids=STATEMENTS.keys())
+def test_many_keys_at_once_give_what_each_key_alone_gives(statement: str) -> None:
+    per = PerKey(carry_origin(statement, "key"), "plays", "user")
+    made = [r.samples for r in run_keys(connect(), per, TABLES)]
+    alone = []
+    for user in (1, 2, 3, 9):
+        tables = {
+            "plays": PLAYS.filter(pa.array(PLAYS["user"].to_numpy() == user)),
+            "profiles": PROFILES.filter(pa.array(PROFILES["user"].to_numpy() == user)),
+        }
+        alone.append(run_key(connect(), per.statement, "plays", tables).samples)
+    assert rows_of(pa.concat_tables(made)) == rows_of(pa.concat_tables(alone))
+
+
+def test_row_that_raises_costs_its_key_nothing_else() -> None:
+    statement = carry_origin("SELECT 100 // (song - 31) AS x FROM plays", "key")
+    per = PerKey(statement, "plays", "user")
+    results = list(run_keys(connect(), per, TABLES))
+    assert sorted(r["_origin"] for t in results if t.samples for r in t.samples.to_pylist()) == [
+        0, 1, 3, 4, 5, 6, 7]  # fmt: skip
+    assert [b.origin for t in results for b in t.bad_rows] == [2]
+
+
+def test_keys_without_rows_in_the_other_source_are_kept() -> None:
+    per = PerKey(carry_origin(STATEMENTS["a join with another source"], "key"), "plays", "user")
+    empty = {**TABLES, "profiles": TABLES["profiles"].slice(0, 0)}
+    (result,) = run_keys(connect(), per, empty)
+    assert result.samples is not None
+    assert result.samples["age"].to_pylist() == [None] * 8
