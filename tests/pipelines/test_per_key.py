@@ -21,7 +21,7 @@ TABLES = {"plays": PLAYS, "profiles": PROFILES.append_column(ORIGIN, pa.array([0
 
 STATEMENTS = {
     "a history by a window function": (
-        "SELECT song, list(song) OVER (ORDER BY sec ROWS BETWEEN 50 PRECEDING AND 1 PRECEDING) AS h "
+        "SELECT list(song) OVER (ORDER BY sec ROWS BETWEEN 50 PRECEDING AND 1 PRECEDING) AS h "
         "FROM plays"
     ),
     "a join with another source": "SELECT song, age FROM plays LEFT JOIN profiles USING (user)",
