@@ -7,8 +7,11 @@ bad one its position.
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import duckdb
 import numpy as np
@@ -19,6 +22,12 @@ from pipelines.rejects import Reject
 from schemas.job import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
+
+_END = b"\x03\x04"
+"""Each field of a line that is read after the last one: a quote that is left open swallows it."""
+
+_FRACTION = r"\.[0-9]*[1-9]|[eE]-"
+"""Texts that DuckDB would round to an integer."""
 
 _DUCKDB_TYPES = {
     "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
@@ -39,6 +48,8 @@ class _BadLines:
         self.rejects: list[Reject] = []
 
     def __call__(self, row: pc_csv.InvalidRow) -> str:
+        if _END.decode() in (row.text or ""):
+            return "skip"  # told as the open quote that it is
         position = (row.number or self.first_line) - self.first_line
         self.positions.append(position)
         reason = f"line must have {row.expected_columns} fields, got {row.actual_columns}"
@@ -59,47 +70,97 @@ def read_csv(
     assert config.columns, "csv sources declare their columns"
     names = list(config.columns)
     bad = _BadLines(path, config.header)
+    wrong = _wrong_header(root / path, path, config)
+    if wrong is not None:
+        yield None, [wrong]
+        return
     try:
-        reader = pc_csv.open_csv(
-            root / path,
-            read_options=pc_csv.ReadOptions(
-                use_threads=False,
-                block_size=_BLOCK_BYTES,
-                column_names=names,
-                skip_rows=1 if config.header else 0,
-            ),
-            parse_options=pc_csv.ParseOptions(
-                delimiter=config.delimiter,
-                quote_char=config.quote or False,
-                newlines_in_values=config.quote is not None,
-                invalid_row_handler=bad,
-            ),
-            convert_options=pc_csv.ConvertOptions(
-                column_types=dict.fromkeys(names, pa.binary()), strings_can_be_null=False
-            ),
-        )
-        yield from _chunks(reader, bad, path, config)
-    except pa.ArrowException as error:
-        if "Empty CSV file" in str(error):
-            return
+        with (root / path).open("rb") as file:
+            reader = pc_csv.open_csv(
+                pa.PythonFile(_WithEnd(file, config), mode="r"),
+                read_options=pc_csv.ReadOptions(
+                    use_threads=False,
+                    block_size=_BLOCK_BYTES,
+                    column_names=names,
+                    skip_rows=1 if config.header else 0,
+                ),
+                parse_options=pc_csv.ParseOptions(
+                    delimiter=config.delimiter,
+                    quote_char=config.quote or False,
+                    newlines_in_values=config.quote is not None,
+                    invalid_row_handler=bad,
+                ),
+                convert_options=pc_csv.ConvertOptions(
+                    column_types=dict.fromkeys(names, pa.binary()), strings_can_be_null=False
+                ),
+            )
+            yield from _chunks(reader, bad, path, config)
+    except (OSError, pa.ArrowException) as error:
         reason = f"file must be CSV, got {str(error).splitlines()[0]}"
         yield None, [Reject(path, None, reason)]
+
+
+class _WithEnd(io.RawIOBase):
+    """A file with one more line, the mark of its end."""
+
+    def __init__(self, file: BinaryIO, config: SourceConfig) -> None:
+        assert config.columns, "csv sources declare their columns"
+        self._file = file
+        self._end = b"\n" + config.delimiter.encode().join([_END] * len(config.columns)) + b"\n"
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        if not data:
+            data, self._end = self._end, b""
+        return data
+
+
+def _wrong_header(file: Path, path: str, config: SourceConfig) -> Reject | None:
+    """Return why the first line does not name the declared columns, None when it does."""
+    assert config.columns, "csv sources declare their columns"
+    if not config.header:
+        return None
+    quoting = csv.QUOTE_NONE if config.quote is None else csv.QUOTE_MINIMAL
+    try:
+        with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
+            lines = csv.reader(
+                text, delimiter=config.delimiter, quotechar=config.quote, quoting=quoting
+            )
+            found = ", ".join(name.strip() for name in next(lines, config.columns))
+    except (OSError, csv.Error) as error:
+        return Reject(path, None, f"file must be CSV, got {error}")
+    wanted = ", ".join(config.columns)
+    if found == wanted:
+        return None
+    return Reject(path, None, f"header must be {wanted}, got {found}; declare its columns in order")
 
 
 def _chunks(
     reader: pc_csv.CSVStreamingReader, bad: _BadLines, path: str, config: SourceConfig
 ) -> Iterator[tuple[pa.Table | None, list[Reject]]]:
     next_position = 0
+    ended = False
     for batch in reader:
         positions = _positions(batch.num_rows, next_position, bad.positions)
-        next_position = int(positions[-1]) + 1 if len(positions) else next_position
         table = pa.Table.from_batches([batch]).append_column("_position", pa.array(positions))
+        last = [column[-1].as_py() for column in batch.columns] if batch.num_rows else []
+        if any(_END in value for value in last):
+            ended = last[0] == _END
+            table, positions = table.slice(0, table.num_rows - 1), positions[:-1]
+        next_position = int(positions[-1]) + 1 if len(positions) else next_position
         converted, rejects = _convert(table, path, config)
         rejects.extend(bad.rejects)
         bad.rejects.clear()
         yield converted, rejects
     if bad.rejects:
         yield None, list(bad.rejects)
+    if not ended:
+        next_position += sum(p >= next_position for p in bad.positions)
+        reason = f"quote {config.quote!r} must be closed, got none to the end of the file"
+        yield None, [Reject(path, next_position, reason)]
 
 
 def _positions(count: int, first: int, skipped: list[int]) -> np.ndarray:
@@ -186,9 +247,11 @@ def _bad_fields(
     config: SourceConfig,
 ) -> list[Reject]:
     field = _field(name, config)
+    wrong = f"TRY_CAST({field} AS {_DUCKDB_TYPES[kind]}) IS NULL"
+    if kind.startswith(("int", "uint")):
+        wrong = f"({wrong} OR regexp_matches({field}, {_literal(_FRACTION)}))"
     rows = connection.execute(
-        f"SELECT _position, {_quoted(name)} FROM rows "
-        f"WHERE {field} IS NOT NULL AND TRY_CAST({field} AS {_DUCKDB_TYPES[kind]}) IS NULL"
+        f"SELECT _position, {_quoted(name)} FROM rows WHERE {field} IS NOT NULL AND {wrong}"
     ).fetchall()
     return [
         Reject(path, position, f"field {name!r} must be {kind}, got {value!r}", str(value))

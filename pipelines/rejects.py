@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -49,3 +50,19 @@ def to_table(rejects: Iterable[Reject]) -> pa.Table:
         for r in ordered
     ]
     return pa.Table.from_pylist(rows, schema=REJECTS_SCHEMA)
+
+
+def python_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return rows as Python values, times that Python cannot hold as their numbers.
+
+    Example:
+        >>> python_rows(pa.table({"time": pa.array([2**62], pa.timestamp("us"))}))
+        [{'time': 4611686018427387904}]
+    """
+    try:
+        return table.to_pylist()
+    except (OverflowError, ValueError):  # before year 1, after 9999, or parts of a microsecond
+        for index, name in enumerate(table.column_names):
+            if pa.types.is_timestamp(table[name].type):
+                table = table.set_column(index, name, table[name].cast(pa.int64()))
+        return table.to_pylist()

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.csv_source import read_csv
-from pipelines.rejects import Reject
+from pipelines.rejects import Reject, python_rows
 from schemas.checked import sha256_of
 from schemas.errors import SchemaError, nearest
 from schemas.job import SourceConfig
@@ -131,17 +132,45 @@ def _read_parquet(root: Path, part: FilePart, config: SourceConfig) -> Iterator[
 
 
 def _typed_chunks(table: pa.Table, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
+    table = with_origin(table, part, part.first_row)
+    rejects: list[Reject] = []
     for name, text in (config.columns or {}).items():
-        wanted = arrow_type(text)
-        try:
-            cast = table[name].cast(wanted)
-        except pa.ArrowException:
+        bad = list(_not_castable(table[name], arrow_type(text)))
+        if bad and len(bad) == len(table[name].drop_null()):  # of another type altogether
             reason = f"column {name!r} must be {text}, got {table[name].type}; declare or repair it"
-            yield RawRows(None, (Reject(part.path, None, reason),))
+            yield RawRows(None, (*rejects, Reject(part.path, None, reason)))
             return
+        if bad:
+            rejects.extend(_bad_values(table.take(pa.array(bad)), part, name, text))
+            table = table.take(pa.array(np.delete(np.arange(table.num_rows), bad)))
+        cast = table[name].cast(arrow_type(text))
         table = table.set_column(table.column_names.index(name), name, cast)
+    if rejects:
+        yield RawRows(None, tuple(rejects))
     for start in range(0, table.num_rows, CHUNK_ROWS):
-        yield RawRows(with_origin(table.slice(start, CHUNK_ROWS), part, part.first_row + start))
+        yield RawRows(table.slice(start, CHUNK_ROWS))
+
+
+def _not_castable(column: pa.ChunkedArray, wanted: pa.DataType, first: int = 0) -> Iterator[int]:
+    """Yield the rows that cannot become the wanted type, ascending, found by bisection."""
+    try:
+        column.cast(wanted)
+    except pa.ArrowNotImplementedError:
+        yield from range(first, first + len(column))
+    except pa.ArrowException:
+        if len(column) == 1:
+            yield first
+            return
+        rows = np.arange(len(column))  # taken, since a slice of lists is cast with all their values
+        for part in np.array_split(rows, 2):
+            yield from _not_castable(column.take(pa.array(part)), wanted, first + int(part[0]))
+
+
+def _bad_values(rows: pa.Table, part: FilePart, name: str, text: str) -> Iterator[Reject]:
+    for row in python_rows(rows):
+        position = row.pop(ORIGIN) & ((1 << POSITION_BITS) - 1)
+        reason = f"column {name!r} must be {text}, got {row[name]!r}"
+        yield Reject(part.path, position, reason, str(row))
 
 
 def _read_csv(root: Path, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
@@ -157,7 +186,7 @@ def _read_csv(root: Path, part: FilePart, config: SourceConfig) -> Iterator[RawR
 def with_origin(table: pa.Table, part: FilePart, first_row: int) -> pa.Table:
     """Add the origin of each row."""
     first = (part.file_index << POSITION_BITS) + first_row
-    origins = pa.array(range(first, first + table.num_rows), pa.int64())
+    origins = pa.array(np.arange(first, first + table.num_rows, dtype=np.int64))
     return table.append_column(ORIGIN, origins)
 
 

@@ -15,6 +15,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from pipelines.rejects import python_rows
 from pipelines.sources import ORIGIN
 from schemas.columns import one_chunk
 from schemas.errors import SchemaError
@@ -144,7 +145,7 @@ def run_key(
 def _bisect(attempt: Callable[[pa.Table], pa.Table], rows: pa.Table) -> SqlResult:
     try:
         return SqlResult(attempt(rows))
-    except duckdb.Error as error:
+    except (duckdb.Error, pa.ArrowInvalid) as error:  # Arrow's: a value has no stored form
         if rows.num_rows <= 1:
             return SqlResult(None, [_bad_row(rows, error)] if rows.num_rows else [])
     half = rows.num_rows // 2
@@ -154,8 +155,8 @@ def _bisect(attempt: Callable[[pa.Table], pa.Table], rows: pa.Table) -> SqlResul
     return SqlResult(pa.concat_tables(good) if good else None, bad)
 
 
-def _bad_row(rows: pa.Table, error: duckdb.Error) -> BadRow:
-    values = {k: v for k, v in rows.to_pylist()[0].items() if k != ORIGIN}
+def _bad_row(rows: pa.Table, error: Exception) -> BadRow:
+    values = {k: v for k, v in python_rows(rows)[0].items() if k != ORIGIN}
     reason = str(error).splitlines()[0]
     return BadRow(
         rows[ORIGIN][0].as_py(), f"row must pass the job's SQL, got {reason}", str(values)

@@ -7,7 +7,8 @@ an example.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from schemas.job_train import TrainConfig
 
 MAX_GROUPS = 8
 MAX_BLOCK_SAMPLES = 1 << 16
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 SAMPLES = "samples"
 """Where a transform writes when its inputs are not all in one dedup group."""
 
@@ -53,6 +55,14 @@ class SourceConfig:
             raise ValueError(f"delimiter must be one character, got {self.delimiter!r}; quote it")
         if self.quote is not None and len(self.quote) != 1:
             raise ValueError(f"quote must be one character or null, got {self.quote!r}; quote it")
+        if self.quote == self.delimiter:
+            raise ValueError(f"quote must not be the delimiter, got {self.quote!r}; change one")
+        for name, kind in (self.columns or {}).items():
+            if self.format == "csv" and kind.strip().startswith("list<"):
+                raise ValueError(
+                    f"columns of a csv source must not be lists, got {kind!r} for {name!r}; "
+                    "declare a string and split it in SQL"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,11 @@ class WindowConfig:
 
     span: timedelta | None = None
     """Length of a window; the whole segment when null."""
+
+    def __post_init__(self) -> None:
+        """Refuse windows without length."""
+        if self.span is not None and not self.span:
+            raise ValueError("span must be longer than nothing, got 0s; write 1d, or null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +310,7 @@ def _check_groups(
 ) -> None:
     if len(groups) > MAX_GROUPS:
         raise ValueError(f"groups must be at most {MAX_GROUPS}, got {len(groups)}; merge some")
+    _check_names("groups", groups)
     if SAMPLES in groups:
         raise ValueError(f"groups must not use the name {SAMPLES!r}; rename the group")
     owner: dict[str, str] = {}
@@ -323,7 +339,17 @@ def _check_groups(
             owner[column] = group
 
 
+def _check_names(key: str, names: Iterable[str]) -> None:
+    """Refuse names that cannot be directories and columns."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{key} must be named by letters, digits, '_' and '-', got {name!r}; rename it"
+            )
+
+
 def _check_tables(tables: Mapping[str, TableConfig]) -> None:
+    _check_names("tables", tables)
     owner: dict[str, str] = {}
     for name, table in tables.items():
         for feature in table.features:

@@ -181,6 +181,31 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"sources": {"log": {"files": "*", "format": "csv"}}}},
         "data.sources.log.columns must name every column of a csv source, got none@; add them",
     ),
+    "a list in a csv source": (
+        {
+            "data": {
+                "sources": {"log": {"files": "*", "format": "csv", "columns": {"x": "list<int8>"}}}
+            }
+        },
+        "data.sources.log.columns of a csv source must not be lists, got 'list<int8>' for 'x'@; "
+        "declare a string and split it in SQL",
+    ),
+    "a quote that is the delimiter": (
+        {"data": {"sources": {"log": {"files": "*", "format": "parquet", "delimiter": '"'}}}},
+        "data.sources.log.quote must not be the delimiter, got '\"'@; change one",
+    ),
+    "a group that leaves the dataset": (
+        {"data": {"groups": {"../user": ["user"]}}},
+        "data.groups must be named by letters, digits, '_' and '-', got '../user'@; rename it",
+    ),
+    "a table without a name": (
+        {"data": {"tables": {"": {"features": ["user"], "num_rows": 1}}}},
+        "data.tables must be named by letters, digits, '_' and '-', got ''@; rename it",
+    ),
+    "a window without length": (
+        {"data": {"window": {"span": "0s"}}},
+        "data.window.span must be longer than nothing, got 0s@; write 1d, or null",
+    ),
     "two characters as delimiter": (
         {"data": {"sources": {"log": {"files": "*", "format": "parquet", "delimiter": "||"}}}},
         "data.sources.log.delimiter must be one character, got '||'@; quote it",
