@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
+import grpc
 from apache_beam.metrics import MetricsFilter
 from apache_beam.options.pipeline_options import PipelineOptions, SetupOptions, StandardOptions
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
@@ -69,13 +71,29 @@ def run_pipeline(
         names.append(name)
         listed = values | f"collect {name}" >> beam.combiners.ToList()
         _ = listed | f"save {name}" >> beam.ParDo(_Save(root / RESULTS / f"{name}.pickle"))
-    result = pipeline.run()
-    result.wait_until_finish()
+    try:
+        result = pipeline.run()
+        result.wait_until_finish()
+    except (RuntimeError, grpc.RpcError, grpc.FutureTimeoutError) as error:
+        reason = worker_error(str(error)) or type(error).__name__
+        raise SchemaError(f"pipeline must finish, got {reason}; see the runner's log") from error
     found = {name: _load(root / RESULTS / f"{name}.pickle") for name in names}
     for name in names:
         (root / RESULTS / f"{name}.pickle").unlink()
     (root / RESULTS).rmdir()
     return Outcome(found, _counters(result))
+
+
+def worker_error(text: str) -> str:
+    r"""Return the line that matters of what a portable runner says about a failure.
+
+    Example:
+        >>> worker_error("Job failed: x\nTraceback:\nOSError: full [while running 'y']\nat z.java")
+        "OSError: full [while running 'y']"
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    raised = [line for line in lines if re.search(r"\[while running '[^']*'\]$", line)]
+    return (raised or lines[-1:] or [""])[-1]
 
 
 def _load(path: Path) -> list[Any]:
