@@ -97,7 +97,7 @@ def build_segment(
     size = sum(f.num_bytes for f in listing)
     request.say(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
     if request.check_sql:
-        rows = check_map(request, job.data, listing, prepared.statement)
+        rows = check_map(request, job.data, prepared)
         request.say(f"check-sql: equal samples from {rows} rows cut three ways")
     hashes = hash_of(asdict(job.data)), hash_of([asdict(f) for f in features.features])
     segment_id = f"{index:05d}-{hash_of([*hashes, [asdict(f) for f in listing]])[:12]}"

@@ -21,7 +21,7 @@ from pipelines.sources import (
 )
 from pipelines.sql import carry_origin, connect, run
 from pipelines.tuples import with_hashes
-from pipelines.validate import check_columns
+from pipelines.validate import check_columns, check_transforms
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import DataConfig, Job
@@ -85,7 +85,9 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
             for name, config in data.sources.items()
         }
         visible = visible_rows(empty, data.sample_source)
-        check_columns(run(connect(), statement, visible).schema, features, data)
+        samples = run(connect(), statement, visible)
+        check_columns(samples.schema, features, data)
+        check_transforms(samples, features, data)
     except SchemaError as error:
         if error.file is None:
             raise SchemaError(error.message, file=str(request.job_path)) from error
@@ -98,9 +100,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
     return Prepared(listing, with_hashes(statement, data.groups), empty)
 
 
-def check_map(
-    request: BuildRequest, data: DataConfig, listing: tuple[InputFile, ...], statement: str
-) -> int:
+def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> int:
     """Compare what `samples.map` makes of the same rows cut three ways.
 
     Raises:
@@ -108,11 +108,12 @@ def check_map(
     """
     if data.samples.map is None:
         raise SchemaError("--check-sql must have a job with samples.map; samples.per is not cut")
-    config = data.sources[data.sample_source]
-    files = [FilePart(f.source, f.path, i) for i, f in enumerate(listing)]
-    parts = (p for file in files for p in as_parts(parts_of_file(request.input_root, file, config)))
-    chunks = (rows.table for part in parts for rows in read_part(request.input_root, part, config))
-    return check_map_sql(statement, data.sample_source, (c for c in chunks if c is not None))
+    root, source = request.input_root, data.sample_source
+    config, schema = data.sources[source], prepared.empty_rows[source].schema
+    files = [FilePart(f.source, f.path, i) for i, f in enumerate(prepared.listing)]
+    parts = (p for file in files for p in as_parts(parts_of_file(root, file, config)))
+    chunks = (rows.table for part in parts for rows in read_part(root, part, config, schema))
+    return check_map_sql(prepared.statement, source, (c for c in chunks if c is not None))
 
 
 def as_parts(cut: list[FilePart] | Reject) -> list[FilePart]:

@@ -106,17 +106,30 @@ def parts_of_file(root: Path, part: FilePart, config: SourceConfig) -> list[File
     return parts
 
 
-def read_part(root: Path, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
-    """Yield the rows of a part in chunks, each row with its origin; never raises for bad data."""
-    reader = _read_parquet if config.format == "parquet" else _read_csv
-    yield from reader(root, part, config)
+def read_part(
+    root: Path, part: FilePart, config: SourceConfig, schema: pa.Schema
+) -> Iterator[RawRows]:
+    """Yield the rows of a part in chunks, each row with its origin; never raises for bad data.
+
+    Args:
+        root: input directory.
+        part: what to read.
+        config: how it is read.
+        schema: columns of the source, the same for all its files; from `empty_rows`.
+    """
+    if config.format == "parquet":
+        yield from _read_parquet(root, part, config, schema)
+    else:
+        yield from _read_csv(root, part, config)
 
 
-def _read_parquet(root: Path, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
+def _read_parquet(
+    root: Path, part: FilePart, config: SourceConfig, schema: pa.Schema
+) -> Iterator[RawRows]:
+    columns = [name for name in schema.names if name != ORIGIN]
     try:
         file = pq.ParquetFile(root / part.path, page_checksum_verification=True)
-        columns = list(config.columns) if config.columns else None
-        missing = [c for c in columns or () if c not in file.schema_arrow.names]
+        missing = [c for c in columns if c not in file.schema_arrow.names]
         if missing:
             advice = nearest(missing[0], file.schema_arrow.names)
             reason = f"column must exist, got none named {missing[0]!r}; {advice}"
@@ -128,14 +141,20 @@ def _read_parquet(root: Path, part: FilePart, config: SourceConfig) -> Iterator[
         reason = f"row group {part.row_group} must be readable, got {_first_line(error)}"
         yield RawRows(None, (Reject(part.path, None, reason),))
         return
-    yield from _typed_chunks(table, part, config)
+    words = config.columns or {n: str(schema.field(n).type) for n in columns}
+    yield from _typed_chunks(table.select(columns), part, schema, words)
 
 
-def _typed_chunks(table: pa.Table, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
+def _typed_chunks(
+    table: pa.Table, part: FilePart, schema: pa.Schema, words: Mapping[str, str]
+) -> Iterator[RawRows]:
     table = with_origin(table, part, part.first_row)
     rejects: list[Reject] = []
-    for name, text in (config.columns or {}).items():
-        bad = list(_not_castable(table[name], arrow_type(text)))
+    for name, text in words.items():
+        wanted = schema.field(name).type
+        if table.schema.field(name).type == wanted:
+            continue
+        bad = list(_not_castable(table[name], wanted))
         if bad and len(bad) == len(table[name].drop_null()):  # of another type altogether
             reason = f"column {name!r} must be {text}, got {table[name].type}; declare or repair it"
             yield RawRows(None, (*rejects, Reject(part.path, None, reason)))
@@ -143,7 +162,7 @@ def _typed_chunks(table: pa.Table, part: FilePart, config: SourceConfig) -> Iter
         if bad:
             rejects.extend(_bad_values(table.take(pa.array(bad)), part, name, text))
             table = table.take(pa.array(np.delete(np.arange(table.num_rows), bad)))
-        cast = table[name].cast(arrow_type(text))
+        cast = table[name].cast(wanted)
         table = table.set_column(table.column_names.index(name), name, cast)
     if rejects:
         yield RawRows(None, tuple(rejects))
@@ -231,7 +250,8 @@ def empty_rows(root: Path, name: str, config: SourceConfig, paths: Sequence[str]
         root: input directory.
         name: name of the source.
         config: how it is read.
-        paths: its files; the first readable one gives undeclared columns.
+        paths: its files; the first readable one names undeclared columns, each as wide as in the
+            file where it is widest.
 
     Raises:
         SchemaError: no file is readable.
@@ -240,14 +260,30 @@ def empty_rows(root: Path, name: str, config: SourceConfig, paths: Sequence[str]
         schema = pa.schema([pa.field(k, arrow_type(v)) for k, v in config.columns.items()])
         return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
     problem = ""
+    found: pa.Schema | None = None
     for path in paths:
         try:
-            schema = pq.read_schema(root / path)
+            schema = pq.read_schema(root / path).remove_metadata()
         except (OSError, pa.ArrowException) as error:
             problem = problem or f"{path}: {_first_line(error)}"
             continue
-        return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
-    raise SchemaError(f"source {name!r} must have a readable file, got {problem}; replace it")
+        found = schema if found is None else _widened(found, schema)
+    if found is None:
+        raise SchemaError(f"source {name!r} must have a readable file, got {problem}; replace it")
+    return found.append(pa.field(ORIGIN, pa.int64())).empty_table()
+
+
+def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return the schema with each type widened to hold the other's values, where one can."""
+    for index, field in enumerate(schema):
+        if field.name in other.names and other.field(field.name).type != field.type:
+            pair = [pa.schema([field]), pa.schema([other.field(field.name)])]
+            try:
+                wide = pa.unify_schemas(pair, promote_options="permissive").field(0)
+            except (pa.ArrowInvalid, pa.ArrowTypeError):
+                continue  # rows of one of the files will be rejected
+            schema = schema.set(index, wide)
+    return schema
 
 
 def _first_line(error: BaseException) -> str:

@@ -50,7 +50,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
         c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)
     }
     samples = pa.table({BLOCK: pa.array(prefix + clustered.block), **columns})
-    samples = _transformed(samples, data.transforms.get(SAMPLES, {}))
+    samples = transformed(samples, data.transforms.get(SAMPLES, {}))
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
     for group, names in data.groups.items():
@@ -66,7 +66,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
                 **{c: taken[c] for c in names},
             }
         )
-        groups[group] = _transformed(table, data.transforms.get(group, {}))
+        groups[group] = transformed(table, data.transforms.get(group, {}))
         local = (inverse - starts[clustered.block]).astype(np.int32)
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts
@@ -100,8 +100,13 @@ def unique_in_blocks(
     return first[order], rank[inverse]
 
 
-def _transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
-    """Add one column per SQL expression over the columns of the table."""
+def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
+    """Add one column per SQL expression over the columns of the table.
+
+    Raises:
+        SchemaError: an expression does not give one value per row.
+        duckdb.Error: whatever DuckDB says.
+    """
     if not expressions:
         return table
     selected = ", ".join(f'({text}) AS "{name}"' for name, text in expressions.items())

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import sqrt
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -88,7 +89,8 @@ def exact_sum(values: NDArray[np.generic]) -> Fraction:
         Fraction(1, 1)
     """
     if values.dtype.kind != "f":
-        low, high = values.astype(np.int64) & 0xFFFFFFFF, values.astype(np.int64) >> 32
+        wide: NDArray[Any] = values if values.dtype == np.uint64 else values.astype(np.int64)
+        low, high = wide & wide.dtype.type(0xFFFFFFFF), wide >> wide.dtype.type(32)
         return Fraction((int(high.sum()) << 32) + int(low.sum()))
     mantissa, exponent = np.frexp(values.astype(np.float64))
     whole = (mantissa * 2.0**53).astype(np.int64)
@@ -117,7 +119,8 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
         kind = "FLOAT" if pa.types.is_floating(present.type) else "INT"
         values = numpy_of(present)
     finite = values[np.isfinite(values)] if kind == "FLOAT" else values
-    squares = finite.astype(np.float64) ** 2
+    with np.errstate(over="ignore"):  # above 1e154 a square is as large as numbers are
+        squares = np.minimum(finite.astype(np.float64) ** 2, np.finfo(np.float64).max)
     return ColumnStatistics(
         kind,
         len(array),

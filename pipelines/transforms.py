@@ -138,9 +138,9 @@ class ReadRows(beam.PTransform):
 
 class _ReadPart(_Counted):
     def process(self, part: FilePart) -> Iterator[Any]:
-        for rows in read_part(
-            self.context.input_root, part, self.context.data.sources[part.source]
-        ):
+        config = self.context.data.sources[part.source]
+        schema = self.context.empty_rows[part.source].schema
+        for rows in read_part(self.context.input_root, part, config, schema):
             for reject in rows.rejects:
                 yield pvalue.TaggedOutput(REJECTS, reject)
             if rows.table is not None and rows.table.num_rows:

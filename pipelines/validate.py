@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipelines.rejects import python_rows
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX, BadRow
+from pipelines.star import transformed
 from pipelines.tuples import HASH_PREFIX, Tuples
 from schemas.columns import is_list, one_chunk
 from schemas.errors import SchemaError, nearest
 from schemas.features import Feature, FeatureSet
 from schemas.job import DataConfig
+from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column
 
 _HIDDEN = (ORIGIN, LIST_INDEX)
+_NUMBERS = ("dense", "label", "weight")
+_FIRST_TIME, _LAST_TIME = (
+    int((time - np.datetime64(0, "us")).astype(np.int64))
+    for time in (np.datetime64("0001-01-01", "us"), np.datetime64("9999-12-31T23:59:59.999999"))
+)
 
 Find = Callable[[pa.Array], "NDArray[np.bool_] | None"]
 """Tells which rows of a column are bad; None is a quick way to say none."""
@@ -50,7 +59,17 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
                 f"samples must have column {name!r}, got none; {nearest(name, names)}"
             )
         check_type(features[name], samples.field(name).type)
-    for name in (data.session.key, data.session.time, *data.group_of_column):
+    if ORIGIN not in samples.names:
+        raise SchemaError(
+            "the job's SQL must keep the origin of each row, got a * over a subquery or EXCLUDE; "
+            "name its columns instead"
+        )
+    _check_reserved(features, data)
+    _check_roles(features)
+    for name in (data.session.key, data.session.time):
+        if name not in declared:
+            raise SchemaError(f"column must be declared, got {name!r}; {nearest(name, declared)}")
+    for name in data.group_of_column:
         if name not in declared and name not in made:
             raise SchemaError(f"column must be declared, got {name!r}; {nearest(name, declared)}")
     for name in data.table_of_feature:
@@ -64,6 +83,50 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
             f"session.time must be a timestamp, got {samples.field(data.session.time).type} for "
             f"{data.session.time!r}; cast it in SQL, for example make_timestamp(ms * 1000)"
         )
+
+
+def _check_reserved(features: FeatureSet, data: DataConfig) -> None:
+    taken = {BLOCK, UNIQUE_INDEX, ORIGIN, LIST_INDEX, *map(inverse_column, data.groups)}
+    for name in features.names:
+        if name in taken:
+            raise SchemaError(
+                f"column must not have the name of one of the format, got {name!r}; rename it"
+            )
+
+
+def _check_roles(features: FeatureSet) -> None:
+    for feature in features.features:
+        what = f"{feature.role} feature {feature.name!r}"
+        if feature.role == "sparse" and feature.type != "INT":
+            raise SchemaError(f"{what} must be INT, got {feature.type}; number its values in SQL")
+        if feature.role in _NUMBERS and (feature.type == "BYTES" or feature.is_list):
+            found = "a list" if feature.is_list else feature.type
+            raise SchemaError(f"{what} must be one number, got {found}; make numbers of it in SQL")
+
+
+def check_transforms(samples: pa.Table, features: FeatureSet, data: DataConfig) -> None:
+    """Run every transform on no rows and compare what it makes with what is declared.
+
+    Args:
+        samples: no rows of the SQL's result.
+        features: declared columns.
+        data: the job's data section.
+
+    Raises:
+        SchemaError: an expression is wrong, or its column undeclared or of another type.
+    """
+    alone = [n for n in samples.column_names if n not in data.group_of_column]
+    for group, expressions in data.transforms.items():
+        table = samples.select(list(data.groups.get(group, alone)))
+        for name, text in expressions.items():
+            try:
+                made = transformed(table, {name: text})
+            except duckdb.Error as error:
+                raise SchemaError(
+                    f"transforms.{group}.{name} must run on the columns of its group, got "
+                    f"{str(error).splitlines()[0]}; correct it"
+                ) from error
+            check_type(features[name], made.schema.field(name).type)
 
 
 def check_type(feature: Feature, kind: pa.DataType) -> None:
@@ -102,7 +165,7 @@ def usable_samples(
         names = [n for n in features.names if _has(samples, n)]
         columns = {n: chosen.column(n) for n in names}
         origins = chosen.column(ORIGIN).to_pylist()
-        for origin, row in zip(origins, pa.table(columns).to_pylist(), strict=True):
+        for origin, row in zip(origins, python_rows(pa.table(columns)), strict=True):
             bad.append(BadRow(origin, reason, str(row)))
     return (samples if keep.all() else samples.take(np.flatnonzero(keep))), bad
 
@@ -128,10 +191,16 @@ def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[str, Find,
     """Yield (column, check, reason) in the order in which reasons are looked for."""
     for what, name in (("session key", data.session.key), ("session time", data.session.time)):
         yield name, _missing, f"{what} {name!r} must not be null"
+    reason = f"session time {data.session.time!r} must lie in the years 1 to 9999"
+    yield data.session.time, _outside_calendar, reason
     for feature in features.features:
         name = feature.name
-        if feature.required:
+        if feature.required or feature.role in ("label", "weight"):
             yield name, _missing, f"feature {name!r} must not be null"
+        if feature.role in _NUMBERS:
+            yield name, _not_finite, f"feature {name!r} must be finite"
+        if feature.is_list:
+            yield name, _holds_null, f"feature {name!r} must hold no nulls"
         low, high = _limits(feature, data)
         if low is not None:
             reason = f"feature {name!r} must be at least {low}"
@@ -147,8 +216,29 @@ def _missing(column: pa.Array) -> NDArray[np.bool_] | None:
     return _mask(pc.is_null(column, nan_is_null=True))
 
 
+def _not_finite(column: pa.Array) -> NDArray[np.bool_] | None:
+    if not pa.types.is_floating(column.type):
+        return None
+    return _mask(pc.invert(pc.is_finite(column)))
+
+
+def _outside_calendar(column: pa.Array) -> NDArray[np.bool_] | None:
+    microseconds = column.cast(pa.int64())
+    early, late = pc.less(microseconds, _FIRST_TIME), pc.greater(microseconds, _LAST_TIME)
+    return _mask(pc.or_(early, late))
+
+
+def _holds_null(column: pa.Array) -> NDArray[np.bool_] | None:
+    values = column.flatten()
+    if not values.null_count:
+        return None
+    return _rows_of_values(column, _mask(values.is_null()))
+
+
 def _limits(feature: Feature, data: DataConfig) -> tuple[float | None, float | None]:
     low, high = feature.minimum, feature.maximum
+    if feature.role == "weight":
+        low = 0 if low is None else max(low, 0)
     table = data.tables.get(data.table_of_feature.get(feature.name, ""))
     if table is not None and table.rows == "identity":
         low = 0 if low is None else max(low, 0)
@@ -162,9 +252,14 @@ def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool
     extreme = extremes["min" if comparison == "less" else "max"].as_py()
     if extreme is None or not (extreme < limit if comparison == "less" else extreme > limit):
         return None
-    found = _mask(pc.call_function(comparison, [values, pa.scalar(limit)]))
-    if not is_list(column.type):
-        return found
+    # Arrow would compare unsigned 64-bit values as signed ones.
+    unsigned = pa.types.is_uint64(values.type)
+    bound = pa.scalar(max(0, int(limit)), pa.uint64()) if unsigned else pa.scalar(limit)
+    found = _mask(pc.call_function(comparison, [values, bound]))
+    return _rows_of_values(column, found) if is_list(column.type) else found
+
+
+def _rows_of_values(column: pa.Array, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
     rows = np.zeros(len(column), bool)
     rows[pc.list_parent_indices(column).to_numpy()[found]] = True
     return rows

@@ -64,6 +64,10 @@ ROW_FAULTS: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "a negative id": (changed(0, items=[-1]), 0, "feature 'item' must be at least 0"),
     "an id beyond the end inside a list": (
         changed(12, history=[1, 2 ** 62]), 12, "feature 'history' must be at most 999"),
+    "a null label": (changed(8, clicked=None), 8, "feature 'label' must not be null"),
+    "a null inside a list": (changed(40, history=[1, None]), 40, "feature 'history' must hold no nulls"),
+    "a time after the year 9999": (
+        changed(41, time=2 ** 62), 41, "session time 'time' must lie in the years 1 to 9999"),
     "a null among the items": (changed(3, items=[None]), 3, "feature 'item' must not be null"),
 }  # fmt: skip
 
@@ -241,7 +245,12 @@ JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "a table of an unknown feature": ("features: [user]", "features: [usr]", "feature 'usr' of a table must be declared sparse"),
     "a block size that is no power of two": ("block_samples: 16", "block_samples: 17", "data.block_samples must be a power of two"),
     "no file that matches": ('"*.parquet"', '"*.parq"', "source 'log' must have files, got none for '*.parq'"),
-    "a wrong transform": ("ln(1 + len(history))", "unnest(history)", "transforms must give one value per row"),
+    "a wrong transform": ("ln(1 + len(history))", "CAST(unnest(history) AS DOUBLE)", "transforms must give one value per row"),
+    "a transform of another group": ("ln(1 + len(history))", "ln(1 + item)", "transforms.user.num_history must run on the columns of its group, got Binder Error"),
+    "a transform to text": ("ln(1 + len(history))", "CAST(user AS VARCHAR)", "feature 'num_history' must be FLOAT, got string in "),
+    "an undeclared transform": ("{num_history:", "{num_histories: len(history), num_history:", "feature must be declared, got 'num_histories' in "),
+    "a column of the format": ("clicked AS label", "clicked AS label, 1 AS block", "column 'block' must be declared in the schema"),
+    "a star that hides where rows are from": ("session, time, user, history, unnest(items) AS item, clicked AS label FROM log", "* FROM (SELECT session, time, user, history, unnest(items) AS item, clicked AS label FROM log)", "the job's SQL must keep the origin of each row"),
 }  # fmt: skip
 
 

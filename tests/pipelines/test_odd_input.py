@@ -1,5 +1,6 @@
 """Values that a file may hold and a dataset may not: one row goes, the others stay."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,9 +10,13 @@ import pytest
 
 from pipelines.csv_source import read_csv
 from pipelines.rejects import Reject
-from pipelines.sources import FilePart, read_part
-from pipelines.sql import carry_origin, connect, map_rows
-from schemas.job import SourceConfig
+from pipelines.sources import FilePart, empty_rows, read_part
+from pipelines.sql import carry_origin, connect, map_rows, run
+from pipelines.tuples import separate, with_hashes
+from pipelines.validate import check_columns, usable_samples
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet, load_features
+from schemas.job import DataConfig, SourceConfig, load_job
 
 ODD_VALUES: dict[str, tuple[str, pa.Array, str]] = {
     "a text that is no time": (
@@ -45,10 +50,27 @@ def test_value_that_does_not_fit_its_declared_type_rejects_its_row_only(
     pq.write_table(pa.table({"x": values, "y": [0, 1, 2]}), tmp_path / "a.parquet")
     config = SourceConfig(files="*", format="parquet", columns={"x": kind, "y": "int64"})
     part = FilePart("log", "a.parquet", 0, row_group=0, first_row=100)
-    found = list(read_part(tmp_path, part, config))
+    schema = empty_rows(tmp_path, "log", config, ["a.parquet"]).schema
+    found = list(read_part(tmp_path, part, config, schema))
     (reject,) = [r for rows in found for r in rows.rejects]
     assert (reject.file, reject.position, reject.reason) == ("a.parquet", 101, reason)
     assert [t["y"].to_pylist() for t in (rows.table for rows in found) if t is not None] == [[0, 2]]
+
+
+def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([1], pa.int8()), "y": ["a"]}), tmp_path / "a.parquet")
+    more = {"z": [0], "y": ["b"], "x": pa.array([2**40], pa.int64())}
+    pq.write_table(pa.table(more), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"x": pa.array([3], pa.int64())}), tmp_path / "c.parquet")
+    config = SourceConfig(files="*", format="parquet")
+    names = ["a.parquet", "b.parquet", "c.parquet"]
+    schema = empty_rows(tmp_path, "log", config, names).schema
+    parts = [FilePart("log", name, i, row_group=0) for i, name in enumerate(names)]
+    found = [rows for part in parts for rows in read_part(tmp_path, part, config, schema)]
+    tables = [rows.table.drop_columns(["_origin"]) for rows in found if rows.table is not None]
+    assert pa.concat_tables(tables).to_pylist() == [{"x": 1, "y": "a"}, {"x": 2**40, "y": "b"}]
+    reason = "column must exist, got none named 'y'; use one of x"
+    assert [r for rows in found for r in rows.rejects] == [Reject("c.parquet", None, reason)]
 
 
 def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
@@ -113,3 +135,97 @@ def test_number_that_is_no_integer_is_not_rounded(text: str, tmp_path: Path) -> 
     ids, rejects = read_lines(tmp_path, f"id,name\n1,a\n{text},b\n5.0,c\n")
     assert ids == [1, 5]
     assert rejects == [Reject("log.csv", 1, f"field 'id' must be int64, got {text!r}", text)]
+
+
+SHOP = """
+data:
+  sources: {log: {files: "*.parquet", format: parquet}}
+  samples: {map: "SELECT * FROM log"}
+  session: {key: session, time: time}
+  tables: {users: {features: [user], rows: identity, num_rows: 9223372036854775808}}
+  groups: {user: [user]}
+"""
+FEATURES = """
+feature { name: "session" type: INT annotation { tag: "kept" } }
+feature { name: "time" type: INT annotation { tag: "kept" } }
+feature { name: "user" type: INT annotation { tag: "sparse" } }
+feature { name: "price" type: FLOAT annotation { tag: "dense" } }
+feature { name: "label" type: INT annotation { tag: "label" } }
+feature { name: "weight" type: FLOAT annotation { tag: "weight" } }
+"""
+SAMPLE = {
+    "session": pa.array([1, 2], pa.int64()),
+    "time": pa.array([0, 0], pa.timestamp("us")),
+    "user": pa.array([2**63, 2**63 - 1], pa.uint64()),
+    "price": pa.array([1.0, None], pa.float32()),
+    "label": pa.array([1, 1], pa.int8()),
+    "weight": pa.array([1.0, 0.0], pa.float32()),
+    "_origin": pa.array([0, 1], pa.int64()),
+}
+ODD_SAMPLES: dict[str, tuple[dict[str, pa.Array], str]] = {
+    "an id of 2**63": ({}, "feature 'user' must be at most 9223372036854775807"),
+    "a dense feature that is no number": (
+        {"user": pa.array([1, 2]), "price": pa.array([float("nan"), None], pa.float32())},
+        "feature 'price' must be finite",
+    ),
+    "an infinite dense feature": (
+        {"user": pa.array([1, 2]), "price": pa.array([float("-inf"), 0.0], pa.float32())},
+        "feature 'price' must be finite",
+    ),
+    "a weight below zero": (
+        {"user": pa.array([1, 2]), "weight": pa.array([-1.0, 1.0], pa.float32())},
+        "feature 'weight' must be at least 0",
+    ),
+    "a weight that is missing": (
+        {"user": pa.array([1, 2]), "weight": pa.array([None, 1.0], pa.float32())},
+        "feature 'weight' must not be null",
+    ),
+}
+
+
+def shop(directory: Path, features: str = FEATURES) -> tuple[DataConfig, FeatureSet]:
+    (directory / "job.yaml").write_text(f"name: shop{SHOP}")
+    (directory / "schema.pbtxt").write_text(features)
+    return load_job(directory / "job.yaml").data, load_features(directory / "schema.pbtxt")
+
+
+@pytest.mark.parametrize(("changes", "reason"), ODD_SAMPLES.values(), ids=ODD_SAMPLES)
+def test_sample_that_no_model_can_use_is_rejected(
+    changes: dict[str, pa.Array], reason: str, tmp_path: Path
+) -> None:
+    data, features = shop(tmp_path)
+    statement = with_hashes("SELECT * FROM log", data.groups)
+    samples = run(connect(), statement, {"log": pa.table({**SAMPLE, **changes})})
+    good, bad = usable_samples(separate(samples, data.groups), features, data)
+    assert [(b.origin, b.reason) for b in bad] == [(0, reason)]
+    assert good.column("session").to_pylist() == [2]
+
+
+WRONG_ROLES: dict[str, tuple[str, str, str]] = {
+    "a sparse feature of fractions": (
+        'name: "user" type: INT', 'name: "user" type: FLOAT',
+        "sparse feature 'user' must be INT, got FLOAT; number its values in SQL"),
+    "a dense text": (
+        'name: "price" type: FLOAT', 'name: "price" type: BYTES',
+        "dense feature 'price' must be one number, got BYTES; make numbers of it in SQL"),
+    "a list of labels": (
+        'name: "label" type: INT', 'name: "label" type: INT value_count { min: 0 }',
+        "label feature 'label' must be one number, got a list; make numbers of it in SQL"),
+    "a name of the format": (
+        'name: "price"', 'name: "user_inverse"',
+        "column must not have the name of one of the format, got 'user_inverse'; rename it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), WRONG_ROLES.values(), ids=WRONG_ROLES)
+def test_column_that_no_model_can_use_is_refused_before_the_work(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    data, features = shop(tmp_path, FEATURES.replace(old, new))
+    kinds = {"INT": pa.int64(), "FLOAT": pa.float32(), "BYTES": pa.string()}
+    fields = [
+        (f.name, pa.large_list(kinds[f.type]) if f.is_list else kinds[f.type])
+        for f in features.features
+    ]
+    with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
+        check_columns(pa.schema([*fields, ("_origin", pa.int64())]), features, data)

@@ -32,6 +32,20 @@ def test_exact_sum_of_ints_does_not_wrap(values: list[int]) -> None:
     assert exact_sum(np.array(values, np.int64)) == sum(values)
 
 
+def test_sum_of_unsigned_ids_does_not_wrap() -> None:
+    assert exact_sum(np.array([2**64 - 1, 2**63, 7], np.uint64)) == 2**64 - 1 + 2**63 + 7
+
+
+def test_statistics_of_the_largest_numbers_are_finite() -> None:
+    largest = np.finfo(np.float64).max
+    table = pa.table({"x": [largest, -largest, 1.0]})
+    text = statistics_text(table_statistics(table), 3)
+    proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
+    numbers = proto.datasets[0].features[0].num_stats
+    assert (numbers.min, numbers.max) == (-largest, largest)
+    assert 0 < numbers.std_dev < float("inf")
+
+
 COLUMNS = {
     "ints with a null": pa.array([3, None, -4, 0], pa.int64()),
     "floats with a nan": pa.array([1.5, float("nan"), 2.5, None], pa.float32()),
