@@ -30,7 +30,8 @@ def job_of(repository: Path, directory: Path, model: str, dtype: str) -> Path:
     text = (repository / "schemas" / "mind" / "job.yaml").read_text()
     data, _ = text.split("\ntrain:\n")
     path = directory / f"{model}-{dtype}.yaml"
-    train = f"train: {{model: {MODELS[model]}, embedding_dim: 16, dtype: {dtype}}}\n"
+    train = f"train: {{model: {MODELS[model]}, embedding_dim: 16, dtype: {dtype},"
+    train += " batch_samples: 1024}\n"
     path.write_text(f"{data}\n{train}")
     return path
 

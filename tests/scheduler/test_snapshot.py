@@ -97,9 +97,12 @@ def test_facts_of_dataset_hold_the_rows_that_the_log_touches(
     assert facts.table_rows == wanted
 
 
-def test_facts_of_dataset_hold_the_bytes_of_the_log(facts: DataFacts, log: pa.Table) -> None:
+def test_facts_of_dataset_hold_the_bytes_of_the_log_and_of_made_columns(
+    facts: DataFacts, log: pa.Table, job: Job
+) -> None:
     values = sum(len(values_of(log[name])) for name in log.column_names)
-    assert facts.row_bytes == pytest.approx(VALUE_BYTES * values / len(log))
+    made = sum(len(columns) for columns in job.data.transforms.values())
+    assert facts.row_bytes == pytest.approx(VALUE_BYTES * (values / len(log) + made))
 
 
 def test_facts_of_dataset_bound_the_rows_of_a_step(
