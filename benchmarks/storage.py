@@ -1,0 +1,231 @@
+"""Bytes of datasets against the same rows as zstd Parquet, in three orders.
+
+`python -m benchmarks.storage [--json] [--datasets NAME,NAME] [--rounds N] [--shared-data DIR]`
+
+Each log is built by its shipped job. The peers hold the expanded rows, all columns that the job's
+SQL yields, as one file: shuffled, ordered by time, or clustered by session (in the order of
+the dataset), each with pyarrow's defaults and with the encodings and the page size of the
+dataset's own trial. All sides are zstd 3. `ours` is samples and groups, without the columns that
+transforms made, because the peers have none; these and the oracle are stated apart.
+Bytes do not depend on the machine; each round shuffles with another seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.baselines import flat_rows, shuffled, time_ordered, write_best, write_flat
+from pipelines.build import build
+from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.prepare import BuildRequest
+from pipelines.report_storage import bytes_by_table, dataset_bytes, oracle_bytes
+from schemas.dataset import Dataset, open_dataset
+from schemas.job import load_job
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+LOGS = {
+    "mind": "mind",
+    "ebnerd": "ebnerd_test",
+    "demo": None,
+    "kuairand": "kuairand_pure_part",
+    "thirtymusic": "30music_sample10",
+}
+"""Shipped job -> its log below the shared data, None where the log is generated."""
+
+HEADLINE = "mind", "shuffled"
+ENCODINGS: Mapping[str, Callable[[pa.Table, Path], int]] = {
+    "default": write_flat,
+    "best": write_best,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one dataset.
+
+    Attributes:
+        ours: samples and groups, without what transforms made.
+        transforms: the columns that transforms made.
+        oracle: access lists, edges and indexes.
+        tables: samples and each group, with what transforms made.
+        peers: `order, encodings` to bytes; shuffled ones of the first round.
+        shuffles: of each round, by encodings.
+    """
+
+    ours: int
+    transforms: int
+    oracle: int
+    tables: Mapping[str, int]
+    peers: Mapping[str, int]
+    shuffles: Mapping[str, Sequence[int]]
+
+    def ratios(self) -> dict[str, float]:
+        """Return peer bytes over ours for each peer."""
+        return {name: round(size / self.ours, 3) for name, size in self.peers.items()}
+
+
+def raw_log(name: str, shared_data: Path, scratch: Path) -> Path | None:
+    """Return the directory of a log, made where it is synthetic; None where it is missing."""
+    folder = LOGS[name]
+    if folder is not None:
+        found = shared_data / folder
+        return found if found.is_dir() else None
+    config = load_job(job_path(name)).data.generate
+    assert config is not None, "the demo's job says how its log is generated"
+    write_log(
+        GeneratorConfig(
+            num_samples=config.num_samples, seed=config.seed, start=config.start, span=config.span
+        ),
+        scratch / "log",
+    )
+    return scratch / "log"
+
+
+def job_path(name: str) -> Path:
+    """Return a shipped job file."""
+    return REPOSITORY / "schemas" / name / "job.yaml"
+
+
+def transform_bytes(dataset: Dataset) -> int:
+    """Return the bytes of the column chunks that transforms made; their footers stay ours."""
+    made = {c for columns in dataset.job.data.transforms.values() for c in columns}
+    total = 0
+    for segment in dataset.segments:
+        for path in segment.files:
+            if path.startswith(("samples/", "groups/")):
+                total += sum(chunk_bytes(pq.read_metadata(segment.directory / path), made))
+    return total
+
+
+def chunk_bytes(metadata: pq.FileMetaData, columns: set[str]) -> list[int]:
+    """Return the compressed bytes of each column chunk of some columns.
+
+    Args:
+        metadata: of a Parquet file.
+        columns: names of top-level columns.
+    """
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    return [c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns]
+
+
+def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
+    """Write every peer of a dataset, one after the other.
+
+    Args:
+        dataset: built by its job.
+        rounds: shuffles.
+        scratch: directory for the files.
+    """
+    rows = flat_rows(dataset)
+    assert rows.share == 1, "the benchmark writes all rows of its logs"
+    clustered, path = rows.table, scratch / "peer.parquet"
+    peers: dict[str, int] = {}
+    shuffles: dict[str, list[int]] = {encodings: [] for encodings in ENCODINGS}
+    for seed in range(rounds):
+        table = shuffled(clustered, seed)
+        for encodings, write in ENCODINGS.items():
+            shuffles[encodings].append(write(table, path))
+    by_time = time_ordered(clustered, dataset.job.data.session.time)
+    for order, table in {"time-ordered": by_time, "clustered": clustered}.items():
+        peers |= {f"{order}, {e}": write(table, path) for e, write in ENCODINGS.items()}
+    made = transform_bytes(dataset)
+    return Sizes(
+        ours=dataset_bytes(dataset) - made,
+        transforms=made,
+        oracle=oracle_bytes(dataset),
+        tables=bytes_by_table(dataset),
+        peers={f"shuffled, {e}": sizes[0] for e, sizes in shuffles.items()} | peers,
+        shuffles=shuffles,
+    )
+
+
+def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
+    """Build one log and measure it."""
+    start = time.perf_counter()
+    request = BuildRequest(
+        job_path=job_path(name),
+        input_root=log,
+        dataset=scratch / "dataset",
+        beam_args=[],
+        attempt="benchmark",
+    )
+    built = build(request)
+    seconds = time.perf_counter() - start
+    sizes = measure(open_dataset(scratch / "dataset"), rounds, scratch)
+    best = min(sizes.peers, key=lambda peer: sizes.peers[peer])
+    return {
+        "num_samples": built["num_samples"],
+        "build_sec": round(seconds, 2),
+        "groups": built["groups"],
+        "ours": sizes.ours,
+        "transforms": sizes.transforms,
+        "oracle": sizes.oracle,
+        "tables": sizes.tables,
+        "peers": sizes.peers,
+        "ratios": sizes.ratios(),
+        "ratio_with_transforms": {
+            name: round(size / (sizes.ours + sizes.transforms), 3)
+            for name, size in sizes.peers.items()
+        },
+        "smallest_peer": best,
+        "rounds_shuffled": {
+            encodings: [round(size / sizes.ours, 3) for size in each]
+            for encodings, each in sizes.shuffles.items()
+        },
+    }
+
+
+def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return MIND against shuffled Parquet as pyarrow writes it, or the first dataset instead."""
+    name = HEADLINE[0] if HEADLINE[0] in found else next(iter(found))
+    rounds = found[name]["rounds_shuffled"]["default"]
+    return {
+        "ours": found[name]["ours"],
+        "peer": found[name]["peers"]["shuffled, default"],
+        "ratio": round(statistics.median(rounds), 3),
+        "unit": f"bytes, {name}, samples and groups against shuffled zstd Parquet",
+        "rounds": rounds,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.storage", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
+    parser.add_argument("--rounds", type=int, default=3, help="shuffles")
+    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
+    options = parser.parse_args(argv)
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.datasets.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            log = raw_log(name, options.shared_data, Path(scratch))
+            if log is None:
+                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
+                continue
+            found[name] = details(name, log, options.rounds, Path(scratch))
+            sys.stderr.write(f"{name}: {found[name]['ratios']}\n")
+    if not found:
+        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
+        return 1
+    result = headline(found) | {"details": found}
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The storage benchmark counts every byte once, on either side."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.storage import chunk_bytes, headline, main, measure, transform_bytes
+from schemas.dataset import open_dataset
+from tests.pipelines.logs import built
+
+
+def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: Path) -> None:
+    dataset = open_dataset(built(tmp_path, num_rows=600))
+    sizes = measure(dataset, 2, tmp_path)
+    assert sizes.ours + sizes.transforms == dataset.segments[0].manifest.dataset_bytes
+    assert sizes.transforms == transform_bytes(dataset) > 0
+    assert sum(sizes.tables.values()) == sizes.ours + sizes.transforms
+    assert set(sizes.peers) == {
+        f"{order}, {encodings}"
+        for order in ("shuffled", "time-ordered", "clustered")
+        for encodings in ("default", "best")
+    }
+    assert sizes.peers["clustered, best"] < sizes.peers["shuffled, default"]
+    assert sizes.shuffles["default"][0] == sizes.peers["shuffled, default"]
+    assert sizes.shuffles["default"][0] != sizes.shuffles["default"][1]
+    assert sizes.ratios()["clustered, best"] == pytest.approx(
+        sizes.peers["clustered, best"] / sizes.ours, abs=1e-3
+    )
+
+
+def test_chunk_bytes_of_all_columns_is_the_file_without_header_and_footer(tmp_path: Path) -> None:
+    dataset = built(tmp_path, num_rows=300)
+    path = next(dataset.glob("segments/*/groups/user/*.parquet"))
+    metadata = pq.read_metadata(path)
+    columns = set(metadata.schema.to_arrow_schema().names)
+    footer = metadata.serialized_size + 8  # its length and the magic bytes
+    assert sum(chunk_bytes(metadata, columns)) == path.stat().st_size - footer - 4
+    assert sum(chunk_bytes(metadata, {"history"})) < sum(chunk_bytes(metadata, columns))
+
+
+def test_main_without_logs_names_what_it_skips(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--datasets", "mind", "--shared-data", str(tmp_path)]) == 1
+    assert f"skipped mind, its log is not in {tmp_path}\n" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_main_prints_one_object_with_the_ratio_of_each_round(
+    shared_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--json", "--datasets", "ebnerd", "--rounds", "2", "--shared-data"]
+    assert main([*arguments, str(shared_data)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    found = json.loads(lines[0])
+    assert {"ours", "peer", "ratio", "unit", "rounds", "details"} == set(found)
+    assert len(found["rounds"]) == 2
+    assert found["ratio"] == pytest.approx(headline(found["details"])["ratio"])
+    assert found["peer"] / found["ours"] == pytest.approx(found["rounds"][0], abs=1e-3)
+    assert found["details"]["ebnerd"]["num_samples"] == 10_848
