@@ -69,6 +69,7 @@ def fetch(say: Callable[[str], None]) -> Path:
 
 def _fetch_beam(directory: Path) -> None:
     command = ["mvn", "--quiet", "--batch-mode", "--strict-checksums", "--file", str(POM)]
+    command += ["-Dmaven.wagon.http.retryHandler.count=3"]  # a mirror may close a connection
     _run([*command, "dependency:copy-dependencies", f"-DoutputDirectory={directory}"])
 
 

@@ -28,7 +28,7 @@ from artifacts import HERE, PACKAGES
 READY_SEC = 120.0
 STOP_SEC = 20.0
 CACHE_MILLIS = 10_000
-"""How long a worker waits for the next stage of its job; without, each stage starts new ones."""
+"""How long a worker process waits for its job's next stage; without, each stage starts new ones."""
 
 ENTRY_POINTS = {
     "job-manager": "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint",
@@ -66,7 +66,7 @@ class Running:
 
 
 class Starter:
-    """Starts processes whose output goes to one directory, and ends them in reverse order."""
+    """Starts processes whose output goes to one directory, and ends them together."""
 
     def __init__(self, flink_jar: Path, directory: Path) -> None:
         """Take the jar that names all others, and a directory for output."""
@@ -141,9 +141,10 @@ class Starter:
         return self.wait(name, probe)
 
     def stop(self) -> None:
-        """End what was started, the last first; by force what does not end."""
+        """End what was started; by force what does not end."""
         for process in reversed(self.processes.values()):
             process.terminate()
+        for process in self.processes.values():
             try:
                 process.wait(STOP_SEC)
             except subprocess.TimeoutExpired:
@@ -175,11 +176,12 @@ def running(kind: str, flink_jar: Path, directory: Path, slots: int) -> Iterator
             rest = f"http://{master}"
             environment = ["--environment_type=EXTERNAL", f"--sdk_worker_parallelism={slots}"]
             environment += [f"--environment_config={starter.address('worker-pool')}"]
+            environment += [f"--environment_cache_millis={CACHE_MILLIS}"]
         endpoint = _start_job_server(starter, master)
         if rest is not None:
             _wait_for_slots(starter, master, slots)
         options = ["--runner=FlinkRunner", f"--job_endpoint={endpoint}", *environment]
-        options += [f"--parallelism={slots}", f"--environment_cache_millis={CACHE_MILLIS}"]
+        options.append(f"--parallelism={slots}")
         yield Running(options=tuple(options), rest=rest, processes=starter.processes)
 
 
