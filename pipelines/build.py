@@ -6,7 +6,6 @@ list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from pipelines.commit import (
     reference_of,
 )
 from pipelines.index import build_index
+from pipelines.lock import locked, workplace
 from pipelines.oracle import write_access
 from pipelines.part import PartResult
 from pipelines.prepare import BuildRequest, check_map, prepare
@@ -107,7 +107,6 @@ def build_segment(
         reference = reference_of(final)
         return reference, read_segment(final, reference), {}
     building = request.dataset / SEGMENTS / f".{segment_id}.{request.attempt}"
-    building.mkdir(parents=True)
     context = BuildContext(
         input_root=request.input_root,
         segment_root=building,
@@ -118,7 +117,7 @@ def build_segment(
         empty_rows=prepared.empty_rows,
         num_parts=max(1, -(-size // PART_INPUT_BYTES)),
     )
-    try:
+    with workplace(building, ".*"):
         with watched(building, context.num_parts, request.say):
             outcome = run_pipeline(
                 lambda p: segment_pipeline(p, context), request.beam_args, building
@@ -134,8 +133,6 @@ def build_segment(
             hashes,
         )
         reference = commit_segment(building, request.dataset, segment_id)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return reference, manifest, dict(outcome.counters)
 
 
@@ -169,11 +166,18 @@ def build(request: BuildRequest) -> dict[str, Any]:
     request.dataset.mkdir(parents=True, exist_ok=True)
     reference, manifest, _ = build_segment(request, job, features, 0)
     files = request.job_path.read_bytes(), schema_path.read_bytes()
-    commit_root(request.dataset, job.name, *files, [reference], [])
+
+    def commit(*indexes: Reference) -> None:
+        with locked(request.dataset):
+            refuse_other(request.dataset, 0, reference.id)  # it may have been faster
+            known = [i for i in indexes_of(request.dataset) if i not in indexes]
+            commit_root(request.dataset, job.name, *files, [reference], [*indexes, *known])
+
+    commit()
     request.say(f"segment {reference.id}: {manifest.num_samples} samples committed")
     index = default_index(request)
     request.say(f"{index.id} committed")
-    commit_root(request.dataset, job.name, *files, [reference], [index])
+    commit(index)
     return summary(request.dataset, manifest, time.perf_counter() - started)
 
 
@@ -194,6 +198,11 @@ def refuse_other(dataset: Path, index: int, segment_id: str) -> None:
         )
 
 
+def indexes_of(dataset: Path) -> tuple[Reference, ...]:
+    """Return the indexes that a dataset has already."""
+    return read_dataset(dataset).indexes if (dataset / MANIFEST).exists() else ()
+
+
 def default_index(request: BuildRequest) -> Reference:
     """Build the index that the job's `data.oracle` asks for."""
     dataset = open_dataset(request.dataset)
@@ -202,10 +211,7 @@ def default_index(request: BuildRequest) -> Reference:
         oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
     )
     building = request.dataset / f".index.{request.attempt}"
-    try:
-        return build_index(dataset, order, building, request.beam_args)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    return build_index(dataset, order, building, request.beam_args)
 
 
 def summary(dataset: Path, manifest: SegmentManifest, wall_sec: float) -> dict[str, Any]:

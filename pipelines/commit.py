@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines.lock import locked
 from pipelines.oracle import write_file
 from pipelines.part import LOOKUPS, PartResult
 from pipelines.rejects import Reject, to_table
@@ -160,10 +161,9 @@ def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:
 def commit_segment(building: Path, dataset: Path, segment_id: str) -> Reference:
     """Give a finished segment its final name; one that is already there wins."""
     final = dataset / SEGMENTS / segment_id
-    if final.exists():
-        shutil.rmtree(building)
-    else:
-        building.rename(final)
+    with locked(final.parent):
+        if not final.exists():
+            building.rename(final)
     return reference_of(final)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import apache_beam as beam
 
 from pipelines.commit import describe_tree, reference_of
+from pipelines.lock import locked, workplace
 from pipelines.oracle import write_index
 from pipelines.runner import run_pipeline
 from schemas.checked import sha256_of, write_files
@@ -62,10 +63,12 @@ def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[
     name = index_id(dataset, order)
     final = dataset.directory / name
     if not (final / MANIFEST).exists():
-        shutil.rmtree(final, ignore_errors=True)
-        building.mkdir(parents=True)
-        _write(dataset, order, building, beam_args, name)
-        building.rename(final)
+        with workplace(building, ".index.*"):
+            _write(dataset, order, building, beam_args, name)
+            with locked(dataset.directory):
+                if not (final / MANIFEST).exists():
+                    shutil.rmtree(final, ignore_errors=True)
+                    building.rename(final)
     return reference_of(final)
 
 

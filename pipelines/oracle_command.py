@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from dataclasses import asdict
 from typing import Any
 
 from pipelines.commit import commit_root
 from pipelines.index import build_index
+from pipelines.lock import locked
 from pipelines.oracle import report_table
 from schemas.dataset import Dataset, open_dataset
 from schemas.layout import JOB, SCHEMA
+from schemas.manifest import read_dataset
 from schemas.order import Order
 
 
@@ -45,19 +46,17 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
 
 def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str) -> Dataset:
     """Build an index and name it in the root manifest, after the ones that are there."""
-    building = dataset.directory / f".index.{attempt}"
-    try:
-        reference = build_index(dataset, order, building, beam_args)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    known = dataset.manifest.indexes
-    if reference not in known:
-        commit_root(
-            dataset.directory,
-            dataset.manifest.name,
-            (dataset.directory / JOB).read_bytes(),
-            (dataset.directory / SCHEMA).read_bytes(),
-            dataset.manifest.segments,
-            [*known, reference],
-        )
+    root = dataset.directory
+    reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
+    with locked(root):
+        manifest = read_dataset(root)  # another index may have come meanwhile
+        if reference not in manifest.indexes:
+            commit_root(
+                root,
+                manifest.name,
+                (root / JOB).read_bytes(),
+                (root / SCHEMA).read_bytes(),
+                manifest.segments,
+                [*manifest.indexes, reference],
+            )
     return open_dataset(dataset.directory)
