@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
         return _COMMANDS[arguments.command](arguments, beam_args)
-    except (SchemaError, PlanError, ValueError) as error:
+    except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -73,6 +73,11 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         SchemaError: naming what does not fit, before any work is done.
     """
     data = job.data
+    if request.dataset.resolve().is_relative_to(request.input_root.resolve()):
+        raise SchemaError(
+            f"output must lie outside the input, got {request.dataset} below {request.input_root}; "
+            "choose another --output"
+        )
     listing = list_inputs(request.input_root, data.sources)
     key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
     text = data.samples.map or (data.samples.per.sql if data.samples.per else "")

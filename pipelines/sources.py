@@ -62,12 +62,15 @@ class RawRows:
 def list_inputs(root: Path, sources: Mapping[str, SourceConfig]) -> tuple[InputFile, ...]:
     """Find the files of every source, sorted by source and path, with sizes and content hashes.
 
+    Names that begin with a dot are left out: tools keep unfinished files under them.
+
     Raises:
         SchemaError: the directory is missing, or a source has no file.
     """
     if not root.is_dir():
         raise SchemaError("input must be a directory, got none; check --input", file=str(root))
-    files = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+    paths = (p.relative_to(root) for p in root.rglob("*") if p.is_file())
+    files = sorted(str(p) for p in paths if not any(part.startswith(".") for part in p.parts))
     found: list[InputFile] = []
     for name in sorted(sources):
         pattern = sources[name].files

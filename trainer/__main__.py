@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = {"train": _train, "evaluate": _evaluate, "verify": _verify}[arguments.command]
     try:
         return command(arguments)
-    except (SchemaError, PlanError, ValueError) as error:
+    except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

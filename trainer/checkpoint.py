@@ -88,8 +88,8 @@ def load_checkpoint(
     Raises:
         SchemaError: a file is missing or has changed.
     """
-    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    for path, wanted in manifest["files"].items():
+    train_step, hashes = _read_manifest(checkpoint / MANIFEST)
+    for path, wanted in hashes.items():
         file = checkpoint / path
         if not file.is_file() or sha256_of(file) != wanted:
             raise SchemaError(
@@ -107,7 +107,19 @@ def load_checkpoint(
             for name in ("rows", "values", "state")
         )
         store.write(rows, Records(values, state))
-    return int(manifest["train_step"])
+    return train_step
+
+
+def _read_manifest(path: Path) -> tuple[int, dict[str, str]]:
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return int(body["train_step"]), dict(body["files"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise SchemaError(
+            "manifest must be JSON with train_step and files, got other content; "
+            "remove this checkpoint to use the one before it",
+            file=str(path),
+        ) from error
 
 
 def _complete(run: Path) -> list[Path]:

@@ -18,6 +18,8 @@ from schemas.job import TableConfig
 from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column
 from schemas.rows import rows_of_ids
 
+_RANGES = {"label": (0.0, 1.0), "weight": (0.0, np.inf)}
+
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""
 
@@ -77,6 +79,8 @@ def spec_of(dataset: Dataset, dtype: str, key: str | None = None) -> BatchSpec:
                 f"sparse feature must belong to a table, got {feature!r}; "
                 f"{nearest(feature, data.table_of_feature)}"
             )
+    if not sparse:
+        raise SchemaError("schema must have a sparse feature, got none; tag one")
     if key is not None:
         features[key]
     weights = features.with_role("weight")
@@ -181,20 +185,20 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         values = flat(one_chunk(tables[owner][name]))
         return values if owner == SAMPLES else values[inverse[owner]]
 
-    def number(column: pa.Array) -> Array:
-        return _numbers(column, spec.dtype)
+    def numbers(name: str) -> Array:
+        values = per_sample(name, lambda column: _numbers(column, spec.dtype))
+        return _in_range(values, name, *_RANGES.get(roles.get(name, ""), (-np.inf, np.inf)))
 
+    roles = {spec.label: "label", spec.weight: "weight"}
     num_samples = int(counts.samples.sum())
     dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
     for index, name in enumerate(spec.dense):
-        dense[:, index] = per_sample(name, number)
+        dense[:, index] = numbers(name)
     return RowGroup(
         sample_offsets=offsets_of(counts.samples),
         unique_offsets={g: offsets_of(counts.uniques[g]) for g in spec.groups},
-        labels=per_sample(spec.label, number),
-        weights=np.ones(num_samples, spec.dtype)
-        if spec.weight is None
-        else per_sample(spec.weight, number),
+        labels=numbers(spec.label),
+        weights=np.ones(num_samples, spec.dtype) if spec.weight is None else numbers(spec.weight),
         dense=dense,
         keys=None if spec.key is None else per_sample(spec.key, _keys),
         inverse=inverse,
@@ -236,6 +240,17 @@ def _numbers(column: pa.Array, dtype: str) -> Array:
     if column.null_count:
         column = pc.fill_null(column, pa.scalar(0).cast(column.type))
     return numpy_of(column).astype(dtype)
+
+
+def _in_range(values: Array, name: str, low: float, high: float) -> Array:
+    """Refuse what would make a loss that means nothing."""
+    bad = ~np.isfinite(values) | (values < low) | (values > high)
+    if bad.any():
+        raise SchemaError(
+            f"column {name!r} must hold finite numbers from {low} to {high}, got "
+            f"{values[bad][0]}; give it a domain or correct it in the job's SQL"
+        )
+    return values
 
 
 def _keys(column: pa.Array) -> Array:

@@ -69,7 +69,13 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig) -> None:
     path = run / IDENTITY
     if not path.is_file():
         raise SchemaError("run must exist, got none; train first", file=str(run))
-    found = RunIdentity(**json.loads(path.read_text(encoding="utf-8")))
+    try:
+        found = RunIdentity(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise SchemaError(
+            "identity must be JSON with the hashes of the run, got other content; restore it",
+            file=str(path),
+        ) from error
     wanted = identity_of(dataset, config)
     for field, what in (("dataset_sha256", "dataset"), ("train_sha256", "train section")):
         old, new = getattr(found, field), getattr(wanted, field)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,6 +175,11 @@ def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> i
 
 
 def _metric(batch: Batch, loss: float, timer: PhaseTimer) -> StepMetric:
+    if not math.isfinite(loss):
+        raise SchemaError(
+            f"loss must be finite, got {loss} at step {batch.step.train_step}; lower the learning "
+            "rates, or see whether all weights of the batch are 0"
+        )
     seconds, phases = timer.finish()
     return StepMetric(
         step=batch.step.train_step,

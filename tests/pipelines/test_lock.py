@@ -1,4 +1,4 @@
-"""Builds that meet in one directory, and builds that were killed there."""
+"""Builds that meet in one directory, were killed there, or meet what should not be there."""
 
 from pathlib import Path
 
@@ -65,3 +65,28 @@ def test_build_of_a_finished_dataset_keeps_its_other_indexes(tmp_path: Path) -> 
     assert len(open_dataset(dataset).indexes) == 2
     build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset))
     assert bytes_of(dataset) == before
+
+
+def test_build_into_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path / "log")
+    (tmp_path / "dataset").write_text("taken")
+    arguments = ["--input", str(tmp_path / "log"), "--output", str(tmp_path / "dataset")]
+    assert main(["build", str(write_job(tmp_path / "job")), *arguments]) == 1
+    error = f"error: [Errno 17] File exists: '{tmp_path / 'dataset'}'"
+    assert capsys.readouterr().err.strip() == error
+
+
+def test_build_into_its_own_input_is_refused(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    job = write_job(tmp_path / "job")
+    with pytest.raises(SchemaError, match=r"^output must lie outside the input, got "):
+        build(request(job, tmp_path / "log", tmp_path / "log" / "dataset"))
+
+
+def test_build_leaves_out_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "log" / ".tmp").mkdir(parents=True)
+    for name in (".log.parquet", ".tmp/log.parquet"):
+        (tmp_path / "log" / name).write_bytes(b"half")
+    manifest = open_dataset(built(tmp_path)).segments[0].manifest
+    assert [f.path for f in manifest.listing] == [f"log-{i}.parquet" for i in range(3)]
+    assert manifest.num_rejects == 0

@@ -1,0 +1,133 @@
+"""What is wrong with values, runs and folders is said in one line, never by a loss of nothing."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST, group_path, samples_path
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import run_job
+from trainer.__main__ import main
+from trainer.checkpoint import CHECKPOINTS
+from trainer.decode import SAMPLES, BlockCounts, decode, spec_of
+from trainer.run import IDENTITY
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("job"), epochs="1")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "dataset", job, [[(128, 0)]])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, job: Path, dataset: Path) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run_job(job, dataset, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "bounds"),
+    [
+        ("clicked_flag", 5.0, "0.0 to 1.0"),
+        ("clicked_flag", float("nan"), "0.0 to 1.0"),
+        ("sample_weight", -1.0, "0.0 to inf"),
+        ("price", float("-inf"), "-inf to inf"),
+        ("age", float("nan"), "-inf to inf"),
+    ],
+)
+def test_decode_refuses_numbers_without_a_loss(
+    column: str, value: float, bounds: str, dataset: Path
+) -> None:
+    opened = open_dataset(dataset)
+    segment = opened.segments[0]
+    spec = spec_of(opened, "float64")
+    chosen = segment.column("row_group") == 0
+    uniques = {group: segment.num_unique(group)[chosen] for group in spec.groups}
+    sizes = segment.column("num_samples")[chosen]
+    counts = BlockCounts(blocks=segment.block_names[chosen], samples=sizes, uniques=uniques)
+
+    def read(owner: str, columns: list[str]) -> pa.Table:
+        path = samples_path(0) if owner == SAMPLES else group_path(owner, 0)
+        table = segment.file(path).read_row_group(0, columns)
+        if column not in columns:
+            return table
+        odd = np.where(np.arange(table.num_rows) == 3, value, 0.5)
+        return table.set_column(columns.index(column), column, pa.array(odd))
+
+    message = (
+        f"column {column!r} must hold finite numbers from {bounds}, got {value}; "
+        "give it a domain or correct it in the job's SQL"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        decode(spec, counts, read)
+
+
+def test_train_names_the_step_whose_loss_is_not_finite(
+    job: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.train.train_step", lambda *_: float("nan"))
+    with pytest.raises(SchemaError, match=r"^loss must be finite, got nan at step 0; lower the "):
+        run_job(job, dataset, tmp_path / "run")
+
+
+def test_train_without_a_sparse_feature_is_refused(
+    job: Path, dataset: Path, tmp_path: Path
+) -> None:
+    opened = open_dataset(dataset)
+    features = type(opened.features)(
+        tuple(f for f in opened.features.features if f.role != "sparse")
+    )
+    poorer = type(opened)(**{**vars(opened), "features": features})
+    message = "schema must have a sparse feature, got none; tag one"
+    with pytest.raises(SchemaError, match=f"^{message}$"):
+        spec_of(poorer, "float32")
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]"])
+def test_torn_identity_is_refused_by_name(
+    text: str, job: Path, dataset: Path, run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    (copy / IDENTITY).write_text(text)
+    message = (
+        "identity must be JSON with the hashes of the run, got other content "
+        f"in {copy / IDENTITY}; restore it"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, dataset, copy, resume=True)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"train_step": 2, "files": 3}'])
+def test_torn_checkpoint_is_refused_by_name(
+    text: str, job: Path, dataset: Path, run: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    manifest = copy / CHECKPOINTS / "00000002" / MANIFEST
+    manifest.write_text(text)
+    message = (
+        f"manifest must be JSON with train_step and files, got other content in {manifest}; "
+        "remove this checkpoint to use the one before it"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, dataset, copy, resume=True)
+
+
+def test_train_into_a_file_is_one_line(
+    job: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").write_text("taken")
+    arguments = ["--dataset", str(dataset), "--output", str(tmp_path / "run")]
+    assert main(["train", str(job), *arguments]) == 1
+    error = f"error: [Errno 17] File exists: '{tmp_path / 'run'}'"
+    assert capsys.readouterr().err.strip() == error
