@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.columns import is_list
-
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 3
 """9 saves 1.6 to 1.9 % of the bytes and doubles the time of a build (benchmarks/layout.md)."""
@@ -55,21 +53,31 @@ class Encodings:
         return {p: e for p, e in self.by_path.items() if e not in (DICTIONARY, "PLAIN")}
 
 
-def candidates(kind: pa.DataType) -> Sequence[str]:
-    """Return the encodings that may suit a type; ties go to the earlier one."""
-    t = pa.types
-    if t.is_string(kind) or t.is_binary(kind):
-        return (DICTIONARY, "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "PLAIN")
-    if t.is_boolean(kind):
-        return ("PLAIN", "RLE")
-    if t.is_floating(kind):
-        return (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN")
-    return (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN")
+_CANDIDATES: Mapping[str, Sequence[str]] = {
+    "BYTE_ARRAY": (DICTIONARY, "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "PLAIN"),
+    "FIXED_LEN_BYTE_ARRAY": (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN"),
+    "BOOLEAN": ("PLAIN", "RLE"),
+    "FLOAT": (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN"),
+    "DOUBLE": (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN"),
+    "INT32": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
+    "INT64": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
+}
+"""Physical type to the encodings that may suit it; ties go to the earlier one."""
 
 
-def path_of(field: pa.Field) -> str:
-    """Return the Parquet path of a column's values."""
-    return f"{field.name}.list.element" if is_list(field.type) else field.name
+def candidates(field: pa.Field) -> dict[str, Sequence[str]]:
+    """Return the encodings that may suit each leaf of a column.
+
+    Args:
+        field: its Arrow type; lists, structs and maps have leaves such as `a.list.element`.
+    """
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.schema([field]).empty_table(), sink)
+    leaves = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    columns = [leaves.column(i) for i in range(len(leaves))]
+    if "dictionary<" in str(field.type):  # Arrow reads no other encoding back as a dictionary
+        return {c.path: (DICTIONARY, "PLAIN") for c in columns}
+    return {c.path: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
 def choose(table: pa.Table) -> Encodings:
@@ -81,16 +89,20 @@ def choose(table: pa.Table) -> Encodings:
     samples = [first_rows(table.select([name])) for name in table.column_names]
     by_path: dict[str, str] = {}
     for sample in samples:
-        field = sample.schema.field(0)
-        value, path = field.type.value_type if is_list(field.type) else field.type, path_of(field)
-        sizes = [
-            (_size(sample, Encodings({path: encoding})), index, encoding)
-            for index, encoding in enumerate(candidates(value))
-        ]
-        by_path[path] = min(sizes)[2]
+        by_path.update(_smallest(sample, candidates(sample.schema.field(0))))
     tried = [Encodings(by_path, page_bytes) for page_bytes in PAGE_BYTES]
-    totals = [sum(_size(sample, encodings) for sample in samples) for encodings in tried]
+    totals = [sum(sum(_sizes(sample, e).values()) for sample in samples) for e in tried]
     return tried[totals.index(min(totals))]
+
+
+def _smallest(sample: pa.Table, usable: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the smallest encoding of each leaf of one column; one trial encodes all leaves."""
+    tried: dict[str, list[tuple[int, int, str]]] = {path: [] for path in usable}
+    for number in range(max(len(names) for names in usable.values())):
+        trial = {path: names[min(number, len(names) - 1)] for path, names in usable.items()}
+        for path, size in _sizes(sample, Encodings(trial)).items():
+            tried[path].append((size, number, trial[path]))
+    return {path: min(sizes)[2] for path, sizes in tried.items()}
 
 
 def first_rows(column: pa.Table) -> pa.Table:
@@ -100,11 +112,16 @@ def first_rows(column: pa.Table) -> pa.Table:
     return sample.slice(0, max(1, rows * TRIAL_BYTES // max(TRIAL_BYTES, sample.nbytes)))
 
 
-def _size(column: pa.Table, encodings: Encodings) -> int:
+def _sizes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
+    """Return the bytes of each leaf's column chunk."""
     sink = pa.BufferOutputStream()
     with open_writer(sink, column.schema, encodings) as writer:
         writer.write_table(column)
-    return sink.getvalue().size
+    metadata = pq.read_metadata(pa.BufferReader(sink.getvalue()))
+    if metadata.num_row_groups == 0:
+        return dict.fromkeys(encodings.by_path, 0)
+    chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
+    return {c.path_in_schema: c.total_compressed_size for c in chunks}
 
 
 def open_writer(
