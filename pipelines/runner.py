@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,12 @@ from typing import Any
 import apache_beam as beam
 import grpc
 from apache_beam.metrics import MetricsFilter
-from apache_beam.options.pipeline_options import PipelineOptions, SetupOptions, StandardOptions
+from apache_beam.options.pipeline_options import (
+    GoogleCloudOptions,
+    PipelineOptions,
+    SetupOptions,
+    StandardOptions,
+)
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import PipelineResult
 
@@ -123,20 +129,31 @@ def pipeline_options(beam_args: list[str]) -> PipelineOptions:
     """Parse Beam options; what Beam does not know is an error.
 
     Raises:
-        SchemaError: an option is unknown.
+        SchemaError: an option is unknown, or asks for a template.
     """
     options = PipelineOptions(beam_args)
-    unknown = [a for a in beam_args if a.startswith("--") and not _known(options, a)]
+    unknown = _unknown(options, beam_args)
     if unknown:
         raise SchemaError(f"option must be known here or to Beam, got {unknown[0]}; see --help")
+    template = options.view_as(GoogleCloudOptions).template_location
+    if template is not None:
+        raise SchemaError(
+            f"template_location must not be set, got {template!r}; "
+            "a build is committed by its launcher: run the job instead"
+        )
     options.view_as(SetupOptions).save_main_session = False
     return options
 
 
-def _known(options: PipelineOptions, argument: str) -> bool:
-    name = argument[2:].split("=")[0].replace("-", "_")
-    values = options.get_all_options()
-    return name in values or name.removeprefix("no_") in values
+def _unknown(options: PipelineOptions, beam_args: list[str]) -> list[str]:
+    """Return what no part of Beam takes; an option may have more names than its value has."""
+    found: list[str] = []
+
+    def parse(parser: ArgumentParser) -> None:
+        found.extend(parser.parse_known_args(beam_args)[1])
+
+    options.get_all_options(add_extra_args_fn=parse)
+    return found
 
 
 def local_runner(options: PipelineOptions) -> FnApiRunner | None:

@@ -16,7 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipelines", "scheduler", "trainer")
 DOCUMENTS = sorted(
     path.relative_to(REPOSITORY).as_posix()
-    for pattern in ("README.md", "docs/*.md", "*/README.md", "schemas/FORMAT.md")
+    for pattern in (
+        "README.md",
+        "docs/*.md",
+        "*/README.md",
+        "deploy/*/README.md",
+        "schemas/FORMAT.md",
+    )
     for path in REPOSITORY.glob(pattern)
 )
 CHECKER = doctest.OutputChecker()
