@@ -34,7 +34,7 @@ class WorkerPool(beam_fn_api_pb2_grpc.BeamFnExternalWorkerPoolServicer):
         self.lock = threading.Lock()
 
     def StartWorker(  # noqa: N802, the name of the remote call
-        self, request: beam_fn_api_pb2.StartWorkerRequest, _: grpc.ServicerContext
+        self, request: beam_fn_api_pb2.StartWorkerRequest, context: grpc.ServicerContext
     ) -> beam_fn_api_pb2.StartWorkerResponse:
         """Start a worker that takes its work from the given address."""
         command = [sys.executable, "-c", WORKER]
@@ -46,7 +46,7 @@ class WorkerPool(beam_fn_api_pb2_grpc.BeamFnExternalWorkerPoolServicer):
         return beam_fn_api_pb2.StartWorkerResponse()
 
     def StopWorker(  # noqa: N802, the name of the remote call
-        self, request: beam_fn_api_pb2.StopWorkerRequest, _: grpc.ServicerContext
+        self, request: beam_fn_api_pb2.StopWorkerRequest, context: grpc.ServicerContext
     ) -> beam_fn_api_pb2.StopWorkerResponse:
         """Stop a worker; one that is unknown has ended already."""
         with self.lock:
