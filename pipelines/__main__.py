@@ -4,8 +4,9 @@ import logging
 import os
 import sys
 
-# Before Beam is imported, which warns of every optional part that is not installed.
-logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "ERROR"))
+# Before Beam is imported, which warns of every optional part that is not installed, and logs
+# the whole trace of an error that `main` says in one line.
+logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 
 from pipelines.commands import build_parser, main  # noqa: E402
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
         c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)
     }
     samples = pa.table({BLOCK: pa.array(prefix + clustered.block), **columns})
-    samples = transformed(samples, data.transforms.get(SAMPLES, {}))
+    samples = _with_transforms(samples, SAMPLES, data)
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
     for group, names in data.groups.items():
@@ -66,7 +67,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
                 **{c: taken[c] for c in names},
             }
         )
-        groups[group] = transformed(table, data.transforms.get(group, {}))
+        groups[group] = _with_transforms(table, group, data)
         local = (inverse - starts[clustered.block]).astype(np.int32)
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts
@@ -98,6 +99,16 @@ def unique_in_blocks(
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     return first[order], rank[inverse]
+
+
+def _with_transforms(table: pa.Table, group: str, data: DataConfig) -> pa.Table:
+    try:
+        return transformed(table, data.transforms.get(group, {}))
+    except duckdb.Error as error:
+        raise SchemaError(
+            f"transforms.{group} must run on every row, got {str(error).splitlines()[0]}; "
+            "guard them with CASE or TRY, or let data.samples leave such rows out"
+        ) from error
 
 
 def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:

@@ -178,7 +178,7 @@ def _fill(
             variance = (
                 column.total_squares / column.num_values - (column.total / column.num_values) ** 2
             )
-            numbers.std_dev = sqrt(max(0.0, float(variance)))
+            numbers.std_dev = sqrt(float(max(Fraction(0), variance)))
             numbers.min, numbers.max = column.minimum, column.maximum
         if column.num_nan:
             numbers.histograms.add(num_nan=column.num_nan)

@@ -38,12 +38,13 @@ def test_sum_of_unsigned_ids_does_not_wrap() -> None:
 
 def test_statistics_of_the_largest_numbers_are_finite() -> None:
     largest = np.finfo(np.float64).max
-    table = pa.table({"x": [largest, -largest, 1.0]})
+    table = pa.table({"x": [largest, -largest, 1.0], "y": [largest, largest, 0.0]})
     text = statistics_text(table_statistics(table), 3)
     proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
-    numbers = proto.datasets[0].features[0].num_stats
-    assert (numbers.min, numbers.max) == (-largest, largest)
-    assert 0 < numbers.std_dev < float("inf")
+    x, y = (feature.num_stats for feature in proto.datasets[0].features)
+    assert (x.min, x.max) == (-largest, largest)
+    assert 0 < x.std_dev < float("inf")
+    assert y.mean == pytest.approx(2 / 3 * largest)
 
 
 COLUMNS = {
