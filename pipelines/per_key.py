@@ -124,7 +124,7 @@ def _run(
     try:
         named = {_ALL + name: table for name, table in tables.items()}
         samples = run(connection, per.batched(list(tables)), named)
-    except duckdb.Error:  # some key raises, or DuckDB cannot join the statement laterally
+    except (duckdb.Error, pa.ArrowInvalid):  # a key raises, or no lateral plan exists
         middle = keys[len(keys) // 2]
         sides = [_side(tables, codes, int(middle), lower) for lower in (True, False)]
         return _joined([_run(connection, per, *side) for side in sides])

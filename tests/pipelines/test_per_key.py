@@ -66,3 +66,30 @@ def test_keys_without_rows_in_the_other_source_are_kept() -> None:
     (result,) = run_keys(connect(), per, empty)
     assert result.samples is not None
     assert result.samples["age"].to_pylist() == [None] * 8
+
+
+WINDOW = "list(song) OVER (ORDER BY sec ROWS BETWEEN 50 PRECEDING AND 1 PRECEDING) AS h"
+
+
+def one_key(songs: list[int]) -> dict[str, pa.Table]:
+    """Return rows of one key in time order."""
+    count = len(songs)
+    columns = {"user": [1] * count, "song": songs, "sec": range(count), ORIGIN: range(count)}
+    return {"plays": pa.table({name: pa.array(v, pa.int64()) for name, v in columns.items()})}
+
+
+def test_good_rows_of_a_key_with_a_bad_one_keep_their_whole_history() -> None:
+    statement = carry_origin(f"SELECT 100 // (song - 9) AS x, {WINDOW} FROM plays", "key")
+    result = run_key(connect(), statement, "plays", one_key(list(range(16))))
+    assert [b.origin for b in result.bad_rows] == [9]
+    assert result.samples is not None
+    expected = [song for song in range(16) if song != 9]
+    histories = {r[ORIGIN]: r["h"] or [] for r in rows_of(result.samples)}
+    assert histories == {song: expected[: expected.index(song)] for song in expected}
+
+
+def test_rows_that_fail_only_together_are_all_rejected() -> None:
+    text = "SELECT song, 1 // (3 - (SELECT count(*) FROM plays)) AS x FROM plays"
+    result = run_key(connect(), carry_origin(text, "key"), "plays", one_key([5, 6, 7]))
+    assert result.samples is None
+    assert [b.origin for b in result.bad_rows] == [0, 1, 2]
