@@ -101,7 +101,7 @@ def job_path(name: str) -> Path:
 
 def transform_bytes(dataset: Dataset) -> int:
     """Return the bytes of the column chunks that transforms made; their footers stay ours."""
-    made = {c for columns in dataset.job.data.transforms.values() for c in columns}
+    made = set(dataset.job.data.made_columns)
     total = 0
     for segment in dataset.segments:
         for path in segment.files:

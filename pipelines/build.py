@@ -30,7 +30,16 @@ from pipelines.prepare import BuildRequest, check_map, prepare
 from pipelines.progress import watched
 from pipelines.rejects import Reject, sort_key
 from pipelines.runner import run_pipeline
-from pipelines.transforms import REJECTS, SAMPLES, BuildContext, BuildParts, MakeSamples, ReadRows
+from pipelines.sampling_units import MergeCounts, write_units
+from pipelines.transforms import (
+    REJECTS,
+    SAMPLES,
+    SAMPLING,
+    BuildContext,
+    BuildParts,
+    MakeSamples,
+    ReadRows,
+)
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -78,7 +87,8 @@ def segment_pipeline(
         >> beam.ParDo(_NumberAccesses(context.segment_root), beam.pvalue.AsSingleton(joined))
     )
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
-    return {"parts": parts, "tables": tables, "rejects": rejects}
+    units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())
+    return {"parts": parts, "tables": tables, "rejects": rejects, "units": units}
 
 
 def build_segment(
@@ -123,6 +133,7 @@ def build_segment(
                 lambda p: segment_pipeline(p, context), request.beam_args, building
             )
         check_usable(outcome.values["parts"], outcome.values["rejects"], job.data)
+        write_units(building, outcome.values["units"])
         manifest = finish_segment(
             building,
             segment_id,

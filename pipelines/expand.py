@@ -49,7 +49,7 @@ def joined_row_group(
 
 def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
     """Return the columns of the samples in the order of the schema."""
-    made = {c for columns in dataset.job.data.transforms.values() for c in columns}
+    made = dataset.job.data.made_columns
     return [n for n in dataset.features.names if model_inputs or n not in made]
 
 
@@ -68,7 +68,7 @@ def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
     Args:
         dataset_path: the dataset.
         output: the file to write.
-        model_inputs: whether to add the columns that transforms made.
+        model_inputs: whether to add the columns that transforms and sampling made.
 
     Returns:
         The number of samples.

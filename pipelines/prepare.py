@@ -12,6 +12,7 @@ import pyarrow as pa
 from pipelines.check_sql import check_map_sql
 from pipelines.per_key import visible_rows
 from pipelines.rejects import Reject
+from pipelines.sampling import check_sampling
 from pipelines.sources import (
     FilePart,
     empty_rows,
@@ -91,6 +92,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         }
         visible = visible_rows(empty, data.sample_source)
         samples = run(connect(), statement, visible)
+        check_sampling(samples.schema, features, data)
         check_columns(samples.schema, features, data)
         check_transforms(samples, features, data)
     except SchemaError as error:

@@ -16,6 +16,7 @@ from pipelines.report_method import method_section
 from pipelines.report_oracle import oracle_facts, oracle_section
 from pipelines.report_plan import BUILD, PLAN, pools_section, read_object
 from pipelines.report_runs import read_runs, training_section
+from pipelines.report_sampling import sampling_sections
 from pipelines.report_storage import storage_section
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -50,6 +51,7 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
     shown = [
         storage_section(opened, flat, rows),
         dedup_section(opened),
+        *sampling_sections(opened),
         *([oracle_section(oracle)] if oracle else []),
         *([training_section(found)] if runs else []),
         *([pools_section(plan, build)] if plan or build else []),

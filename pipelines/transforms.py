@@ -23,6 +23,8 @@ from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.part import PartResult, build_part
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.rejects import Reject
+from pipelines.sampling import sample_negatives
+from pipelines.sampling_units import count_units
 from pipelines.shuffle import Reference, read_reference, write_chunk
 from pipelines.sources import ORIGIN, FilePart, parts_of_file, place_of, read_part
 from pipelines.sql import BadRow, SqlResult, connect, map_rows, with_list_index
@@ -35,6 +37,7 @@ from schemas.manifest import InputFile
 
 REJECTS = "rejects"
 SAMPLES = "samples"
+SAMPLING = "sampling"
 
 
 def to_bytes(table: pa.Table) -> bytes:
@@ -163,6 +166,10 @@ class _SqlStage(_Counted):
             separated = separate(indexed, self.context.data.groups)
             good, unusable = usable_samples(separated, self.context.features, self.context.data)
             bad.extend(unusable)
+            if self.context.data.sampling is not None:
+                units = count_units(good, self.context.features, self.context.data)
+                yield pvalue.TaggedOutput(SAMPLING, units)
+            good = sample_negatives(good, self.context.features, self.context.data)
             if good.num_samples:
                 self.count("out", good.samples)
                 yield from self.hand_over(good)
@@ -242,7 +249,9 @@ class MakeSamples(beam.PTransform):
         rows = input_or_inputs
         if self.context.data.samples.map is not None:
             stage = _MapRows(self.context, "MapRows")
-            return rows | "map rows" >> beam.ParDo(stage).with_outputs(REJECTS, main=SAMPLES)
+            return rows | "map rows" >> beam.ParDo(stage).with_outputs(
+                REJECTS, SAMPLING, main=SAMPLES
+            )
         spread_rows = rows | "spread by key" >> beam.ParDo(
             _SpreadByKey(self.context, "SpreadByKey")
         ).with_outputs(REJECTS, main=SAMPLES)
@@ -250,10 +259,12 @@ class MakeSamples(beam.PTransform):
             spread_rows[SAMPLES]
             | "group by key" >> beam.GroupByKey()
             | "sql per key"
-            >> beam.ParDo(_SqlPerKey(self.context, "SqlPerKey")).with_outputs(REJECTS, main=SAMPLES)
+            >> beam.ParDo(_SqlPerKey(self.context, "SqlPerKey")).with_outputs(
+                REJECTS, SAMPLING, main=SAMPLES
+            )
         )
         rejects = (spread_rows[REJECTS], made[REJECTS]) | "join key rejects" >> beam.Flatten()
-        return {SAMPLES: made[SAMPLES], REJECTS: rejects}
+        return {SAMPLES: made[SAMPLES], REJECTS: rejects, SAMPLING: made[SAMPLING]}
 
 
 class _BuildPart(_Counted):

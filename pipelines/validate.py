@@ -46,7 +46,7 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     """
     hidden = [n for n in samples.names if n.startswith(HASH_PREFIX)]
     names = [n for n in samples.names if n not in (*_HIDDEN, *hidden)]
-    made = {c for columns in data.transforms.values() for c in columns}
+    made = data.made_columns
     declared = [f.name for f in features.features if f.name not in made]
     for name in names:
         if name not in declared:

@@ -17,8 +17,10 @@ from typing import Literal
 from schemas.declare import read_yaml
 from schemas.errors import SchemaError, check_at_least_one, nearest
 from schemas.hashing import MAX_ROW
+from schemas.job_sampling import SamplingConfig
 from schemas.job_schedule import ScheduleConfig
 from schemas.job_train import TrainConfig
+from schemas.layout import SAMPLE_WEIGHT
 
 MAX_GROUPS = 8
 MAX_BLOCK_SAMPLES = 1 << 16
@@ -202,6 +204,8 @@ class DataConfig:
     transforms: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Group name (or `samples`) to new columns, each a scalar SQL expression over the columns of
     that group; evaluated once per unique tuple. The inputs stay."""
+    sampling: SamplingConfig | None = None
+    """Which negatives are kept; all when null."""
     window: WindowConfig = field(default_factory=WindowConfig)
     """Horizon of clustering."""
     split: SplitConfig = field(default_factory=SplitConfig)
@@ -232,7 +236,7 @@ class DataConfig:
                 f"use {max(1, self.oracle.batch_samples // block) * block}"
             )
         _check_source(self.sources, self.samples)
-        _check_groups(self.groups, self.transforms)
+        _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         _check_tables(self.tables)
 
     @property
@@ -244,6 +248,12 @@ class DataConfig:
     def table_of_feature(self) -> dict[str, str]:
         """Sparse feature name to table name."""
         return {f: name for name, table in self.tables.items() for f in table.features}
+
+    @property
+    def made_columns(self) -> frozenset[str]:
+        """Columns that are no part of the original samples: of transforms and of sampling."""
+        made = {c for columns in self.transforms.values() for c in columns}
+        return frozenset(made | ({SAMPLE_WEIGHT} if self.sampling is not None else set()))
 
     @property
     def group_of_column(self) -> dict[str, str]:
@@ -306,7 +316,9 @@ def _check_source(sources: Mapping[str, SourceConfig], samples: SamplesConfig) -
 
 
 def _check_groups(
-    groups: Mapping[str, tuple[str, ...]], transforms: Mapping[str, Mapping[str, str]]
+    groups: Mapping[str, tuple[str, ...]],
+    transforms: Mapping[str, Mapping[str, str]],
+    taken: Iterable[str],
 ) -> None:
     if len(groups) > MAX_GROUPS:
         raise ValueError(f"groups must be at most {MAX_GROUPS}, got {len(groups)}; merge some")
@@ -324,6 +336,7 @@ def _check_groups(
                     f"and {group}; keep one"
                 )
             owner[column] = group
+    owner.update(dict.fromkeys(taken, SAMPLES))
     for group, columns in transforms.items():
         if group not in groups and group != SAMPLES:
             raise ValueError(

@@ -84,10 +84,10 @@ def spec_of(dataset: Dataset, dtype: str, key: str | None = None) -> BatchSpec:
     if key is not None:
         features[key]
     weights = features.with_role("weight")
-    stored = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None
+    stored = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None  # holds the job's own, too
     return BatchSpec(
         label=features.label,
-        weight=weights[0] if weights else stored,
+        weight=stored or (weights[0] if weights else None),
         dense=features.with_role("dense"),
         sparse=sparse,
         key=key,
