@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from pipelines.cluster import cluster
 from pipelines.lookups import lookups_of, lookups_table
+from pipelines.pins import Pins
 from pipelines.star import Star, to_star
 from pipelines.statistics import ColumnStatistics, table_statistics
 from pipelines.tuples import Tuples, join
@@ -64,7 +65,7 @@ class PartResult:
 
 
 def build_part(
-    root: Path, file_index: int, samples: Sequence[Tuples], data: DataConfig
+    root: Path, file_index: int, samples: Sequence[Tuples], data: DataConfig, pins: Pins
 ) -> PartResult:
     """Cluster, cut, deduplicate and write the samples of one part.
 
@@ -73,10 +74,11 @@ def build_part(
         file_index: number of the part.
         samples: all samples of the part's sessions, in any order; at least one row.
         data: the job's data section.
+        pins: what all parts have in common.
     """
     clustered = cluster(join(samples), data)
     star = to_star(clustered, file_index, data)
-    blocks = write_part(root, star, clustered, file_index)
+    blocks = write_part(root, star, clustered, file_index, pins.encodings)
     return PartResult(
         file_index,
         clustered.samples.num_samples,

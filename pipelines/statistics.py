@@ -10,15 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import sqrt
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from google.protobuf import text_format
-from numpy.typing import NDArray
 from tensorflow_metadata.proto.v0 import anomalies_pb2, statistics_pb2
 
+from pipelines.exact_sum import exact_sum, exact_sum_of_squares
 from schemas.columns import is_list, numpy_of, one_chunk
 
 
@@ -77,33 +76,6 @@ class ColumnStatistics:
         )
 
 
-def exact_sum(values: NDArray[np.generic]) -> Fraction:
-    """Return the sum of finite numbers without rounding.
-
-    Floats are taken apart into 53-bit integers and exponents; the halves of
-    the integers are added per exponent, which stays exact below 2**26 values
-    a call.
-
-    Example:
-        >>> exact_sum(np.array([1e100, 1.0, -1e100]))
-        Fraction(1, 1)
-    """
-    if values.dtype.kind != "f":
-        wide: NDArray[Any] = values if values.dtype == np.uint64 else values.astype(np.int64)
-        low, high = wide & wide.dtype.type(0xFFFFFFFF), wide >> wide.dtype.type(32)
-        return Fraction((int(high.sum()) << 32) + int(low.sum()))
-    mantissa, exponent = np.frexp(values.astype(np.float64))
-    whole = (mantissa * 2.0**53).astype(np.int64)
-    base = int(exponent.min()) if len(exponent) else 0
-    total = Fraction(0)
-    for part, shift in ((whole & 0x7FFFFFF, 0), (whole >> 27, 27)):
-        sums = np.bincount(exponent - base, weights=part.astype(np.float64))
-        for index in np.flatnonzero(sums).tolist():
-            power = index + base - 53 + shift
-            total += int(sums[index]) * (Fraction(2) ** power)
-    return total
-
-
 def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
     """Return the sums over one column."""
     array = one_chunk(column)
@@ -119,8 +91,6 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
         kind = "FLOAT" if pa.types.is_floating(present.type) else "INT"
         values = numpy_of(present)
     finite = values[np.isfinite(values)] if kind == "FLOAT" else values
-    with np.errstate(over="ignore"):  # above 1e154 a square is as large as numbers are
-        squares = np.minimum(finite.astype(np.float64) ** 2, np.finfo(np.float64).max)
     return ColumnStatistics(
         kind,
         len(array),
@@ -131,7 +101,7 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
         float(finite.min()) if len(finite) else float("inf"),
         float(finite.max()) if len(finite) else float("-inf"),
         exact_sum(finite),
-        exact_sum(squares),
+        exact_sum_of_squares(finite),
         int(lengths.min()) if len(lengths) else 0,
         int(lengths.max()) if len(lengths) else 0,
     )

@@ -22,6 +22,7 @@ from apache_beam.metrics import Metrics
 from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.part import PartResult, build_part
 from pipelines.per_key import PerKey, in_origin_order, run_keys
+from pipelines.pins import Pins, pin
 from pipelines.rejects import Reject
 from pipelines.sampling import sample_negatives
 from pipelines.sampling_units import count_units
@@ -267,13 +268,45 @@ class MakeSamples(beam.PTransform):
         return {SAMPLES: made[SAMPLES], REJECTS: rejects, SAMPLING: made[SAMPLING]}
 
 
+def read_samples(context: BuildContext, references: Iterable[Reference]) -> list[Tuples]:
+    """Read the samples of one part."""
+    groups = list(context.data.groups)
+    return [read_reference(context.segment_root, r, groups) for r in sorted(references)]
+
+
+class _FirstPart(beam.CombineFn):
+    """Keeps the references of the part with the smallest number."""
+
+    def create_accumulator(self) -> tuple[int, list[Reference]] | None:
+        return None
+
+    def add_input(self, mutable_accumulator: Any, element: tuple[int, Iterable[Reference]]) -> Any:
+        if mutable_accumulator is None or element[0] < mutable_accumulator[0]:
+            return element[0], list(element[1])
+        return mutable_accumulator
+
+    def merge_accumulators(self, accumulators: Iterable[Any]) -> Any:
+        return min((a for a in accumulators if a is not None), default=None)
+
+    def extract_output(self, accumulator: Any) -> list[Reference]:
+        return [] if accumulator is None else accumulator[1]
+
+
+class _Pin(beam.DoFn):
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    def process(self, first_part: list[Reference]) -> Iterator[Pins | None]:
+        samples = read_samples(self.context, first_part)
+        yield pin(samples, self.context.data) if samples else None
+
+
 class _BuildPart(_Counted):
-    def process(self, part: tuple[int, Iterable[Reference]]) -> Iterator[PartResult]:
-        root, data = self.context.segment_root, self.context.data
-        samples = [read_reference(root, r, list(data.groups)) for r in sorted(part[1])]
+    def process(self, part: tuple[int, Iterable[Reference]], pins: Pins) -> Iterator[PartResult]:
+        samples = read_samples(self.context, part[1])
         for chunk in samples:
             self.count("in", chunk.samples)
-        yield build_part(root, part[0], samples, data)
+        yield build_part(self.context.segment_root, part[0], samples, self.context.data, pins)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -284,8 +317,11 @@ class BuildParts(beam.PTransform):
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Bring each range of session hashes to one worker."""
-        return (
-            input_or_inputs
-            | "cluster by session" >> beam.GroupByKey()
-            | "build part" >> beam.ParDo(_BuildPart(self.context, "BuildParts"))
+        parts = input_or_inputs | "cluster by session" >> beam.GroupByKey()
+        pins = (
+            parts
+            | "first part" >> beam.CombineGlobally(_FirstPart())
+            | "pin" >> beam.ParDo(_Pin(self.context))
         )
+        stage = _BuildPart(self.context, "BuildParts")
+        return parts | "build part" >> beam.ParDo(stage, beam.pvalue.AsSingleton(pins))

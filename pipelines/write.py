@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.cluster import Clustered
-from pipelines.encodings import choose, open_writer
+from pipelines.encodings import Encodings, open_writer
 from pipelines.star import Star
 from schemas.jagged import offsets_of
+from schemas.job import SAMPLES
 from schemas.layout import (
     BLOCK,
     EVALUATION,
@@ -57,11 +59,12 @@ def row_groups_of(
     return groups
 
 
-def write_table(path: Path, table: pa.Table, rows_per_group: list[int]) -> None:
+def write_table(
+    path: Path, table: pa.Table, rows_per_group: list[int], encodings: Encodings
+) -> None:
     """Write a table with the given row groups, under its final name only when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    encodings = choose(table.slice(0, rows_per_group[0]))
     with open_writer(str(partial), table.schema, encodings) as writer:
         start = 0
         for count in rows_per_group:
@@ -70,7 +73,13 @@ def write_table(path: Path, table: pa.Table, rows_per_group: list[int]) -> None:
     partial.replace(path)
 
 
-def write_part(root: Path, star: Star, clustered: Clustered, file_index: int) -> pa.Table:
+def write_part(
+    root: Path,
+    star: Star,
+    clustered: Clustered,
+    file_index: int,
+    encodings: Mapping[str, Encodings],
+) -> pa.Table:
     """Write the samples and groups of one part.
 
     Args:
@@ -78,6 +87,7 @@ def write_part(root: Path, star: Star, clustered: Clustered, file_index: int) ->
         star: the part's tables.
         clustered: the part's samples, for splits and windows.
         file_index: number of the part.
+        encodings: how each table is written.
 
     Returns:
         The part's rows of `blocks.parquet`.
@@ -92,10 +102,10 @@ def write_part(root: Path, star: Star, clustered: Clustered, file_index: int) ->
     total = star.samples.nbytes + sum(t.nbytes for t in star.groups.values())
     groups = row_groups_of(ranges, total / num_blocks)
     counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
-    write_table(root / samples_path(file_index), star.samples, counts)
+    write_table(root / samples_path(file_index), star.samples, counts, encodings[SAMPLES])
     for name, table in star.groups.items():
         unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
-        write_table(root / group_path(name, file_index), table, unique)
+        write_table(root / group_path(name, file_index), table, unique, encodings[name])
     lengths = [g.end - g.first for g in groups]
     sessions = np.add.reduceat(clustered.starts_session.astype(np.int32), first_sample)
     columns = {

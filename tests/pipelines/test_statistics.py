@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.encodings import choose, open_writer
+from pipelines.exact_sum import exact_sum, exact_sum_of_squares
 from pipelines.sources import ORIGIN
 from pipelines.sql import carry_origin, connect, map_rows, run, with_list_index
-from pipelines.statistics import column_statistics, exact_sum, statistics_text, table_statistics
+from pipelines.statistics import column_statistics, statistics_text, table_statistics
 from schemas.errors import SchemaError
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
@@ -30,6 +31,18 @@ def test_exact_sum_of_floats_is_the_sum_of_their_fractions(values: list[float]) 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30))
 def test_exact_sum_of_ints_does_not_wrap(values: list[int]) -> None:
     assert exact_sum(np.array(values, np.int64)) == sum(values)
+
+
+@given(st.lists(st.integers(1 - (2**31), 2**31 - 1), max_size=30))
+def test_sum_of_squares_of_ids_is_exact(values: list[int]) -> None:
+    assert exact_sum_of_squares(np.array(values, np.int64)) == sum(v * v for v in values)
+
+
+@given(FLOATS, st.integers(0, 30))
+def test_sum_of_squares_does_not_depend_on_the_cut(values: list[float], cut: int) -> None:
+    array = np.array(values, np.float64)
+    parts = exact_sum_of_squares(array[:cut]) + exact_sum_of_squares(array[cut:])
+    assert parts == exact_sum_of_squares(array)
 
 
 def test_sum_of_unsigned_ids_does_not_wrap() -> None:
