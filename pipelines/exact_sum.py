@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ def _largest(values: NDArray[np.generic]) -> int:
 def _integer_sum(values: NDArray[np.generic]) -> int:
     if _largest(values) * len(values) < 1 << 63:
         return int(values.sum(dtype=np.int64))
-    wide = values if values.dtype == np.uint64 else values.astype(np.int64)
+    wide: NDArray[Any] = values if values.dtype == np.uint64 else values.astype(np.int64)
     low, high = wide & wide.dtype.type(0xFFFFFFFF), wide >> wide.dtype.type(32)
     return (int(high.sum()) << 32) + int(low.sum())
 
