@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 
 from pipelines.encodings import COMPRESSION, COMPRESSION_LEVEL, choose, open_writer
 from pipelines.expand import joined_row_group, row_groups, sample_columns
-from schemas.dataset import Dataset
+from schemas.absent import absent_columns
+from schemas.dataset import Dataset, Segment
 
 MAX_BYTES = 1 << 30
 """Bytes of expanded rows in memory that are written whole; beyond, a share of the row groups is."""
@@ -59,12 +60,18 @@ def flat_rows(dataset: Dataset, max_bytes: int = MAX_BYTES) -> FlatRows:
         max_bytes: bytes that the rows may take in memory, about.
     """
     data, columns = dataset.job.data, sample_columns(dataset, model_inputs=False)
+    absent = {s.manifest.id: absent_columns(dataset, s) for s in dataset.segments}
     places = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
+
+    def rows(segment: Segment, file_index: int, row_group: int) -> pa.Table:
+        younger = absent[segment.manifest.id]
+        return joined_row_group(segment, file_index, row_group, data, younger).select(columns)
+
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
-    taken = [joined_row_group(*places[0], data).select(columns)]
+    taken = [rows(*places[0])]
     total_bytes = taken[0].nbytes / taken[0].num_rows * num_samples
     stride = max(1, -(-int(total_bytes) // max_bytes))
-    taken.extend(joined_row_group(*p, data).select(columns) for p in places[stride::stride])
+    taken.extend(rows(*p) for p in places[stride::stride])
     return FlatRows(pa.concat_tables(taken).combine_chunks(), num_samples)
 
 

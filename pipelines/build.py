@@ -1,33 +1,29 @@
 """Build one segment from raw files: the page to read first.
 
 list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
--> number accesses -> commit segment -> index -> replace the root manifest.
+-> number accesses -> finish segment -> indexes -> replace the root manifest.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 import pyarrow.compute as pc
 
-from pipelines.commit import (
-    commit_root,
-    commit_segment,
-    finish_segment,
-    join_blocks,
-    reference_of,
-)
-from pipelines.index import build_index
-from pipelines.lock import locked, workplace
+from pipelines.admit import admit, finished_segments, proposal_of
+from pipelines.commit import finish_segment, join_blocks
+from pipelines.lock import workplace
 from pipelines.oracle import write_access
 from pipelines.part import PartResult
+from pipelines.pinned import identity_of
 from pipelines.prepare import BuildRequest, check_map, prepare
 from pipelines.progress import watched
+from pipelines.publish import publish
 from pipelines.rejects import Reject, sort_key
 from pipelines.runner import run_pipeline
 from pipelines.sampling_units import MergeCounts, write_units
@@ -45,17 +41,24 @@ from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, Job, load_job
 from schemas.layout import BLOCK, MANIFEST, SEGMENTS, TRAIN
-from schemas.manifest import (
-    Reference,
-    SegmentManifest,
-    hash_of,
-    read_dataset,
-    read_segment,
-)
+from schemas.manifest import Reference, hash_of, read_dataset, read_segment
 
 PART_INPUT_BYTES = 32 << 20
 """Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
 they are 20 times larger in memory, large enough for row groups of 64 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build left.
+
+    Attributes:
+        reference: the segment's name in the root manifest.
+        built: whether it was made now; False when it was there already.
+    """
+
+    reference: Reference
+    built: bool
 
 
 class _NumberAccesses(beam.DoFn):
@@ -91,16 +94,16 @@ def segment_pipeline(
     return {"parts": parts, "tables": tables, "rejects": rejects, "units": units}
 
 
-def build_segment(
-    request: BuildRequest, job: Job, features: FeatureSet, index: int
-) -> tuple[Reference, SegmentManifest, dict[str, int]]:
-    """Build and commit one segment; one that is already there is kept.
+def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Built:
+    """Build one segment and make it part of the dataset; one that is already there is kept.
 
     Args:
         request: what is to be built.
         job: the job file.
         features: declared columns.
-        index: position of the segment in the dataset.
+
+    Raises:
+        SchemaError: the job, the input or the dataset does not fit.
     """
     prepared = prepare(request, job, features)
     listing = prepared.listing
@@ -109,14 +112,13 @@ def build_segment(
     if request.check_sql:
         rows = check_map(request, job.data, prepared)
         request.say(f"check-sql: equal samples from {rows} rows cut three ways")
-    hashes = hash_of(asdict(job.data)), hash_of([asdict(f) for f in features.features])
-    segment_id = f"{index:05d}-{hash_of([*hashes, [asdict(f) for f in listing]])[:12]}"
-    final = request.dataset / SEGMENTS / segment_id
-    refuse_other(request.dataset, index, segment_id)
-    if (final / MANIFEST).exists():
-        reference = reference_of(final)
-        return reference, read_segment(final, reference), {}
-    building = request.dataset / SEGMENTS / f".{segment_id}.{request.attempt}"
+    hashes = hash_of(identity_of(job.data)), hash_of([asdict(f) for f in features.features])
+    key = hash_of([*hashes, [asdict(f) for f in listing]])[:12]
+    there = admit(request, job, features, key, listing)
+    if there is not None:
+        request.say(f"segment {there.id}: already there, nothing to do")
+        return Built(there, built=False)
+    building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
     context = BuildContext(
         input_root=request.input_root,
         segment_root=building,
@@ -127,24 +129,34 @@ def build_segment(
         empty_rows=prepared.empty_rows,
         num_parts=max(1, -(-size // PART_INPUT_BYTES)),
     )
-    with workplace(building, ".*"):
-        with watched(building, context.num_parts, request.say):
-            outcome = run_pipeline(
-                lambda p: segment_pipeline(p, context), request.beam_args, building
-            )
-        check_usable(outcome.values["parts"], outcome.values["rejects"], job.data)
-        write_units(building, outcome.values["units"])
-        manifest = finish_segment(
-            building,
-            segment_id,
-            outcome.values["parts"],
-            outcome.values["rejects"],
-            dict(outcome.values["tables"]),
-            listing,
-            hashes,
-        )
-        reference = commit_segment(building, request.dataset, segment_id)
-    return reference, manifest, dict(outcome.counters)
+    with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
+        if (building / MANIFEST).exists():
+            request.say("segment finished by an attempt that died: taken over")
+        else:
+            write_segment(request, context, key, hashes)
+        reference = publish(proposal_of(request, job, features, key, building))
+    request.say(f"segment {reference.id} committed")
+    return Built(reference, built=True)
+
+
+def write_segment(
+    request: BuildRequest, context: BuildContext, key: str, hashes: tuple[str, str]
+) -> None:
+    """Run the pipeline and finish the segment in its hidden directory."""
+    building = context.segment_root
+    with watched(building, context.num_parts, request.say):
+        outcome = run_pipeline(lambda p: segment_pipeline(p, context), request.beam_args, building)
+    check_usable(outcome.values["parts"], outcome.values["rejects"], context.data)
+    write_units(building, outcome.values["units"])
+    finish_segment(
+        building,
+        f"00000-{key}",
+        outcome.values["parts"],
+        outcome.values["rejects"],
+        dict(outcome.values["tables"]),
+        context.listing,
+        hashes,
+    )
 
 
 def check_usable(parts: list[PartResult], rejects: list[Reject], data: DataConfig) -> None:
@@ -162,74 +174,31 @@ def check_usable(parts: list[PartResult], rejects: list[Reject], data: DataConfi
 
 
 def build(request: BuildRequest) -> dict[str, Any]:
-    """Build a dataset of one segment with its default index.
+    """Build a dataset of one segment, or append one, with its indexes.
 
     Returns:
-        What `build --json` prints.
+        What `build --json` prints, but for the start-up.
 
     Raises:
         SchemaError: the job, the input or the dataset does not fit.
     """
     started = time.perf_counter()
     job = load_job(request.job_path)
-    schema_path = request.job_path.parent / job.data.schema
-    features = load_features(schema_path)
+    features = load_features(request.job_path.parent / job.data.schema)
+    if request.append:
+        read_dataset(request.dataset)  # refuses a directory that is no dataset
     request.dataset.mkdir(parents=True, exist_ok=True)
-    reference, manifest, _ = build_segment(request, job, features, 0)
-    files = request.job_path.read_bytes(), schema_path.read_bytes()
-
-    def commit(*indexes: Reference) -> None:
-        with locked(request.dataset):
-            refuse_other(request.dataset, 0, reference.id)  # it may have been faster
-            known = [i for i in indexes_of(request.dataset) if i not in indexes]
-            commit_root(request.dataset, job.name, *files, [reference], [*indexes, *known])
-
-    commit()
-    request.say(f"segment {reference.id}: {manifest.num_samples} samples committed")
-    index = default_index(request)
-    request.say(f"{index.id} committed")
-    commit(index)
-    return summary(request.dataset, manifest, time.perf_counter() - started)
+    made = build_segment(request, job, features)
+    return summary(request.dataset, made, time.perf_counter() - started)
 
 
-def refuse_other(dataset: Path, index: int, segment_id: str) -> None:
-    """Refuse to build over a dataset that holds something else.
-
-    Raises:
-        SchemaError: the dataset has another segment at that position.
-    """
-    if not (dataset / MANIFEST).exists():
-        return
-    segments = read_dataset(dataset).segments
-    if len(segments) != index + 1 or segments[index].id != segment_id:
-        raise SchemaError(
-            f"output must be empty or hold the same segment, got {[s.id for s in segments]} "
-            f"instead of {segment_id}; choose another --output",
-            file=str(dataset),
-        )
-
-
-def indexes_of(dataset: Path) -> tuple[Reference, ...]:
-    """Return the indexes that a dataset has already."""
-    return read_dataset(dataset).indexes if (dataset / MANIFEST).exists() else ()
-
-
-def default_index(request: BuildRequest) -> Reference:
-    """Build the index that the job's `data.oracle` asks for."""
-    dataset = open_dataset(request.dataset)
-    oracle = dataset.job.data.oracle
-    order = dataset.order(
-        oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
-    )
-    building = request.dataset / f".index.{request.attempt}"
-    return build_index(dataset, order, building, request.beam_args)
-
-
-def summary(dataset: Path, manifest: SegmentManifest, wall_sec: float) -> dict[str, Any]:
+def summary(dataset: Path, made: Built, wall_sec: float) -> dict[str, Any]:
     """Return what `build --json` prints, but for the start-up."""
-    opened = open_dataset(dataset)
-    index_bytes = sum(i.manifest.oracle_bytes for i in opened.indexes)
+    manifest = read_segment(dataset / SEGMENTS / made.reference.id, made.reference)
+    index_bytes = sum(i.manifest.oracle_bytes for i in open_dataset(dataset).indexes)
     return {
+        "segment": manifest.id,
+        "built": made.built,
         "num_samples": manifest.num_samples,
         "num_sessions": manifest.num_sessions,
         "num_blocks": manifest.num_blocks,
@@ -238,7 +207,7 @@ def summary(dataset: Path, manifest: SegmentManifest, wall_sec: float) -> dict[s
         "dataset_bytes": manifest.dataset_bytes,
         "oracle_bytes": manifest.oracle_bytes + index_bytes,
         "wall_sec": round(wall_sec, 3),
-        "rows_per_sec": round(manifest.num_samples / wall_sec, 1),
+        "rows_per_sec": round(manifest.num_samples / wall_sec, 1) if made.built else None,
         "groups": {
             name: {"num_unique": g.num_unique, "dedup_factor": g.dedup_factor}
             for name, g in manifest.groups.items()

@@ -24,7 +24,7 @@ from schemas.job import load_job
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; unknown flags of `build` go to Beam."""
+    """Return the parser of all commands; what builds and `oracle` do not know goes to Beam."""
     parser = argparse.ArgumentParser(prog="python -m pipelines", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -37,6 +37,14 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("job", type=Path, metavar="JOB")
     command.add_argument("--input", type=Path, required=True, metavar="DIR")
     command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
+    command.add_argument("--json", action="store_true")
+
+    command = commands.add_parser("append", help="add one more segment to a dataset")
+    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--input", type=Path, required=True, metavar="DIR")
+    command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
     command.add_argument("--json", action="store_true")
 
@@ -73,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     arguments, beam_args = parser.parse_known_args(argv)
-    if beam_args and arguments.command not in ("build", "oracle"):
+    if beam_args and arguments.command not in ("build", "append", "oracle"):
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
         return _COMMANDS[arguments.command](arguments, beam_args)
@@ -93,9 +101,10 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
     config = load_job(arguments.job).data.generate
     if config is None:
         raise SchemaError("job must have data.generate, got none; use schemas/demo/job.yaml")
+    num_samples = arguments.num_samples
     files = write_log(
         GeneratorConfig(
-            num_samples=arguments.num_samples or config.num_samples,
+            num_samples=config.num_samples if num_samples is None else num_samples,
             seed=config.seed,
             start=config.start,
             span=config.span,
@@ -115,10 +124,31 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         beam_args=beam_args,
         attempt=uuid.uuid4().hex[:12],
         check_sql=arguments.check_sql,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=_progress,
     )
     _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
     return 0
+
+
+def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    startup = time.time() - _process_start()
+    request = BuildRequest(
+        job_path=arguments.job,
+        input_root=arguments.input,
+        dataset=arguments.dataset,
+        beam_args=beam_args,
+        attempt=uuid.uuid4().hex[:12],
+        check_sql=arguments.check_sql,
+        append=True,
+        position=arguments.position,
+        say=_progress,
+    )
+    _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
+    return 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _process_start() -> float:
@@ -161,6 +191,7 @@ def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 _COMMANDS = {
     "generate": _generate,
     "build": _build,
+    "append": _append,
     "verify": _verify,
     "expand": _expand,
     "report": _report,

@@ -1,41 +1,46 @@
 """From written parts to a committed segment, and from segments to a dataset: all or nothing.
 
-A segment is built in a hidden directory beside its final place and renamed
-when its manifest is written; the root manifest is replaced last. Whatever dies
-before leaves the dataset as it was, and a rerun starts clean.
+A segment is built in a hidden directory beside its final place, its manifest
+written last; `publish.py` makes it part of the dataset. Whatever dies before
+leaves the dataset as it was, and a rerun starts clean.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.lock import locked
 from pipelines.oracle import write_file
 from pipelines.part import LOOKUPS, PartResult
 from pipelines.rejects import Reject, to_table
 from pipelines.shuffle import SHUFFLE
 from pipelines.statistics import anomalies_text, merge, statistics_text
 from pipelines.write import in_training_order
-from schemas.checked import FileEntry, describe_file, sha256_of, write_files
+from schemas.absent import type_name
+from schemas.checked import FileEntry, describe_file, read_files, sha256_of, write_files
 from schemas.layout import (
     ANOMALIES,
+    BLOCK,
     BLOCKS,
     EVALUATION,
     FILES,
     JOB,
     MANIFEST,
     SCHEMA,
-    SEGMENTS,
     STATISTICS,
     TRAIN,
+    UNIQUE_INDEX,
+    group_path,
+    inverse_column,
     rejects_path,
+    samples_path,
 )
 from schemas.manifest import (
     DatasetManifest,
@@ -44,6 +49,7 @@ from schemas.manifest import (
     Reference,
     SegmentManifest,
     TableCounts,
+    read_segment,
     replace_bytes,
     write_manifest,
 )
@@ -130,6 +136,7 @@ def finish_segment(
     (root / STATISTICS).write_text(text, encoding="utf-8")
     reasons = Counter(r.reason for r in set(rejects))
     (root / ANOMALIES).write_text(anomalies_text(reasons), encoding="utf-8")
+    groups = list(results[0].groups)
     entries = describe_tree(root)
     write_files(root / FILES, entries)
     manifest = SegmentManifest(
@@ -148,9 +155,18 @@ def finish_segment(
         schema_sha256=hashes[1],
         blocks_sha256=sha256_of(root / BLOCKS),
         files_sha256=sha256_of(root / FILES),
+        columns=stored_columns(root, results[0].file_index, groups),
     )
     write_manifest(root, manifest)
     return manifest
+
+
+def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:
+    """Return the type of every column of the samples, as one part stores them."""
+    paths = [samples_path(file_index), *(group_path(g, file_index) for g in groups)]
+    own = {BLOCK, UNIQUE_INDEX, *map(inverse_column, groups)}
+    schemas = [pq.read_schema(root / path) for path in paths]
+    return {f.name: type_name(f.type) for s in schemas for f in s if f.name not in own}
 
 
 def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:
@@ -158,13 +174,24 @@ def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:
     return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
 
 
-def commit_segment(building: Path, dataset: Path, segment_id: str) -> Reference:
-    """Give a finished segment its final name; one that is already there wins."""
-    final = dataset / SEGMENTS / segment_id
-    with locked(final.parent):
-        if not final.exists():
-            building.rename(final)
-    return reference_of(final)
+def relabel(root: Path, segment_id: str, anomalies: str) -> SegmentManifest:
+    """Give a finished segment, not yet published, another id and other anomalies.
+
+    Args:
+        root: directory of the segment.
+        segment_id: new id.
+        anomalies: text of `anomalies.pbtxt`.
+    """
+    manifest = read_segment(root)
+    if manifest.id == segment_id and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
+        return manifest
+    (root / ANOMALIES).write_text(anomalies, encoding="utf-8")
+    entries = read_files(root / FILES)
+    entries[ANOMALIES] = describe_file(root, ANOMALIES)
+    write_files(root / FILES, [entries[path] for path in sorted(entries)])
+    manifest = replace(manifest, id=segment_id, files_sha256=sha256_of(root / FILES))
+    write_manifest(root, manifest)
+    return manifest
 
 
 def reference_of(directory: Path) -> Reference:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from schemas.absent import absent_columns, constant
 from schemas.columns import numpy_of
 from schemas.dataset import Dataset, Segment, open_dataset
 from schemas.jagged import check_inverse, offsets_of
@@ -23,9 +24,20 @@ def row_groups(segment: Segment) -> list[tuple[int, int]]:
 
 
 def joined_row_group(
-    segment: Segment, file_index: int, row_group: int, data: DataConfig
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    absent: Mapping[str, pa.Scalar] | None = None,
 ) -> pa.Table:
     """Return the samples of one row group with the columns of their groups.
+
+    Args:
+        segment: an open segment.
+        file_index: number of the part.
+        row_group: row group in each file of the part.
+        data: groups of the dataset.
+        absent: what to answer for columns that are younger than the segment.
 
     Raises:
         SchemaError: a byte has changed, or an inverse index points nowhere.
@@ -44,7 +56,8 @@ def joined_row_group(
         columns.update({c: taken[c] for c in table.column_names[2:]})
         del columns[inverse_column(group)]
     del columns[BLOCK]
-    return pa.table(columns)
+    younger = {c: constant(value, samples.num_rows) for c, value in (absent or {}).items()}
+    return pa.table({**columns, **younger})
 
 
 def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
@@ -57,8 +70,9 @@ def expanded_tables(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa
     """Yield the samples of each row group, all segments and splits, in training order."""
     columns = sample_columns(dataset, model_inputs)
     for segment in dataset.segments:
+        absent = absent_columns(dataset, segment)
         for file_index, row_group in row_groups(segment):
-            joined = joined_row_group(segment, file_index, row_group, dataset.job.data)
+            joined = joined_row_group(segment, file_index, row_group, dataset.job.data, absent)
             yield joined.select(columns)
 
 

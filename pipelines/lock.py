@@ -12,9 +12,11 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from schemas.layout import MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -52,26 +54,51 @@ def _lock(handle: int, kind: int, directory: Path) -> None:
 
 
 @contextmanager
-def workplace(directory: Path, pattern: str) -> Iterator[None]:
+def workplace(
+    directory: Path, pattern: str, finished: Callable[[], Iterable[Path]] = tuple
+) -> Iterator[None]:
     """Make a directory to build in, gone at the end, or when another build begins after a kill.
+
+    What is finished, so has a manifest, stays when the system fails, for the next attempt.
 
     Args:
         directory: a new path.
         pattern: names beside it that only workplaces have.
+        finished: returns workplaces of the same content; one that nobody holds is taken over.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         with locked(directory.parent):
-            sweep(directory.parent, pattern)
-            directory.mkdir()
+            adopt(directory, finished())
+            sweep(directory.parent, pattern, spared=directory)
+            directory.mkdir(exist_ok=True)
             held.enter_context(locked(directory, fcntl.LOCK_SH))
-        held.callback(shutil.rmtree, directory, ignore_errors=True)
-        yield
+        try:
+            yield
+        except (OSError, KeyboardInterrupt):
+            if not (directory / MANIFEST).exists():
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def sweep(parent: Path, pattern: str) -> None:
-    """Remove the workplaces that nobody holds."""
-    for left in sorted(p for p in parent.glob(pattern) if p.is_dir()):
+def adopt(directory: Path, candidates: Iterable[Path]) -> None:
+    """Rename the first of some directories that nobody holds; do nothing if there is none."""
+    for candidate in candidates:
+        try:
+            with locked(candidate, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                candidate.rename(directory)
+                return
+        except OSError:  # somebody works there, or it has just gone
+            continue
+
+
+def sweep(parent: Path, pattern: str, spared: Path | None = None) -> None:
+    """Remove the workplaces that nobody holds, but for one."""
+    for left in sorted(p for p in parent.glob(pattern) if p.is_dir() and p != spared):
         try:
             with locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 shutil.rmtree(left, ignore_errors=True)

@@ -142,7 +142,8 @@ def report_table(
     index = dataset.index_for(order)
     plan = plan_ttl(indexed_steps(dataset, index, table, order), lookahead, cache_rows)
     summary = summarize(plan, prefetch_steps)
-    counts = [s.manifest.tables[table] for s in dataset.segments]
+    manifests = [s.manifest for s in dataset.segments]  # older ones may lack a table
+    counts = [m.tables[table] for m in manifests if table in m.tables]
     return TableReport(
         num_lookups=order.epochs * sum(c.num_lookups for c in counts),
         num_lookups_dedup=order.epochs * sum(c.num_lookups_dedup for c in counts),

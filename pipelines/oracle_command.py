@@ -26,16 +26,18 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     """
     dataset = open_dataset(arguments.dataset)
     config = dataset.job.data.oracle
+    cache = dataset.job.train.cache
+    batch_samples = at_least_one(arguments.batch_samples, config.batch_samples, "batch-samples")
+    lookahead = at_least_one(arguments.lookahead, cache.lookahead, "lookahead")
+    at_least_one(arguments.cache_rows, 1, "cache-rows")
     order = dataset.order(
-        arguments.batch_samples or config.batch_samples,
-        arguments.epochs or config.epochs,
+        batch_samples,
+        at_least_one(arguments.epochs, config.epochs, "epochs"),
         config.order.shuffle,
         config.order.seed,
     )
     if arguments.reindex:
         dataset = add_index(dataset, order, beam_args, attempt)
-    cache = dataset.job.train.cache
-    lookahead = arguments.lookahead or cache.lookahead
     prefetch = min(cache.prefetch_steps, lookahead)
     tables = {
         name: asdict(report_table(dataset, name, order, lookahead, prefetch, arguments.cache_rows))
@@ -44,19 +46,42 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
 
 
+def at_least_one(given: int | None, default: int, option: str) -> int:
+    """Return what an option says, or the default when it is not given.
+
+    Raises:
+        ValueError: it is below one.
+    """
+    if given is not None and given < 1:
+        raise ValueError(f"--{option} must be at least 1, got {given}; raise it or leave it out")
+    return default if given is None else given
+
+
 def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str) -> Dataset:
-    """Build an index and name it in the root manifest, after the ones that are there."""
+    """Build an index and name it in the root manifest, after the ones that are there.
+
+    When a segment comes meanwhile, the index is built again, over it too.
+    """
     root = dataset.directory
-    reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
-    with locked(root):
-        manifest = read_dataset(root)  # another index may have come meanwhile
-        if reference not in manifest.indexes:
-            commit_root(
-                root,
-                manifest.name,
-                (root / JOB).read_bytes(),
-                (root / SCHEMA).read_bytes(),
-                manifest.segments,
-                [*manifest.indexes, reference],
-            )
-    return open_dataset(dataset.directory)
+    while True:
+        reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
+        with locked(root):
+            manifest = read_dataset(root)
+            if manifest.segments == dataset.manifest.segments and (root / reference.id).is_dir():
+                if reference not in manifest.indexes:
+                    commit_root(
+                        root,
+                        manifest.name,
+                        (root / JOB).read_bytes(),
+                        (root / SCHEMA).read_bytes(),
+                        manifest.segments,
+                        [*manifest.indexes, reference],
+                    )
+                return open_dataset(root)
+        dataset = open_dataset(root)
+        order = dataset.order(
+            order.blocks_per_batch * dataset.job.data.block_samples,
+            order.epochs,
+            order.config.shuffle,
+            order.config.seed,
+        )

@@ -40,6 +40,8 @@ class BuildRequest:
         beam_args: Beam options.
         attempt: name of this attempt, unique among those that may run at once.
         check_sql: whether to compare the SQL's result on three cuts of the same rows first.
+        append: whether the dataset must be there already.
+        position: place among its segments, with `append`; the next free one when None.
         say: told what is going on, one line at a time.
     """
 
@@ -49,6 +51,8 @@ class BuildRequest:
     beam_args: list[str]
     attempt: str
     check_sql: bool = False
+    append: bool = False
+    position: int | None = None
     say: Callable[[str], None] = lambda _: None
 
 

@@ -48,6 +48,8 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
     oracle = oracle_facts(opened)
     plan = read_object(runs / PLAN) if runs else None
     build = read_object(runs / BUILD) if runs else None
+    if build is not None and build.get("built") is False:
+        build = None  # the segment was there already: nothing was measured
     shown = [
         storage_section(opened, flat, rows),
         dedup_section(opened),

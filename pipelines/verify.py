@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.expand import joined_row_group, row_groups
+from schemas.absent import absent_columns, numbered_accesses
 from schemas.accesses import TableAccesses
 from schemas.checked import verify_whole
 from schemas.columns import comparable_tuple, is_list, jagged_of, numpy_of, one_chunk
@@ -107,7 +108,8 @@ def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
     for name, table in dataset.job.data.tables.items():
         ids, positions = looked_up[name]
         expected = unique_per_block(rows_of_ids(ids, name, table), positions, len(training))
-        found, rows = segment.access(name), segment.rows(name)[segment.access(name).values]
+        found, row_of = numbered_accesses(dataset, segment, name)
+        rows = row_of[found.values]
         blocks = np.repeat(np.arange(found.num_rows), found.lengths)
         same_lengths = np.array_equal(found.offsets, expected.offsets)
         if not same_lengths or not np.array_equal(
@@ -125,11 +127,12 @@ def _training_lookups(
     is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
     ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
     positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
+    absent = absent_columns(dataset, segment)
     for file_index, row_group in row_groups(segment):
         chosen = np.flatnonzero(_chosen(segment, file_index, row_group))
         if not is_training[chosen[0]]:
             continue
-        samples = joined_row_group(segment, file_index, row_group, data)
+        samples = joined_row_group(segment, file_index, row_group, data, absent)
         position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
         for feature, table in data.table_of_feature.items():
             values, repeats = _ids(samples[feature])

@@ -61,7 +61,8 @@ def read_history(directory: Path) -> History:
     """
     if not directory.is_dir():
         raise SchemaError("history must be a folder, got none; check the path", file=str(directory))
-    builds = tuple(_read_build(path) for path in sorted(directory.rglob(BUILD)))
+    read = (_read_build(path) for path in sorted(directory.rglob(BUILD)))
+    builds = tuple(record for record in read if record is not None)
     folders = [path.parent for path in sorted(directory.rglob(SUMMARY))]
     runs = tuple(
         RunRecord(
@@ -75,11 +76,14 @@ def read_history(directory: Path) -> History:
     return History(builds, runs)
 
 
-def _read_build(path: Path) -> BuildRecord:
+def _read_build(path: Path) -> BuildRecord | None:
+    """Return what a build took; None when it found its segment there already."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
+        if body.get("built") is False:
+            return None
         record = BuildRecord(float(body["startup_sec"]), float(body["rows_per_sec"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SchemaError(
             f"build must be what build --json prints, got {error!r}; build again or remove it",
             file=str(path),

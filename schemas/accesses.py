@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.absent import numbered_accesses
 from schemas.dataset import Dataset, Index
+from schemas.jagged import Jagged
 from schemas.oracle import merge_blocks
 from schemas.order import Order
 
@@ -46,12 +48,11 @@ class TableAccesses:
 
     def __init__(self, dataset: Dataset, table: str, order: Order) -> None:
         """Read the access lists of every segment; linear in accesses."""
-        maps, self.rows = stitch([segment.rows(table) for segment in dataset.segments])
+        found = [numbered_accesses(dataset, segment, table) for segment in dataset.segments]
+        maps, self.rows = stitch([rows for _, rows in found])
         self._blocks = [
-            type(lists)(numbers[lists.values], lists.offsets)
-            for numbers, lists in zip(
-                maps, (segment.access(table) for segment in dataset.segments), strict=True
-            )
+            Jagged(numbers[lists.values], lists.offsets)
+            for numbers, (lists, _) in zip(maps, found, strict=True)
         ]
         self._order = order
 

@@ -40,6 +40,8 @@ class Feature:
     """Smallest allowed value, None when open; ints stay exact."""
     maximum: float | None = None
     """Largest allowed value, None when open."""
+    default: float | int | str | None = None
+    """What segments answer that were built before the column was declared; None is a null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ def load_features(path: Path) -> FeatureSet:
             "see docs/job.md",
             file=str(path),
         ) from error
-    features = tuple(_feature(f, path) for f in proto.feature)
+    defaults = _defaults(proto)
+    features = tuple(_feature(f, path, defaults.get(f.name)) for f in proto.feature)
     names = [f.name for f in features]
     for name in names:
         if names.count(name) > 1:
@@ -109,7 +112,49 @@ def load_features(path: Path) -> FeatureSet:
     return FeatureSet(features)
 
 
-def _feature(proto: schema_pb2.Feature, path: Path) -> Feature:
+def _defaults(proto: schema_pb2.Schema) -> dict[str, float | int | str]:
+    """Return the default values of the schema's dense tensors by column."""
+    found: dict[str, float | int | str] = {}
+    for group in proto.tensor_representation_group.values():
+        for representation in group.tensor_representation.values():
+            tensor = representation.dense_tensor
+            kind = tensor.default_value.WhichOneof("kind")
+            if kind is not None:
+                value = getattr(tensor.default_value, kind)
+                found[tensor.column_name] = value.decode() if kind == "bytes_value" else value
+    return found
+
+
+_DEFAULT_TYPES = {"INT": (int,), "FLOAT": (int, float), "BYTES": (str,)}
+
+
+def _check_default(feature: Feature, path: Path) -> None:
+    """Refuse a default that a reader could not answer with.
+
+    Raises:
+        SchemaError: it is of another type, or the column is a list or looks into a table.
+    """
+    value = feature.default
+    if value is None:
+        return
+    if feature.is_list or feature.role == "sparse":
+        what = "a list" if feature.is_list else "sparse"
+        raise SchemaError(
+            f"default of feature {feature.name!r} must not be given, got {value!r} for a column "
+            f"that is {what}; leave it out, and older segments answer null",
+            file=str(path),
+        )
+    if not isinstance(value, _DEFAULT_TYPES[feature.type]):
+        raise SchemaError(
+            f"default of feature {feature.name!r} must be {feature.type}, got {value!r}; "
+            "write int_value, float_value or bytes_value",
+            file=str(path),
+        )
+
+
+def _feature(
+    proto: schema_pb2.Feature, path: Path, default: float | int | str | None = None
+) -> Feature:
     tags = list(proto.annotation.tag)
     if len(tags) != 1 or tags[0] not in ROLES:
         advice = nearest(tags[0], ROLES) if len(tags) == 1 else f"use one of {', '.join(ROLES)}"
@@ -124,7 +169,7 @@ def _feature(proto: schema_pb2.Feature, path: Path) -> Feature:
         )
     domain = proto.WhichOneof("domain_info")
     limits = getattr(proto, domain) if domain in ("int_domain", "float_domain") else None
-    return Feature(
+    feature = Feature(
         name=proto.name,
         role=cast(Role, tags[0]),
         type=kind,
@@ -132,4 +177,7 @@ def _feature(proto: schema_pb2.Feature, path: Path) -> Feature:
         required=proto.presence.min_fraction == 1.0,
         minimum=limits.min if limits is not None and limits.HasField("min") else None,
         maximum=limits.max if limits is not None and limits.HasField("max") else None,
+        default=default,
     )
+    _check_default(feature, path)
+    return feature

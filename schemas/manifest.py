@@ -96,8 +96,15 @@ class SegmentManifest:
     """Hash of `blocks.parquet`."""
     files_sha256: str
     """Hash of `files.parquet`."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Every column of the samples, those of groups and transforms too, to its Arrow type's name."""
     format: int = FORMAT_VERSION
     """Format version."""
+
+    @property
+    def position(self) -> int:
+        """Place among the dataset's segments: they are ordered by it, gaps are allowed."""
+        return position_of(self.id)
 
     @property
     def num_blocks(self) -> int:
@@ -113,6 +120,16 @@ class Reference:
     """Directory name."""
     manifest_sha256: str
     """Hash of its MANIFEST.json."""
+
+
+def position_of(segment_id: str) -> int:
+    """Return the position that a segment's id begins with.
+
+    Example:
+        >>> position_of("00012-0123456789ab")
+        12
+    """
+    return int(segment_id.partition("-")[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

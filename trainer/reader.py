@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from schemas.absent import absent_columns, read_with_absent
 from schemas.checked import CheckedFile
 from schemas.dataset import Dataset, Segment
 from schemas.layout import EVALUATION, TRAIN, group_path, samples_path
@@ -77,6 +78,7 @@ class Reader:
         self._order = order
         self._expanded = expanded
         self._segments = [_SegmentBlocks(s, spec.groups) for s in dataset.segments]
+        self._absent = [absent_columns(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
         self._decoded: OrderedDict[tuple[int, int, int], RowGroup] = OrderedDict()
 
@@ -126,7 +128,12 @@ class Reader:
 
         def read(owner: str, columns: list[str]) -> pa.Table:
             path = samples_path(file) if owner == SAMPLES else group_path(owner, file)
-            return self._file(segment, path).read_row_group(row_group, columns)
+            stored = self._file(segment, path)
+            return read_with_absent(
+                lambda present: stored.read_row_group(row_group, present),
+                columns,
+                self._absent[segment],
+            )
 
         decoded = decode(self._spec, self._segments[segment].counts(file, row_group), read)
         self._decoded[place] = decoded

@@ -1,0 +1,155 @@
+"""What the first segment pins, and which jobs may append to it.
+
+Readers use one job and one schema for all segments. So whatever decides how
+bytes are laid out or what they mean stays as it is: a job that says otherwise
+is refused by the key. What only decides which rows come in may change from
+day to day, and columns may be added, when older segments have an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from schemas.absent import column_types
+from schemas.dataset import Dataset
+from schemas.errors import SchemaError, nearest
+from schemas.features import Feature, FeatureSet
+from schemas.job import DataConfig, Job
+
+FREE = frozenset({"sources", "samples", "split", "on_error", "generate", "schema", "gate"})
+"""Keys of `data` that each segment may have its own of; every other one is pinned."""
+
+NOT_IN_ID = frozenset({"gate", "generate"})
+"""Keys of `data` that change no byte of samples: whatever they are, it is the same segment."""
+
+
+def identity_of(data: DataConfig) -> dict[str, Any]:
+    """Return the part of the data section that decides what a segment holds."""
+    return {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
+
+
+def check_pinned(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -> None:
+    """Refuse a job whose segment could not be read together with those that are there.
+
+    Args:
+        dataset: an open dataset; its job and schema are those of its newest segment.
+        job: of the segment to be added.
+        features: its declared columns.
+        path: the job file, for the error.
+
+    Raises:
+        SchemaError: naming the first key or column that differs, with both values.
+    """
+    added = check_features(dataset.features, features, path)
+    pinned, given = leaves(asdict(dataset.job.data)), leaves(asdict(job.data))
+    pinned["name"], given["name"] = dataset.job.name, job.name
+    for key in sorted(pinned.keys() | given.keys()):
+        if pinned.get(key) == given.get(key) or _may_differ(key, pinned, given, added):
+            continue
+        raise SchemaError(
+            f"{key} must be {pinned.get(key)!r} as in the dataset, got {given.get(key)!r}; "
+            "keep it, or build a new dataset",
+            file=str(path),
+        )
+
+
+def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path) -> None:
+    """Refuse a segment whose columns have other Arrow types than those that are there.
+
+    Args:
+        dataset: an open dataset.
+        columns: column to the name of its type, of the segment to be added.
+        path: the job file, for the error.
+
+    Raises:
+        SchemaError: naming the first column that was retyped.
+    """
+    known = column_types(dataset)
+    for name in sorted(known.keys() & columns.keys()):
+        if known[name] != columns[name]:
+            raise SchemaError(
+                f"column {name!r} must be {known[name]} as in the dataset, got {columns[name]}; "
+                "cast it in SQL, or build a new dataset",
+                file=str(path),
+            )
+
+
+def leaves(value: object, key: str = "data") -> dict[str, Any]:
+    """Return every value of nested mappings by its dotted key, free sections left out."""
+    if not isinstance(value, Mapping):
+        return {key: value}
+    found: dict[str, Any] = {}
+    for name, part in value.items():
+        if key != "data" or name not in FREE:
+            found.update(leaves(part, f"{key}.{name}"))
+    return found
+
+
+def check_features(pinned: FeatureSet, given: FeatureSet, path: Path) -> frozenset[str]:
+    """Compare declared columns; return the names of those that were added.
+
+    Raises:
+        SchemaError: one was removed or retyped, or an added one has no answer in older segments.
+    """
+    for feature in pinned.features:
+        if feature.name not in given:
+            raise SchemaError(
+                f"column {feature.name!r} must be declared as in the dataset, got none; declare "
+                f"it and let SQL yield it, NULL if need be ({nearest(feature.name, given.names)})",
+                file=str(path.parent),
+            )
+        _check_same(feature, given[feature.name], path)
+    added = [f for f in given.features if f.name not in pinned]
+    for feature in added:
+        _check_added(feature, path)
+    return frozenset(f.name for f in added)
+
+
+def _check_same(pinned: Feature, given: Feature, path: Path) -> None:
+    for key in ("type", "role", "is_list", "default"):
+        before, now = getattr(pinned, key), getattr(given, key)
+        if before != now:
+            raise SchemaError(
+                f"{key} of column {pinned.name!r} must be {before!r} as in the dataset, got "
+                f"{now!r}; keep it, or add a column of another name",
+                file=str(path.parent),
+            )
+
+
+def _check_added(feature: Feature, path: Path) -> None:
+    if feature.required or feature.role == "label":
+        what = "required" if feature.required else "the label"
+        raise SchemaError(
+            f"added column {feature.name!r} must be nullable, got one that is {what}; older "
+            "segments have no value: remove its presence, or build a new dataset",
+            file=str(path.parent),
+        )
+    if feature.role == "weight" and feature.default is None:
+        raise SchemaError(
+            f"added weight {feature.name!r} must have a default, got none; declare one, such as 1",
+            file=str(path.parent),
+        )
+
+
+def _may_differ(
+    key: str, pinned: Mapping[str, Any], given: Mapping[str, Any], added: frozenset[str]
+) -> bool:
+    """Tell whether a key differs only because of added columns."""
+    parts = key.split(".")
+    if parts[:2] == ["data", "transforms"]:
+        return key not in pinned and len(parts) > 3 and parts[3] in added
+    if parts[:2] != ["data", "tables"]:
+        return False
+    features = f"data.tables.{parts[2]}.features"
+    before, now = pinned.get(features, ()), given.get(features, ())
+    if key not in pinned:  # a new table
+        return features not in pinned and bool(now) and set(now) <= added
+    return (
+        key == features
+        and bool(before)
+        and now[: len(before)] == before
+        and (set(now[len(before) :]) <= added)
+    )
