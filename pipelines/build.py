@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from pipelines.admit import admit, finished_segments, proposal_of
 from pipelines.commit import finish_segment, join_blocks
+from pipelines.folder import folder_of
 from pipelines.lock import workplace
 from pipelines.oracle import write_access
 from pipelines.part import PartResult
@@ -120,7 +121,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         return Built(there, built=False)
     building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
     context = BuildContext(
-        input_root=request.input_root,
+        folder=folder_of(request.input_root),
         segment_root=building,
         listing=listing,
         data=job.data,

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("build", help="build a dataset from raw files")
     command.add_argument("job", type=Path, metavar="JOB")
-    command.add_argument("--input", type=Path, required=True, metavar="DIR")
+    command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument("--output", type=Path, required=True, metavar="DATASET")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
     command.add_argument("--json", action="store_true")
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("append", help="add one more segment to a dataset")
     command.add_argument("job", type=Path, metavar="JOB")
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
-    command.add_argument("--input", type=Path, required=True, metavar="DIR")
+    command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
     command.add_argument("--json", action="store_true")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
 from typing import BinaryIO
 
 import duckdb
@@ -18,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc_csv
 
+from pipelines.folder import Folder, decompressed, first_line, is_transient
 from pipelines.rejects import Reject
-from schemas.job import SourceConfig
+from schemas.job_sources import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
 
@@ -58,24 +59,24 @@ class _BadLines:
 
 
 def read_csv(
-    root: Path, path: str, config: SourceConfig
+    folder: Folder, path: str, config: SourceConfig
 ) -> Iterator[tuple[pa.Table | None, list[Reject]]]:
     """Yield chunks of a file with a `_position` column, and the rows that had to be left out.
 
     Args:
-        root: input directory.
+        folder: input directory.
         path: the file, relative to it.
         config: how it is read; `columns` is given.
     """
     assert config.columns, "csv sources declare their columns"
     names = list(config.columns)
     bad = _BadLines(path, config.header)
-    wrong = _wrong_header(root / path, path, config)
+    wrong = _wrong_header(folder, path, config)
     if wrong is not None:
         yield None, [wrong]
         return
     try:
-        with (root / path).open("rb") as file:
+        with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
             reader = pc_csv.open_csv(
                 pa.PythonFile(_WithEnd(file, config), mode="r"),
                 read_options=pc_csv.ReadOptions(
@@ -95,8 +96,12 @@ def read_csv(
                 ),
             )
             yield from _chunks(reader, bad, path, config)
+    except FileNotFoundError:
+        raise
     except (OSError, pa.ArrowException) as error:
-        reason = f"file must be CSV, got {str(error).splitlines()[0]}"
+        if is_transient(error):
+            raise
+        reason = f"file must be CSV, got {first_line(error)}"
         yield None, [Reject(path, None, reason)]
 
 
@@ -118,20 +123,25 @@ class _WithEnd(io.RawIOBase):
         return data
 
 
-def _wrong_header(file: Path, path: str, config: SourceConfig) -> Reject | None:
+def _wrong_header(folder: Folder, path: str, config: SourceConfig) -> Reject | None:
     """Return why the first line does not name the declared columns, None when it does."""
     assert config.columns, "csv sources declare their columns"
     if not config.header:
         return None
     quoting = csv.QUOTE_NONE if config.quote is None else csv.QUOTE_MINIMAL
     try:
-        with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
+        with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
             lines = csv.reader(
                 text, delimiter=config.delimiter, quotechar=config.quote, quoting=quoting
             )
             found = ", ".join(name.strip() for name in next(lines, config.columns))
-    except (OSError, csv.Error) as error:
-        return Reject(path, None, f"file must be CSV, got {error}")
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException, csv.Error) as error:
+        if is_transient(error):
+            raise
+        return Reject(path, None, f"file must be CSV, got {first_line(error)}")
     wanted = ", ".join(config.columns)
     if found == wanted:
         return None

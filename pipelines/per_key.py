@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.sources import CHUNK_ROWS, ORIGIN
+from pipelines.rows import CHUNK_ROWS, ORIGIN
 from pipelines.sql import SqlResult, run, run_key
 
 _ALL = "_all_"

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+from apache_beam.io.filesystems import FileSystems
 
 from pipelines.check_sql import check_map_sql
+from pipelines.folder import Folder, folder_of
+from pipelines.listing import list_inputs
 from pipelines.per_key import visible_rows
-from pipelines.rejects import Reject
+from pipelines.rows import FilePart
+from pipelines.runner import pipeline_options
 from pipelines.sampling import check_sampling
-from pipelines.sources import (
-    FilePart,
-    empty_rows,
-    list_inputs,
-    parts_of_file,
-    read_part,
-)
+from pipelines.sources import empty_rows, parts_of_file, read_part
 from pipelines.sql import carry_origin, connect, run
 from pipelines.tuples import with_hashes
 from pipelines.validate import check_columns, check_transforms
@@ -35,7 +33,7 @@ class BuildRequest:
 
     Attributes:
         job_path: the job file.
-        input_root: directory of raw files.
+        input_root: directory of raw files, or its URL.
         dataset: directory of the dataset.
         beam_args: Beam options.
         attempt: name of this attempt, unique among those that may run at once.
@@ -46,7 +44,7 @@ class BuildRequest:
     """
 
     job_path: Path
-    input_root: Path
+    input_root: Path | str
     dataset: Path
     beam_args: list[str]
     attempt: str
@@ -78,20 +76,14 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         SchemaError: naming what does not fit, before any work is done.
     """
     data = job.data
-    if request.dataset.resolve().is_relative_to(request.input_root.resolve()):
-        raise SchemaError(
-            f"output must lie outside the input, got {request.dataset} below {request.input_root}; "
-            "choose another --output"
-        )
-    listing = list_inputs(request.input_root, data.sources)
+    folder = _input_folder(request)
+    listing = list_inputs(folder, data.sources)
     key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
     text = data.samples.map or (data.samples.per.sql if data.samples.per else "")
     try:
         statement = carry_origin(text, key)
         empty = {
-            name: empty_rows(
-                request.input_root, name, config, [f.path for f in listing if f.source == name]
-            )
+            name: empty_rows(folder, name, config, [f.path for f in listing if f.source == name])
             for name, config in data.sources.items()
         }
         visible = visible_rows(empty, data.sample_source)
@@ -119,14 +111,26 @@ def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> in
     """
     if data.samples.map is None:
         raise SchemaError("--check-sql must have a job with samples.map; samples.per is not cut")
-    root, source = request.input_root, data.sample_source
+    folder, source = folder_of(request.input_root), data.sample_source
     config, schema = data.sources[source], prepared.empty_rows[source].schema
     files = [FilePart(f.source, f.path, i) for i, f in enumerate(prepared.listing)]
-    parts = (p for file in files for p in as_parts(parts_of_file(root, file, config)))
-    chunks = (rows.table for part in parts for rows in read_part(root, part, config, schema))
+    parts = (p for file in files for p in parts_of_file(folder, file, config)[0])
+    chunks = (rows.table for part in parts for rows in read_part(folder, part, config, schema))
     return check_map_sql(prepared.statement, source, (c for c in chunks if c is not None))
 
 
-def as_parts(cut: list[FilePart] | Reject) -> list[FilePart]:
-    """Return the parts of a readable file, none of an unreadable one."""
-    return [] if isinstance(cut, Reject) else cut
+def _input_folder(request: BuildRequest) -> Folder:
+    """Return the input directory, after Beam's filesystems know their options.
+
+    Raises:
+        SchemaError: the output lies in it.
+    """
+    folder = folder_of(request.input_root)
+    if not folder.is_local:
+        FileSystems.set_options(pipeline_options(request.beam_args))
+    elif request.dataset.resolve().is_relative_to(Path(folder.root).resolve()):
+        raise SchemaError(
+            f"output must lie outside the input, got {request.dataset} below {request.input_root}; "
+            "choose another --output"
+        )
+    return folder

@@ -20,14 +20,16 @@ from apache_beam import pvalue
 from apache_beam.metrics import Metrics
 
 from pipelines.cluster import hash_session_keys, part_of_key
+from pipelines.folder import Folder
 from pipelines.part import PartResult, build_part
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.pins import Pins, pin
 from pipelines.rejects import Reject
+from pipelines.rows import ORIGIN, FilePart, place_of
 from pipelines.sampling import sample_negatives
 from pipelines.sampling_units import count_units
 from pipelines.shuffle import Reference, read_reference, write_chunk
-from pipelines.sources import ORIGIN, FilePart, parts_of_file, place_of, read_part
+from pipelines.sources import parts_of_file, read_part
 from pipelines.sql import BadRow, SqlResult, connect, map_rows, with_list_index
 from pipelines.tuples import Tuples, separate, split
 from pipelines.validate import usable_samples
@@ -60,7 +62,7 @@ class BuildContext:
     """What every worker must know.
 
     Attributes:
-        input_root: input directory.
+        folder: input directory.
         segment_root: directory of the segment being built.
         listing: input files in order; a file's index is part of its rows' origins.
         data: the job's data section.
@@ -70,7 +72,7 @@ class BuildContext:
         empty_rows: by source, a table without rows that has its columns.
     """
 
-    input_root: Path
+    folder: Folder
     segment_root: Path
     listing: tuple[InputFile, ...]
     data: DataConfig
@@ -86,7 +88,9 @@ class BuildContext:
 
     def files(self) -> list[FilePart]:
         """Return one part per input file."""
-        return [FilePart(f.source, f.path, i) for i, f in enumerate(self.listing)]
+        return [
+            FilePart(f.source, f.path, i, num_bytes=f.num_bytes) for i, f in enumerate(self.listing)
+        ]
 
 
 class _Counted(beam.DoFn):
@@ -110,11 +114,10 @@ class _CutFile(beam.DoFn):
 
     def process(self, part: FilePart) -> Iterator[Any]:
         config = self.context.data.sources[part.source]
-        cut = parts_of_file(self.context.input_root, part, config)
-        if isinstance(cut, Reject):
-            yield pvalue.TaggedOutput(REJECTS, cut)
-        else:
-            yield from cut
+        parts, rejects = parts_of_file(self.context.folder, part, config)
+        for reject in rejects:
+            yield pvalue.TaggedOutput(REJECTS, reject)
+        yield from parts
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -144,7 +147,7 @@ class _ReadPart(_Counted):
     def process(self, part: FilePart) -> Iterator[Any]:
         config = self.context.data.sources[part.source]
         schema = self.context.empty_rows[part.source].schema
-        for rows in read_part(self.context.input_root, part, config, schema):
+        for rows in read_part(self.context.folder, part, config, schema):
             for reject in rows.rejects:
                 yield pvalue.TaggedOutput(REJECTS, reject)
             if rows.table is not None and rows.table.num_rows:

@@ -14,12 +14,12 @@ class SourceConfig:
     """Files of one kind that the samples are made from."""
 
     files: str
-    """Glob below the input directory, such as `behaviors/*.parquet`."""
-    format: Literal["parquet", "csv"]
-    """`csv` also reads tab-separated files."""
+    """Glob below the input directory, such as `day/*.parquet`; `**` stands for any folders."""
+    format: Literal["parquet", "csv", "jsonl", "avro"]
+    """`csv` also reads tab-separated files; `jsonl` is one JSON object a line."""
     columns: Mapping[str, str] | None = None
     """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp`); all columns
-    of a Parquet file when absent; must be given, in file order, for a CSV file."""
+    of a Parquet or Avro file when absent; must be given for `jsonl`, for `csv` in file order."""
     delimiter: str = ","
     """One character between CSV fields."""
     quote: str | None = '"'
@@ -31,8 +31,10 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         """Check what one source can know about itself."""
-        if self.format == "csv" and not self.columns:
-            raise ValueError("columns must name every column of a csv source, got none; add them")
+        if self.format in ("csv", "jsonl") and not self.columns:
+            raise ValueError(
+                f"columns must name every column of a {self.format} source, got none; add them"
+            )
         if len(self.delimiter) != 1:
             raise ValueError(f"delimiter must be one character, got {self.delimiter!r}; quote it")
         if self.quote is not None and len(self.quote) != 1:

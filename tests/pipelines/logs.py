@@ -92,7 +92,7 @@ def write_log(directory: Path, num_rows: int = 300, seed: int = 0, num_files: in
     return rows
 
 
-def request(job: Path, log: Path, dataset: Path) -> BuildRequest:
+def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
     """Return a request for the local runner."""
     return BuildRequest(job_path=job, input_root=log, dataset=dataset, beam_args=[], attempt="test")
 

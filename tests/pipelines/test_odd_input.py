@@ -1,5 +1,6 @@
 """Values that a file may hold and a dataset may not: one row goes, the others stay."""
 
+import gzip
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.csv_source import read_csv
+from pipelines.folder import folder_of
 from pipelines.rejects import Reject
-from pipelines.sources import FilePart, empty_rows, read_part
+from pipelines.rows import FilePart
+from pipelines.sources import empty_rows, read_part
 from pipelines.sql import carry_origin, connect, map_rows, run
 from pipelines.tuples import separate, with_hashes
 from pipelines.validate import check_columns, usable_samples
@@ -50,8 +53,8 @@ def test_value_that_does_not_fit_its_declared_type_rejects_its_row_only(
     pq.write_table(pa.table({"x": values, "y": [0, 1, 2]}), tmp_path / "a.parquet")
     config = SourceConfig(files="*", format="parquet", columns={"x": kind, "y": "int64"})
     part = FilePart("log", "a.parquet", 0, row_group=0, first_row=100)
-    schema = empty_rows(tmp_path, "log", config, ["a.parquet"]).schema
-    found = list(read_part(tmp_path, part, config, schema))
+    schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
+    found = list(read_part(folder_of(tmp_path), part, config, schema))
     (reject,) = [r for rows in found for r in rows.rejects]
     assert (reject.file, reject.position, reject.reason) == ("a.parquet", 101, reason)
     assert [t["y"].to_pylist() for t in (rows.table for rows in found) if t is not None] == [[0, 2]]
@@ -64,9 +67,11 @@ def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) 
     pq.write_table(pa.table({"x": pa.array([3], pa.int64())}), tmp_path / "c.parquet")
     config = SourceConfig(files="*", format="parquet")
     names = ["a.parquet", "b.parquet", "c.parquet"]
-    schema = empty_rows(tmp_path, "log", config, names).schema
+    schema = empty_rows(folder_of(tmp_path), "log", config, names).schema
     parts = [FilePart("log", name, i, row_group=0) for i, name in enumerate(names)]
-    found = [rows for part in parts for rows in read_part(tmp_path, part, config, schema)]
+    found = [
+        rows for part in parts for rows in read_part(folder_of(tmp_path), part, config, schema)
+    ]
     tables = [rows.table.drop_columns(["_origin"]) for rows in found if rows.table is not None]
     assert pa.concat_tables(tables).to_pylist() == [{"x": 1, "y": "a"}, {"x": 2**40, "y": "b"}]
     reason = "column must exist, got none named 'y'; use one of x"
@@ -97,7 +102,7 @@ def read_lines(directory: Path, text: str, **config: object) -> tuple[list[objec
         columns={"id": "int64", "name": "string"},
         **config,  # type: ignore[arg-type]
     )
-    found = list(read_csv(directory, "log.csv", source))
+    found = list(read_csv(folder_of(directory), "log.csv", source))
     tables: Sequence[pa.Table] = [t for t, _ in found if t is not None]
     return [row["id"] for t in tables for row in t.to_pylist()], [r for _, rs in found for r in rs]
 
@@ -117,6 +122,14 @@ def test_quote_open_in_the_first_field_is_rejected_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["\n", "", "\r\n", "\n\n"])
 def test_last_line_arrives_whatever_ends_it(end: str, tmp_path: Path) -> None:
     assert read_lines(tmp_path, f'id,name\n1,a\n2,"b\nc"{end}') == ([1, 2], [])
+
+
+def test_compressed_file_is_read(tmp_path: Path) -> None:
+    source = SourceConfig(files="*", format="csv", columns={"id": "int64", "name": "string"})
+    (tmp_path / "log.csv.gz").write_bytes(gzip.compress(b"id,name\n1,a\n2,b\n"))
+    found = list(read_csv(folder_of(tmp_path), "log.csv.gz", source))
+    assert [i for t, _ in found if t is not None for i in t["id"].to_pylist()] == [1, 2]
+    assert [r for _, rejects in found for r in rejects] == []
 
 
 def test_file_with_its_columns_in_another_order_is_rejected(tmp_path: Path) -> None:

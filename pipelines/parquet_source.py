@@ -1,0 +1,76 @@
+"""Parquet files, read by row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.folder import Folder, first_line, is_transient
+from pipelines.rejects import Reject
+from pipelines.rows import ORIGIN, Cut, FilePart, RawRows, typed_chunks, with_origins
+from schemas.errors import nearest
+from schemas.job_sources import SourceConfig
+
+
+def cut_parquet(folder: Folder, part: FilePart) -> Cut:
+    """Cut a file into its row groups."""
+    try:
+        with folder.arrow_file(part.path) as file:
+            metadata = pq.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        if is_transient(error):
+            raise
+        return [], [Reject(part.path, None, f"file must be Parquet, got {first_line(error)}")]
+    parts: list[FilePart] = []
+    first_row = 0
+    for row_group in range(metadata.num_row_groups):
+        parts.append(FilePart(part.source, part.path, part.file_index, row_group, first_row))
+        first_row += metadata.row_group(row_group).num_rows
+    return parts, []
+
+
+def read_parquet(
+    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+) -> Iterator[RawRows]:
+    """Yield the rows of a row group."""
+    columns = [name for name in schema.names if name != ORIGIN]
+    try:
+        with folder.arrow_file(part.path) as source:
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+            missing = [c for c in columns if c not in file.schema_arrow.names]
+            if missing:
+                yield without_column(part, missing[0], file.schema_arrow)
+                return
+            assert part.row_group is not None, "Parquet parts are row groups"
+            table = file.read_row_group(part.row_group, columns=columns, use_threads=False)
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        if is_transient(error):
+            raise
+        reason = f"row group {part.row_group} must be readable, got {first_line(error)}"
+        yield RawRows(None, (Reject(part.path, None, reason),))
+        return
+    positions = np.arange(part.first_row, part.first_row + table.num_rows, dtype=np.int64)
+    words = config.columns or {n: str(schema.field(n).type) for n in columns}
+    rows = with_origins(table.select(columns), part.file_index, positions)
+    yield from typed_chunks(rows, part, schema, words)
+
+
+def without_column(part: FilePart, name: str, schema: pa.Schema) -> RawRows:
+    """Return the reject of a file that lacks a column."""
+    reason = f"column must exist, got none named {name!r}; {nearest(name, schema.names)}"
+    return RawRows(None, (Reject(part.path, None, reason),))
+
+
+def parquet_schema(folder: Folder, path: str) -> pa.Schema:
+    """Return the columns of a file.
+
+    Raises:
+        OSError, pa.ArrowException: it is no Parquet file.
+    """
+    with folder.arrow_file(path) as file:
+        return pq.read_schema(file).remove_metadata()

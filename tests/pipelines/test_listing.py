@@ -1,0 +1,186 @@
+# ruff: noqa: E501 - a table of globs, one a line
+"""Which files a source has: globs, links, other filesystems, files that come and go."""
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from apache_beam.io.filesystem import BeamIOError, CompressionTypes, FileMetadata, FileSystem
+
+from pipelines.build import build
+from pipelines.folder import Folder, folder_of
+from pipelines.listing import list_inputs, regex_of
+from schemas.errors import SchemaError
+from schemas.job_sources import SourceConfig
+from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
+
+GLOBS: dict[str, tuple[str, list[str], list[str]]] = {
+    "one folder": ("*.json", ["a.json", ".json"], ["d/a.json", "a.jsonl"]),
+    "a folder between": ("d/*/a.json", ["d/x/a.json"], ["d/a.json", "d/x/y/a.json"]),
+    "any folders": ("d/**/a.json", ["d/a.json", "d/x/a.json", "d/x/y/a.json"], ["a.json", "d/xa.json"]),
+    "everything below": ("d/**", ["d/a", "d/x/a"], ["d", "e/a"]),
+    "one character": ("a?.json", ["ab.json"], ["a.json", "a/.json"]),
+    "a range": ("[a-c]*.json", ["a1.json", "c.json"], ["d.json", "/a.json"]),
+    "no range": ("[!a-c].json", ["d.json"], ["a.json", "/.json"]),
+    "a bracket that is not closed": ("a[b.json", ["a[b.json"], ["ab.json"]),
+    "a dot": ("a.json", ["a.json"], ["axjson"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pattern", "inside", "outside"), GLOBS.values(), ids=GLOBS)
+def test_star_stays_in_its_folder(pattern: str, inside: list[str], outside: list[str]) -> None:
+    regex = regex_of(pattern)
+    assert [p for p in inside if not regex.fullmatch(p)] == []
+    assert [p for p in outside if regex.fullmatch(p)] == []
+
+
+def names(folder: Folder, pattern: str) -> list[str]:
+    config = SourceConfig(files=pattern, format="parquet")
+    return [f.path for f in list_inputs(folder, {"log": config})]
+
+
+def test_file_that_links_reach_again_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "log" / "2026-01-01").mkdir(parents=True)
+    (tmp_path / "log" / "2026-01-01" / "a").write_text("a")
+    (tmp_path / "log" / "latest").symlink_to("2026-01-01")
+    (tmp_path / "log" / "0").symlink_to("2026-01-01/a")
+    (tmp_path / "log" / "2026-01-01" / "up").symlink_to("..")
+    folder = folder_of(tmp_path / "log")
+    assert names(folder, "**") == ["2026-01-01/a"]
+    assert names(folder, "latest/*") == ["latest/a"]
+    assert names(folder, "*") == ["0"]
+
+
+def test_folder_that_is_a_link_itself_is_read(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "a").write_text("a")
+    (tmp_path / "link").symlink_to("log")
+    assert names(folder_of(tmp_path / "link"), "*") == ["a"]
+
+
+def test_file_that_goes_while_it_is_listed_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("a")
+    monkeypatch.setattr(Folder, "files", lambda _: {"a": None, "b": None})
+    message = "file must stay while it is listed, got none in b; wait until the log is complete"
+    with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
+        names(folder_of(tmp_path), "*")
+
+
+class BoxFileSystem(FileSystem):
+    """`box://bucket/...`: objects in the memory of the test, as an object store has them."""
+
+    objects: dict[str, bytes] = {}  # noqa: RUF012 - one store for all instances
+    opened: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def scheme(cls) -> str:
+        return "box"
+
+    def join(self, basepath: str, *paths: str) -> str:
+        return "/".join([basepath.rstrip("/"), *paths])
+
+    def split(self, path: str) -> tuple[str, str]:
+        head, _, tail = path.rpartition("/")
+        return head, tail
+
+    def has_dirs(self) -> bool:
+        return False
+
+    def _list(self, dir_or_prefix: str) -> Iterator[FileMetadata]:
+        for path, data in self.objects.items():
+            if path.startswith(dir_or_prefix):
+                yield FileMetadata(path, len(data))
+
+    def open(self, path: str, mime_type: str = "", compression_type: str = "") -> io.BytesIO:
+        assert compression_type == CompressionTypes.UNCOMPRESSED
+        if path not in self.objects:
+            raise BeamIOError("Open failed", {path: "no such object"})
+        self.opened.append(path)
+        return io.BytesIO(self.objects[path])
+
+    def exists(self, path: str) -> bool:
+        return path in self.objects
+
+    def metadata(self, path: str) -> FileMetadata:
+        return FileMetadata(path, len(self.objects[path]))
+
+    def size(self, path: str) -> int:
+        return len(self.objects[path])
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("input is only read")
+
+    mkdirs = create = copy = rename = delete = last_updated = checksum = _refuse
+
+
+@pytest.fixture
+def box() -> Iterator[dict[str, bytes]]:
+    BoxFileSystem.objects.clear()
+    BoxFileSystem.opened.clear()
+    yield BoxFileSystem.objects
+    BoxFileSystem.objects.clear()
+
+
+def test_log_in_an_object_store_gives_the_bytes_of_a_local_one(
+    box: dict[str, bytes], tmp_path: Path
+) -> None:
+    write_log(tmp_path / "log" / "day")
+    (tmp_path / "log" / ".tmp").write_bytes(b"unfinished")
+    for path in (tmp_path / "log").rglob("*"):
+        if path.is_file():
+            box[f"box://bucket/x/{path.relative_to(tmp_path / 'log')}"] = path.read_bytes()
+    job = write_job(tmp_path / "job")
+    job.write_text(job.read_text().replace('"*.parquet"', '"day/*.parquet"'))
+    build(request(job, tmp_path / "log", tmp_path / "local"))
+    build(request(job, "box://bucket/x", tmp_path / "remote"))
+    assert bytes_of(tmp_path / "remote") == bytes_of(tmp_path / "local")
+    assert len(set(BoxFileSystem.opened)) == 3
+
+
+def test_object_that_is_damaged_or_gone_is_rejected_by_name(
+    box: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = io.BytesIO()
+    pq.write_table(raw_rows(60, seed=3), sink)
+    box["box://bucket/a.parquet"] = sink.getvalue()
+    box["box://bucket/b.parquet"] = sink.getvalue()[:-100]
+    box["box://bucket/c.parquet"] = sink.getvalue()
+    listed = list_inputs(
+        folder_of("box://bucket"), {"log": SourceConfig(files="*", format="parquet")}
+    )
+    assert (listed[0].path, listed[0].num_bytes) == ("a.parquet", len(sink.getvalue()))
+    del box["box://bucket/c.parquet"]
+    monkeypatch.setattr("pipelines.prepare.list_inputs", lambda *_: listed)
+    result = build(request(write_job(tmp_path / "job"), "box://bucket", tmp_path / "dataset"))
+    rejects = pq.read_table(next((tmp_path / "dataset").rglob("rejects/*.parquet"))).to_pylist()
+    assert [(r["file"], r["position"]) for r in rejects] == [
+        ("b.parquet", None),
+        ("c.parquet", None),
+    ]
+    assert rejects[0]["reason"].startswith("file must be Parquet, got ")
+    assert rejects[1]["reason"] == "file must stay until it is read, got none"
+    assert result["num_samples"] > 60
+
+
+@pytest.mark.parametrize(
+    ("root", "message"),
+    [
+        ("box://bucket/y", "input must be a directory, got none in box://bucket/y; check --input"),
+        (
+            "ftp://host/log",
+            "input must lie where Beam reaches, got ftp:// in ftp://host/log; install Beam with its extra",
+        ),
+    ],
+)
+def test_url_that_leads_nowhere_is_refused(
+    root: str, message: str, box: dict[str, bytes], tmp_path: Path
+) -> None:
+    box["box://bucket/x/a"] = b""
+    with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
+        build(request(write_job(tmp_path / "job"), root, tmp_path / "dataset"))

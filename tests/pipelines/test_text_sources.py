@@ -1,0 +1,313 @@
+# ruff: noqa: E501 - a table of faults, one a line
+"""JSON lines and Avro: good rows arrive, each bad one is named by file and position."""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fastavro
+import pyarrow as pa
+import pytest
+
+from pipelines.avro_source import cut_avro
+from pipelines.folder import folder_of
+from pipelines.jsonl_source import cut_jsonl
+from pipelines.rejects import Reject
+from pipelines.rows import ORIGIN, FilePart
+from pipelines.sources import empty_rows, parts_of_file, read_part
+from schemas.job_sources import SourceConfig
+
+COLUMNS = {"id": "int64", "name": "string", "ids": "list<int64>", "at": "timestamp"}
+Found = tuple[list[dict[str, Any]], list[Reject]]
+
+
+def read(directory: Path, name: str, config: SourceConfig, parts: list[FilePart]) -> Found:
+    folder = folder_of(directory)
+    schema = empty_rows(folder, "log", config, [name]).schema
+    found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
+    tables = [rows.table for rows in found if rows.table is not None]
+    assert all(table.schema == schema for table in tables)
+    return [r for t in tables for r in t.to_pylist()], [r for f in found for r in f.rejects]
+
+
+def jsonl(
+    directory: Path, data: bytes, name: str = "log.jsonl", part_bytes: int = 1 << 20
+) -> Found:
+    (directory / name).write_bytes(data)
+    config = SourceConfig(files="*", format="jsonl", columns=COLUMNS)
+    parts, rejects = cut_jsonl(folder_of(directory), FilePart("log", name, 0), part_bytes)
+    rows, more = read(directory, name, config, parts)
+    return rows, rejects + more
+
+
+def line(id_: int, **changes: object) -> bytes:
+    at = f"2026-01-01T00:00:{id_ % 60:02d}Z"
+    return json.dumps(
+        {"id": id_, "name": f"n{id_}", "ids": [id_] * (id_ % 4), "at": at, **changes}
+    ).encode()
+
+
+BAD_LINES: dict[str, tuple[bytes, str]] = {
+    "a text for a number": (line(1, id="1"), "field 'id' must be int64, got '1'"),
+    "an id of 2**63": (line(1, id=2**63), "field 'id' must be int64, got 9223372036854775808"),
+    "half an id": (line(1, id=1.5), "field 'id' must be int64, got 1.5"),
+    "a number for a list": (line(1, ids=7), "field 'ids' must be list<int64>, got 7"),
+    "a text in a list": (line(1, ids=[1, "x"]), "field 'ids' must be list<int64>, got [1, 'x']"),
+    "a time that is none": (line(1, at="noon"), "field 'at' must be timestamp, got 'noon'"),
+    "an object for a text": (line(1, name={"a": 1}), "field 'name' must be string, got {'a': 1}"),
+    "a field twice": (b'{"id": 1, "id": 2}', "field 'id' must appear once, got it twice"),
+    "bytes that are no text": (b'{"name": "\xff"}', "line must be UTF-8"),
+    "half a surrogate": (b'{"name": "\\ud800"}', "line must be one JSON object, got The surrogate pair in string is invalid."),
+    "a truncated object": (b'{"id": 1, "name": "x', "line must be one JSON object, from { to }"),
+    "a missing comma": (b'{"id": 1 "name": "x"}', "line must be one JSON object, got Expecting ',' delimiter: line 1 column 10 (char 9)"),
+    "a list": (b"[1, 2]", "line must be one JSON object, from { to }"),
+    "a null": (b"null", "line must be one JSON object, from { to }"),
+    "a comma behind the object": (line(1) + b",", "line must be one JSON object, from { to }"),
+    "two objects": (b'{"id": 1} {"id": 2}', "line must be one JSON object, got Extra data: line 1 column 11 (char 10)"),
+    "a NUL byte": (b'{"name": "a\x00b"}', "line must be one JSON object, got Invalid control character at: line 1 column 12 (char 11)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD_LINES.values(), ids=BAD_LINES)
+@pytest.mark.parametrize("position", [0, 17, 39])
+def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(
+    bad: bytes, reason: str, position: int, tmp_path: Path
+) -> None:
+    lines = [line(i) for i in range(40)]
+    lines[position] = bad
+    rows, rejects = jsonl(tmp_path, b"\n".join(lines), part_bytes=500)
+    assert [(r.file, r.position, r.reason) for r in rejects] == [("log.jsonl", position, reason)]
+    kept = [i for i in range(40) if i != position]
+    assert [(r["id"], r[ORIGIN], r["ids"]) for r in rows] == [(i, i, [i] * (i % 4)) for i in kept]
+
+
+def test_object_over_two_lines_is_two_bad_lines(tmp_path: Path) -> None:
+    rows, rejects = jsonl(tmp_path, b'{"id": 1,\n"name": "x"}\n{"id": 3}\n')
+    assert [r["id"] for r in rows] == [3]
+    assert [r.position for r in rejects] == [0, 1]
+
+
+def test_absent_and_other_fields_and_empty_lines_are_no_fault(tmp_path: Path) -> None:
+    data = b'\xef\xbb\xbf{"id": 1, "more": {"x": [null]}}\r\n\r\n  \n{"name": null}\n{}\n\n'
+    rows, rejects = jsonl(tmp_path, data)
+    assert [(r["id"], r["name"], r[ORIGIN]) for r in rows] == [
+        (1, None, 0),
+        (None, None, 3),
+        (None, None, 4),
+    ]
+    assert rejects == []
+
+
+@pytest.mark.parametrize("part_bytes", [1, 64, 1000, 1 << 20])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\n\n\n"])
+def test_parts_hold_each_line_once_wherever_they_are_cut(
+    part_bytes: int, end: bytes, tmp_path: Path
+) -> None:
+    data = b"\n".join(line(i) for i in range(60)) + end
+    rows, rejects = jsonl(tmp_path, data, part_bytes=part_bytes)
+    assert ([r["id"] for r in rows], rejects) == (list(range(60)), [])
+    assert [r[ORIGIN] for r in rows] == list(range(60))
+
+
+def test_file_that_ends_in_the_middle_of_a_line_loses_that_line(tmp_path: Path) -> None:
+    rows, rejects = jsonl(tmp_path, b"\n".join(line(i) for i in range(9))[:-5])
+    assert len(rows) == 8
+    assert [r.position for r in rejects] == [8]
+
+
+@pytest.mark.parametrize("name", ["log.jsonl.gz", "log.jsonl.zst"])
+def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
+    name: str, tmp_path: Path
+) -> None:
+    text = b"".join(line(i) + b"\n" for i in range(200_000))
+    packed = (
+        gzip.compress(text, 1)
+        if name.endswith("gz")
+        else pa.Codec("zstd").compress(text, asbytes=True)
+    )
+    rows, rejects = jsonl(tmp_path, packed, name)
+    assert (len(rows), rejects) == (200_000, [])
+    rows, rejects = jsonl(tmp_path, packed[: len(packed) * 3 // 4], name)
+    assert [r["id"] for r in rows] == list(range(len(rows)))
+    assert len(rows) > 1000
+    assert rejects[-1].position == len(rows) + len(rejects) - 1
+    assert " to its end, got " in rejects[-1].reason
+
+
+def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.jsonl_source.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("pipelines.jsonl_source._BLOCK_BYTES", 1 << 18)
+    data = line(0) + b"\n" + b"{" + b" " * (8 << 20) + b"}\n" + line(2)
+    rows, rejects = jsonl(tmp_path, data, part_bytes=1 << 22)
+    assert [r["id"] for r in rows] == [0, 2]
+    assert [(r.position, r.reason) for r in rejects] == [
+        (1, "line must be at most 1 MiB, got a longer one")
+    ]
+
+
+AVRO = {
+    "type": "record",
+    "name": "Row",
+    "fields": [
+        {"name": "id", "type": "long"},
+        {"name": "name", "type": ["null", "string"]},
+        {"name": "ids", "type": {"type": "array", "items": "long"}},
+        {"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}},
+    ],
+}
+
+
+def records(count: int) -> list[dict[str, Any]]:
+    return [
+        {"id": i, "name": f"n{i}", "ids": [i] * (i % 4), "at": i * 1_000_000} for i in range(count)
+    ]
+
+
+def avro_bytes(
+    codec: str = "deflate", count: int = 1000, schema: Any = AVRO, rows: Any = None
+) -> bytes:
+    file = io.BytesIO()
+    fastavro.writer(
+        file, schema, records(count) if rows is None else rows, codec=codec, sync_interval=500
+    )
+    return file.getvalue()
+
+
+def avro(directory: Path, data: bytes, part_bytes: int = 2000, columns: Any = None) -> Found:
+    (directory / "log.avro").write_bytes(data)
+    config = SourceConfig(files="*", format="avro", columns=columns)
+    parts, rejects = cut_avro(folder_of(directory), FilePart("log", "log.avro", 0), part_bytes)
+    rows, more = read(directory, "log.avro", config, parts) if parts else ([], [])
+    return rows, rejects + more
+
+
+@pytest.mark.parametrize("codec", ["null", "deflate", "bzip2", "xz"])
+@pytest.mark.parametrize("part_bytes", [1, 2000, 1 << 30])
+def test_avro_rows_arrive_once_with_their_positions(
+    codec: str, part_bytes: int, tmp_path: Path
+) -> None:
+    rows, rejects = avro(tmp_path, avro_bytes(codec), part_bytes)
+    assert [r["id"] for r in rows] == list(range(1000))
+    assert [r[ORIGIN] for r in rows] == list(range(1000))
+    assert [r["at"].second for r in rows] == [i % 60 for i in range(1000)]
+    assert rejects == []
+
+
+def recoded(data: bytes, codec: str, pack: Callable[[bytes], bytes]) -> bytes:
+    """Return an uncompressed file with its blocks in another codec that fastavro cannot write."""
+    head = fastavro.reader(io.BytesIO(data))
+    assert head.writer_schema is not None
+    marker = data[-16:]
+    out = io.BytesIO()
+    fastavro.writer(out, head.writer_schema, [], metadata={}, sync_marker=marker)
+    text = out.getvalue().replace(b"\x08null", bytes([2 * len(codec)]) + codec.encode())
+    for block in fastavro.block_reader(io.BytesIO(data)):
+        body = pack(getattr(block, "bytes_").getvalue())  # noqa: B009
+        for number in (block.num_records, len(body)):
+            text += varint(number)
+        text += body + marker
+    return text
+
+
+def varint(value: int) -> bytes:
+    rest, data = value << 1, b""
+    while rest > 0x7F:
+        data, rest = data + bytes([rest & 0x7F | 0x80]), rest >> 7
+    return data + bytes([rest])
+
+
+def snappy(body: bytes) -> bytes:
+    return pa.Codec("snappy").compress(body, asbytes=True) + zlib.crc32(body).to_bytes(4, "big")
+
+
+@pytest.mark.parametrize(
+    ("codec", "pack"),
+    [("snappy", snappy), ("zstandard", lambda b: pa.Codec("zstd").compress(b, asbytes=True))],
+)
+def test_codecs_of_other_writers_are_read(
+    codec: str, pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    data = recoded(avro_bytes("null"), codec, pack)
+    rows, rejects = avro(tmp_path, data)
+    assert ([r["id"] for r in rows], rejects) == (list(range(1000)), [])
+
+
+def test_truncated_avro_file_keeps_its_whole_blocks(tmp_path: Path) -> None:
+    rows, rejects = avro(tmp_path, avro_bytes("null")[:-100])
+    assert [r["id"] for r in rows] == list(range(len(rows)))
+    (reject,) = rejects
+    assert (reject.file, reject.position) == ("log.avro", len(rows))
+    assert reject.reason.startswith("block must end at a sync marker, got none there; ")
+    assert len(rows) > 900
+
+
+@pytest.mark.parametrize("codec", ["null", "deflate"])
+def test_damaged_block_costs_itself_only(codec: str, tmp_path: Path) -> None:
+    data = bytearray(avro_bytes(codec))
+    middle = len(data) // 2
+    marker = bytes(data[-16:])
+    start = data.index(marker, middle) + 16  # a block begins here: spoil its sizes
+    data[start : start + 4] = b"\xff\xff\xff\xff"
+    rows, rejects = avro(tmp_path, bytes(data))
+    ids = [r["id"] for r in rows]
+    assert len(rejects) == 1
+    assert ids == sorted(set(ids))
+    assert 900 < len(ids) < 1000
+    assert ids[-1] == 999
+
+
+def test_bytes_that_are_no_text_reject_their_record_only(tmp_path: Path) -> None:
+    data = avro_bytes("null").replace(b"n500", b"\xff500")
+    rows, rejects = avro(tmp_path, data)
+    assert [r["id"] for r in rows] == [i for i in range(1000) if i != 500]
+    assert [(r.position, r.reason) for r in rejects] == [
+        (500, "field 'name' must be string, got '\\udcff500'")
+    ]
+
+
+def test_value_of_another_type_in_a_union_rejects_its_record_only(tmp_path: Path) -> None:
+    schema = {**AVRO, "fields": [{"name": "id", "type": ["long", "string"]}]}
+    rows = [{"id": i if i != 7 else "seven"} for i in range(20)]
+    found, rejects = avro(tmp_path, avro_bytes(schema=schema, rows=rows))
+    assert [r["id"] for r in found] == [i for i in range(20) if i != 7]
+    assert [(r.position, r.reason) for r in rejects] == [
+        (7, "field 'id' must be int64, got 'seven'")
+    ]
+
+
+def test_declared_type_that_the_value_does_not_fit_rejects_its_record_only(tmp_path: Path) -> None:
+    rows, rejects = avro(tmp_path, avro_bytes(), columns={"id": "int8"})
+    assert [r["id"] for r in rows] == list(range(128))
+    assert [r.position for r in rejects] == list(range(128, 1000))
+
+
+def test_file_that_is_no_avro_or_lacks_a_column_is_rejected(tmp_path: Path) -> None:
+    _, rejects = avro(tmp_path, b"Obj\x02", columns={"id": "int64"})
+    assert [(r.position, r.reason) for r in rejects] == [
+        (None, "file must be Avro, got cannot read header - is it an avro file?")
+    ]
+    _, rejects = avro(tmp_path, avro_bytes(), columns={"idd": "int64"})
+    assert {r.reason for r in rejects} == {
+        "column must exist, got none named 'idd'; did you mean 'id'?"
+    }
+
+
+def test_file_that_goes_or_changes_after_the_listing_is_one_clear_reject(tmp_path: Path) -> None:
+    config = SourceConfig(files="*", format="jsonl", columns=COLUMNS)
+    (tmp_path / "log.jsonl").write_bytes(line(1))
+    whole = FilePart("log", "log.jsonl", 0, num_bytes=len(line(1)))
+    folder = folder_of(tmp_path)
+    (part,), _ = parts_of_file(folder, whole, config)
+    _, (reject,) = parts_of_file(folder, replace(whole, num_bytes=7), config)
+    assert reject == Reject(
+        "log.jsonl", None, f"file must stay as it was listed, got {len(line(1))} bytes for 7"
+    )
+    (tmp_path / "log.jsonl").unlink()
+    gone = Reject("log.jsonl", None, "file must stay until it is read, got none")
+    assert parts_of_file(folder, whole, config) == ([], [gone])
+    assert read(tmp_path, "log.jsonl", config, [part]) == ([], [gone])
