@@ -125,7 +125,7 @@ def test_document_shows_the_true_defaults(document: str) -> None:
         elif path.endswith(".memory"):
             assert parse_size(text) == default, path
         elif default is None:
-            assert text in ("null", "the only one", "all of a Parquet file"), path
+            assert text in ("null", "the only one", "all of the file"), path
         elif isinstance(default, bool):
             assert text == str(default).lower(), path
         elif isinstance(default, int | float):
