@@ -113,7 +113,7 @@ def proposal_of(
         key=key,
         position=request.position,
         name=job.name,
-        job=request.job_path.read_bytes(),
+        job=request.job_bytes or request.job_path.read_bytes(),
         schema=schema.read_bytes(),
         attempt=request.attempt,
         beam_args=request.beam_args,

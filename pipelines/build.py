@@ -16,6 +16,7 @@ import apache_beam as beam
 import pyarrow.compute as pc
 
 from pipelines.admit import admit, finished_segments, proposal_of
+from pipelines.auto_job import with_groups
 from pipelines.commit import finish_segment, join_blocks
 from pipelines.folder import folder_of
 from pipelines.lock import workplace
@@ -188,6 +189,7 @@ def build(request: BuildRequest) -> dict[str, Any]:
     features = load_features(request.job_path.parent / job.data.schema)
     if request.append:
         read_dataset(request.dataset)  # refuses a directory that is no dataset
+    request, job = with_groups(request, job, features, PART_INPUT_BYTES)
     request.dataset.mkdir(parents=True, exist_ok=True)
     made = build_segment(request, job, features)
     return summary(request.dataset, made, time.perf_counter() - started)

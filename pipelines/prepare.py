@@ -41,6 +41,8 @@ class BuildRequest:
         append: whether the dataset must be there already.
         position: place among its segments, with `append`; the next free one when None.
         say: told what is going on, one line at a time.
+        listing: input files, where they are known already.
+        job_bytes: what becomes the dataset's job file, where that is not the job file as it is.
     """
 
     job_path: Path
@@ -52,6 +54,8 @@ class BuildRequest:
     append: bool = False
     position: int | None = None
     say: Callable[[str], None] = lambda _: None
+    listing: tuple[InputFile, ...] | None = None
+    job_bytes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
     """
     data = job.data
     folder = _input_folder(request)
-    listing = list_inputs(folder, data.sources)
+    listing = request.listing or list_inputs(folder, data.sources)
     key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
     text = data.samples.map or (data.samples.per.sql if data.samples.per else "")
     try:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -69,7 +69,9 @@ def read_yaml(path: Path, kind: type[T]) -> T:
     Args:
         path: the file; its name is used in errors.
         kind: a dataclass whose fields have the types this module knows: str, int, float, bool,
-            timedelta, datetime, Literal, `X | None`, tuple[X, ...], Mapping[str, X], dataclasses.
+            timedelta, datetime, Literal, `X | None`, tuple[X, ...], Mapping[str, X], dataclasses,
+            and Annotated[Mapping[str, tuple[X, ...]], "word"], where the word alone stands for
+            {word: ()}.
 
     Raises:
         SchemaError: the file cannot be read, or a key or value breaks its declaration.
@@ -110,6 +112,10 @@ class _Reader:
         origin = get_origin(hint)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             return self.build_dataclass(hint, node, key)
+        if origin is Annotated:
+            inner, word = get_args(hint)
+            is_word = isinstance(node, yaml.ScalarNode) and node.value == word
+            return {word: ()} if is_word else self.build(inner, node, key)
         if origin in (Union, types.UnionType):
             return self.build_union(get_args(hint), node, key)
         if origin is Literal:
@@ -138,7 +144,7 @@ class _Reader:
         return [(name.value, name, value) for name, value in node.value]
 
     def build_dataclass(self, kind: type, node: yaml.Node, key: str) -> Any:
-        hints = get_type_hints(kind)
+        hints = get_type_hints(kind, include_extras=True)
         fields = {f.name: f for f in dataclasses.fields(kind)}
         values: dict[str, Any] = {}
         for name, at, value in self.items(node, key):

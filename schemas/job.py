@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from schemas.declare import read_yaml
 from schemas.errors import SchemaError, check_at_least_one, nearest
@@ -26,6 +26,7 @@ from schemas.layout import SAMPLE_WEIGHT
 MAX_GROUPS = 8
 MAX_BLOCK_SAMPLES = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+AUTO = "auto"
 SAMPLES = "samples"
 """Where a transform writes when its inputs are not all in one dedup group."""
 
@@ -134,8 +135,9 @@ class DataConfig:
     """What a session is."""
     tables: Mapping[str, TableConfig]
     """Embedding tables by name."""
-    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Dedup groups: columns that change together, stored once per unique tuple of a block."""
+    groups: Annotated[Mapping[str, tuple[str, ...]], AUTO] = field(default_factory=dict)
+    """Dedup groups: columns that change together, stored once per unique tuple of a block; `auto`
+    to have them chosen, which is kept as `{auto: ()}` until the build has done so."""
     transforms: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Group name (or `samples`) to new columns, each a scalar SQL expression over the columns of
     that group; evaluated once per unique tuple. The inputs stay."""
@@ -173,6 +175,11 @@ class DataConfig:
         check_sources(self.sources, self.samples)
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         _check_tables(self.tables)
+
+    @property
+    def has_auto_groups(self) -> bool:
+        """Whether the groups are still to be chosen."""
+        return self.groups == {AUTO: ()}
 
     @property
     def sample_source(self) -> str:
@@ -244,6 +251,14 @@ def _check_groups(
     _check_names("groups", groups)
     if SAMPLES in groups:
         raise ValueError(f"groups must not use the name {SAMPLES!r}; rename the group")
+    if groups == {AUTO: ()}:
+        groups = {}
+        for group in transforms:
+            if group != SAMPLES:
+                raise ValueError(
+                    f"transforms.{group} must stand in transforms.{SAMPLES} with groups: auto, got "
+                    "a group that is not chosen yet; move it there, it goes where its inputs go"
+                )
     owner: dict[str, str] = {}
     for group, columns in groups.items():
         if not columns:

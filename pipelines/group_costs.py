@@ -1,0 +1,217 @@
+"""What it costs to keep features per sample, or once per distinct tuple of a block.
+
+Bytes are those of zstd over narrow dictionary codes (or their differences): close to what the
+writer's trials find, and a thousand times cheaper. To them come the values that a reader decodes
+and looks up, each worth some bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from schemas.columns import comparable, is_list, jagged_of, one_chunk
+from schemas.errors import SchemaError
+from schemas.features import Role
+from schemas.hashing import splitmix64
+from schemas.jagged import Array, Jagged, unique_tuples
+
+BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.5, "dense": 0.1}
+"""What decoding and looking up one value less is worth, in stored bytes; `kept` ones are not read.
+An embedding row is some 50 times as much work as a stored byte is; the weights only have to
+break near-ties of bytes (benchmarks/groups.md)."""
+BYTES_PER_INVERSE = 0.1
+"""What following one inverse index less is worth."""
+BYTES_PER_GROUP = 1_600
+"""Column chunks of `block`, `unique_index` and the inverse, and one more footer, per row group."""
+
+_CODEC = pa.Codec("zstd", compression_level=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One column of clustered samples.
+
+    Attributes:
+        name: of the column.
+        role: what the trainer does with it.
+        codes: (num_samples,) int64, equal where values are equal bit by bit.
+        values: its values as narrow codes, one or any number a sample.
+    """
+
+    name: str
+    role: Role
+    codes: NDArray[np.int64]
+    values: Array | Jagged
+
+    def num_values(self, rows: NDArray[np.int64]) -> int:
+        """Return how many values some rows have."""
+        if isinstance(self.values, Jagged):
+            return int(self.values.lengths[rows].sum())
+        return len(rows)
+
+    def num_bytes(self, rows: NDArray[np.int64]) -> int:
+        """Return about how many bytes some rows take on disk."""
+        if isinstance(self.values, Jagged):
+            taken = self.values.take(rows)
+            return packed_bytes(taken.values) + packed_bytes(taken.lengths)
+        return packed_bytes(self.values[rows])
+
+
+def feature_of(name: str, role: Role, column: pa.ChunkedArray) -> Feature | None:
+    """Return a column as codes, or None when its type cannot be compared."""
+    array = one_chunk(column)
+    try:
+        first, inverse = unique_tuples(comparable(array))
+        values = _values_of(array, inverse, len(first))
+    except SchemaError:
+        return None
+    return Feature(name, role, inverse.astype(np.int64), values)
+
+
+def _values_of(array: pa.Array, inverse: NDArray[np.int32], num_unique: int) -> Array | Jagged:
+    if not is_list(array.type):
+        kind = array.type
+        if pa.types.is_integer(kind) or pa.types.is_temporal(kind):
+            values = array.cast(pa.int64(), safe=False) if kind.bit_width == 64 else array
+            if not values.null_count and not pa.types.is_temporal(values.type):
+                return _narrow(values.to_numpy())
+        return inverse.astype(_width(num_unique))
+    lists = jagged_of(array)
+    _, codes = np.unique(lists.values, return_inverse=True)
+    return Jagged(codes.astype(_width(int(codes.max(initial=0)) + 1)), lists.offsets)
+
+
+def _narrow(values: NDArray[np.int64]) -> Array:
+    """Return whole numbers from 0 in as few bytes as hold them: differences stay differences."""
+    if not len(values):
+        return values
+    low = int(values.min())
+    span = int(values.max()) - low
+    return (values.astype(np.uint64) - np.uint64(low & (2**64 - 1))).astype(_width(span + 1))
+
+
+def _width(size: int) -> type[np.unsignedinteger]:
+    for kind, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32)):
+        if size <= 1 << bits:
+            return kind
+    return np.uint64
+
+
+def packed_bytes(values: Array) -> int:
+    """Return the zstd bytes of numbers, or of their differences if these are fewer."""
+    if values.itemsize == 1 or not len(values):
+        return _compressed(values)
+    return min(_compressed(values), _compressed(np.diff(values, prepend=values[:1])))
+
+
+def _compressed(values: Array) -> int:
+    """Return the zstd bytes of numbers, all low bytes first, then all next ones."""
+    planes = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1).T
+    return len(_CODEC.compress(np.ascontiguousarray(planes), asbytes=True))
+
+
+@dataclass(slots=True)
+class Costs:
+    """Costs of any set of features, each found once.
+
+    Attributes:
+        block: (num_samples,) the block of each sample, ascending.
+        features: all that may be grouped.
+        bytes_per_group: fixed cost of a group.
+    """
+
+    block: NDArray[np.int64]
+    features: Sequence[Feature]
+    bytes_per_group: float = BYTES_PER_GROUP
+    _hashes: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
+    _inverses: dict[frozenset[int], NDArray[np.int64]] = field(default_factory=dict)
+    _costs: dict[frozenset[int], float] = field(default_factory=dict)
+    _alone: dict[int, float] = field(default_factory=dict)
+    _kept: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return len(self.block)
+
+    def inverse(self, members: frozenset[int]) -> NDArray[np.int64]:
+        """Return (num_samples,) the number of each sample's (block, tuple), by first appearance."""
+        if members not in self._inverses:
+            keys = self._hash_of_block()
+            for member in members:
+                keys = keys + self._hash_of(member)
+            self._inverses[members] = numbered(keys)
+        return self._inverses[members]
+
+    def _hash_of_block(self) -> NDArray[np.uint64]:
+        return self._hashes.setdefault(-1, splitmix64(self.block))
+
+    def _hash_of(self, member: int) -> NDArray[np.uint64]:
+        if member not in self._hashes:
+            salt = splitmix64(np.array([member + 1]))
+            self._hashes[member] = splitmix64(self.features[member].codes ^ salt.view(np.int64))
+        return self._hashes[member]
+
+    def num_unique(self, members: frozenset[int]) -> int:
+        """Return how many tuples are stored."""
+        return int(self.inverse(members).max(initial=-1)) + 1
+
+    def in_samples(self, member: int) -> float:
+        """Return the cost of one feature kept per sample."""
+        if member not in self._alone:
+            self._alone[member] = self._stored(member, np.arange(self.num_samples), -1)
+        return self._alone[member]
+
+    def as_group(self, members: frozenset[int]) -> float:
+        """Return the cost of some features kept once per distinct tuple of a block."""
+        if members not in self._costs:
+            inverse = self.inverse(members)
+            rows = first_rows(inverse)
+            starts = np.flatnonzero(np.diff(self.block, prepend=-1))
+            local = inverse - np.repeat(inverse[starts], np.diff(starts, append=len(inverse)))
+            same_rows = hash(rows.tobytes())  # most merges keep the rows of one side
+            self._costs[members] = (
+                sum(self._stored(m, rows, same_rows) for m in members)
+                + packed_bytes(_narrow(local))
+                + BYTES_PER_INVERSE * self.num_samples
+                + self.bytes_per_group
+            )
+        return self._costs[members]
+
+    def best(self, members: frozenset[int]) -> float:
+        """Return the lower cost of one group and of all of its features kept per sample."""
+        return min(self.as_group(members), sum(self.in_samples(m) for m in members))
+
+    def _stored(self, member: int, rows: NDArray[np.int64], name: int) -> float:
+        if (member, name) not in self._kept:
+            feature = self.features[member]
+            worth = BYTES_PER_VALUE.get(feature.role, 0.0)
+            cost = feature.num_bytes(rows) + worth * feature.num_values(rows)
+            self._kept[member, name] = cost
+        return self._kept[member, name]
+
+
+def numbered(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return for each sample the number of its key, numbered by first appearance.
+
+    Example:
+        >>> numbered(np.array([5, 7, 4, 5], np.uint64)).tolist()
+        [0, 1, 2, 0]
+    """
+    return pa.array(keys).dictionary_encode().indices.to_numpy().astype(np.int64)
+
+
+def first_rows(inverse: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first sample of each number of `numbered`, ascending.
+
+    Example:
+        >>> first_rows(np.array([0, 1, 0, 2])).tolist()
+        [0, 1, 3]
+    """
+    highest = np.maximum.accumulate(inverse)
+    return np.flatnonzero(np.diff(highest, prepend=-1))

@@ -1,0 +1,342 @@
+"""A build with `groups: auto`: chosen from the training range, written into the job, kept."""
+
+import dataclasses
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.auto_job import columns_of, named_groups, rewritten
+from pipelines.build import build
+from pipelines.expand import expand
+from pipelines.group_sample import KeysOfPart, SmallestHashes, choose_keys
+from pipelines.rows import ORIGIN, FilePart
+from pipelines.verify import verify
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.job import load_job
+from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
+
+NAMED = "{user: [session, user, history]}"
+
+
+def auto_job(directory: Path, **changes: str) -> Path:
+    job = write_job(directory)
+    text = job.read_text().replace(f"groups: {NAMED}", "groups: auto  # ours")
+    text = text.replace("transforms: {user: {", "transforms: {samples: {")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    job.write_text(text)
+    return job
+
+
+def built(directory: Path, num_rows: int = 3000) -> Path:
+    write_log(directory / "log", num_rows)
+    job = auto_job(directory / "job")
+    build(request(job, directory / "log", directory / "dataset"))
+    return directory / "dataset"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("auto"))
+
+
+def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(
+    dataset: Path,
+) -> None:
+    job = open_dataset(dataset).job
+    assert job.data.groups == {"session": ("session", "user", "history")}
+    assert job.data.transforms == {"session": {"num_history": "ln(1 + len(history))"}}
+    text = (dataset / "job.yaml").read_text()
+    assert re.search(r"session: \[session, user, history\]  # changes in 0\.0 % of the", text)
+    assert "# ours" in text
+
+
+def test_dataset_holds_the_same_samples_as_with_named_groups(dataset: Path, tmp_path: Path) -> None:
+    rows = write_log(tmp_path / "log", 3000)
+    expand(dataset, tmp_path / "x.parquet")
+    found = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    names = ("session", "time", "user", "history", "item", "label")
+    assert sorted(
+        tuple(tuple(r[n]) if n == "history" else r[n] for n in names) for r in found
+    ) == samples_of(rows)
+    assert verify(dataset)["problems"] == []
+
+
+def test_building_from_the_job_in_the_dataset_gives_the_same_segment(
+    dataset: Path, tmp_path: Path
+) -> None:
+    write_log(tmp_path / "log", 3000)
+    again = tmp_path / "again"
+    schema = (dataset / "schema.pbtxt").read_bytes()
+    (tmp_path / "schema.pbtxt").write_bytes(schema)
+    (tmp_path / "job.yaml").write_bytes((dataset / "job.yaml").read_bytes())
+    build(request(tmp_path / "job.yaml", tmp_path / "log", again))
+    assert bytes_of(again) == bytes_of(dataset)
+
+
+def test_files_listed_in_another_order_give_the_same_groups(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = os.walk
+    monkeypatch.setattr(
+        "pipelines.folder.os.walk",
+        lambda *a, **k: ((d, f, sorted(n, reverse=True)) for d, f, n in walk(*a, **k)),
+    )
+    assert bytes_of(built(tmp_path)) == bytes_of(dataset)
+
+
+def test_a_second_build_into_the_dataset_keeps_its_groups(dataset: Path, tmp_path: Path) -> None:
+    other = built(tmp_path)
+    before = bytes_of(other)
+    build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", other))
+    assert bytes_of(other) == before == bytes_of(dataset)
+
+
+def test_groups_are_taken_from_the_dataset_when_the_log_has_grown(tmp_path: Path) -> None:
+    dataset = built(tmp_path)
+    groups = open_dataset(dataset).job.data.groups
+    write_log(tmp_path / "log", 3000, seed=5)
+    with pytest.raises(SchemaError, match="output must be empty or hold the same segment"):
+        build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset))
+    assert open_dataset(dataset).job.data.groups == groups
+
+
+def test_groups_do_not_see_the_evaluation_range(tmp_path: Path, dataset: Path) -> None:
+    rows = write_log(tmp_path / "log", 3000)
+    moments = rows["time"].cast(pa.int64()).to_numpy()
+    late = moments >= 1_767_225_600_000_000 + 480 * 1_000_000
+    user = np.where(late, np.arange(3000), rows["user"].to_numpy())
+    assert late.sum() > 30
+    for file in (tmp_path / "log").iterdir():
+        file.unlink()
+    changed = rows.set_column(rows.column_names.index("user"), "user", pa.array(user))
+    pq.write_table(changed, tmp_path / "log" / "log.parquet")
+    build(request(auto_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    assert open_dataset(tmp_path / "dataset").job == open_dataset(dataset).job
+
+
+PER = """
+name: plays
+data:
+  sources: {plays: {files: "*.parquet", format: parquet}}
+  samples:
+    per:
+      key: session
+      sql: SELECT session, time, user, history, clicked AS label,
+                  count(*) OVER () AS num_plays, items[1] AS item FROM plays
+  session: {key: session, time: time}
+  groups: auto
+  block_samples: 16
+  tables:
+    items: {features: [item, history], rows: identity, num_rows: 1000}
+    users: {features: [user], rows: hash, num_rows: 65536}
+  oracle: {batch_samples: 32}
+train: {batch_samples: 32}
+"""
+
+
+def test_job_with_sql_per_key_sees_whole_keys(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", 3000)
+    write_job(tmp_path)
+    job = tmp_path / "job.yaml"
+    job.write_text(PER)
+    schema = (tmp_path / "schema.pbtxt").read_text().replace("num_history", "num_plays")
+    schema = schema.replace('type: FLOAT annotation { tag: "dense" }', "type: INT ANN")
+    (tmp_path / "schema.pbtxt").write_text(schema.replace("ANN", 'annotation { tag: "kept" }'))
+    said: list[str] = []
+    asked = dataclasses.replace(request(job, tmp_path / "log", tmp_path / "data"), say=said.append)
+    build(asked)
+    groups = open_dataset(tmp_path / "data").job.data.groups
+    assert groups == {"session": ("session", "user", "history", "num_plays")}
+    assert said[0] == "groups: auto looked at 3000 samples of 499 sessions and chose"
+
+
+BAD_JOBS = {
+    "a word that is not auto": (
+        {"groups: auto": "groups: automatic"},
+        "data.groups must be a mapping of keys, got 'automatic'",
+    ),
+    "a transform in a group that is not chosen yet": (
+        {"transforms: {samples:": "transforms: {user:"},
+        "transforms.user must stand in transforms.samples with groups: auto, got a group that is "
+        "not chosen yet",
+    ),
+    "no sample in the training range": (
+        {"2026-01-01 00:08:00": "1999-01-01"},
+        "groups: auto must see samples of the training range, got none",
+    ),
+    "an undeclared column": (
+        {"clicked AS label": "clicked AS labels"},
+        "column 'labels' must be declared in the schema",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_JOBS)
+def test_bad_job_is_refused_with(name: str, tmp_path: Path) -> None:
+    changes, message = BAD_JOBS[name]
+    write_log(tmp_path / "log")
+    job = auto_job(tmp_path / "job", **changes)
+    with pytest.raises(SchemaError, match=re.escape(message)) as error:
+        build(request(job, tmp_path / "log", tmp_path / "dataset"))
+    assert "job.yaml" in str(error.value)
+    assert not (tmp_path / "dataset").exists()
+
+
+TEXTS = {
+    "block": "name: a # b\ndata:\n    groups: auto # why\n    transforms:\n        samples:\n"
+    "            made: len(history)\n            other: ln(item)\n    # end\ntrain: {}\n",
+    "flow": '{"name": a, "data": {"groups": auto, transforms: {samples: {made: len(history), '
+    'other: "ln(item)"}}, x: 1}}',
+    "last line without an end": "data:\n  transforms: {samples: {made: len(history), "
+    "other: ln(item)}}\n  groups: auto",
+    "quoted": 'data:\n  groups: "auto"\n  transforms:\n    "samples": {made: len(history), '
+    "other: 'ln(item)'}\nname: x\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_job_text_is_rewritten_in_place(name: str, repository: Path) -> None:
+    shipped = load_job(repository / "schemas" / "mind" / "job.yaml").data
+    data = dataclasses.replace(
+        shipped,
+        groups={"history": ("user id", "history", "yes", "a-b")},
+        transforms={"history": {"made": "len(history)"}, "samples": {"other": "ln(item)"}},
+    )
+    text = TEXTS[name]
+    found = rewritten(text, data, {"history": "for: {a} reason"})
+    before, after = yaml.safe_load(text), yaml.safe_load(found)
+    assert after["data"].pop("groups") == {"history": ["user id", "history", "yes", "a-b"]}
+    assert after["data"].pop("transforms") == {k: dict(v) for k, v in data.transforms.items()}
+    del before["data"]["groups"], before["data"]["transforms"]
+    assert after == before
+    assert all(comment in found for comment in re.findall("# (?:b|why|end)", text))
+
+
+def test_named_groups_place_each_transform_where_all_its_inputs_are(tmp_path: Path) -> None:
+    job = load_job(auto_job(tmp_path, **{"num_history: ln(1 + len(history))": (
+        "both: user + item, alone: item + 1, none: 1 + 1, two: user + len(history)")}))  # fmt: skip
+    named = named_groups(job, {"a": ("user",), "b": ("history",), "c": ("user_2", "x")})
+    assert named.data.transforms == {
+        "samples": {"both": "user + item", "alone": "item + 1", "none": "1 + 1",
+                    "two": "user + len(history)"}}  # fmt: skip
+    named = named_groups(job, {"a": ("user", "history")})
+    assert named.data.transforms["a"] == {"two": "user + len(history)"}
+
+
+def test_columns_of_leaves_out_parameters_and_functions() -> None:
+    text = 'list_transform(h, lambda x, y: x + y + z) || CAST(a.b AS TEXT) || coalesce("q r", 1)'
+    assert columns_of(text) == {"h", "z", "b", "q r"}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), min_size=1, max_size=60),
+    st.integers(1, 80),
+    st.randoms(use_true_random=False),
+)
+def test_smallest_hashes_depend_on_the_rows_and_not_on_their_order(
+    rows: list[tuple[int, int]], max_cells: int, random: object
+) -> None:
+    def kept(order: list[int], size: int) -> list[int]:
+        smallest = SmallestHashes(max_cells)
+        for start in range(0, len(order), size):
+            part = order[start : start + size]
+            table = pa.table(
+                {
+                    ORIGIN: pa.array(part, pa.int64()),
+                    "x": pa.array([list(range(rows[i][1])) for i in part], pa.list_(pa.int64())),
+                }
+            )
+            smallest.add(table, np.array([rows[i][0] for i in part], np.uint64))
+        assert smallest.table is not None
+        return sorted(smallest.table[ORIGIN].to_pylist())
+
+    everything = list(range(len(rows)))
+    expected = kept(everything, len(rows))
+    mixed = everything.copy()
+    random.shuffle(mixed)  # type: ignore[attr-defined]
+    assert kept(mixed, 7) == kept(everything[::-1], 1) == expected
+    cells = Counter[int]()
+    for hashed, length in rows:
+        cells[hashed] += 2 + length
+    first = min(cells)
+    if cells[first] <= max_cells:  # whole hashes, the smallest ones, as many as fit
+        chosen: set[int] = set()
+        for hashed in sorted(cells):
+            if sum(cells[h] for h in chosen) + cells[hashed] > max_cells:
+                break
+            chosen.add(hashed)
+        assert expected == [i for i, (hashed, _) in enumerate(rows) if hashed in chosen]
+    else:
+        assert {rows[i][0] for i in expected} == {first}
+
+
+def keys(source: str, number: int, hashes: list[int], num_bytes: int = 10) -> KeysOfPart:
+    part = FilePart(source, f"{number}.parquet", number)
+    return KeysOfPart(part, num_bytes, np.array(hashes, np.uint64), np.ones(len(hashes), np.int64))
+
+
+def test_keys_are_chosen_with_all_their_parts_until_the_bytes_are_spent() -> None:
+    index = [
+        keys("log", 0, [1, 2, 5]),
+        keys("log", 1, [2, 3]),
+        keys("log", 2, [4]),
+        keys("users", 3, [1, 2, 3, 4, 5, 6]),
+    ]
+    chosen, parts = choose_keys(index, "log", max_bytes=30, max_rows=100)
+    assert chosen.tolist() == [1, 2, 3, 5]  # 4 would need one more part; 6 has no sample
+    assert [p.file_index for p in parts] == [0, 1, 3]
+
+
+def test_the_first_key_is_chosen_whatever_it_takes() -> None:
+    chosen, parts = choose_keys([keys("log", 0, [7, 9], 100)], "log", max_bytes=1, max_rows=0)
+    assert chosen.tolist() == [7]
+    assert len(parts) == 1
+
+
+def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.group_sample.INPUT_BYTES", 4_000)
+    (columns,) = open_dataset(built(tmp_path)).job.data.groups.values()
+    assert {"session", "user", "history"} <= {*columns}
+
+
+def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.group_sample.MAX_CELLS", 200)
+    assert open_dataset(built(tmp_path)).job.data.groups
+
+
+@pytest.mark.parametrize("name", ["mind", "ebnerd"])
+def test_chosen_groups_are_as_good_as_the_shipped_ones(
+    name: str, shared_data: Path, repository: Path, tmp_path: Path
+) -> None:
+    folder = {"mind": "mind", "ebnerd": "ebnerd_test"}[name]
+    shipped = repository / "schemas" / name
+    text = yaml.safe_load((shipped / "job.yaml").read_text())
+    text["data"]["groups"] = "auto"
+    made = [m for group in text["data"]["transforms"].values() for m in group.items()]
+    text["data"]["transforms"] = {"samples": dict(made)}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(text, sort_keys=False))
+    (tmp_path / "schema.pbtxt").write_bytes((shipped / "schema.pbtxt").read_bytes())
+    found = {}
+    for kind, job in {"auto": tmp_path / "job.yaml", "named": shipped / "job.yaml"}.items():
+        build(request(job, shared_data / folder, tmp_path / kind))
+        manifest = open_dataset(tmp_path / kind).segments[0].manifest
+        lookups = sum(t.num_lookups_dedup for t in manifest.tables.values())
+        found[kind] = manifest.dataset_bytes, lookups
+    assert found["auto"][0] <= found["named"][0] * 1.001  # names of groups differ in length
+    assert found["auto"][1] <= found["named"][1]
