@@ -25,6 +25,7 @@ from pipelines.folder import Folder
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.prepare import Prepared
 from pipelines.rows import ORIGIN, FilePart
+from pipelines.sampling import sample_negatives
 from pipelines.sources import parts_of_file, read_part
 from pipelines.sql import SqlResult, connect, map_rows, with_list_index
 from pipelines.tuples import separate
@@ -145,7 +146,8 @@ def _training(samples: SqlResult, data: DataConfig, features: FeatureSet) -> pa.
     if samples.samples is None or not samples.samples.num_rows:
         return None
     table = with_list_index(samples.samples)
-    good = usable_samples(separate(table, {}), features, data)[0].samples
+    usable = usable_samples(separate(table, {}), features, data)[0]
+    good = sample_negatives(usable, features, data).samples
     if data.split.evaluation_from is not None:
         first = microseconds(data.split.evaluation_from)
         good = good.filter(pc.less(good[data.session.time].cast(pa.int64()), first))
