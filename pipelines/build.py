@@ -147,7 +147,12 @@ def write_segment(
     """Run the pipeline and finish the segment in its hidden directory."""
     building = context.segment_root
     with watched(building, context.num_parts, request.say):
-        outcome = run_pipeline(lambda p: segment_pipeline(p, context), request.beam_args, building)
+        outcome = run_pipeline(
+            lambda p: segment_pipeline(p, context),
+            request.beam_args,
+            building,
+            context.num_parts,
+        )
     check_usable(outcome.values["parts"], outcome.values["rejects"], context.data)
     write_units(building, outcome.values["units"])
     finish_segment(

@@ -21,6 +21,7 @@ from apache_beam.metrics import Metrics
 
 from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.folder import Folder
+from pipelines.memory import keep_freed_memory
 from pipelines.part import PartResult, build_part
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.pins import Pins, pin
@@ -103,6 +104,9 @@ class _Counted(beam.DoFn):
             for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
         }
 
+    def setup(self) -> None:
+        keep_freed_memory()
+
     def count(self, side: str, table: pa.Table) -> None:
         self.counters[f"{side}-rows"].inc(table.num_rows)
         self.counters[f"{side}-bytes"].inc(table.nbytes)
@@ -161,6 +165,7 @@ class _SqlStage(_Counted):
     connection: duckdb.DuckDBPyConnection
 
     def setup(self) -> None:
+        super().setup()
         self.connection = connect()
 
     def emit(self, result: SqlResult) -> Iterator[Any]:
