@@ -33,6 +33,7 @@ from pipelines.prepare import BuildRequest
 from pipelines.report_storage import bytes_by_table, dataset_bytes, oracle_bytes
 from schemas.dataset import Dataset, open_dataset
 from schemas.job import load_job
+from schemas.layout import DATA_DIRECTORIES, window_columns
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
@@ -102,10 +103,11 @@ def job_path(name: str) -> Path:
 def transform_bytes(dataset: Dataset) -> int:
     """Return the bytes of the column chunks that transforms made; their footers stay ours."""
     made = set(dataset.job.data.made_columns)
+    made |= {w for c in made for w in window_columns(c)}
     total = 0
     for segment in dataset.segments:
         for path in segment.files:
-            if path.startswith(("samples/", "groups/")):
+            if path.startswith(DATA_DIRECTORIES):
                 total += sum(chunk_bytes(pq.read_metadata(segment.directory / path), made))
     return total
 

@@ -29,6 +29,7 @@ from schemas.layout import (
     ANOMALIES,
     BLOCK,
     BLOCKS,
+    DATA_DIRECTORIES,
     EVALUATION,
     FILES,
     JOB,
@@ -36,8 +37,6 @@ from schemas.layout import (
     SCHEMA,
     STATISTICS,
     TRAIN,
-    UNIQUE_INDEX,
-    group_path,
     inverse_column,
     rejects_path,
     samples_path,
@@ -53,6 +52,7 @@ from schemas.manifest import (
     replace_bytes,
     write_manifest,
 )
+from schemas.stored import group_schema
 
 
 def join_blocks(results: Sequence[PartResult]) -> pa.Table:
@@ -145,7 +145,7 @@ def finish_segment(
         num_sessions=sum(r.num_sessions for r in results),
         num_rejects=len(set(rejects)),
         input_bytes=sum(f.num_bytes for f in listing),
-        dataset_bytes=bytes_below(entries, "samples/", "groups/"),
+        dataset_bytes=bytes_below(entries, *DATA_DIRECTORIES),
         oracle_bytes=bytes_below(entries, "access/", "edges/"),
         splits=split_ranges(blocks),
         groups=group_counts(results),
@@ -163,10 +163,14 @@ def finish_segment(
 
 def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:
     """Return the type of every column of the samples, as one part stores them."""
-    paths = [samples_path(file_index), *(group_path(g, file_index) for g in groups)]
-    own = {BLOCK, UNIQUE_INDEX, *map(inverse_column, groups)}
-    schemas = [pq.read_schema(root / path) for path in paths]
-    return {f.name: type_name(f.type) for s in schemas for f in s if f.name not in own}
+
+    def schema_of(path: str) -> pa.Schema:
+        return pq.read_schema(root / path)
+
+    own = {BLOCK, *map(inverse_column, groups)}
+    fields = [f for f in schema_of(samples_path(file_index)) if f.name not in own]
+    fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
+    return {f.name: type_name(f.type) for f in fields}
 
 
 def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:

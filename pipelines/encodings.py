@@ -95,14 +95,40 @@ def choose(table: pa.Table) -> Encodings:
     return tried[totals.index(min(totals))]
 
 
+def smallest_bytes(table: pa.Table) -> int:
+    """Return the bytes of a file of one row group, each column in its smallest encoding.
+
+    Args:
+        table: at least one row; all of it is encoded, in every candidate.
+    """
+    sink = pa.BufferOutputStream()
+    with open_writer(sink, table.schema, Encodings({})) as writer:
+        writer.write_table(table.slice(0, 1))
+    file = sink.getvalue()
+    row = pq.read_metadata(pa.BufferReader(file)).row_group(0)
+    total = file.size - sum(row.column(i).total_compressed_size for i in range(row.num_columns))
+    for name in table.column_names:
+        column = table.select([name])
+        tried = _tried(column, candidates(column.schema.field(0)))
+        total += sum(min(sizes)[0] for sizes in tried.values())
+    return total
+
+
 def _smallest(sample: pa.Table, usable: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the smallest encoding of each leaf of one column; one trial encodes all leaves."""
+    """Return the smallest encoding of each leaf of one column."""
+    return {path: min(sizes)[2] for path, sizes in _tried(sample, usable).items()}
+
+
+def _tried(
+    column: pa.Table, usable: Mapping[str, Sequence[str]]
+) -> dict[str, list[tuple[int, int, str]]]:
+    """Return bytes, number and name of each leaf's candidates; one trial encodes all leaves."""
     tried: dict[str, list[tuple[int, int, str]]] = {path: [] for path in usable}
     for number in range(max(len(names) for names in usable.values())):
         trial = {path: names[min(number, len(names) - 1)] for path, names in usable.items()}
-        for path, size in _sizes(sample, Encodings(trial)).items():
+        for path, size in _sizes(column, Encodings(trial)).items():
             tried[path].append((size, number, trial[path]))
-    return {path: min(sizes)[2] for path, sizes in tried.items()}
+    return tried
 
 
 def first_rows(column: pa.Table) -> pa.Table:

@@ -14,7 +14,8 @@ from schemas.columns import numpy_of
 from schemas.dataset import Dataset, Segment, open_dataset
 from schemas.jagged import check_inverse, offsets_of
 from schemas.job import DataConfig
-from schemas.layout import BLOCK, group_path, inverse_column, samples_path
+from schemas.layout import BLOCK, inverse_column, samples_path
+from schemas.stored import read_group
 
 
 def row_groups(segment: Segment) -> list[tuple[int, int]]:
@@ -48,7 +49,7 @@ def joined_row_group(
     block_of_sample = np.repeat(np.arange(len(per_block)), per_block)
     columns = {c: samples[c] for c in samples.column_names}
     for group in data.groups:
-        table = segment.file(group_path(group, file_index)).read_row_group(row_group)
+        table = read_group(segment.file, group, file_index, row_group)
         starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
         tuples = numpy_of(samples[inverse_column(group)]) + starts[block_of_sample]
         check_inverse(tuples, table.num_rows)

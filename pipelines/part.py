@@ -78,7 +78,7 @@ def build_part(
     """
     clustered = cluster(join(samples), data)
     star = to_star(clustered, file_index, data)
-    blocks = write_part(root, star, clustered, file_index, pins.encodings)
+    blocks = write_part(root, star, clustered, file_index, pins)
     return PartResult(
         file_index,
         clustered.samples.num_samples,

@@ -17,8 +17,11 @@ import pyarrow as pa
 from pipelines.cluster import cluster, hash_session_keys
 from pipelines.encodings import TRIAL_ROWS, Encodings, choose
 from pipelines.star import Star, to_star
+from pipelines.stored import directory_of, stored_tables
 from pipelines.tuples import Tuples, join
-from schemas.job import SAMPLES, DataConfig
+from pipelines.windows import Layouts, choose_windows
+from schemas.job import DataConfig
+from schemas.layout import samples_path
 
 PINNED_SAMPLES = TRIAL_ROWS
 """Samples that are looked at, about."""
@@ -29,9 +32,11 @@ class Pins:
     """What is the same in all parts of a segment.
 
     Attributes:
-        encodings: table (`samples` or a group) to how it is written.
+        layouts: group to what its tuples share.
+        encodings: directory of the segment (`samples`, `groups/user`) to how its files are written.
     """
 
+    layouts: Layouts
     encodings: Mapping[str, Encodings]
 
 
@@ -43,13 +48,16 @@ def pin(parts: Sequence[Tuples], data: DataConfig) -> Pins:
         data: the job's data section.
     """
     star = to_star(cluster(join(few_sessions(parts, data)), data), 0, data)
-    return Pins({name: choose(table) for name, table in tables_of(star)})
+    layouts = choose_windows(star, data.storage)
+    return Pins(layouts, {name: choose(table) for name, table in tables_of(star, layouts)})
 
 
-def tables_of(star: Star) -> Iterator[tuple[str, pa.Table]]:
-    """Yield the tables of a part by name, samples first."""
-    yield SAMPLES, star.samples
-    yield from star.groups.items()
+def tables_of(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the tables of a part by directory as they are stored, samples first."""
+    yield directory_of(samples_path(0)), star.samples
+    for group, layout in layouts.items():
+        for file in stored_tables(group, star, layout, [star.groups[group].num_rows], 0):
+            yield directory_of(file.path), file.table
 
 
 def few_sessions(

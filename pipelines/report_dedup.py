@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelines.expand import row_groups
 from pipelines.report_bars import Bar, bar_chart, columns
 from pipelines.report_html import Section, figure, paragraph, side_by_side, table
 from pipelines.report_numbers import count, digits, percent, ratio
@@ -15,8 +17,8 @@ from pipelines.sessions import session_lengths
 from schemas.columns import comparable_tuple
 from schemas.dataset import Dataset
 from schemas.jagged import unique_tuples
-from schemas.layout import group_path
 from schemas.manifest import GroupCounts
+from schemas.stored import read_group
 
 MOST_DOUBLINGS = 7
 """The last bar of the histogram holds all sessions of at least 2**7 samples."""
@@ -44,7 +46,12 @@ def unique_without_cuts(dataset: Dataset, group: str) -> int:
     for segment in dataset.segments:
         for file_index in np.unique(segment.column("file")).tolist():
             names = list(dataset.job.data.groups[group])
-            tuples = segment.file(group_path(group, file_index)).read(names)
+            parts = [
+                read_group(segment.file, group, file, row_group, names)
+                for file, row_group in row_groups(segment)
+                if file == file_index
+            ]
+            tuples = pa.concat_tables(parts)
             total += len(unique_tuples(comparable_tuple(tuples, names))[0])
     return total
 

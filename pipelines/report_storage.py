@@ -27,13 +27,22 @@ def oracle_bytes(dataset: Dataset) -> int:
 
 
 def bytes_by_table(dataset: Dataset) -> Mapping[str, int]:
-    """Return the bytes of the samples and of each group."""
-    places = {"samples": "samples/"} | {g: f"groups/{g}/" for g in dataset.job.data.groups}
+    """Return the bytes of the samples and of each group, with what its tuples share."""
+    places = {"samples": ("samples/",)} | places_of_groups(dataset)
     files = [f for segment in dataset.segments for f in segment.files.values()]
     return {
         name: sum(f.num_bytes for f in files if f.path.startswith(place))
         for name, place in places.items()
     }
+
+
+def places_of_groups(dataset: Dataset) -> dict[str, tuple[str, ...]]:
+    """Return the directories in which each group's files lie."""
+    data = dataset.job.data
+    places = {g: [f"groups/{g}/", f"tuples/{g}/"] for g in data.groups}
+    for feature, group in data.group_of_column.items():
+        places[group].append(f"buffers/{feature}/")
+    return {group: tuple(found) for group, found in places.items()}
 
 
 def storage_section(dataset: Dataset, flat: Mapping[str, float], rows: FlatRows) -> Section:

@@ -13,7 +13,8 @@ from schemas.columns import one_chunk
 from schemas.dataset import Dataset, Segment
 from schemas.jagged import offsets_of
 from schemas.job import DataConfig
-from schemas.layout import group_path, inverse_column, samples_path
+from schemas.layout import inverse_column, samples_path
+from schemas.stored import read_group
 
 
 def sample_column(
@@ -29,7 +30,7 @@ def sample_column(
     local = samples.read_row_group(row_group, [inverse])[inverse].to_numpy()
     starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
     tuples = local + np.repeat(starts, segment.column("num_samples")[chosen])
-    unique = segment.file(group_path(group, file_index)).read_row_group(row_group, [name])[name]
+    unique = read_group(segment.file, group, file_index, row_group, [name])[name]
     return one_chunk(unique).take(pa.array(tuples))
 
 

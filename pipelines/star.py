@@ -28,12 +28,14 @@ class Star:
         groups: one row per unique tuple of a block.
         samples_per_block: (num_blocks,) int64.
         unique_per_block: group to (num_blocks,) int64.
+        tuples: group to (num_unique,) int64, equal where two of its rows are, whatever the block.
     """
 
     samples: pa.Table
     groups: Mapping[str, pa.Table]
     samples_per_block: NDArray[np.int64]
     unique_per_block: Mapping[str, NDArray[np.int64]]
+    tuples: Mapping[str, NDArray[np.int64]]
 
 
 def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
@@ -54,12 +56,14 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
     samples = _with_transforms(samples, SAMPLES, data)
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
+    stored_tuples: dict[str, NDArray[np.int64]] = {}
     for group, names in data.groups.items():
         stored, inverse = unique_in_blocks(clustered.block, tuples.references[group])
         counts = np.bincount(clustered.block[stored], minlength=num_blocks).astype(np.int64)
         starts = offsets_of(counts)[:-1]
         unique_index = np.arange(len(stored)) - np.repeat(starts, counts)
-        taken = tuples.uniques[group].take(pa.array(tuples.references[group][stored]))
+        stored_tuples[group] = tuples.references[group][stored]
+        taken = tuples.uniques[group].take(pa.array(stored_tuples[group]))
         table = pa.table(
             {
                 BLOCK: pa.array(prefix + clustered.block[stored]),
@@ -72,7 +76,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts
     per_block = np.bincount(clustered.block, minlength=num_blocks).astype(np.int64)
-    return Star(samples, groups, per_block, unique_per_block)
+    return Star(samples, groups, per_block, unique_per_block, stored_tuples)
 
 
 def unique_in_blocks(

@@ -20,7 +20,7 @@ from schemas.columns import is_list, one_chunk
 from schemas.errors import SchemaError, nearest
 from schemas.features import Feature, FeatureSet
 from schemas.job import DataConfig
-from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column
+from schemas.layout import BLOCK, TUPLE_INDEX, UNIQUE_INDEX, inverse_column, window_columns
 
 _HIDDEN = (ORIGIN, LIST_INDEX)
 _NUMBERS = ("dense", "label", "weight")
@@ -86,7 +86,9 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
 
 
 def _check_reserved(features: FeatureSet, data: DataConfig) -> None:
-    taken = {BLOCK, UNIQUE_INDEX, ORIGIN, LIST_INDEX, *map(inverse_column, data.groups)}
+    taken = {BLOCK, UNIQUE_INDEX, TUPLE_INDEX, ORIGIN, LIST_INDEX}
+    taken |= {inverse_column(g) for g in data.groups}
+    taken |= {w for f in features.features if f.is_list for w in window_columns(f.name)}
     for name in features.names:
         if name in taken:
             raise SchemaError(

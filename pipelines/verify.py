@@ -18,10 +18,11 @@ from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError
 from schemas.jagged import unique_tuples
 from schemas.job import OrderConfig
-from schemas.layout import BLOCK, TRAIN, group_path, num_unique_column
+from schemas.layout import BLOCK, TRAIN, num_unique_column
 from schemas.oracle import next_use, unique_per_block
 from schemas.order import Order
 from schemas.rows import rows_of_ids
+from schemas.stored import read_group
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _group_problems(
 ) -> Iterator[str]:
     chosen = _chosen(segment, file_index, row_group)
     for group, columns in dataset.job.data.groups.items():
-        table = segment.file(group_path(group, file_index)).read_row_group(row_group)
+        table = read_group(segment.file, group, file_index, row_group)
         place = f"group {group} in row group {row_group} of part {file_index}"
         blocks = numpy_of(table[BLOCK])
         wanted = np.repeat(segment.block_names[chosen], segment.num_unique(group)[chosen])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 from pipelines.cluster import Clustered
 from pipelines.encodings import Encodings, open_writer
+from pipelines.pins import Pins
 from pipelines.star import Star
+from pipelines.stored import directory_of, stored_tables
 from schemas.jagged import offsets_of
-from schemas.job import SAMPLES
 from schemas.layout import (
     BLOCK,
     EVALUATION,
     FILE_SHIFT,
     TRAIN,
     blocks_schema,
-    group_path,
     num_unique_column,
     samples_path,
 )
@@ -60,7 +60,7 @@ def row_groups_of(
 
 
 def write_table(
-    path: Path, table: pa.Table, rows_per_group: list[int], encodings: Encodings
+    path: Path, table: pa.Table, rows_per_group: Sequence[int], encodings: Encodings
 ) -> None:
     """Write a table with the given row groups, under its final name only when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def write_part(
     star: Star,
     clustered: Clustered,
     file_index: int,
-    encodings: Mapping[str, Encodings],
+    pins: Pins,
 ) -> pa.Table:
     """Write the samples and groups of one part.
 
@@ -87,7 +87,7 @@ def write_part(
         star: the part's tables.
         clustered: the part's samples, for splits and windows.
         file_index: number of the part.
-        encodings: how each table is written.
+        pins: how its tables are laid out and encoded.
 
     Returns:
         The part's rows of `blocks.parquet`.
@@ -102,10 +102,13 @@ def write_part(
     total = star.samples.nbytes + sum(t.nbytes for t in star.groups.values())
     groups = row_groups_of(ranges, total / num_blocks)
     counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
-    write_table(root / samples_path(file_index), star.samples, counts, encodings[SAMPLES])
-    for name, table in star.groups.items():
+    path = samples_path(file_index)
+    write_table(root / path, star.samples, counts, pins.encodings[directory_of(path)])
+    for name in star.groups:
         unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
-        write_table(root / group_path(name, file_index), table, unique, encodings[name])
+        for file in stored_tables(name, star, pins.layouts[name], unique, file_index):
+            encodings = pins.encodings[directory_of(file.path)]
+            write_table(root / file.path, file.table, file.row_groups, encodings)
     lengths = [g.end - g.first for g in groups]
     sessions = np.add.reduceat(clustered.starts_session.astype(np.int32), first_sample)
     columns = {

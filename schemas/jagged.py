@@ -168,7 +168,7 @@ def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray
     raise AssertionError("64 hash functions in a row cannot all collide")
 
 
-def _bits(values: Array) -> NDArray[np.uint64]:
+def bits(values: Array) -> NDArray[np.uint64]:
     """Return the bits of each value, so that NaNs and signed zeros stay distinct."""
     width = values.dtype.itemsize
     unsigned = np.ascontiguousarray(values).view(np.dtype(f"u{width}"))
@@ -200,22 +200,22 @@ def _hash_rows(columns: Sequence[Column], seed: int) -> NDArray[np.uint64]:
 
 def _hash_column(column: Column, salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
     if not isinstance(column, Jagged):
-        return splitmix64(_bits(column) ^ salt)
+        return splitmix64(bits(column) ^ salt)
     lengths = column.lengths
     positions = ranges(np.zeros_like(lengths), lengths)
-    mixed = splitmix64(_bits(column.values) + splitmix64(positions) + salt)
+    mixed = splitmix64(bits(column.values) + splitmix64(positions) + salt)
     sums = np.zeros(len(mixed) + 1, np.uint64)  # wraps around on purpose
     np.cumsum(mixed, out=sums[1:])
-    return splitmix64(sums[column.offsets[1:]] - sums[column.offsets[:-1]] + _bits(lengths))
+    return splitmix64(sums[column.offsets[1:]] - sums[column.offsets[:-1]] + bits(lengths))
 
 
 def _equal_to_first(column: Column, first: NDArray[np.int64]) -> bool:
     others = np.flatnonzero(first != np.arange(len(first)))
     if not isinstance(column, Jagged):
-        bits = _bits(column)
-        return bool(np.array_equal(bits[others], bits[first[others]]))
+        own = bits(column)
+        return bool(np.array_equal(own[others], own[first[others]]))
     mine, theirs = column.take(others), column.take(first[others])
     return bool(
         np.array_equal(mine.offsets, theirs.offsets)
-        and np.array_equal(_bits(mine.values), _bits(theirs.values))
+        and np.array_equal(bits(mine.values), bits(theirs.values))
     )

@@ -20,6 +20,7 @@ from schemas.hashing import MAX_ROW
 from schemas.job_sampling import SamplingConfig
 from schemas.job_schedule import ScheduleConfig
 from schemas.job_sources import SamplesConfig, SourceConfig, check_sources
+from schemas.job_storage import StorageConfig
 from schemas.job_train import TrainConfig
 from schemas.layout import SAMPLE_WEIGHT
 
@@ -149,6 +150,8 @@ class DataConfig:
     """Held-back range."""
     block_samples: int = 1024
     """Samples of a block, a power of two."""
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    """What is kept once beyond single blocks."""
     oracle: OracleConfig = field(default_factory=OracleConfig)
     """Default index."""
     on_error: Literal["reject", "fail"] = "reject"
@@ -174,6 +177,7 @@ class DataConfig:
             )
         check_sources(self.sources, self.samples)
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
+        self.storage.check_groups(self.groups)
         _check_tables(self.tables)
 
     @property

@@ -21,11 +21,19 @@ SAMPLING = "sampling.parquet"
 
 BLOCK = "block"
 UNIQUE_INDEX = "unique_index"
+TUPLE_INDEX = "tuple_index"
+BUFFER_INDEX = "buffer_index"
 SAMPLE_WEIGHT = "sample_weight"
 TRAIN, EVALUATION = "train", "evaluation"
 
+DATA_DIRECTORIES = ("samples/", "groups/", "tuples/", "buffers/")
+"""Where the samples and their groups lie in a segment."""
+
 FILE_SHIFT = 20
 """A block's id is `file_index << FILE_SHIFT | index_of_block_in_file`."""
+
+NUMBER_SHIFT = 32
+"""A tuple's or buffer's index is `file_index << NUMBER_SHIFT | number_in_file`."""
 
 REJECTS_SCHEMA = pa.schema(
     [
@@ -80,6 +88,26 @@ def samples_path(file_index: int) -> str:
 def group_path(group: str, file_index: int) -> str:
     """Return a group's file, relative to the segment."""
     return str(PurePosixPath("groups", group, part_name(file_index)))
+
+
+def tuples_path(group: str, file_index: int) -> str:
+    """Return the file of a group's shared tuples, relative to the segment."""
+    return str(PurePosixPath("tuples", group, part_name(file_index)))
+
+
+def buffers_path(feature: str, file_index: int) -> str:
+    """Return the file of a list feature's buffers, relative to the segment."""
+    return str(PurePosixPath("buffers", feature, part_name(file_index)))
+
+
+WINDOW_SUFFIXES = ("_window_buffer", "_window_start", "_window_length")
+"""Endings of the columns that stand in the place of a list feature."""
+
+
+def window_columns(feature: str) -> tuple[str, str, str]:
+    """Return the columns that stand in the place of a list feature: buffer, start, length."""
+    buffer, start, length = (feature + suffix for suffix in WINDOW_SUFFIXES)
+    return buffer, start, length
 
 
 def access_path(table: str, file_index: int) -> str:

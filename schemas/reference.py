@@ -105,3 +105,45 @@ def belady_hits(accesses: Sequence[int], capacity: int) -> int:
             ahead = {r: rest.index(r) if r in rest else len(accesses) for r in cache if r != row}
             cache.remove(max(sorted(ahead), key=lambda r: ahead[r]))
     return hits
+
+
+def windows(
+    lists: Sequence[Sequence[int]], shortest_repeat: int
+) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """Return buffers, and (buffer, start, length) of each list, for lists that grow at their end.
+
+    Args:
+        lists: entries of each row.
+        shortest_repeat: entries of a list that is looked for among all lists before it.
+
+    Example:
+        >>> windows([[7, 3, 5], [3, 5, 9], [8], [3, 5, 9, 4]], 64)
+        ([[7, 3, 5, 9], [8], [3, 5, 9, 4]], [(0, 0, 3), (0, 1, 3), (1, 0, 1), (2, 0, 4)])
+    """
+    buffers: list[list[int]] = []
+    placed: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    found: list[tuple[int, int, int]] = []
+    before: list[int] = []
+    place = (0, 0, 0)  # of `before`
+    for row in lists:
+        entries = list(row)
+        if not entries:
+            found.append((0, 0, 0))
+            continue
+        if len(entries) >= shortest_repeat and tuple(entries) in placed:
+            found.append(placed[tuple(entries)])
+            continue
+        shorter = min(len(before), len(entries))
+        common = [k for k in range(1, shorter + 1) if before[-k:] == entries[:k]]
+        overlap = max([k for k in common if 2 * k >= shorter], default=0)
+        if overlap:
+            buffer, start, length = place
+            buffers[buffer].extend(entries[overlap:])
+            place = (buffer, start + length - overlap, len(entries))
+        else:
+            buffers.append(entries.copy())
+            place = (len(buffers) - 1, 0, len(entries))
+        before = entries
+        placed.setdefault(tuple(entries), place)
+        found.append(place)
+    return buffers, found

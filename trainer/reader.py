@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 from schemas.absent import absent_columns, read_with_absent
 from schemas.checked import CheckedFile
 from schemas.dataset import Dataset, Segment
-from schemas.layout import EVALUATION, TRAIN, group_path, samples_path
+from schemas.layout import EVALUATION, TRAIN, samples_path
 from schemas.order import Order, Step
+from schemas.stored import read_group
 from trainer.batch import Batch
 from trainer.collate import Piece, collate
 from trainer.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode
@@ -126,14 +128,15 @@ class Reader:
             self._decoded.move_to_end(place)
             return self._decoded[place]
 
+        open_file = partial(self._file, segment)
+
         def read(owner: str, columns: list[str]) -> pa.Table:
-            path = samples_path(file) if owner == SAMPLES else group_path(owner, file)
-            stored = self._file(segment, path)
-            return read_with_absent(
-                lambda present: stored.read_row_group(row_group, present),
-                columns,
-                self._absent[segment],
-            )
+            def stored(present: list[str]) -> pa.Table:
+                if owner == SAMPLES:
+                    return open_file(samples_path(file)).read_row_group(row_group, present)
+                return read_group(open_file, owner, file, row_group, present)
+
+            return read_with_absent(stored, columns, self._absent[segment])
 
         decoded = decode(self._spec, self._segments[segment].counts(file, row_group), read)
         self._decoded[place] = decoded

@@ -138,7 +138,7 @@ def test_document_shows_the_true_defaults(document: str) -> None:
 
 def test_examples_of_the_document_are_read(document: str, tmp_path: Path) -> None:
     found = examples(document)
-    assert len(found) == 14
+    assert len(found) == document.count("```yaml") > 10
     for example in found:
         load_job(write(tmp_path, example))
 

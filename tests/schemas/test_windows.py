@@ -1,0 +1,126 @@
+"""Windows over buffers: exact for any lists, as the slow reference, small where lists shift."""
+
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas import reference, windows
+from schemas.errors import SchemaError
+from schemas.jagged import Jagged, offsets_of
+from schemas.windows import NULL_LENGTH, Windows, entries_of, to_windows
+
+Lists = list[list[int] | None]
+
+few_values = st.lists(st.none() | st.lists(st.integers(0, 2), max_size=7), min_size=0, max_size=14)
+
+
+def jagged(lists: Lists) -> tuple[Jagged, np.ndarray]:
+    lengths = np.array([len(x or []) for x in lists], np.int64)
+    values = np.array([v for x in lists for v in x or []], np.uint64)
+    return Jagged(values, offsets_of(lengths)), np.array([x is None for x in lists], bool)
+
+
+def back(x: Jagged, found: Windows) -> Lists:
+    entries = entries_of(found.offsets, found.buffer, found.start, found.length)
+    values = x.values[found.source][entries.values].tolist()
+    cuts = pairwise(entries.offsets.tolist())
+    return [
+        None if length == NULL_LENGTH else values[a:b]
+        for (a, b), length in zip(cuts, found.length.tolist(), strict=True)
+    ]
+
+
+@st.composite
+def shifting(draw: st.DrawFn) -> Lists:
+    """Histories of sessions: some entries come, and some leave beyond a cap."""
+    cap = draw(st.integers(1, 8))
+    newest_first = draw(st.booleans())
+    lists: Lists = []
+    for _ in range(draw(st.integers(0, 4))):
+        history = draw(st.lists(st.integers(0, 9), max_size=cap))
+        for _ in range(draw(st.integers(0, 6))):
+            kept = history[-cap:]
+            lists.append(kept[::-1] if newest_first else kept)
+            history = kept + draw(st.lists(st.integers(0, 9), max_size=3))
+            if draw(st.integers(0, 9)) == 0:
+                lists.append(draw(st.sampled_from([None, []])))
+    return lists
+
+
+@settings(max_examples=400, deadline=None)
+@given(few_values | shifting())
+def test_windows_give_back_every_list(lists: Lists) -> None:
+    x, is_null = jagged(lists)
+    assert back(x, to_windows(x, is_null)) == lists
+
+
+@settings(max_examples=400, deadline=None)
+@given(few_values | shifting(), st.sampled_from([1, 3, 64]))
+def test_windows_equal_the_slow_reference(lists: Lists, shortest: int) -> None:
+    x, is_null = jagged(lists)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "SHORTEST_REPEAT", shortest)
+        found = to_windows(x, is_null)
+    buffers, expected = reference.windows([x or [] for x in lists], shortest)
+    if 2 * sum(map(len, buffers)) > len(x.values):
+        turned, _ = reference.windows([x or [] for x in lists[::-1]], shortest)
+        if sum(map(len, turned)) < sum(map(len, buffers)):
+            assert len(found.source) == sum(map(len, turned))
+            return
+    cut = found.offsets.tolist()
+    entries = x.values[found.source].tolist()
+    assert [entries[a:b] for a, b in pairwise(cut)] == buffers
+    places = zip(found.buffer.tolist(), found.start.tolist(), found.length.tolist(), strict=True)
+    assert [p for p in places if p[2] > 0] == [p for p in expected if p[2] > 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(few_values)
+def test_windows_are_exact_whatever_the_hash_does(lists: Lists) -> None:
+    x, is_null = jagged(lists)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "SHORTEST_REPEAT", 1)
+        patch.setattr(windows, "_BASE", 0)  # all ranges with one first value collide
+        assert back(x, to_windows(x, is_null)) == lists
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_history_that_shifts_is_stored_once(newest_first: bool) -> None:
+    song = np.random.default_rng(0).integers(0, 1000, 300)
+    lists: Lists = [song[max(0, end - 50) : end].tolist() for end in range(301)]
+    if newest_first:
+        lists = [x and x[::-1] for x in lists]
+    x, _ = jagged(lists)
+    found = to_windows(x)
+    assert len(found.source) == 300
+    assert len(found.offsets) == 2
+    assert back(x, found) == lists
+
+
+def test_long_list_that_comes_back_is_stored_once() -> None:
+    rng = np.random.default_rng(1)
+    one, two = (rng.integers(0, 1000, 100).tolist() for _ in range(2))
+    x, _ = jagged([one, two, one, two, None, one])
+    assert len(to_windows(x).source) == 200
+
+
+@pytest.mark.parametrize(
+    ("buffer", "start", "length"),
+    [(2, 0, 1), (-1, 0, 1), (0, 4, 2), (0, -1, 2), (0, 0, -2), (1, 1, 1)],
+)
+def test_window_outside_its_buffer_is_refused(buffer: int, start: int, length: int) -> None:
+    message = (
+        f"window must lie in its buffer, got buffer={buffer}, start={start}, length={length} in "
+        "row 1; rebuild the dataset"
+    )
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        entries_of(
+            np.array([0, 5, 6]),
+            np.array([0, buffer]),
+            np.array([0, start]),
+            np.array([5, length]),
+        )
