@@ -128,6 +128,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         data=job.data,
         features=features,
         statement=prepared.statement,
+        passed=prepared.passed,
         empty_rows=prepared.empty_rows,
         num_parts=max(1, -(-size // PART_INPUT_BYTES)),
     )

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from pipelines.cluster import hash_session_keys, microseconds
 from pipelines.folder import Folder
+from pipelines.passed_lists import map_samples
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.prepare import Prepared
 from pipelines.rows import ORIGIN, FilePart
 from pipelines.sampling import sample_negatives
 from pipelines.sources import parts_of_file, read_part
-from pipelines.sql import SqlResult, connect, map_rows, with_list_index
+from pipelines.sql import SqlResult, connect, with_list_index
 from pipelines.tuples import separate
 from pipelines.validate import usable_samples
 from schemas.columns import is_list, one_chunk
@@ -168,6 +169,7 @@ def _mapped(
 ) -> Iterator[tuple[SqlResult, bool]]:
     """Yield samples of the first `INPUT_BYTES`, and whether they lie at the end of a cut log."""
     connection, source = connect(), data.sample_source
+    statement, passed = prepared.statement, prepared.passed
     schema = prepared.empty_rows[source].schema
     parts = list(_parts(folder, data, prepared))
     is_cut = sum(size for _, size in parts) > INPUT_BYTES
@@ -179,7 +181,7 @@ def _mapped(
         is_edge = is_cut and done > INPUT_BYTES - INPUT_BYTES // _EDGE
         for rows in read_part(folder, part, data.sources[source], schema):
             if rows.table is not None and rows.table.num_rows:
-                yield map_rows(connection, prepared.statement, source, rows.table), is_edge
+                yield map_samples(connection, statement, passed, source, rows.table), is_edge
 
 
 def _per_key(

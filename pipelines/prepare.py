@@ -13,6 +13,7 @@ from apache_beam.io.filesystems import FileSystems
 from pipelines.check_sql import check_map_sql
 from pipelines.folder import Folder, folder_of
 from pipelines.listing import list_inputs
+from pipelines.passed_lists import Passed, passed_lists
 from pipelines.per_key import visible_rows
 from pipelines.rows import FilePart
 from pipelines.runner import pipeline_options
@@ -65,11 +66,13 @@ class Prepared:
     Attributes:
         listing: input files, sorted.
         statement: the SQL that workers run.
+        passed: lists that go around it.
         empty_rows: by source, a table without rows that has its columns.
     """
 
     listing: tuple[InputFile, ...]
     statement: str
+    passed: Passed
     empty_rows: Mapping[str, pa.Table]
 
 
@@ -104,7 +107,11 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
             f"{key} must run on its sources, got {str(error).splitlines()[0]}; correct it",
             file=str(request.job_path),
         ) from error
-    return Prepared(listing, with_hashes(statement, data.groups), empty)
+    lists: tuple[str, ...] = ()
+    if data.samples.map is not None:
+        lists = passed_lists(statement, data.sample_source, empty[data.sample_source].schema)
+    passed = Passed(lists, tuple(samples.column_names))
+    return Prepared(listing, with_hashes(statement, data.groups, lists), passed, empty)
 
 
 def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> int:

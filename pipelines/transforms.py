@@ -23,6 +23,7 @@ from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.folder import Folder
 from pipelines.memory import keep_freed_memory
 from pipelines.part import PartResult, build_part
+from pipelines.passed_lists import Passed, map_samples
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.pins import Pins, pin
 from pipelines.rejects import Reject
@@ -31,7 +32,7 @@ from pipelines.sampling import sample_negatives
 from pipelines.sampling_units import count_units
 from pipelines.shuffle import Reference, read_reference, write_chunk
 from pipelines.sources import parts_of_file, read_part
-from pipelines.sql import BadRow, SqlResult, connect, map_rows, with_list_index
+from pipelines.sql import BadRow, SqlResult, connect, with_list_index
 from pipelines.tuples import Tuples, separate, split
 from pipelines.validate import usable_samples
 from schemas.columns import one_chunk
@@ -69,6 +70,7 @@ class BuildContext:
         data: the job's data section.
         features: declared columns.
         statement: the job's SQL with the origin carried through.
+        passed: lists that go around it.
         num_parts: parts of the segment.
         empty_rows: by source, a table without rows that has its columns.
     """
@@ -79,6 +81,7 @@ class BuildContext:
     data: DataConfig
     features: FeatureSet
     statement: str
+    passed: Passed
     num_parts: int
     empty_rows: Mapping[str, pa.Table]
 
@@ -196,7 +199,8 @@ class _MapRows(_SqlStage):
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
         source, table = rows
         self.count("in", table)
-        yield from self.emit(map_rows(self.connection, self.context.statement, source, table))
+        statement, passed = self.context.statement, self.context.passed
+        yield from self.emit(map_samples(self.connection, statement, passed, source, table))
 
 
 def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:

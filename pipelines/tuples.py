@@ -62,15 +62,18 @@ def hash_column(group: str) -> str:
     return f"{HASH_PREFIX}{group}"
 
 
-def with_hashes(statement: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """Return the statement with one hash column per group."""
-    if not groups:
-        return statement
-    hashes = ", ".join(
+def with_hashes(
+    statement: str, groups: Mapping[str, Sequence[str]], left_out: Sequence[str] = ()
+) -> str:
+    """Return the statement with one hash column per group, and without some columns."""
+    hashes = [
         f"hash({', '.join(_quoted(c) for c in columns)}) AS {_quoted(hash_column(group))}"
         for group, columns in groups.items()
-    )
-    return f"SELECT *, {hashes} FROM ({statement.rstrip().rstrip(';')})"
+    ]
+    if not hashes and not left_out:
+        return statement
+    star = f"* EXCLUDE ({', '.join(map(_quoted, left_out))})" if left_out else "*"
+    return f"SELECT {', '.join([star, *hashes])} FROM ({statement.rstrip().rstrip(';')})"
 
 
 def _quoted(name: str) -> str:
