@@ -1,0 +1,201 @@
+"""What clustering costs in quality: one model trained on the same samples in four orders.
+
+`python -m benchmarks.order [--json] [--datasets NAME,NAME] [--seeds N] [--shared-data DIR]`
+
+The samples of a shipped job are expanded once and built again in each order: clustered by session
+as the job says, the same with its blocks shuffled (`order.shuffle: blocks`), every sample for
+itself in random order, and by time. Only the session key of the job differs between them: it is
+the job's, a random number for each sample, or one number for all. Each is trained from the same
+seeds for the same number of steps, and scored by NE (the lower the better) on the same
+evaluation samples. `ours` is the clustered NE, `peer` the shuffled one, each the mean over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from benchmarks.storage import SHARED_DATA, job_path, raw_log
+from pipelines.build import build
+from pipelines.expand import expand
+from pipelines.prepare import BuildRequest
+from schemas.dataset import open_dataset
+from schemas.layout import TRAIN
+from trainer.train import TrainOptions, train
+
+CLUSTERED, BLOCKS, SHUFFLED, BY_TIME = "clustered", "clustered, blocks shuffled", "shuffled", "time"
+ORDERS = (CLUSTERED, BLOCKS, SHUFFLED, BY_TIME)
+KEY = "order_key"
+"""Column that the job of the shuffled and of the time order takes for its session key."""
+SHUFFLE_SEED = 0
+
+
+def order_keys(order: str, num_samples: int) -> np.ndarray:
+    """Return the session key that puts samples into an order; zeros where it is not used."""
+    if order == SHUFFLED:
+        return np.random.default_rng(SHUFFLE_SEED).permutation(num_samples).astype(np.int64)
+    return np.zeros(num_samples, np.int64)
+
+
+def write_variant(job: Path, samples: Path, order: str, directory: Path, seed: int = 0) -> Path:
+    """Write the job that builds expanded samples in an order, beside its schema and its log.
+
+    Args:
+        job: a shipped job file.
+        samples: what `expand` gave for it.
+        order: one of `ORDERS`.
+        directory: to write into.
+        seed: of parameters and rows.
+    """
+    (directory / "log").mkdir(parents=True, exist_ok=True)
+    rows = pq.read_table(samples)
+    keys = pa.array(order_keys(order, rows.num_rows))
+    pq.write_table(rows.append_column(KEY, keys), directory / "log" / "samples.parquet")
+    body = yaml.safe_load(job.read_text(encoding="utf-8"))
+    data = body["data"]
+    data.pop("generate", None)
+    data["sources"] = {"samples": {"files": "samples.parquet", "format": "parquet"}}
+    data["samples"] = {"map": "SELECT * FROM samples"}
+    if order in (SHUFFLED, BY_TIME):
+        data["session"] = {"key": KEY, "time": data["session"]["time"]}
+    if order == BLOCKS:
+        data.setdefault("oracle", {})["order"] = {"shuffle": "blocks", "seed": SHUFFLE_SEED}
+    path = with_seed(body, directory / "job.yaml", seed)
+    schema = (job.parent / data.get("schema", "schema.pbtxt")).read_text(encoding="utf-8")
+    extra = f'feature {{ name: "{KEY}" type: INT annotation {{ tag: "kept" }} }}\n'
+    (directory / "schema.pbtxt").write_text(schema + extra, encoding="utf-8")
+    return path
+
+
+def with_seed(body: Mapping[str, Any], path: Path, seed: int) -> Path:
+    """Write a job file with another seed of training."""
+    changed = {**body, "train": {**body.get("train", {}), "seed": seed}}
+    path.write_text(yaml.safe_dump(changed, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def built(job: Path, log: Path, dataset: Path) -> Path:
+    """Build a dataset on the local runner and return it."""
+    build(
+        BuildRequest(
+            job_path=job, input_root=log, dataset=dataset, beam_args=[], attempt="benchmark"
+        )
+    )
+    return dataset
+
+
+def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
+    """Train one job in every order.
+
+    Args:
+        name: of a shipped job.
+        log: its raw files.
+        seeds: trainings of each order.
+        scratch: directory for everything that is written.
+    """
+    samples = scratch / "samples.parquet"
+    expand(built(job_path(name), log, scratch / "as-shipped"), samples)
+    datasets = {
+        order: built(
+            write_variant(job_path(name), samples, order, scratch / str(place)),
+            scratch / str(place) / "log",
+            scratch / str(place) / "dataset",
+        )
+        for place, order in enumerate(ORDERS)
+    }
+    found: dict[str, dict[str, list[float]]] = {o: {"ne": [], "auc": []} for o in ORDERS}
+    steps: dict[str, int] = {}
+    for seed in range(seeds):
+        for order, dataset in datasets.items():
+            body = yaml.safe_load((dataset.parent / "job.yaml").read_text(encoding="utf-8"))
+            job = with_seed(body, dataset.parent / "seeded.yaml", seed)
+            summary = train(
+                job,
+                dataset,
+                dataset.parent / f"run-{seed}",
+                TrainOptions(),
+                clock=time.perf_counter,
+                on_step=lambda *_: None,
+            )
+            assert summary.ne is not None, "the jobs hold samples back"
+            assert summary.auc is not None, "the jobs hold samples back"
+            found[order]["ne"].append(summary.ne)
+            found[order]["auc"].append(summary.auc)
+            steps[order] = summary.num_steps
+            sys.stderr.write(f"{name}, {order}, seed {seed}: NE {summary.ne:.4f}\n")
+    return {
+        "num_steps": steps,
+        "num_training_samples": {
+            o: int(training_samples(dataset)) for o, dataset in datasets.items()
+        },
+        "orders": {
+            order: {
+                "ne": round(statistics.mean(values["ne"]), 5),
+                "ne_of_seeds": [round(v, 5) for v in values["ne"]],
+                "auc": round(statistics.mean(values["auc"]), 5),
+            }
+            for order, values in found.items()
+        },
+    }
+
+
+def training_samples(dataset: Path) -> int:
+    """Return the samples of the training range."""
+    return sum(
+        int(s.column("num_samples")[s.positions(TRAIN)].sum())
+        for s in open_dataset(dataset).segments
+    )
+
+
+def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the first dataset's shuffled NE over its clustered NE."""
+    name = next(iter(found))
+    ours, peer = (found[name]["orders"][order] for order in (CLUSTERED, SHUFFLED))
+    pairs = zip(ours["ne_of_seeds"], peer["ne_of_seeds"], strict=True)
+    return {
+        "ours": ours["ne"],
+        "peer": peer["ne"],
+        "ratio": round(peer["ne"] / ours["ne"], 4),
+        "unit": f"NE on the evaluation split, {name}, clustered against shuffled samples",
+        "rounds": [round(theirs / mine, 4) for mine, theirs in pairs],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.order", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--datasets", default="mind,demo", help="shipped jobs, by comma")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each order")
+    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
+    options = parser.parse_args(argv)
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.datasets.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            log = raw_log(name, options.shared_data, Path(scratch))
+            if log is None:
+                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
+                continue
+            found[name] = measure(name, log, options.seeds, Path(scratch))
+    if not found:
+        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
+        return 1
+    result = headline(found) | {"details": found}
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
