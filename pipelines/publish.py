@@ -19,6 +19,7 @@ from pathlib import Path
 from pipelines.commit import commit_root, reference_of, relabel
 from pipelines.index import build_index
 from pipelines.lock import locked, workplace
+from pipelines.view import write_view
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
@@ -191,6 +192,7 @@ def replace_root(
                 shutil.rmtree(final, ignore_errors=True)
                 (stage / index.id).rename(final)
         commit_root(dataset, proposal.name, proposal.job, proposal.schema, segments, indexes)
+        write_view(dataset)
         remove_indexes(dataset, keep={i.id for i in (*indexes, *(seen.indexes if seen else ()))})
     return True
 
