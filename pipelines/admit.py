@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipelines.gate import check_limits
+from pipelines.pass_gate import pass_gate, schema_of
 from pipelines.pinned import check_pinned, check_types
 from pipelines.prepare import BuildRequest
 from pipelines.publish import Proposal, free_position, root_of, with_key
@@ -12,7 +14,7 @@ from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import Job
-from schemas.layout import ANOMALIES, MANIFEST, SEGMENTS
+from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import InputFile, Reference, read_segment
 
 
@@ -38,6 +40,7 @@ def admit(
     Raises:
         SchemaError: the dataset holds something else, pins something else, or has the same input.
     """
+    check_limits(schema_of((request.job_path.parent / job.data.schema).read_bytes()))
     root = root_of(request.dataset)
     there = with_key(root, key)
     if there is not None or root is None:
@@ -96,16 +99,17 @@ def proposal_of(
 ) -> Proposal:
     """Return what `publish` needs; the dataset may have changed since `admit`."""
     manifest = read_segment(building)
-    anomalies = (building / ANOMALIES).read_text(encoding="utf-8")
-    schema = request.job_path.parent / job.data.schema
+    schema = (request.job_path.parent / job.data.schema).read_bytes()
 
-    def judge(dataset: Dataset | None, _: int) -> str:
+    def judge(dataset: Dataset | None, before: int) -> str:
         if dataset is not None:
             if not request.append:
                 refuse_other(request.dataset, [s.manifest.id for s in dataset.segments], key)
             check_pinned(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
-        return anomalies
+        earlier = dataset.segments[before - 1].directory if dataset and before else None
+        aside = request.dataset / f".refused-{key}"
+        return pass_gate(building, earlier, schema_of(schema), job.data.gate, aside, request.say)
 
     return Proposal(
         dataset=request.dataset,
@@ -114,7 +118,7 @@ def proposal_of(
         position=request.position,
         name=job.name,
         job=request.job_bytes or request.job_path.read_bytes(),
-        schema=schema.read_bytes(),
+        schema=schema,
         attempt=request.attempt,
         beam_args=request.beam_args,
         judge=judge,

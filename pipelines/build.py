@@ -164,6 +164,8 @@ def write_segment(
         dict(outcome.values["tables"]),
         context.listing,
         hashes,
+        context.data,
+        context.features,
     )
 
 

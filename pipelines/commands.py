@@ -15,12 +15,16 @@ from typing import Any
 
 from pipelines.build import build
 from pipelines.expand import expand
+from pipelines.gate import GateError
 from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.oracle_command import oracle
 from pipelines.prepare import BuildRequest
 from pipelines.verify import verify
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
+
+REFUSED = 3
+"""Exit code of a build whose segment did not pass the gate."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0, or 1 when something does not fit; the one line that says what is on stderr.
+        0, or 1 when something does not fit; the one line that says what is on stderr. 3 when a
+        segment was built, but did not pass the gate; stderr has a line for each finding.
     """
     parser = build_parser()
     arguments, beam_args = parser.parse_known_args(argv)
@@ -85,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
         return _COMMANDS[arguments.command](arguments, beam_args)
+    except GateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
     except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

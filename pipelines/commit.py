@@ -8,23 +8,25 @@ leaves the dataset as it was, and a rerun starts clean.
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelines.anomalies import anomalies_text
 from pipelines.oracle import write_file
 from pipelines.part import LOOKUPS, PartResult
 from pipelines.rejects import Reject, to_table
 from pipelines.shuffle import SHUFFLE
-from pipelines.statistics import anomalies_text, merge, statistics_text
+from pipelines.slices import slices_of
+from pipelines.statistics_text import statistics_text
 from pipelines.write import in_training_order
 from schemas.absent import type_name
 from schemas.checked import FileEntry, describe_file, read_files, sha256_of, write_files
+from schemas.features import FeatureSet
+from schemas.job import DataConfig
 from schemas.layout import (
     ANOMALIES,
     BLOCK,
@@ -111,6 +113,8 @@ def finish_segment(
     num_unique_rows: Mapping[str, int],
     listing: tuple[InputFile, ...],
     hashes: tuple[str, str],
+    data: DataConfig,
+    features: FeatureSet,
 ) -> SegmentManifest:
     """Write everything of a segment that is not a part, its manifest last.
 
@@ -122,6 +126,8 @@ def finish_segment(
         num_unique_rows: distinct rows by table.
         listing: input files.
         hashes: of the job's data section and of the schema.
+        data: the job's data section.
+        features: declared columns.
     """
     results = sorted(results, key=lambda r: r.file_index)
     num_samples = sum(r.num_samples for r in results)
@@ -131,11 +137,9 @@ def finish_segment(
     pq.write_table(blocks, root / BLOCKS, compression="zstd", write_page_checksum=True)
     if rejects:
         write_file(root, rejects_path(0), to_table(rejects))
-    statistics = reduce(merge, (r.statistics for r in results))
-    text = statistics_text(statistics, num_samples)
+    text = statistics_text(slices_of([r.slices for r in results], data, features))
     (root / STATISTICS).write_text(text, encoding="utf-8")
-    reasons = Counter(r.reason for r in set(rejects))
-    (root / ANOMALIES).write_text(anomalies_text(reasons), encoding="utf-8")
+    (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
     groups = list(results[0].groups)
     entries = describe_tree(root)
     write_files(root / FILES, entries)

@@ -13,14 +13,15 @@ import pyarrow.parquet as pq
 from pipelines.cluster import cluster
 from pipelines.lookups import lookups_of, lookups_table
 from pipelines.pins import Pins
+from pipelines.slices import SliceStatistics, part_slices
 from pipelines.star import Star, to_star
-from pipelines.statistics import ColumnStatistics, table_statistics
 from pipelines.tuples import Tuples, join
 from pipelines.write import write_part
 from schemas.columns import is_list, jagged_of, numpy_of
+from schemas.features import FeatureSet
 from schemas.jagged import offsets_of
 from schemas.job import DataConfig
-from schemas.layout import BLOCK, TRAIN, UNIQUE_INDEX, inverse_column, part_name
+from schemas.layout import TRAIN, inverse_column, part_name
 
 LOOKUPS = "lookups"
 """Directory of the oracle's input inside a segment being built; gone before the commit."""
@@ -52,7 +53,7 @@ class PartResult:
         blocks: rows of `blocks.parquet`.
         groups: sums by group.
         lookups: table to (num_lookups, num_lookups_dedup) in training blocks.
-        statistics: sums by column.
+        slices: statistics by split.
     """
 
     file_index: int
@@ -61,11 +62,16 @@ class PartResult:
     blocks: pa.Table
     groups: Mapping[str, GroupTotals]
     lookups: Mapping[str, tuple[int, int]]
-    statistics: Mapping[str, ColumnStatistics]
+    slices: Mapping[str, SliceStatistics]
 
 
 def build_part(
-    root: Path, file_index: int, samples: Sequence[Tuples], data: DataConfig, pins: Pins
+    root: Path,
+    file_index: int,
+    samples: Sequence[Tuples],
+    data: DataConfig,
+    pins: Pins,
+    features: FeatureSet,
 ) -> PartResult:
     """Cluster, cut, deduplicate and write the samples of one part.
 
@@ -75,6 +81,7 @@ def build_part(
         samples: all samples of the part's sessions, in any order; at least one row.
         data: the job's data section.
         pins: what all parts have in common.
+        features: declared columns.
     """
     clustered = cluster(join(samples), data)
     star = to_star(clustered, file_index, data)
@@ -86,7 +93,7 @@ def build_part(
         blocks,
         {name: group_totals(star, name) for name in star.groups},
         write_lookups(root, file_index, star, blocks, data),
-        part_statistics(star),
+        part_slices(star, clustered, data, features),
     )
 
 
@@ -119,12 +126,3 @@ def write_lookups(
         partial.replace(path)
         counts[table] = (lookups.num_lookups, lookups.num_lookups_dedup)
     return counts
-
-
-def part_statistics(star: Star) -> dict[str, ColumnStatistics]:
-    """Return the statistics of the part's columns; a group's are over its unique tuples."""
-    found: dict[str, ColumnStatistics] = {}
-    for table in (star.samples, *star.groups.values()):
-        skip = {BLOCK, UNIQUE_INDEX, *(inverse_column(g) for g in star.groups)}
-        found.update(table_statistics(table, skip))
-    return found

@@ -1,4 +1,4 @@
-"""Statistics of every column as tensorflow-metadata protos, from aggregates that add up exactly.
+"""Statistics of every column, from aggregates that add up exactly.
 
 Sums of numbers are exact (fractions), so that neither the order of rows nor
 the order of parts nor the machine changes a byte.
@@ -6,18 +6,17 @@ the order of parts nor the machine changes a byte.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from math import sqrt
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from google.protobuf import text_format
-from tensorflow_metadata.proto.v0 import anomalies_pb2, statistics_pb2
 
 from pipelines.exact_sum import exact_sum, exact_sum_of_squares
+from pipelines.sketch import Sketch, count_buckets, nothing, sketch_of
 from schemas.columns import is_list, numpy_of, one_chunk
 
 
@@ -38,6 +37,8 @@ class ColumnStatistics:
         total_squares: exact sum of squares.
         min_values: fewest values of a row.
         max_values: most values of a row.
+        sketch: histogram, frequent values and distinct values.
+        lengths: bucket to number of lists of that length; empty unless the column is a list.
     """
 
     kind: str
@@ -52,6 +53,8 @@ class ColumnStatistics:
     total_squares: Fraction
     min_values: int
     max_values: int
+    sketch: Sketch = field(default_factory=nothing)
+    lengths: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_present(self) -> int:
@@ -73,6 +76,8 @@ class ColumnStatistics:
             self.total_squares + other.total_squares,
             min((s.min_values for s in (self, other) if s.num_present), default=0),
             max(self.max_values, other.max_values),
+            self.sketch + other.sketch,
+            dict(Counter(self.lengths) + Counter(other.lengths)),
         )
 
 
@@ -81,16 +86,20 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
     array = one_chunk(column)
     present = pc.drop_null(array)
     lengths = np.ones(len(present), np.int64)
-    kind, values = "STRING", np.empty(0)
-    if is_list(array.type):
+    kind, values, words = "STRING", np.empty(0), None
+    is_jagged = is_list(array.type)
+    if is_jagged:
         lengths = pc.list_value_length(present).to_numpy().astype(np.int64)
         present = present.flatten()
     if pa.types.is_string(present.type) or pa.types.is_large_string(present.type):
         values = pc.binary_length(present).to_numpy().astype(np.int64)
+        words = present.cast(pa.large_string())
     else:
         kind = "FLOAT" if pa.types.is_floating(present.type) else "INT"
         values = numpy_of(present)
     finite = values[np.isfinite(values)] if kind == "FLOAT" else values
+    if kind == "INT":
+        words = pa.array(finite.astype(np.int64))
     return ColumnStatistics(
         kind,
         len(array),
@@ -104,6 +113,8 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
         exact_sum_of_squares(finite),
         int(lengths.min()) if len(lengths) else 0,
         int(lengths.max()) if len(lengths) else 0,
+        sketch_of(None if kind == "STRING" else finite, words),
+        count_buckets(lengths) if is_jagged else {},
     )
 
 
@@ -118,59 +129,3 @@ def merge(
     """Add the statistics of two parts, column by column."""
     both = {c: left[c] + right[c] for c in left if c in right}
     return {**left, **right, **both}
-
-
-def statistics_text(columns: Mapping[str, ColumnStatistics], num_samples: int) -> str:
-    """Return statistics as the text of a DatasetFeatureStatisticsList, features in name order."""
-    proto = statistics_pb2.DatasetFeatureStatisticsList()
-    dataset = proto.datasets.add(name="segment", num_examples=num_samples)
-    for name in sorted(columns):
-        _fill(dataset.features.add(), name, columns[name])
-    return text_format.MessageToString(proto)
-
-
-def _fill(
-    feature: statistics_pb2.FeatureNameStatistics, name: str, column: ColumnStatistics
-) -> None:
-    kinds = statistics_pb2.FeatureNameStatistics
-    feature.path.step.append(name)
-    feature.type = getattr(kinds, column.kind)
-    mean = float(column.total / column.num_values) if column.num_values else 0.0
-    if column.kind == "STRING":
-        feature.string_stats.avg_length = mean
-        common = feature.string_stats.common_stats
-    else:
-        numbers = feature.num_stats
-        common = numbers.common_stats
-        numbers.mean = mean
-        numbers.num_zeros = column.num_zeros
-        if column.num_values:
-            variance = (
-                column.total_squares / column.num_values - (column.total / column.num_values) ** 2
-            )
-            numbers.std_dev = sqrt(float(max(Fraction(0), variance)))
-            numbers.min, numbers.max = column.minimum, column.maximum
-        if column.num_nan:
-            numbers.histograms.add(num_nan=column.num_nan)
-    common.num_non_missing = column.num_present
-    common.num_missing = column.num_missing
-    common.min_num_values = column.min_values
-    common.max_num_values = column.max_values
-    common.tot_num_values = column.num_values + column.num_nan
-    if column.num_present:
-        common.avg_num_values = common.tot_num_values / column.num_present
-
-
-def anomalies_text(reasons: Mapping[str, int]) -> str:
-    """Return the reasons of rejects as the text of an Anomalies proto.
-
-    Args:
-        reasons: reason to number of rows, over all rejects of the segment.
-    """
-    proto = anomalies_pb2.Anomalies()
-    for reason in sorted(reasons):
-        info = proto.anomaly_info[reason]
-        info.severity = anomalies_pb2.AnomalyInfo.ERROR
-        info.short_description = reason
-        info.description = f"{reasons[reason]} rows were rejected"
-    return text_format.MessageToString(proto)

@@ -318,7 +318,9 @@ class _BuildPart(_Counted):
         samples = read_samples(self.context, part[1])
         for chunk in samples:
             self.count("in", chunk.samples)
-        yield build_part(self.context.segment_root, part[0], samples, self.context.data, pins)
+        context = self.context
+        root, data, features = context.segment_root, context.data, context.features
+        yield build_part(root, part[0], samples, data, pins, features)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from schemas.declare import read_yaml
 from schemas.errors import SchemaError, check_at_least_one, nearest
 from schemas.hashing import MAX_ROW
+from schemas.job_gate import GateConfig
 from schemas.job_sampling import SamplingConfig
 from schemas.job_schedule import ScheduleConfig
 from schemas.job_sources import SamplesConfig, SourceConfig, check_sources
@@ -154,6 +155,8 @@ class DataConfig:
     """What is kept once beyond single blocks."""
     oracle: OracleConfig = field(default_factory=OracleConfig)
     """Default index."""
+    gate: GateConfig | None = None
+    """Limits that keep a segment out of the dataset, beyond those of the schema."""
     on_error: Literal["reject", "fail"] = "reject"
     """`reject`: unusable rows go to `rejects/` with their reason;
     `fail`: the first one ends the build."""

@@ -17,7 +17,8 @@ from pipelines.encodings import choose, open_writer
 from pipelines.exact_sum import exact_sum, exact_sum_of_squares
 from pipelines.sources import ORIGIN
 from pipelines.sql import carry_origin, connect, map_rows, run, with_list_index
-from pipelines.statistics import column_statistics, statistics_text, table_statistics
+from pipelines.statistics import column_statistics, table_statistics
+from pipelines.statistics_text import Slice, statistics_text
 from schemas.errors import SchemaError
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
@@ -52,7 +53,7 @@ def test_sum_of_unsigned_ids_does_not_wrap() -> None:
 def test_statistics_of_the_largest_numbers_are_finite() -> None:
     largest = np.finfo(np.float64).max
     table = pa.table({"x": [largest, -largest, 1.0], "y": [largest, largest, 0.0]})
-    text = statistics_text(table_statistics(table), 3)
+    text = statistics_text([Slice("segment", 3, table_statistics(table), {})])
     proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
     x, y = (feature.num_stats for feature in proto.datasets[0].features)
     assert (x.min, x.max) == (-largest, largest)
@@ -78,7 +79,7 @@ def test_statistics_of_two_halves_add_up_to_those_of_the_whole(column: pa.Array)
 def test_statistics_text_says_what_numpy_says() -> None:
     values = np.array([3.0, 5.0, 10.0])
     table = pa.table({"x": pa.array([*values, None]), "h": pa.array([[1], [], [2, 3], None])})
-    text = statistics_text(table_statistics(table), 4)
+    text = statistics_text([Slice("segment", 4, table_statistics(table), {})])
     proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
     lists, numbers = proto.datasets[0].features
     assert proto.datasets[0].num_examples == 4
