@@ -21,14 +21,15 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
-from schemas.jagged import Jagged, offsets_of, ranges
+from schemas.jagged import Jagged, offsets_of, ranges, unique_tuples
 
 NULL_LENGTH = -1
 """Length of the window of a null list."""
-_BASE = 0x9E3779B97F4A7C15
 SHORTEST_REPEAT = 64
 """Entries of a list that is looked for among all lists before it. A reference that jumps costs
 about 25 bytes: at 8 entries 30Music's buffers save 2 kB and its windows grow by 43 kB."""
+MOST_TRIES = 8
+"""Places where two lists may meet that are compared; more is only met by lists of few values."""
 _ENOUGH = 0.5
 """Share of the values that must be saved by appended entries, or prepended ones are tried too."""
 
@@ -117,19 +118,8 @@ def entries_of(
 
 def _forward(lists: Jagged) -> Windows:
     """Return windows over buffers that grow at their end."""
-    hashes = _RangeHashes(lists.values)
-    distinct, which = _distinct(lists, hashes)
-    alone = np.empty(0, np.int64)
-    while True:
-        overlap = _overlaps(lists, distinct, hashes)
-        overlap[np.isin(distinct, alone)] = 0
-        windows = _laid_out(lists, distinct, which, overlap)
-        wrong = _wrong_rows(lists, windows)
-        if not len(wrong):
-            return windows
-        # Ranges that differ and have one hash: such a list gets a place of its own.
-        alone = np.union1d(alone, wrong)
-        distinct, which = _parted(distinct, which, wrong)
+    laid, which = _distinct(lists)
+    return _laid_out(lists, laid, which, _overlaps(lists, laid))
 
 
 def _backward(lists: Jagged) -> Windows:
@@ -156,87 +146,103 @@ def _backward(lists: Jagged) -> Windows:
     )
 
 
-class _RangeHashes:
-    """Hashes of any range of values: a polynomial modulo 2**64, from one running sum."""
+def _distinct(lists: Jagged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows whose lists are laid, and for each row which of these has its list.
 
-    def __init__(self, values: NDArray[np.uint64]) -> None:
-        powers = np.full(len(values) + 1, _BASE, np.uint64)
-        powers[0] = 1
-        self._powers = np.cumprod(powers, dtype=np.uint64)  # wraps around on purpose
-        self._sums = np.zeros(len(values) + 1, np.uint64)
-        np.cumsum(values * self._powers[:-1], out=self._sums[1:])
-
-    def of(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Return a hash of each range, equal for equal values wherever they lie."""
-        sums = self._sums[starts + lengths] - self._sums[starts]
-        return sums * self._powers[len(self._powers) - 1 - starts]
-
-
-def _distinct(lists: Jagged, hashes: _RangeHashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first row of each distinct list that is not empty, and each row's place there."""
-    lengths = lists.lengths
-    keys = hashes.of(lists.offsets[:-1], lengths) ^ splitmix64(lengths.astype(np.uint64))
-    short = lengths < SHORTEST_REPEAT
-    keys[short] = np.flatnonzero(short)  # never the same, but for a collision
-    filled = np.flatnonzero(lengths)
-    _, first, inverse = np.unique(keys[filled], return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    which = np.full(len(lengths), -1, np.int64)
-    which[filled] = rank[inverse]
-    return filled[first[order]], which
+    Empty lists are not laid (-1), nor long ones that came before.
+    """
+    lengths, starts = lists.lengths, lists.offsets[:-1]
+    first_row = np.where(lengths > 0, np.arange(len(lengths)), -1)
+    rows = np.flatnonzero(lengths >= SHORTEST_REPEAT)
+    if len(rows):
+        middle, last = (
+            lists.values[starts[rows] + at] for at in (lengths[rows] // 2, lengths[rows] - 1)
+        )
+        _, group, size = np.unique(
+            splitmix64(middle) ^ splitmix64(last + lengths[rows].astype(np.uint64)),
+            return_inverse=True,
+            return_counts=True,
+        )
+        rows = rows[size[group] > 1]  # only these can be equal to another
+    if len(rows):
+        first, inverse = unique_tuples([lists.take(rows)])
+        first_row[rows] = rows[first[inverse]]
+    laid = np.flatnonzero(first_row == np.arange(len(lengths)))
+    place = np.full(len(lengths) + 1, -1, np.int64)
+    place[laid] = np.arange(len(laid))
+    return laid, place[first_row]
 
 
-def _overlaps(
-    lists: Jagged, distinct: NDArray[np.int64], hashes: _RangeHashes
-) -> NDArray[np.int64]:
-    """Return how many entries at the end of the list before each distinct list starts with."""
-    overlap = np.zeros(len(distinct), np.int64)
-    if len(distinct) < 2:
+def _overlaps(lists: Jagged, laid: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many entries at the end of the laid list before each one starts with.
+
+    Every place in a list whose value is the next one's first may be where they meet; the
+    earliest few are compared entry by entry.
+    """
+    overlap = np.zeros(len(laid), np.int64)
+    if len(laid) < 2:
         return overlap
-    before, after = distinct[:-1], distinct[1:]
-    starts, lengths = lists.offsets[:-1], lists.lengths
-    places = ranges(starts[before], lengths[before])
-    opening = np.repeat(lists.values[starts[after]], lengths[before])
-    found = np.flatnonzero(lists.values[places] == opening)
-    pair = np.repeat(np.arange(len(before)), lengths[before])[found]
-    left = (starts[before] + lengths[before])[pair] - places[found]
-    fits = (left <= lengths[after][pair]) & (
-        2 * left >= np.minimum(lengths[before], lengths[after])[pair]
-    )
-    pair, left, place = pair[fits], left[fits], places[found][fits]
-    same = hashes.of(place, left) == hashes.of(starts[after][pair], left)
-    pair, left = pair[same], left[same]
-    longest = np.flatnonzero(np.diff(pair, prepend=-1))  # places ascend, so the longest is first
-    overlap[pair[longest] + 1] = left[longest]
+    lengths, starts = lists.lengths, lists.offsets[:-1]
+    before, after = laid[:-1], laid[1:]
+    opening = np.zeros(len(lengths), np.uint64)
+    opening[before] = lists.values[starts[after]]
+    found = np.flatnonzero(lists.values == np.repeat(opening, lengths))
+    pair_of_row = np.full(len(lengths), -1, np.int64)
+    pair_of_row[before] = np.arange(len(before))
+    pair = pair_of_row[np.searchsorted(lists.offsets, found, side="right") - 1]
+    found, pair = found[pair >= 0], pair[pair >= 0]
+    left = (starts + lengths)[before[pair]] - found
+    shorter = np.minimum(lengths[before], lengths[after])[pair]
+    fits = (left <= shorter) & (2 * left >= shorter)
+    found, pair, left = found[fits], pair[fits], left[fits]
+    for _ in range(MOST_TRIES):
+        if not len(pair):
+            break
+        tried = np.flatnonzero(np.diff(pair, prepend=-1))  # the earliest, so longest, of each pair
+        same = _equal(lists.values, found[tried], starts[after[pair[tried]]], left[tried])
+        overlap[pair[tried[same]] + 1] = left[tried[same]]
+        rest = overlap[pair + 1] == 0
+        rest[tried] = False
+        found, pair, left = found[rest], pair[rest], left[rest]
     return overlap
+
+
+def _equal(
+    values: NDArray[np.uint64],
+    one: NDArray[np.int64],
+    other: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Compare ranges of values; none is empty."""
+    places = ranges(one, lengths)
+    differ = values[places] != values[places + np.repeat(other - one, lengths)]
+    return ~np.logical_or.reduceat(differ, offsets_of(lengths)[:-1])
 
 
 def _laid_out(
     lists: Jagged,
-    distinct: NDArray[np.int64],
+    laid: NDArray[np.int64],
     which: NDArray[np.int64],
     overlap: NDArray[np.int64],
 ) -> Windows:
-    """Lay each distinct list where it overlaps with the one before, in a new buffer where not."""
-    lengths = lists.lengths[distinct]
+    """Lay lists where it overlap with the one before, each in a new buffer where not."""
+    lengths = lists.lengths[laid]
     added = lengths - overlap
     ends = np.cumsum(added)
     opens = overlap == 0
     number = np.cumsum(opens) - 1
     bounds = np.append((ends - added)[opens], ends[-1:])
-    if not len(distinct):
+    if not len(laid):
         bounds = np.zeros(1, np.int64)
     filled = _last_of(which >= 0)
     chosen = which[filled]
     known = filled >= 0
     starts = ends - lengths - bounds[:-1][number]
     return Windows(
-        ranges(lists.offsets[1:][distinct] - added, added),
+        ranges(lists.offsets[1:][laid] - added, added),
         bounds,
-        np.where(known, number[chosen], 0) if len(distinct) else np.zeros(len(which), np.int64),
-        np.where(known, starts[chosen], 0) if len(distinct) else np.zeros(len(which), np.int64),
+        np.where(known, number[chosen], 0) if len(laid) else np.zeros(len(which), np.int64),
+        np.where(known, starts[chosen], 0) if len(laid) else np.zeros(len(which), np.int64),
         lists.lengths,
     )
 
@@ -244,20 +250,3 @@ def _laid_out(
 def _last_of(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return for each row the last chosen one up to it, -1 before the first."""
     return np.maximum.accumulate(np.where(chosen, np.arange(len(chosen)), -1))
-
-
-def _wrong_rows(lists: Jagged, windows: Windows) -> NDArray[np.int64]:
-    """Return the rows whose window does not hold their list."""
-    places = entries_of(windows.offsets, windows.buffer, windows.start, windows.length)
-    differ = np.flatnonzero(lists.values[windows.source[places.values]] != lists.values)
-    return np.unique(np.searchsorted(lists.offsets, differ, side="right") - 1)
-
-
-def _parted(
-    distinct: NDArray[np.int64], which: NDArray[np.int64], wrong: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Make each of some rows distinct from all others."""
-    first = np.where(which >= 0, distinct[which], -1)
-    first[wrong] = wrong
-    kept = np.unique(first[first >= 0])
-    return kept, np.where(first >= 0, np.searchsorted(kept, first), -1)

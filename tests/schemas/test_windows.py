@@ -78,16 +78,6 @@ def test_windows_equal_the_slow_reference(lists: Lists, shortest: int) -> None:
     assert [p for p in places if p[2] > 0] == [p for p in expected if p[2] > 0]
 
 
-@settings(max_examples=200, deadline=None)
-@given(few_values)
-def test_windows_are_exact_whatever_the_hash_does(lists: Lists) -> None:
-    x, is_null = jagged(lists)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "SHORTEST_REPEAT", 1)
-        patch.setattr(windows, "_BASE", 0)  # all ranges with one first value collide
-        assert back(x, to_windows(x, is_null)) == lists
-
-
 @pytest.mark.parametrize("newest_first", [False, True])
 def test_history_that_shifts_is_stored_once(newest_first: bool) -> None:
     song = np.random.default_rng(0).integers(0, 1000, 300)
