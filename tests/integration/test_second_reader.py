@@ -32,6 +32,7 @@ data:
     items: {features: [item_id, clicked_items], rows: identity, num_rows: 1000000}
     users: {features: [user_id], num_rows: 1000}
   block_samples: 64
+  storage: {windows: [clicks], shared_tuples: [user, clicks]}
   oracle: {batch_samples: 128, epochs: 2, order: {shuffle: blocks, seed: 5}}
   generate: {num_samples: 3000, seed: 2, start: 2026-01-01, span: 2d}
 train: {batch_samples: 128, epochs: 2}
@@ -108,12 +109,34 @@ def blocks_of(segment: Path) -> list[dict[str, Any]]:
     return pl.read_parquet(segment / "blocks.parquet").to_dicts()
 
 
+def group_of(segment: Path, group: str) -> pl.DataFrame:
+    """The rows of a group, from the tuples that blocks share and windows over buffers."""
+    table = pl.read_parquet(segment / f"groups/{group}/*.parquet")
+    assert table.columns == ["block", "unique_index", "tuple_index"]
+    tuples = pl.read_parquet(segment / f"tuples/{group}/*.parquet")
+    table = table.join(tuples, on="tuple_index", maintain_order="left").drop("tuple_index")
+    for column in [c for c in table.columns if c.endswith("_window_buffer")]:
+        name = column.removesuffix("_window_buffer")
+        stored = pl.read_parquet(segment / f"buffers/{name}/*.parquet")
+        buffers = dict(zip(stored["buffer_index"], stored[name].to_list(), strict=True))
+        windows = [f"{name}_window_{part}" for part in ("buffer", "start", "length")]
+        lists = [
+            None if length < 0 else buffers[buffer][start : start + length] if length else []
+            for buffer, start, length in table.select(windows).iter_rows()
+        ]
+        made = pl.Series(name, lists, dtype=stored.schema[name])
+        table = table.drop(windows).with_columns(made)
+    return table
+
+
 def lookups_of_blocks(segment: Path, table: str) -> dict[int, set[int]]:
     """The rows of each block by the star tables alone."""
-    parts = [("samples", "item_id"), ("groups/clicks", "clicked_items")]
+    parts = [("samples", "item_id"), ("clicks", "clicked_items")]
     found: dict[int, set[int]] = {}
-    for directory, column in parts if table == "items" else [("groups/user", "user_id")]:
-        for record in pl.read_parquet(segment / directory / "*.parquet").to_dicts():
+    for directory, column in parts if table == "items" else [("user", "user_id")]:
+        samples = directory == "samples"
+        rows_of = pl.read_parquet(segment / "samples/*.parquet") if samples else None
+        for record in (group_of(segment, directory) if rows_of is None else rows_of).to_dicts():
             values = record[column] if isinstance(record[column], list) else [record[column]]
             rows = {row_of(value, table) for value in values or [] if value is not None}
             found.setdefault(record["block"], set()).update(rows)
@@ -157,7 +180,7 @@ def test_join_of_the_star_gives_back_the_log(log: Path, segment: Path) -> None:
     joined = pl.read_parquet(segment / "samples/*.parquet")
     for group in ("user", "clicks"):
         joined = joined.join(
-            pl.read_parquet(segment / f"groups/{group}/*.parquet"),
+            group_of(segment, group),
             left_on=["block", f"{group}_inverse"],
             right_on=["block", "unique_index"],
             how="left",

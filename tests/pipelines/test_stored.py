@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.build import build
 from pipelines.expand import expand
 from pipelines.report_storage import bytes_by_table, dataset_bytes
 from pipelines.star import Star
@@ -28,7 +27,8 @@ from schemas.jagged import Jagged
 from schemas.job_storage import StorageConfig
 from schemas.layout import BLOCK, UNIQUE_INDEX
 from schemas.stored import group_schema, read_group
-from tests.pipelines.logs import SCHEMA, bytes_of, request
+from tests.pipelines.logs import bytes_of
+from tests.pipelines.shifting import STORAGES, built_in_every_layout
 
 LAYOUTS = [
     GroupLayout(),
@@ -189,70 +189,10 @@ def test_reference_outside_its_row_group_is_refused() -> None:
         read_group(opened(files), "g", 0, 0)
 
 
-JOB = """
-name: shop
-data:
-  sources: {log: {files: "*.parquet", format: parquet}}
-  samples: {map: "SELECT session, time, user, history, item, label FROM log"}
-  session: {key: session, time: time}
-  split: {evaluation_from: 2026-01-01 00:08:00}
-  groups: {user: [session, user, history], item: [item]}
-  transforms: {user: {num_history: ln(1 + len(history))}}
-  block_samples: 16
-  storage: {storage}
-  tables:
-    items: {features: [item, history], rows: identity, num_rows: 1000}
-    users: {features: [user], rows: hash, num_rows: 65536}
-  oracle: {batch_samples: 32}
-train: {batch_samples: 32}
-"""
-STORAGES = {
-    "plain": "{windows: none, shared_tuples: none}",
-    "auto": "{windows: auto, shared_tuples: auto}",
-    "windows": "{windows: [user], shared_tuples: none}",
-    "shared": "{windows: none, shared_tuples: [user, item]}",
-    "both": "{windows: [user], shared_tuples: [user, item]}",
-}
-
-
-def shifting_log(directory: Path, num_rows: int) -> None:
-    rng = np.random.default_rng(5)
-    session = np.sort(rng.integers(0, num_rows // 12, num_rows))
-    item = rng.integers(0, 50, num_rows)
-    first = np.searchsorted(session, session)
-    histories = [item[max(f, i - 20) : i].tolist() for i, f in enumerate(first.tolist())]
-    second = np.sort(rng.integers(0, 600, num_rows))
-    directory.mkdir(parents=True)
-    table = pa.table(
-        {
-            "session": pa.array(session),
-            "time": pa.array(1_767_225_600_000_000 + second * 1_000_000, pa.timestamp("us")),
-            "user": pa.array(session % 7),
-            "history": pa.array(
-                [None if i % 17 == 3 else h for i, h in enumerate(histories)],
-                pa.list_(pa.int64()),
-            ),
-            "item": pa.array(item),
-            "label": pa.array((rng.random(num_rows) < 0.3).astype(np.int8)),
-        }
-    )
-    pq.write_table(table, directory / "log.parquet")
-
-
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One log, built in every layout."""
-    root = tmp_path_factory.mktemp("stored")
-    shifting_log(root / "log", 2000)
-    found: dict[str, Path] = {}
-    for name, storage in STORAGES.items():
-        (root / name).mkdir()
-        job = root / name / "job.yaml"
-        job.write_text(JOB.replace("{storage}", storage))
-        (root / name / "schema.pbtxt").write_text(SCHEMA)
-        build(request(job, root / "log", root / name / "dataset"))
-        found[name] = root / name / "dataset"
-    return found
+    return built_in_every_layout(tmp_path_factory.mktemp("stored"))
 
 
 @pytest.mark.parametrize("name", [n for n in STORAGES if n != "plain"])
