@@ -19,30 +19,58 @@ from numpy.typing import NDArray
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX
 from pipelines.tuples import Tuples
-from schemas.columns import comparable
+from schemas.columns import comparable, one_chunk
 from schemas.jagged import hash_keys
 from schemas.job import DataConfig
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """The final order of samples and its cuts; every array is in that order.
+
+    Attributes:
+        rows: (num_samples,) int64, where each sample was before.
+        starts_session: (num_samples,) bool, first sample of a session within its split.
+        session_samples: (num_samples,) int64, there the session's samples in the split, else 0.
+        opens_session: (num_samples,) bool, first sample of a session.
+        is_evaluation: (num_samples,) bool, ascending.
+        window: (num_samples,) int32, windows since the epoch, 0 without windows.
+        block: (num_samples,) int64, index of the block in the part, ascending from 0.
+    """
+
+    rows: NDArray[np.int64]
+    starts_session: NDArray[np.bool_]
+    session_samples: NDArray[np.int64]
+    opens_session: NDArray[np.bool_]
+    is_evaluation: NDArray[np.bool_]
+    window: NDArray[np.int32]
+    block: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Clustered:
-    """Samples of one part in their final order, with their cuts.
+    """Consecutive samples of one part in their final order, with their cuts.
 
     Attributes:
         samples: in order.
         starts_session: (num_samples,) bool, first sample of a session within its split.
+        session_samples: (num_samples,) int64, there the session's samples in the split, wherever
+            they are, else 0.
         is_evaluation: (num_samples,) bool, ascending.
         window: (num_samples,) int32, windows since the epoch, 0 without windows.
-        block: (num_samples,) int64, index of the block in the part, ascending from 0.
-        num_sessions: sessions of the part; one that the split cuts counts once.
+        block: (num_samples,) int64, ascending from 0; the first sample starts a block.
+        num_sessions: sessions whose first sample is here; one that the split cuts counts once.
+        first_block: index of the first block in the part.
     """
 
     samples: Tuples
     starts_session: NDArray[np.bool_]
+    session_samples: NDArray[np.int64]
     is_evaluation: NDArray[np.bool_]
     window: NDArray[np.int32]
     block: NDArray[np.int64]
     num_sessions: int
+    first_block: int = 0
 
 
 def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
@@ -69,12 +97,56 @@ def cluster(samples: Tuples, data: DataConfig) -> Clustered:
         samples: all samples of some session keys, in any order, with origins and list indices.
         data: session, window, split and block size.
     """
-    keys = samples.column(data.session.key)
-    time = samples.column(data.session.time).cast(pa.int64()).to_numpy()
-    hashes = hash_session_keys(keys)
+    order = order_of(keys_of(samples, data), data)
+    return clustered_of(samples.take(order.rows), order, slice(0, samples.num_samples))
+
+
+def clustered_of(samples: Tuples, order: Order, place: slice) -> Clustered:
+    """Return some consecutive samples, whole blocks, with their part of the order.
+
+    Args:
+        samples: in their final order.
+        order: of all samples of the part.
+        place: where these lie in it.
+    """
+    block = order.block[place]
+    first = int(block[0]) if len(block) else 0
+    return Clustered(
+        samples,
+        order.starts_session[place],
+        order.session_samples[place],
+        order.is_evaluation[place],
+        order.window[place],
+        block - first,
+        int(order.opens_session[place].sum()),
+        first,
+    )
+
+
+def keys_of(samples: Tuples, data: DataConfig) -> pa.Table:
+    """Return what decides the order of samples, one row each: `key, time, origin, index`."""
+    time = samples.column(data.session.time).cast(pa.int64())
+    return pa.table(
+        {
+            "key": samples.column(data.session.key),
+            "time": time,
+            "origin": samples.column(ORIGIN),
+            "index": samples.column(LIST_INDEX),
+        }
+    )
+
+
+def order_of(samples: pa.Table, data: DataConfig) -> Order:
+    """Return the final order of samples.
+
+    Args:
+        samples: all samples of some session keys, in any order, from `keys_of`.
+        data: session, window, split and block size.
+    """
+    keys = one_chunk(samples["key"])
+    time, origins, indices = (samples[c].to_numpy() for c in ("time", "origin", "index"))
     codes = pc.rank(keys, tiebreaker="dense").to_numpy().astype(np.int64)
-    origins, indices = (samples.column(c).to_numpy() for c in (ORIGIN, LIST_INDEX))
-    by_time = np.lexsort((indices, origins, time, codes, hashes))
+    by_time = np.lexsort((indices, origins, time, codes, hash_session_keys(keys)))
     starts = _session_starts(codes[by_time], time[by_time], data.session.gap)
     window = np.empty(len(time), np.int32)
     window[by_time] = _windows(time[by_time], starts, data.window.span)
@@ -85,15 +157,21 @@ def cluster(samples: Tuples, data: DataConfig) -> Clustered:
         evaluation = time >= microseconds(data.split.evaluation_from)
     rank = np.empty(len(time), np.int64)
     rank[by_time] = np.arange(len(time))
-    order = np.lexsort((rank, window, evaluation))
-    session, window, evaluation = session[order], window[order], evaluation[order]
-    return Clustered(
-        samples.take(order),
-        _changes(session, evaluation),
+    rows = np.lexsort((rank, window, evaluation))
+    session, window, evaluation = session[rows], window[rows], evaluation[rows]
+    in_split = _changes(session, evaluation)
+    lengths = np.zeros(len(time), np.int64)
+    lengths[in_split] = np.diff(np.flatnonzero(in_split), append=len(time))
+    opens = np.zeros(len(time), bool)
+    opens[np.unique(session, return_index=True)[1]] = True
+    return Order(
+        rows,
+        in_split,
+        lengths,
+        opens,
         evaluation,
         window,
         cut_blocks(_changes(window, evaluation), data.block_samples),
-        int(starts.sum()),
     )
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.cluster import cluster
 from pipelines.lookups import lookups_of, lookups_table
+from pipelines.pieces import pieces
 from pipelines.pins import Pins
-from pipelines.slices import SliceStatistics, part_slices
+from pipelines.slices import SliceStatistics, part_slices, sum_by_split
 from pipelines.star import Star, to_star
-from pipelines.tuples import Tuples, join
-from pipelines.write import write_part
+from pipelines.tuples import Tuples
+from pipelines.write import PartWriter
 from schemas.columns import is_list, jagged_of, numpy_of
 from schemas.features import FeatureSet
 from schemas.jagged import offsets_of
@@ -40,6 +41,14 @@ class GroupTotals:
     num_unique: int
     num_values: int
     num_values_dedup: int
+
+    def __add__(self, other: GroupTotals) -> GroupTotals:
+        """Add the sums over two pieces."""
+        return GroupTotals(
+            self.num_unique + other.num_unique,
+            self.num_values + other.num_values,
+            self.num_values_dedup + other.num_values_dedup,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,32 +77,58 @@ class PartResult:
 def build_part(
     root: Path,
     file_index: int,
-    samples: Sequence[Tuples],
+    samples: Iterable[Tuples],
     data: DataConfig,
     pins: Pins,
     features: FeatureSet,
 ) -> PartResult:
-    """Cluster, cut, deduplicate and write the samples of one part.
+    """Cluster, cut, deduplicate and write the samples of one part, piece by piece.
 
     Args:
         root: directory of the segment being built.
         file_index: number of the part.
-        samples: all samples of the part's sessions, in any order; at least one row.
+        samples: all samples of the part's sessions, in any order; at least one row. Gone through
+            several times where they are many.
         data: the job's data section.
         pins: what all parts have in common.
         features: declared columns.
     """
-    clustered = cluster(join(samples), data)
-    star = to_star(clustered, file_index, data)
-    blocks = write_part(root, star, clustered, file_index, pins)
+    writer = PartWriter(root, file_index, pins)
+    lookups = LookupsWriter(root, file_index)
+    results: list[PartResult] = []
+    for clustered in pieces(samples, data, pins.piece_samples):
+        star = to_star(clustered, file_index, data)
+        blocks = writer.add(star, clustered)
+        results.append(
+            PartResult(
+                file_index,
+                clustered.samples.num_samples,
+                clustered.num_sessions,
+                blocks,
+                {name: group_totals(star, name) for name in star.groups},
+                lookups.add(star, blocks, data),
+                part_slices(star, clustered, data, features),
+            )
+        )
+    writer.close()
+    lookups.close()
+    return reduce(_joined, results)
+
+
+def _joined(left: PartResult, right: PartResult) -> PartResult:
+    """Add the results of two pieces of a part."""
+    lookups = {
+        table: (known[0] + more[0], known[1] + more[1])
+        for (table, known), more in zip(left.lookups.items(), right.lookups.values(), strict=True)
+    }
     return PartResult(
-        file_index,
-        clustered.samples.num_samples,
-        clustered.num_sessions,
-        blocks,
-        {name: group_totals(star, name) for name in star.groups},
-        write_lookups(root, file_index, star, blocks, data),
-        part_slices(star, clustered, data, features),
+        left.file_index,
+        left.num_samples + right.num_samples,
+        left.num_sessions + right.num_sessions,
+        pa.concat_tables([left.blocks, right.blocks]),
+        {g: left.groups[g] + right.groups[g] for g in left.groups},
+        lookups,
+        sum_by_split([left.slices, right.slices]),
     )
 
 
@@ -112,17 +147,37 @@ def group_totals(star: Star, group: str) -> GroupTotals:
     return GroupTotals(table.num_rows, expanded, stored)
 
 
-def write_lookups(
-    root: Path, file_index: int, star: Star, blocks: pa.Table, data: DataConfig
-) -> dict[str, tuple[int, int]]:
-    """Write which rows each block of the part looks up, for the oracle."""
-    is_training = pa.compute.equal(blocks["split"], TRAIN).to_numpy()
-    counts: dict[str, tuple[int, int]] = {}
-    for table, lookups in lookups_of(star, is_training, data):
-        path = root / LOOKUPS / table / part_name(file_index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        pq.write_table(lookups_table(lookups.accesses), partial, compression="lz4")
-        partial.replace(path)
-        counts[table] = (lookups.num_lookups, lookups.num_lookups_dedup)
-    return counts
+class LookupsWriter:
+    """Writes which rows each block of a part looks up, for the oracle."""
+
+    def __init__(self, root: Path, file_index: int) -> None:
+        """Write nothing yet.
+
+        Args:
+            root: directory of the segment being built.
+            file_index: number of the part.
+        """
+        self._root = root
+        self._file_index = file_index
+        self._writers: dict[Path, pq.ParquetWriter] = {}
+
+    def add(self, star: Star, blocks: pa.Table, data: DataConfig) -> dict[str, tuple[int, int]]:
+        """Write the next blocks; return (num_lookups, num_lookups_dedup) by table."""
+        is_training = pa.compute.equal(blocks["split"], TRAIN).to_numpy()
+        counts: dict[str, tuple[int, int]] = {}
+        for table, lookups in lookups_of(star, is_training, data):
+            path = self._root / LOOKUPS / table / part_name(self._file_index)
+            rows = lookups_table(lookups.accesses)
+            if path not in self._writers:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = str(path.with_suffix(".partial"))
+                self._writers[path] = pq.ParquetWriter(partial, rows.schema, compression="lz4")
+            self._writers[path].write_table(rows)
+            counts[table] = (lookups.num_lookups, lookups.num_lookups_dedup)
+        return counts
+
+    def close(self) -> None:
+        """Finish the files and give them their names."""
+        for path, writer in self._writers.items():
+            writer.close()
+            path.with_suffix(".partial").replace(path)

@@ -8,23 +8,28 @@ change the choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from pipelines.cluster import cluster, hash_session_keys
+from pipelines.cluster import cluster, hash_session_keys, keys_of
 from pipelines.encodings import TRIAL_ROWS, Encodings, choose
 from pipelines.star import Star, to_star
 from pipelines.stored import directory_of, stored_tables
-from pipelines.tuples import Tuples, join
+from pipelines.tuples import Tuples, compact, join
 from pipelines.windows import Layouts, choose_windows
 from schemas.job import DataConfig
 from schemas.layout import samples_path
 
 PINNED_SAMPLES = TRIAL_ROWS
 """Samples that are looked at, about."""
+
+
+PIECE_BYTES = 192 << 20
+"""Bytes of the tables of a piece; a worker holds about four times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +39,33 @@ class Pins:
     Attributes:
         layouts: group to what its tuples share.
         encodings: directory of the segment (`samples`, `groups/user`) to how its files are written.
+        piece_samples: samples that are clustered in memory at once, about.
     """
 
     layouts: Layouts
     encodings: Mapping[str, Encodings]
+    piece_samples: int
 
 
-def pin(parts: Sequence[Tuples], data: DataConfig) -> Pins:
+def pin(parts: Iterable[Tuples], data: DataConfig) -> Pins:
     """Learn from the samples of one part, in any order.
 
     Args:
-        parts: all samples of the part's sessions; at least one.
+        parts: all samples of the part's sessions, at least one; gone through twice.
         data: the job's data section.
     """
-    star = to_star(cluster(join(few_sessions(parts, data)), data), 0, data)
+    clustered = cluster(join(few_sessions(parts, data)), data)
+    star = to_star(clustered, 0, data)
     layouts = choose_windows(star, data.storage)
-    return Pins(layouts, {name: choose(table) for name, table in tables_of(star, layouts)})
+    encodings = {name: choose(table) for name, table in tables_of(star, layouts)}
+    return Pins(layouts, encodings, piece_samples(star, data.block_samples))
+
+
+def piece_samples(star: Star, block_samples: int) -> int:
+    """Return how many samples like these fill a piece: whole blocks."""
+    total = star.samples.nbytes + sum(t.nbytes for t in star.groups.values())
+    samples = PIECE_BYTES * star.samples.num_rows // max(1, total)
+    return max(1, samples // block_samples) * block_samples
 
 
 def tables_of(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
@@ -61,17 +77,40 @@ def tables_of(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
 
 
 def few_sessions(
-    parts: Sequence[Tuples], data: DataConfig, limit: int = PINNED_SAMPLES
+    parts: Iterable[Tuples], data: DataConfig, limit: int = PINNED_SAMPLES
 ) -> list[Tuples]:
-    """Return whole sessions, the ones with the smallest hashes, of about `limit` samples or more.
+    """Return the sessions with the smallest hashes, of about `limit` samples or more.
+
+    A last session that would make it twice as many is cut where it has that many.
 
     Args:
-        parts: samples in any order.
+        parts: samples in any order; gone through twice.
         data: names the session key.
         limit: samples.
     """
-    hashes = [hash_session_keys(p.column(data.session.key)) for p in parts]
+    keys = [keys_of(p, data) for p in parts]
+    hashes = [hash_session_keys(k["key"]) for k in keys]
     joined = np.sort(np.concatenate(hashes))
     largest = joined[min(limit, len(joined)) - 1]
-    chosen = [p.take(np.flatnonzero(h <= largest)) for p, h in zip(parts, hashes, strict=True)]
-    return [p for p in chosen if p.num_samples]
+    mine = [np.flatnonzero(h <= largest) for h in hashes]
+    if sum(map(len, mine)) > 2 * limit:
+        mine = _first(keys, hashes, mine, 2 * limit)
+    return [compact(p.take(rows)) for p, rows in zip(parts, mine, strict=True) if len(rows)]
+
+
+def _first(
+    keys: Sequence[pa.Table],
+    hashes: Sequence[NDArray[np.uint64]],
+    mine: Sequence[NDArray[np.int64]],
+    limit: int,
+) -> list[NDArray[np.int64]]:
+    """Return the rows of each part that come first by hash, time and place in the input."""
+    part = np.repeat(np.arange(len(mine)), [len(rows) for rows in mine])
+    columns = [
+        np.concatenate([k[c].to_numpy()[rows] for k, rows in zip(keys, mine, strict=True)])
+        for c in ("index", "origin", "time")
+    ]
+    hashed = np.concatenate([h[rows] for h, rows in zip(hashes, mine, strict=True)])
+    first = np.sort(np.lexsort((*columns, hashed))[:limit])
+    rows = np.concatenate(mine)
+    return [rows[first[part[first] == index]] for index in range(len(mine))]

@@ -80,11 +80,11 @@ def part_slices(
             low, high = (0, middle) if split == TRAIN else (middle, table.num_rows)
             columns.update(table_statistics(table.slice(low, high - low), _keys(star)))
             num_unique[group] = high - low
-        lengths = np.diff(np.flatnonzero(clustered.starts_session[start:end]), append=end - start)
+        lengths = clustered.session_samples[start:end]
         found[split] = SliceStatistics(
             end - start,
             columns,
-            count_buckets(lengths),
+            count_buckets(lengths[lengths > 0]),
             _label_delays(clustered, slice(start, end), data, features),
             num_unique,
         )
@@ -113,6 +113,15 @@ def _label_delays(
     return count_buckets(seconds)
 
 
+def sum_by_split(parts: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, SliceStatistics]:
+    """Add the statistics of several sets of samples, training first; a split may lack in some."""
+    return {
+        split: reduce(SliceStatistics.__add__, (p[split] for p in parts if split in p))
+        for split in (TRAIN, EVALUATION)
+        if any(split in p for p in parts)
+    }
+
+
 def slices_of(
     parts: Sequence[Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
 ) -> list[Slice]:
@@ -123,11 +132,7 @@ def slices_of(
         data: the job's data section.
         features: declared columns.
     """
-    splits = {
-        split: reduce(SliceStatistics.__add__, (p[split] for p in parts if split in p))
-        for split in (TRAIN, EVALUATION)
-        if any(split in p for p in parts)
-    }
+    splits = sum_by_split(parts)
     whole = reduce(SliceStatistics.__add__, splits.values())
     shown = {"segment": whole, **(splits if len(splits) > 1 else {})}
     return [_slice(name, part, data, features) for name, part in shown.items()]

@@ -47,7 +47,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
         data: groups and transforms.
     """
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
-    prefix = np.int64(file_index) << np.int64(FILE_SHIFT)
+    prefix = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
     tuples = clustered.samples
     columns = {
         c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -56,7 +56,12 @@ class StoredTable:
 
 
 def stored_tables(
-    group: str, star: Star, layout: GroupLayout, row_groups: Sequence[int], file_index: int
+    group: str,
+    star: Star,
+    layout: GroupLayout,
+    row_groups: Sequence[int],
+    file_index: int,
+    written: Mapping[str, int] | None = None,
 ) -> Iterator[StoredTable]:
     """Yield the files of one group of a part.
 
@@ -66,23 +71,27 @@ def stored_tables(
         layout: how the group is stored.
         row_groups: unique tuples of each row group.
         file_index: number of the part.
+        written: path to the rows that the file has already.
     """
+    done = written or {}
     table, path = star.groups[group], group_path(group, file_index)
     if layout.shared_tuples:
         index, table, counts = shared(table, star.tuples[group], row_groups)
-        numbered = pa.array(numbers(file_index, index))
+        first = done.get(tuples_path(group, file_index), 0)
+        numbered = pa.array(numbers(file_index, first + index))
         head = star.groups[group].select([BLOCK, UNIQUE_INDEX])
         yield StoredTable(path, head.append_column(TUPLE_INDEX, numbered), row_groups)
         path, row_groups = tuples_path(group, file_index), counts
-        own = pa.array(numbers(file_index, np.arange(table.num_rows)))
+        own = pa.array(numbers(file_index, first + np.arange(table.num_rows)))
         table = table.add_column(0, TUPLE_INDEX, own)
     for feature in layout.windows:
-        columns, buffers = windowed(table[feature], row_groups, file_index)
+        first = done.get(buffers_path(feature, file_index), 0)
+        columns, buffers = windowed(table[feature], row_groups, file_index, first)
         place = table.column_names.index(feature)
         table = table.remove_column(place)
         for offset, name in enumerate(window_columns(feature)):
             table = table.add_column(place + offset, name, columns[offset])
-        stored, counts = _buffers_table(feature, buffers, file_index)
+        stored, counts = _buffers_table(feature, buffers, file_index, first)
         yield StoredTable(buffers_path(feature, file_index), stored, counts)
     yield StoredTable(path, table, row_groups)
 
@@ -124,7 +133,7 @@ def shared(
 
 
 def windowed(
-    column: pa.ChunkedArray, row_groups: Sequence[int], file_index: int
+    column: pa.ChunkedArray, row_groups: Sequence[int], file_index: int, first: int = 0
 ) -> tuple[list[pa.Array], list[pa.Array]]:
     """Turn a list feature into windows.
 
@@ -132,12 +141,13 @@ def windowed(
         column: lists of numbers.
         row_groups: rows of each row group.
         file_index: number of the part.
+        first: buffers that the file has already.
 
     Returns:
         The three window columns, and the buffers of each row group.
     """
     lists, parts, buffers = one_chunk(column), [], []
-    start = first = 0
+    start = 0
     for count in row_groups:
         found, values = list_windows(lists.slice(start, count))
         parts.append((numbers(file_index, found.buffer + first), found.start, found.length))
@@ -177,9 +187,9 @@ def can_be_windows(kind: pa.DataType) -> bool:
 
 
 def _buffers_table(
-    feature: str, buffers: Sequence[pa.Array], file_index: int
+    feature: str, buffers: Sequence[pa.Array], file_index: int, first: int
 ) -> tuple[pa.Table, list[int]]:
     counts = [len(b) for b in buffers]
-    index = pa.array(numbers(file_index, np.arange(sum(counts))))
+    index = pa.array(numbers(file_index, first + np.arange(sum(counts))))
     lists = pa.chunked_array(buffers).combine_chunks()
     return pa.table({BUFFER_INDEX: index, feature: lists}), counts

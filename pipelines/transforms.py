@@ -280,10 +280,19 @@ class MakeSamples(beam.PTransform):
         return {SAMPLES: made[SAMPLES], REJECTS: rejects, SAMPLING: made[SAMPLING]}
 
 
-def read_samples(context: BuildContext, references: Iterable[Reference]) -> list[Tuples]:
-    """Read the samples of one part."""
-    groups = list(context.data.groups)
-    return [read_reference(context.segment_root, r, groups) for r in sorted(references)]
+class ReferencedSamples:
+    """The samples of one part, read chunk by chunk each time they are gone through."""
+
+    def __init__(self, context: BuildContext, references: Iterable[Reference]) -> None:
+        """Read nothing yet."""
+        self._root = context.segment_root
+        self._groups = list(context.data.groups)
+        self.references = sorted(references)
+
+    def __iter__(self) -> Iterator[Tuples]:
+        """Yield the samples of each reference, references in order of their names."""
+        for reference in self.references:
+            yield read_reference(self._root, reference, self._groups)
 
 
 class _FirstPart(beam.CombineFn):
@@ -309,15 +318,14 @@ class _Pin(beam.DoFn):
         self.context = context
 
     def process(self, first_part: list[Reference]) -> Iterator[Pins | None]:
-        samples = read_samples(self.context, first_part)
-        yield pin(samples, self.context.data) if samples else None
+        samples = ReferencedSamples(self.context, first_part)
+        yield pin(samples, self.context.data) if first_part else None
 
 
 class _BuildPart(_Counted):
     def process(self, part: tuple[int, Iterable[Reference]], pins: Pins) -> Iterator[PartResult]:
-        samples = read_samples(self.context, part[1])
-        for chunk in samples:
-            self.count("in", chunk.samples)
+        samples = ReferencedSamples(self.context, part[1])
+        self.counters["in-rows"].inc(sum(r.num_samples for r in samples.references))
         context = self.context
         root, data, features = context.segment_root, context.data, context.features
         yield build_part(root, part[0], samples, data, pins, features)

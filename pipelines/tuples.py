@@ -167,6 +167,16 @@ def join(parts: Sequence[Tuples]) -> Tuples:
     return Tuples(samples, references, uniques)
 
 
+def compact(tuples: Tuples) -> Tuples:
+    """Leave out the tuples that no sample refers to."""
+    references: dict[str, NDArray[np.int64]] = {}
+    uniques: dict[str, pa.Table] = {}
+    for group, table in tuples.uniques.items():
+        used, references[group] = np.unique(tuples.references[group], return_inverse=True)
+        uniques[group] = table.take(pa.array(used))
+    return Tuples(tuples.samples, references, uniques)
+
+
 def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[Tuples | None]:
     """Return the samples of each target with only their own tuples; None where there are none.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.cluster import Clustered
-from pipelines.encodings import Encodings, open_writer
+from pipelines.encodings import open_writer
 from pipelines.pins import Pins
 from pipelines.star import Star
 from pipelines.stored import directory_of, stored_tables
@@ -59,66 +61,102 @@ def row_groups_of(
     return groups
 
 
-def write_table(
-    path: Path, table: pa.Table, rows_per_group: Sequence[int], encodings: Encodings
-) -> None:
-    """Write a table with the given row groups, under its final name only when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with open_writer(str(partial), table.schema, encodings) as writer:
+class PartWriter:
+    """Writes the files of one part, piece by piece, under their final names when they are whole."""
+
+    def __init__(self, root: Path, file_index: int, pins: Pins) -> None:
+        """Write nothing yet.
+
+        Args:
+            root: directory of the segment being built.
+            file_index: number of the part.
+            pins: how its tables are laid out and encoded.
+        """
+        self._root = root
+        self._file_index = file_index
+        self._pins = pins
+        self._writers: dict[str, pq.ParquetWriter] = {}
+        self._written: Counter[str] = Counter()
+        self._num_row_groups = 0
+
+    def add(self, star: Star, clustered: Clustered) -> pa.Table:
+        """Write the next samples of the part.
+
+        Args:
+            star: their tables.
+            clustered: the same samples, for splits and windows.
+
+        Returns:
+            Their rows of `blocks.parquet`.
+        """
+        groups = row_groups_of(_ranges(star, clustered), _bytes_per_block(star))
+        counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
+        self._write(samples_path(self._file_index), star.samples, counts)
+        for name in star.groups:
+            unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
+            layout = self._pins.layouts[name]
+            for file in stored_tables(
+                name, star, layout, unique, self._file_index, dict(self._written)
+            ):
+                self._write(file.path, file.table, file.row_groups)
+        blocks = _blocks_table(star, clustered, self._file_index, groups, self._num_row_groups)
+        self._num_row_groups += len(groups)
+        return blocks
+
+    def _write(self, path: str, table: pa.Table, rows_per_group: Sequence[int]) -> None:
+        if path not in self._writers:
+            partial = (self._root / path).with_suffix(".partial")
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            encodings = self._pins.encodings[directory_of(path)]
+            self._writers[path] = open_writer(str(partial), table.schema, encodings)
         start = 0
         for count in rows_per_group:
-            writer.write_table(table.slice(start, count), row_group_size=max(1, count))
+            rows = table.slice(start, count)
+            self._writers[path].write_table(rows, row_group_size=max(1, count))
             start += count
-    partial.replace(path)
+        self._written[path] += table.num_rows
+
+    def close(self) -> None:
+        """Finish the files and give them their names."""
+        for path, writer in self._writers.items():
+            writer.close()
+            final = self._root / path
+            final.with_suffix(".partial").replace(final)
 
 
-def write_part(
-    root: Path,
+def _ranges(star: Star, clustered: Clustered) -> NDArray[np.int64]:
+    """Return the number of each block's (split, window)."""
+    first_sample = offsets_of(star.samples_per_block)[:-1]
+    evaluation, window = clustered.is_evaluation[first_sample], clustered.window[first_sample]
+    return np.cumsum((np.diff(evaluation, prepend=False) != 0) | (np.diff(window, prepend=0) != 0))
+
+
+def _bytes_per_block(star: Star) -> float:
+    total = star.samples.nbytes + sum(t.nbytes for t in star.groups.values())
+    return total / len(star.samples_per_block)
+
+
+def _blocks_table(
     star: Star,
     clustered: Clustered,
     file_index: int,
-    pins: Pins,
+    groups: Sequence[BlockRange],
+    first_row_group: int,
 ) -> pa.Table:
-    """Write the samples and groups of one part.
-
-    Args:
-        root: directory of the segment being built.
-        star: the part's tables.
-        clustered: the part's samples, for splits and windows.
-        file_index: number of the part.
-        pins: how its tables are laid out and encoded.
-
-    Returns:
-        The part's rows of `blocks.parquet`.
-    """
     num_blocks = len(star.samples_per_block)
     first_sample = offsets_of(star.samples_per_block)[:-1]
-    evaluation = clustered.is_evaluation[first_sample]
-    window = clustered.window[first_sample]
-    ranges = np.cumsum(
-        (np.diff(evaluation, prepend=False) != 0) | (np.diff(window, prepend=0) != 0)
-    )
-    total = star.samples.nbytes + sum(t.nbytes for t in star.groups.values())
-    groups = row_groups_of(ranges, total / num_blocks)
-    counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
-    path = samples_path(file_index)
-    write_table(root / path, star.samples, counts, pins.encodings[directory_of(path)])
-    for name in star.groups:
-        unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
-        for file in stored_tables(name, star, pins.layouts[name], unique, file_index):
-            encodings = pins.encodings[directory_of(file.path)]
-            write_table(root / file.path, file.table, file.row_groups, encodings)
     lengths = [g.end - g.first for g in groups]
-    sessions = np.add.reduceat(clustered.starts_session.astype(np.int32), first_sample)
+    row_groups = first_row_group + np.arange(len(groups), dtype=np.int32)
+    first = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
+    evaluation = clustered.is_evaluation[first_sample]
     columns = {
-        BLOCK: (np.int64(file_index) << np.int64(FILE_SHIFT)) + np.arange(num_blocks),
+        BLOCK: first + np.arange(num_blocks),
         "split": np.where(evaluation, EVALUATION, TRAIN),
-        "window": window,
+        "window": clustered.window[first_sample],
         "file": np.full(num_blocks, file_index, np.int32),
-        "row_group": np.repeat(np.arange(len(groups), dtype=np.int32), lengths),
+        "row_group": np.repeat(row_groups, lengths),
         "num_samples": star.samples_per_block.astype(np.int32),
-        "num_sessions": sessions,
+        "num_sessions": np.add.reduceat(clustered.starts_session.astype(np.int32), first_sample),
         **{num_unique_column(g): c.astype(np.int32) for g, c in star.unique_per_block.items()},
     }
     return pa.table({k: pa.array(v) for k, v in columns.items()}).cast(blocks_schema(star.groups))

@@ -1,9 +1,13 @@
 """Pins: whole sessions, the same whatever order the samples came in."""
 
+from itertools import pairwise
+
 import numpy as np
 import pyarrow as pa
 
 from pipelines.pins import few_sessions
+from pipelines.rows import ORIGIN
+from pipelines.sql import LIST_INDEX
 from pipelines.tuples import Tuples
 from schemas.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
 
@@ -16,7 +20,10 @@ DATA = DataConfig(
 
 
 def parts_of(sessions: np.ndarray, cuts: list[int]) -> list[Tuples]:
-    return [Tuples(pa.table({"s": part}), {}, {}) for part in np.split(sessions, cuts)]
+    times = np.arange(len(sessions))
+    rows = pa.table({"s": sessions, "t": times, ORIGIN: times, LIST_INDEX: times * 0})
+    bounds = [0, *cuts, len(sessions)]
+    return [Tuples(rows.slice(a, b - a), {}, {}) for a, b in pairwise(bounds)]
 
 
 def chosen(parts: list[Tuples], limit: int) -> dict[int, int]:
@@ -36,3 +43,9 @@ def test_few_sessions_are_whole_and_do_not_depend_on_order_or_cuts() -> None:
 def test_a_part_with_few_samples_is_looked_at_whole() -> None:
     sessions = np.repeat(np.arange(10), 3)
     assert sum(chosen(parts_of(sessions, [4]), 500).values()) == 30
+
+
+def test_a_hot_session_is_cut_by_time() -> None:
+    parts = parts_of(np.zeros(1000, np.int64), [300, 301])
+    found = pa.concat_tables([p.samples for p in few_sessions(parts, DATA, 100)])
+    assert found["t"].to_pylist() == list(range(200))

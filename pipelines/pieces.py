@@ -1,0 +1,91 @@
+"""A part in pieces that fit in memory, whatever the size of its sessions.
+
+The order of a part is known from a few columns of its samples. Its blocks are
+then made piece by piece, each from the rows that belong to it; a session of
+any size is cut only where blocks are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipelines.cluster import Clustered, clustered_of, keys_of, order_of
+from pipelines.tuples import Tuples, compact, join
+from schemas.job import DataConfig
+
+
+def pieces(parts: Iterable[Tuples], data: DataConfig, limit: int) -> Iterator[Clustered]:
+    """Yield the samples of a part in their final order.
+
+    Args:
+        parts: all samples of some session keys, in any order; gone through once for the order,
+            and once for each piece.
+        data: session, window, split and block size.
+        limit: samples of a piece, at least; a multiple of `block_samples` is cut exactly.
+    """
+    keys: list[pa.Table] = []
+    kept: list[Tuples] | None = []
+    total = 0
+    for part in parts:
+        keys.append(keys_of(part, data))
+        total += part.num_samples
+        if total > limit:
+            kept = None
+        elif kept is not None:
+            kept.append(part)
+    ends = np.cumsum([k.num_rows for k in keys])
+    order = order_of(pa.concat_tables(keys), data)
+    del keys
+    if kept is not None:
+        parts = kept
+    for place in cuts(order.block, limit):
+        rows = order.rows[place]
+        yield clustered_of(_taken(parts, ends, rows), order, place)
+
+
+def cuts(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
+    """Yield ranges of samples that end where a block ends, each of `limit` samples or one block.
+
+    Example:
+        >>> list(cuts(np.array([0, 0, 1, 1, 2, 3, 3]), 3))
+        [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None)]
+    """
+    ends = np.flatnonzero(np.diff(block, append=-1)) + 1
+    start = 0
+    while start < len(block):
+        fitting = ends[(ends > start) & (ends <= start + limit)]
+        end = int(fitting[-1]) if len(fitting) else int(ends[ends > start][0])
+        yield slice(start, end)
+        start = end
+
+
+def _taken(parts: Iterable[Tuples], ends: NDArray[np.int64], rows: NDArray[np.int64]) -> Tuples:
+    """Return some rows of all parts, in the given order.
+
+    Args:
+        parts: samples.
+        ends: rows of all parts up to and with each.
+        rows: positions in all parts.
+    """
+    whole = len(rows) == ends[-1]
+    part = np.searchsorted(ends, rows, side="right")
+    by_part = np.argsort(part, kind="stable")
+    bounds = np.searchsorted(part[by_part], np.arange(len(ends) + 1))
+    found: list[Tuples] = []
+    place = np.empty(len(rows), np.int64)
+    done = 0
+    for index, samples in enumerate(parts):
+        mine = by_part[bounds[index] : bounds[index + 1]]
+        if whole:  # as they are, which saves a copy
+            place[mine] = rows[mine]
+            found.append(samples)
+        elif len(mine):
+            local = rows[mine] - (ends[index] - samples.num_samples)
+            place[mine] = done + np.arange(len(mine))
+            found.append(compact(samples.take(local)))
+            done += len(mine)
+    return join(found).take(place)

@@ -1,0 +1,80 @@
+"""Sessions of any size: built in bounded memory, with nothing lost and the same order."""
+
+import os
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines import pins
+from pipelines.build import build
+from pipelines.expand import expand
+from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.verify import verify
+from schemas.dataset import open_dataset
+from tests.pipelines.logs import request, samples_of, write_job
+from tests.pipelines.logs import write_log as write_small_log
+from tests.pipelines.test_build import read_back
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO = REPOSITORY / "schemas" / "demo" / "job.yaml"
+WORKER_BYTES = 2 << 30
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 10_000])
+def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    rows = write_small_log(tmp_path / "log", 600)
+    job = write_job(tmp_path / "job")
+    build(request(job, tmp_path / "log", tmp_path / "whole"))
+    monkeypatch.setattr(pins, "PIECE_BYTES", piece_bytes)
+    build(request(job, tmp_path / "log", tmp_path / "pieces"))
+    assert not verify(tmp_path / "pieces")["problems"]
+    assert read_back(tmp_path / "pieces", tmp_path / "pieces.parquet") == samples_of(rows)
+    expand(tmp_path / "whole", tmp_path / "whole.parquet")
+    assert pq.read_table(tmp_path / "pieces.parquet") == pq.read_table(tmp_path / "whole.parquet")
+    whole, pieces = (open_dataset(tmp_path / d).segments[0] for d in ("whole", "pieces"))
+    assert whole.blocks.drop_columns(["row_group"]) == pieces.blocks.drop_columns(["row_group"])
+    assert pieces.blocks["row_group"].to_pylist() != whole.blocks["row_group"].to_pylist()
+    assert whole.manifest.groups == pieces.manifest.groups
+    assert whole.manifest.tables == pieces.manifest.tables
+    assert whole.manifest.num_sessions == pieces.manifest.num_sessions
+    statistics = [(s.directory / "statistics.pbtxt").read_bytes() for s in (whole, pieces)]
+    assert statistics[0] == statistics[1]
+
+
+def hot_log(directory: Path, num_samples: int, num_hot: int) -> Path:
+    """Write a log like the demo's, in which half of the samples belong to a few sessions."""
+    start, span = datetime(2026, 1, 1), timedelta(days=2)
+    config = GeneratorConfig(num_samples=num_samples, seed=1, start=start, span=span)
+    for number, path in enumerate(write_log(config, directory)):
+        table = pq.read_table(path)
+        session = table["session_id"].to_numpy().copy()
+        hot = np.random.default_rng(number).random(len(session)) < 0.5
+        session[hot] = np.random.default_rng(number).integers(0, num_hot, hot.sum())
+        place = table.column_names.index("session_id")
+        pq.write_table(table.set_column(place, "session_id", pa.array(session)), path)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_samples", "num_hot"), [(2_000_000, 1), (1_000_000, 10)])
+def test_hot_sessions_build_in_bounded_memory(
+    tmp_path: Path, num_samples: int, num_hot: int
+) -> None:
+    log = hot_log(tmp_path / "log", num_samples, num_hot)
+    arguments = ["build", str(DEMO), "--input", str(log), "--output", str(tmp_path / "dataset")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipelines", *arguments, "--direct_num_workers=1"], cwd=REPOSITORY
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert open_dataset(tmp_path / "dataset").segments[0].manifest.num_samples == num_samples
+    assert 1024 * usage.ru_maxrss < WORKER_BYTES
