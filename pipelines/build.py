@@ -45,7 +45,7 @@ from schemas.job import DataConfig, Job, load_job
 from schemas.layout import BLOCK, MANIFEST, SEGMENTS, TRAIN
 from schemas.manifest import Reference, hash_of, read_dataset, read_segment
 
-PART_INPUT_BYTES = 32 << 20
+PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
 they are 20 times larger in memory, large enough for row groups of 64 MiB."""
 

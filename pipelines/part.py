@@ -96,7 +96,7 @@ def build_part(
     writer = PartWriter(root, file_index, pins)
     lookups = LookupsWriter(root, file_index)
     results: list[PartResult] = []
-    for clustered in pieces(samples, data, pins.piece_samples):
+    for clustered in pieces(samples, data):
         star = to_star(clustered, file_index, data)
         blocks = writer.add(star, clustered)
         results.append(

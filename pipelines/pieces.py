@@ -11,40 +11,68 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.cluster import Clustered, clustered_of, keys_of, order_of
 from pipelines.tuples import Tuples, compact, join
+from schemas.columns import is_list
 from schemas.job import DataConfig
 
+PIECE_BYTES = 256 << 20
+"""Bytes of the samples of a piece, each with its own lists; a worker holds about five times as
+many where nothing repeats."""
 
-def pieces(parts: Iterable[Tuples], data: DataConfig, limit: int) -> Iterator[Clustered]:
+
+def pieces(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
     """Yield the samples of a part in their final order.
 
     Args:
         parts: all samples of some session keys, in any order; gone through once for the order,
-            and once for each piece.
+            and once for each piece where there are several.
         data: session, window, split and block size.
-        limit: samples of a piece, at least; a multiple of `block_samples` is cut exactly.
     """
     keys: list[pa.Table] = []
-    kept: list[Tuples] | None = []
+    kept: list[Tuples] = []
     total = 0
     for part in parts:
         keys.append(keys_of(part, data))
-        total += part.num_samples
-        if total > limit:
-            kept = None
-        elif kept is not None:
+        total += expanded_bytes(part)
+        if total <= PIECE_BYTES:
             kept.append(part)
+        else:
+            kept.clear()
     ends = np.cumsum([k.num_rows for k in keys])
     order = order_of(pa.concat_tables(keys), data)
     del keys
-    if kept is not None:
-        parts = kept
+    num_pieces = max(1, -(-total // PIECE_BYTES))
+    samples = -(-len(order.rows) // num_pieces)
+    limit = -(-samples // data.block_samples) * data.block_samples
     for place in cuts(order.block, limit):
         rows = order.rows[place]
-        yield clustered_of(_taken(parts, ends, rows), order, place)
+        yield clustered_of(_taken(kept or parts, ends, rows), order, place)
+
+
+def expanded_bytes(samples: Tuples) -> int:
+    """Return the bytes of samples as if each had its own tuples; the same however they are cut."""
+    alone = sum(int(_bytes_per_row(c).sum()) for c in samples.samples.columns)
+    return alone + sum(
+        int(_bytes_per_row(column)[samples.references[group]].sum())
+        for group, table in samples.uniques.items()
+        for column in table.columns
+    )
+
+
+def _bytes_per_row(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return the bytes of each value: items, and 8 more for a list or a text."""
+    kind = column.type
+    if is_list(kind):
+        lengths, width = pc.list_value_length(column), kind.value_type.bit_width // 8
+    elif pa.types.is_string(kind):
+        lengths, width = pc.binary_length(column), 1
+    else:
+        return np.full(len(column), max(1, kind.bit_width // 8), np.int64)
+    return 8 + width * pc.fill_null(lengths, 0).to_numpy().astype(np.int64)
 
 
 def cuts(block: NDArray[np.int64], limit: int) -> Iterator[slice]:

@@ -28,10 +28,6 @@ PINNED_SAMPLES = TRIAL_ROWS
 """Samples that are looked at, about."""
 
 
-PIECE_BYTES = 192 << 20
-"""Bytes of the tables of a piece; a worker holds about four times as many."""
-
-
 @dataclass(frozen=True, slots=True)
 class Pins:
     """What is the same in all parts of a segment.
@@ -39,12 +35,10 @@ class Pins:
     Attributes:
         layouts: group to what its tuples share.
         encodings: directory of the segment (`samples`, `groups/user`) to how its files are written.
-        piece_samples: samples that are clustered in memory at once, about.
     """
 
     layouts: Layouts
     encodings: Mapping[str, Encodings]
-    piece_samples: int
 
 
 def pin(parts: Iterable[Tuples], data: DataConfig) -> Pins:
@@ -54,18 +48,9 @@ def pin(parts: Iterable[Tuples], data: DataConfig) -> Pins:
         parts: all samples of the part's sessions, at least one; gone through twice.
         data: the job's data section.
     """
-    clustered = cluster(join(few_sessions(parts, data)), data)
-    star = to_star(clustered, 0, data)
+    star = to_star(cluster(join(few_sessions(parts, data)), data), 0, data)
     layouts = choose_windows(star, data.storage)
-    encodings = {name: choose(table) for name, table in tables_of(star, layouts)}
-    return Pins(layouts, encodings, piece_samples(star, data.block_samples))
-
-
-def piece_samples(star: Star, block_samples: int) -> int:
-    """Return how many samples like these fill a piece: whole blocks."""
-    total = star.samples.nbytes + sum(t.nbytes for t in star.groups.values())
-    samples = PIECE_BYTES * star.samples.num_rows // max(1, total)
-    return max(1, samples // block_samples) * block_samples
+    return Pins(layouts, {name: choose(table) for name, table in tables_of(star, layouts)})
 
 
 def tables_of(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import pins
+from pipelines import pieces
 from pipelines.build import build
 from pipelines.expand import expand
 from pipelines.generator.log import GeneratorConfig, write_log
@@ -33,19 +33,19 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     rows = write_small_log(tmp_path / "log", 600)
     job = write_job(tmp_path / "job")
     build(request(job, tmp_path / "log", tmp_path / "whole"))
-    monkeypatch.setattr(pins, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
     build(request(job, tmp_path / "log", tmp_path / "pieces"))
     assert not verify(tmp_path / "pieces")["problems"]
     assert read_back(tmp_path / "pieces", tmp_path / "pieces.parquet") == samples_of(rows)
     expand(tmp_path / "whole", tmp_path / "whole.parquet")
     assert pq.read_table(tmp_path / "pieces.parquet") == pq.read_table(tmp_path / "whole.parquet")
-    whole, pieces = (open_dataset(tmp_path / d).segments[0] for d in ("whole", "pieces"))
-    assert whole.blocks.drop_columns(["row_group"]) == pieces.blocks.drop_columns(["row_group"])
-    assert pieces.blocks["row_group"].to_pylist() != whole.blocks["row_group"].to_pylist()
-    assert whole.manifest.groups == pieces.manifest.groups
-    assert whole.manifest.tables == pieces.manifest.tables
-    assert whole.manifest.num_sessions == pieces.manifest.num_sessions
-    statistics = [(s.directory / "statistics.pbtxt").read_bytes() for s in (whole, pieces)]
+    whole, cut = (open_dataset(tmp_path / d).segments[0] for d in ("whole", "pieces"))
+    assert whole.blocks.drop_columns(["row_group"]) == cut.blocks.drop_columns(["row_group"])
+    assert cut.blocks["row_group"].to_pylist() != whole.blocks["row_group"].to_pylist()
+    assert whole.manifest.groups == cut.manifest.groups
+    assert whole.manifest.tables == cut.manifest.tables
+    assert whole.manifest.num_sessions == cut.manifest.num_sessions
+    statistics = [(s.directory / "statistics.pbtxt").read_bytes() for s in (whole, cut)]
     assert statistics[0] == statistics[1]
 
 

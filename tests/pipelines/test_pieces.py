@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pipelines.pieces
 from pipelines.cluster import cluster
-from pipelines.pieces import cuts, pieces
+from pipelines.pieces import cuts, expanded_bytes, pieces
 from pipelines.rows import ORIGIN
 from pipelines.sql import LIST_INDEX
-from pipelines.tuples import Tuples, join
+from pipelines.tuples import Tuples, compact, join
 from tests.pipelines.test_cluster import START, data_config
 
 BLOCK = data_config().block_samples
@@ -35,13 +36,15 @@ def parts_of(rng: np.random.Generator, sizes: list[int], num_sessions: int) -> l
     return parts
 
 
-@pytest.mark.parametrize("limit", [1, BLOCK, 3 * BLOCK, 1 << 20])
+@pytest.mark.parametrize("limit", [1, 600, 2000, 1 << 20])
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -> None:
     data = data_config(gap=15, evaluation_from=20)
     parts = parts_of(np.random.default_rng(seed), sizes, 5)
     whole = cluster(join(parts), data)
-    found = list(pieces(parts, data, limit))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelines.pieces, "PIECE_BYTES", limit)
+        found = list(pieces(parts, data))
     assert sum(p.num_sessions for p in found) == whole.num_sessions
     for name in ("starts_session", "session_samples", "is_evaluation", "window"):
         joined = np.concatenate([getattr(p, name) for p in found])
@@ -51,7 +54,16 @@ def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -
     for column in ("session", "time", "g", ORIGIN):
         joined = pa.concat_arrays([p.samples.column(column) for p in found])
         assert joined.equals(whole.samples.column(column)), column
-    assert all(p.samples.num_samples <= max(limit, BLOCK) for p in found)
+    assert all(p.samples.num_samples <= BLOCK for p in found) or limit > 1
+    assert len(found) == 1 or limit < 1 << 20
+
+
+def test_bytes_are_those_of_expanded_samples_however_they_are_cut() -> None:
+    (part,) = parts_of(np.random.default_rng(0), [100], 5)
+    whole = expanded_bytes(part)
+    assert whole == 100 * (8 + 8 + 8 + 4) + 100 * (8 + 8)
+    cut = [part.take(np.arange(0, 30)), part.take(np.arange(30, 100))]
+    assert sum(expanded_bytes(compact(p)) for p in cut) == whole
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(1, 12))
