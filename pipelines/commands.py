@@ -19,6 +19,7 @@ from pipelines.gate import GateError
 from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.oracle_command import oracle
 from pipelines.prepare import BuildRequest
+from pipelines.rewrite import RewriteRequest, rewrite
 from pipelines.verify import verify
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
@@ -50,6 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
+    command.add_argument("--json", action="store_true")
+
+    command = commands.add_parser("rewrite", help="make a Parquet dataset smaller, every row kept")
+    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--layout", choices=("star", "flat"), default="star")
+    command.add_argument("--session", metavar="COLUMN", help="session key; guessed by its name")
+    command.add_argument("--time", metavar="COLUMN", help="order in a session; guessed by its name")
+    command.add_argument("--label", metavar="COLUMN", help="make a star schema to train on")
     command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("verify", help="recompute counts and checksums")
@@ -86,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     arguments, beam_args = parser.parse_known_args(argv)
-    if beam_args and arguments.command not in ("build", "append", "oracle"):
+    if beam_args and arguments.command not in ("build", "append", "rewrite", "oracle"):
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
         return _COMMANDS[arguments.command](arguments, beam_args)
@@ -170,6 +180,22 @@ def _process_start() -> float:
     return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    request = RewriteRequest(
+        folder=arguments.folder,
+        output=arguments.output,
+        layout=arguments.layout,
+        session=arguments.session,
+        time=arguments.time,
+        label=arguments.label,
+        beam_args=beam_args,
+        attempt=uuid.uuid4().hex[:12],
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    _say(arguments, rewrite(request))
+    return 0
+
+
 def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     result = verify(arguments.dataset)
     _say(arguments, result)
@@ -200,6 +226,7 @@ _COMMANDS = {
     "generate": _generate,
     "build": _build,
     "append": _append,
+    "rewrite": _rewrite,
     "verify": _verify,
     "expand": _expand,
     "report": _report,

@@ -7,7 +7,7 @@ kinds of strings and of lists are not told apart: compare schemas for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,10 +74,22 @@ def _of_rows(hashes: NDArray[np.uint64]) -> ContentHash:
 
 
 def _combined(batch: pa.Table | pa.RecordBatch) -> NDArray[np.uint64]:
-    names = sorted(batch.schema.names)
+    return _row_hashes({name: value_hashes(batch[name]) for name in batch.schema.names})
+
+
+def hash_of_values(hashes: Mapping[str, NDArray[np.uint64]]) -> ContentHash:
+    """Return the hash of rows whose values were hashed already.
+
+    Args:
+        hashes: column to (num_rows,) what `value_hashes` gave for each row.
+    """
+    return _of_rows(_row_hashes(hashes))
+
+
+def _row_hashes(hashes: Mapping[str, NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    names = sorted(hashes)
     salts = [hash_keys(comparable(pa.array([name])))[0] for name in names]
-    parts = [splitmix64(value_hashes(batch[n]) ^ s) for n, s in zip(names, salts, strict=True)]
-    return hash_keys(parts)
+    return hash_keys([splitmix64(hashes[n] ^ s) for n, s in zip(names, salts, strict=True)])
 
 
 def value_hashes(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:

@@ -78,10 +78,17 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     for name in features.with_role("sparse"):
         if name not in data.table_of_feature:
             raise SchemaError(f"sparse feature {name!r} must have a table; add it to data.tables")
-    if not pa.types.is_timestamp(samples.field(data.session.time).type):
+    _check_time(samples.field(data.session.time).type, data)
+
+
+def _check_time(kind: pa.DataType, data: DataConfig) -> None:
+    """Refuse a time that is none; a whole number orders samples where nothing asks for its unit."""
+    measured = (data.session.gap, data.window.span, data.split.evaluation_from)
+    number = pa.types.is_integer(kind) and not pa.types.is_uint64(kind)
+    if not pa.types.is_timestamp(kind) and not (number and all(m is None for m in measured)):
         raise SchemaError(
-            f"session.time must be a timestamp, got {samples.field(data.session.time).type} for "
-            f"{data.session.time!r}; cast it in SQL, for example make_timestamp(ms * 1000)"
+            f"session.time must be a timestamp, got {kind} for {data.session.time!r}; "
+            "cast it in SQL, for example make_timestamp(ms * 1000)"
         )
 
 
@@ -225,6 +232,8 @@ def _not_finite(column: pa.Array) -> NDArray[np.bool_] | None:
 
 
 def _outside_calendar(column: pa.Array) -> NDArray[np.bool_] | None:
+    if not pa.types.is_timestamp(column.type):
+        return None
     microseconds = column.cast(pa.int64())
     early, late = pc.less(microseconds, _FIRST_TIME), pc.greater(microseconds, _LAST_TIME)
     return _mask(pc.or_(early, late))
