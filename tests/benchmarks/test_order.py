@@ -1,0 +1,72 @@
+"""The benchmark of orders trains on the same samples, and only their order differs."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.order import (  # fmt: skip
+    BLOCKS,
+    BY_TIME,
+    CLUSTERED,
+    ORDERS,
+    SHUFFLED,
+    built,
+    headline,
+    main,
+    training_samples,
+    write_variant,
+)
+from pipelines.content_hash import content_hash
+from pipelines.expand import expand
+from schemas.dataset import open_dataset
+from tests.pipelines import logs
+
+
+def test_variants_hold_the_same_samples_in_their_orders(tmp_path: Path) -> None:
+    shipped = logs.built(tmp_path)
+    expand(shipped, tmp_path / "samples.parquet")
+    job = tmp_path / "job" / "job.yaml"
+    found = {}
+    for place, order in enumerate(ORDERS):
+        folder = tmp_path / str(place)
+        write_variant(job, tmp_path / "samples.parquet", order, folder, seed=3)
+        dataset = built(folder / "job.yaml", folder / "log", folder / "dataset")
+        expand(dataset, folder / "x.parquet")
+        found[order] = pq.read_table(folder / "x.parquet").drop_columns(["order_key"])
+        assert training_samples(dataset) == training_samples(shipped)
+        assert open_dataset(dataset).job.train.seed == 3
+    original = pq.read_table(tmp_path / "samples.parquet")
+    assert {str(content_hash([t])) for t in found.values()} == {str(content_hash([original]))}
+    assert found[CLUSTERED].equals(original)
+    assert found[BLOCKS].equals(original)  # stored alike, read in another order
+    assert not found[SHUFFLED].equals(original)
+    training = found[BY_TIME].slice(0, training_samples(shipped))["time"].to_pylist()
+    assert training == sorted(training)
+    orders = {o: open_dataset(tmp_path / str(i) / "dataset").job.data.oracle.order.shuffle
+              for i, o in enumerate(ORDERS)}  # fmt: skip
+    assert orders == {CLUSTERED: "none", BLOCKS: "blocks", SHUFFLED: "none", BY_TIME: "none"}
+
+
+def test_headline_has_the_keys_of_the_contract() -> None:
+    orders = {o: {"ne": 0.5 + i, "ne_of_seeds": [0.5 + i]} for i, o in enumerate(ORDERS)}
+    found = headline({"x": {"orders": orders}})
+    assert (found["ours"], found["peer"], found["ratio"], found["rounds"]) == (0.5, 2.5, 5.0, [5.0])
+
+
+def test_missing_logs_are_skipped_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--datasets", "mind", "--shared-data", str(tmp_path)]) == 1
+    assert "skipped mind, its log is not in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_order_of_mind_is_measured(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--json", "--datasets", "mind", "--seeds", "1", "--shared-data", str(shared_data)]
+    assert main(arguments) == 0
+    details = json.loads(capsys.readouterr().out)["details"]["mind"]
+    assert len(set(details["num_steps"].values())) == 1
+    assert set(details["num_training_samples"].values()) == {149_984}
+    assert all(0.5 < o["ne"] < 1.5 for o in details["orders"].values())

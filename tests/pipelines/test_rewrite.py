@@ -1,0 +1,340 @@
+"""Rewriting: every row of every type is there, in the order of sessions, or nothing is."""
+
+import json
+import re
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.commands import main
+from pipelines.content_hash import content_hash
+from pipelines.expand import expand
+from pipelines.sources import read_part
+from pipelines.verify import verify
+from schemas.dataset import open_dataset
+from tests.pipelines.test_view import by_view
+
+NUM = 600
+MOMENT = datetime(2026, 1, 2, 3, 4, 5, 6)
+RNG = np.random.default_rng(0)
+SESSION = RNG.integers(0, 40, NUM)
+
+HELD = {
+    "session_id": pa.array([f"s{s}" for s in SESSION]),
+    "time": pa.array(RNG.permutation(NUM) + 1_700_000_000),
+    "user_id": pa.array(SESSION * 7, pa.uint64()),
+    "small": pa.array([None if i % 7 == 0 else i % 100 for i in range(NUM)], pa.int8()),
+    "score": pa.array([float("nan") if i % 5 == 0 else i / 3 for i in range(NUM)]),
+    "price": pa.array([None if i % 3 == 0 else i for i in range(NUM)], pa.float32()),
+    "flag": pa.array([True, False, None] * 200),
+    "seen": pa.array([None if s % 3 == 0 else [int(s)] * (s % 4) for s in SESSION]),
+    "weights": pa.array([[0.5, float("nan")]] * NUM, pa.list_(pa.float32())),
+    "text": pa.array(["", None, "a \U0001f600"] * 200, pa.large_string()),
+    "category": pa.array([f"c{s % 3}" for s in SESSION]).dictionary_encode(),
+    "at": pa.array([MOMENT, None, MOMENT] * 200, pa.timestamp("ms")),
+    "zoned": pa.array([MOMENT.replace(tzinfo=UTC)] * NUM, pa.timestamp("us", "Europe/Copenhagen")),
+    "day": pa.array([date(1969, 1, 1), None, date(2026, 1, 1)] * 200),
+    "select": pa.array(range(NUM)),
+}
+ODD = {
+    "struct": pa.array([{"a": 1, "b": "x"}, None, {"a": None, "b": ""}] * 200),
+    "map": pa.array([[("k", 1)], None, []] * 200, pa.map_(pa.string(), pa.int64())),
+    "nested": pa.array([[[1], []], None, [[2, None]]] * 200),
+    "structs": pa.array([[{"a": 1}], [], None] * 200),
+    "texts": pa.array([["a", None], [], None] * 200),
+    "doubles": pa.array([[0.1], [float("nan")], None] * 200),
+    "bytes": pa.array([b"\xff\x00", None, b""] * 200),
+    "fixed": pa.array([b"ab", None, b"cd"] * 200, pa.binary(2)),
+    "decimal": pa.array([Decimal("1.10"), None, Decimal("-2.00")] * 200, pa.decimal128(20, 2)),
+    "time_of_day": pa.array([time(1, 2, 3), None, time(0)] * 200),
+    "large_ids": pa.array([[2**64 - 1], [0], None] * 200, pa.list_(pa.uint64())),
+    "half": pa.array([0.5, None, -0.0] * 200, pa.float16()),
+    "nothing": pa.nulls(NUM),
+}  # fmt: skip
+
+
+def folder_of(directory: Path, columns: dict[str, pa.Array], num_files: int = 3) -> Path:
+    table = pa.table(columns)
+    (directory / "in" / "day=1").mkdir(parents=True)
+    size = -(-table.num_rows // num_files)
+    for i in range(num_files):
+        path = directory / "in" / ("day=1" if i else ".") / f"part-{i}.parquet"
+        pq.write_table(table.slice(i * size, size), path, row_group_size=70)
+    return directory / "in"
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str
+) -> dict[str, Any]:
+    assert main(["rewrite", str(folder), "--output", str(output), *more, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1
+    return json.loads(printed.out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str) -> str:
+    assert main(["rewrite", str(folder), "--output", str(output), *more]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert not output.exists() or not any(output.iterdir())
+    assert not list(output.parent.glob(f".{output.name}.*"))
+    return printed.err.splitlines()[-1]
+
+
+def in_session_order(table: pa.Table, session: str, moment: str | None) -> bool:
+    keys = table[session].to_pylist()
+    changes = [i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]
+    whole = len(changes) + 1 == len({str(k) for k in keys})
+    if moment is None:
+        return whole
+    times = table[moment].to_pylist()
+    cuts = [0, *changes, len(keys)]
+    return whole and all(times[a:b] == sorted(times[a:b]) for a, b in pairwise(cuts))
+
+
+def test_star_keeps_every_value_of_the_types_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, HELD)
+    result = run(capsys, folder, tmp_path / "out")
+    assert (result["session"], result["time"], result["num_rows"]) == ("session_id", "time", NUM)
+    assert result["num_sessions"] == len(set(SESSION.tolist()))
+    assert result["bytes_before"] == sum(f.stat().st_size for f in folder.rglob("*.parquet"))
+    assert verify(tmp_path / "out")["problems"] == []
+    expand(tmp_path / "out", tmp_path / "x.parquet")
+    rows = pq.read_table(tmp_path / "x.parquet")
+    assert rows.column_names == list(HELD)
+    assert in_session_order(rows, "session_id", "time")
+    wide = pa.table(HELD).set_column(13, "day", HELD["day"].cast(pa.timestamp("us")))
+    wide = wide.set_column(11, "at", HELD["at"].cast(pa.timestamp("us")))
+    assert content_hash([rows]) == content_hash([wide])
+    assert result["content_hash"] == str(content_hash([rows]))
+    assert content_hash([by_view(tmp_path / "out", "samples")]) == content_hash([rows])
+
+
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_flat_keeps_every_type_and_the_schema(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    num_parts: int,
+) -> None:
+    folder = folder_of(tmp_path, HELD | ODD)
+    size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
+    monkeypatch.setattr("pipelines.rewrite.PART_INPUT_BYTES", -(-size // num_parts))
+    result = run(capsys, folder, tmp_path / "out", "--layout", "flat")
+    files = sorted((tmp_path / "out").iterdir())
+    assert [f.name for f in files] == [f"{i:05d}.parquet" for i in range(num_parts)]
+    before = pq.read_schema(next(folder.rglob("*.parquet")))
+    assert all(pq.read_schema(f).equals(before, check_metadata=True) for f in files)
+    rows = pa.concat_tables([pq.ParquetFile(f).read() for f in files])
+    assert in_session_order(rows, "session_id", "time")
+    original = pa.concat_tables([pq.ParquetFile(f).read() for f in folder.rglob("*.parquet")])
+    by_id = [("select", "ascending")]
+    names = [n for n in rows.column_names if n not in ("score", "weights", "doubles")]  # NaN
+    assert (
+        rows.select(names).take(pc.sort_indices(rows, by_id)).to_pylist()
+        == original.select(names).take(pc.sort_indices(original, by_id)).to_pylist()
+    )
+    assert result["content_hash"] == str(content_hash([original]))
+
+
+def test_same_files_in_any_order_give_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, HELD | ODD)
+    for name in ("one", "two"):
+        run(capsys, folder, tmp_path / name, "--layout", "flat")
+    one, two = (sorted((tmp_path / n).iterdir()) for n in ("one", "two"))
+    assert [f.read_bytes() for f in one] == [f.read_bytes() for f in two]
+
+
+@pytest.mark.parametrize("name", [n for n in ODD])
+def test_star_refuses_a_type_that_it_cannot_hold_before_any_work(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {k: HELD[k] for k in ("session_id", "time")} | {name: ODD[name]}
+    folder = folder_of(tmp_path, columns, num_files=1)
+    kind = pq.read_schema(folder / "part-0.parquet").field(name).type
+    assert refused(capsys, folder, tmp_path / "out") == (
+        f"error: column {name!r} must be a number, a text, a time or a list of whole or 32-bit "
+        f"numbers for --layout star, got {kind}; --layout flat keeps every type"
+    )
+
+
+def test_rows_without_a_key_or_a_time_are_kept_by_flat_and_named_by_star(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = pa.array([None if i == 17 else int(s) for i, s in enumerate(SESSION)])
+    times = pa.array([None if i % 11 == 0 else i for i in range(NUM)])
+    folder = folder_of(tmp_path, {"user_id": keys, "ts": times}, num_files=1)
+    assert run(capsys, folder, tmp_path / "flat", "--layout", "flat")["num_rows"] == NUM
+    line = refused(capsys, folder, tmp_path / "star")
+    assert line.startswith("error: session ")
+    assert "part-0.parquet" in line
+    assert line.endswith("; repair the row, or use --layout flat, which keeps every row")
+
+
+def test_rows_without_time_keep_their_order_in_a_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {"visit": HELD["session_id"], "n": pa.array([float(i) for i in range(NUM)])}
+    folder = folder_of(tmp_path, columns, num_files=1)
+    for layout in ("star", "flat"):
+        result = run(capsys, folder, tmp_path / layout, "--layout", layout, "--session", "visit")
+        assert result["time"] is None
+    expand(tmp_path / "star", tmp_path / "x.parquet")
+    star = pq.read_table(tmp_path / "x.parquet")
+    assert star.column_names == ["visit", "n", "row_time"]
+    assert in_session_order(star, "visit", "n")
+    flat = pq.read_table(tmp_path / "flat")
+    assert flat.column_names == ["visit", "n"]
+    assert in_session_order(flat, "visit", "n")
+
+
+def test_a_label_makes_a_star_that_can_be_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clicked = pa.array((RNG.random(NUM) < 0.3).astype(np.int8))
+    folder = folder_of(tmp_path, HELD | {"clicked": clicked})
+    run(capsys, folder, tmp_path / "out", "--label", "clicked")
+    dataset = open_dataset(tmp_path / "out")
+    assert dataset.features.label == "clicked"
+    assert set(dataset.features.with_role("sparse")) == {"small", "seen", "select"}
+    assert set(dataset.job.data.table_of_feature) == {"small", "seen", "select"}
+
+
+def columns(**more: pa.Array) -> dict[str, pa.Array]:
+    return {"session_id": HELD["session_id"], "time": HELD["time"], **more}
+
+
+REFUSED = {
+    "no session key of a usual name": (
+        {"a": HELD["select"], "b": HELD["text"], "c": HELD["score"]}, (),
+        "error: session key must be known, got none of a usual name; give --session, one of a, b",
+    ),
+    "no column that could be a key": (
+        {"c": HELD["score"]}, (),
+        "error: session key must be known, got none of a usual name; give --session, one of none: "
+        "no column is a number or a text",
+    ),
+    "a session key that is not there": (
+        columns(), ("--session", "sesion_id"),
+        "error: --session must name a column, got 'sesion_id'; did you mean 'session_id'?",
+    ),
+    "a session key of another type": (
+        columns(score=HELD["score"]), ("--session", "score"),
+        "error: --session must be a number or a text, got double for 'score'; use one of "
+        "session_id, time",
+    ),
+    "several times": (
+        {"session_id": HELD["session_id"], "x": HELD["at"], "y": HELD["at"]}, (),
+        "error: time must be known, got several columns; give --time, one of x, y",
+    ),
+    "a time that is a text": (
+        columns(text=HELD["text"]), ("--time", "text"),
+        "error: --time must be a time, a date or a whole number below 2**63, got large_string for "
+        "'text'; use one of time",
+    ),
+    "a label that is not there": (
+        columns(), ("--label", "clik"),
+        "error: --label must name a column, got 'clik'; use one of session_id, time",
+    ),
+    "an unknown option": (
+        columns(), ("--sesion", "x"),
+        "error: option must be known here or to Beam, got --sesion; see --help",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rewrite_is_refused_with(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, more, message = REFUSED[name]
+    assert refused(capsys, folder_of(tmp_path, table), tmp_path / "out", *more) == message
+
+
+def test_files_of_two_kinds_are_refused_by_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, columns())
+    changed = pa.table(columns()).set_column(1, "time", HELD["time"].cast(pa.int32()))
+    pq.write_table(changed, folder / "z.parquet")
+    assert refused(capsys, folder, tmp_path / "out") == (
+        "error: column 'time' must be int64 as in day=1/part-1.parquet, got int32 in z.parquet; "
+        "rewrite the files of each kind on their own"
+    )
+
+
+@pytest.mark.parametrize("layout", ["star", "flat"])
+def test_a_damaged_file_is_named_and_nothing_is_left(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, columns(text=HELD["text"]))
+    path = folder / "part-0.parquet"
+    data = bytearray(path.read_bytes())
+    data[40:400] = bytes(360)
+    path.write_bytes(data)
+    assert "part-0.parquet" in refused(capsys, folder, tmp_path / "out", "--layout", layout)
+
+
+def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, columns())
+    (tmp_path / "empty").mkdir()
+    assert "must have files, got none" in refused(capsys, tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    assert main(["rewrite", str(folder), "--output", str(tmp_path / "full")]) == 1
+    assert "output must be empty, got a directory with files" in capsys.readouterr().err
+    assert (tmp_path / "full" / "mine").read_text() == "x"
+    inside = folder / "out"
+    assert "output must lie outside the input" in refused(capsys, folder, inside)
+    cut = folder / "part-0.parquet"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    assert re.search(
+        r"must be Parquet, got .* in part-0", refused(capsys, folder, inside.parent.parent / "o")
+    )
+
+
+@pytest.mark.parametrize("layout", ["star", "flat"])
+def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
+    layout: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = folder_of(tmp_path, columns())
+    read = read_part
+
+    def lossy(*arguments: object) -> object:
+        for rows in read(*arguments):  # type: ignore[arg-type]
+            yield type(rows)(rows.table.slice(1) if rows.table is not None else None, rows.rejects)
+
+    monkeypatch.setattr("pipelines.transforms.read_part", lossy)
+    line = refused(capsys, folder, tmp_path / "out", "--layout", layout)
+    assert line.startswith("error: rewritten rows must have the content hash ")
+
+
+def test_rewrite_of_real_sessions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_data: Path
+) -> None:
+    folder = shared_data / "30music_sample10"
+    sizes = {
+        layout: run(capsys, folder, tmp_path / layout, "--layout", layout)
+        for layout in ("star", "flat")
+    }
+    hashes = {str(r["content_hash"]) for r in sizes.values()}
+    assert len(hashes) == 1
+    assert hashes.pop().endswith("-343183")
+    assert sizes["star"]["bytes_after"] < sizes["flat"]["bytes_after"] < 3_680_017
