@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelines.gate import check_limits
+from pipelines.learned_files import check_fits, fits
 from pipelines.pass_gate import pass_gate, schema_of
 from pipelines.pinned import check_pinned, check_types
 from pipelines.prepare import BuildRequest
@@ -90,7 +91,9 @@ def finished_segments(dataset: Path, key: str) -> Iterator[Path]:
     named = {s.id for s in root.segments} if root else set()
     for pattern in (f".{key}.*", f"*-{key}"):
         for directory in sorted((dataset / SEGMENTS).glob(pattern)):
-            if directory.name not in named and (directory / MANIFEST).exists():
+            if directory.name in named or not (directory / MANIFEST).exists():
+                continue
+            if fits(read_segment(directory).learned, dataset):
                 yield directory
 
 
@@ -107,6 +110,7 @@ def proposal_of(
                 refuse_other(request.dataset, [s.manifest.id for s in dataset.segments], key)
             check_pinned(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
+            check_fits(manifest.learned, request.dataset)
         earlier = dataset.segments[before - 1].directory if dataset and before else None
         aside = request.dataset / f".refused-{key}"
         return pass_gate(building, earlier, schema_of(schema), job.data.gate, aside, request.say)

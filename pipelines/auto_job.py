@@ -10,9 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import yaml
@@ -22,12 +20,14 @@ from pipelines.cluster import cluster
 from pipelines.folder import folder_of
 from pipelines.group_costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.group_sample import sample_sessions
+from pipelines.learn_inputs import inputs_of
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.tuples import separate
 from schemas.dataset import verified
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import SAMPLES, DataConfig, Job, load_job
+from schemas.job_transforms import TransformConfig
 from schemas.layout import JOB, MANIFEST
 from schemas.manifest import read_dataset
 
@@ -137,42 +137,30 @@ def reason(group: ChosenGroup) -> str:
 def named_groups(job: Job, groups: Mapping[str, tuple[str, ...]]) -> Job:
     """Return a job with these groups, each transform where all of its inputs are."""
     made = job.data.transforms.get(SAMPLES, {})
-    placed: dict[str, dict[str, str]] = {}
-    for name, text in made.items():
-        inputs = columns_of(text) & {c for columns in groups.values() for c in columns}
-        every = columns_of(text)
-        homes = [g for g, columns in groups.items() if inputs and every <= {*columns}]
-        placed.setdefault(homes[0] if homes else SAMPLES, {})[name] = text
+    grouped = {c for columns in groups.values() for c in columns}
+    placed: dict[str, dict[str, str | TransformConfig]] = {}
+    for name, transform in made.items():
+        every = original_inputs(transform, made)
+        homes = [g for g, columns in groups.items() if every & grouped and every <= {*columns}]
+        placed.setdefault(homes[0] if homes else SAMPLES, {})[name] = transform
     return replace(job, data=replace(job.data, groups=dict(groups), transforms=placed))
 
 
-def columns_of(expression: str) -> set[str]:
-    """Return the names that a scalar SQL expression reads; parameters of lambdas are no columns.
-
-    Example:
-        >>> sorted(columns_of("ln(1 + len(list_filter(history, lambda x: x > age)))"))
-        ['age', 'history']
-    """
-    found = duckdb.connect().execute("SELECT json_serialize_sql(?)", [f"SELECT ({expression})"])
-    row = found.fetchone()
-    assert row is not None, "json_serialize_sql gives one row"
-    tree = json.loads(row[0])
-    of_lambdas = [n["lhs"] for n in _nodes(tree) if n.get("class") == "LAMBDA"]
-    parameters = {c for lhs in of_lambdas for c in _column_names(lhs)}
-    return _column_names(tree) - parameters
-
-
-def _column_names(tree: object) -> set[str]:
-    return {n["column_names"][-1] for n in _nodes(tree) if n.get("class") == "COLUMN_REF"}
-
-
-def _nodes(tree: object) -> Iterator[dict[str, Any]]:
-    """Yield every object of a parsed statement."""
-    if isinstance(tree, dict):
-        yield tree
-    if isinstance(tree, (dict, list)):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from _nodes(part)
+def original_inputs(
+    transform: str | TransformConfig, made: Mapping[str, str | TransformConfig]
+) -> set[str]:
+    """Return the columns of the samples that a transform reads, also through other transforms."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    waiting = [transform]
+    while waiting:
+        for name in inputs_of(waiting.pop()) - seen:
+            seen.add(name)
+            if name in made:
+                waiting.append(made[name])
+            else:
+                found.add(name)
+    return found
 
 
 def rewritten(text: str, data: DataConfig, reasons: Mapping[str, str]) -> str:
@@ -227,9 +215,10 @@ def _mapping(
     )
 
 
-def _flow(value: tuple[str, ...] | Mapping[str, str]) -> str:
+def _flow(value: tuple[str, ...] | Mapping[str, str | TransformConfig]) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_word(k)}: {json.dumps(v)}" for k, v in value.items()) + "}"
+        made = {k: v if isinstance(v, str) else v.written() for k, v in value.items()}
+        return "{" + ", ".join(f"{_word(k)}: {json.dumps(v)}" for k, v in made.items()) + "}"
     return "[" + ", ".join(map(_word, value)) + "]"
 
 

@@ -19,6 +19,15 @@ from pipelines.admit import admit, finished_segments, proposal_of
 from pipelines.auto_job import with_groups
 from pipelines.commit import finish_segment, join_blocks
 from pipelines.folder import folder_of
+from pipelines.learn import Learn
+from pipelines.learn_inputs import learned_inputs
+from pipelines.learned_files import (
+    LEARNED,
+    learned_so_far,
+    place_learned,
+    returned_files,
+    stage_learned,
+)
 from pipelines.lock import workplace
 from pipelines.oracle import write_access
 from pipelines.part import PartResult
@@ -82,7 +91,11 @@ def segment_pipeline(
     """Add the whole build of one segment to a pipeline."""
     rows = pipeline | "ReadRows" >> ReadRows(context)
     samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
-    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context)
+    outputs: dict[str, beam.PCollection] = {}
+    if learned_inputs(context.data):
+        learn = Learn(context.segment_root, context.data, context.learned)
+        outputs["learned"] = samples[LEARNED] | "Learn" >> learn
+    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
     joined = parts | "all parts" >> beam.combiners.ToList()
     tables = (
         pipeline
@@ -93,7 +106,7 @@ def segment_pipeline(
     )
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())
-    return {"parts": parts, "tables": tables, "rejects": rejects, "units": units}
+    return {**outputs, "parts": parts, "tables": tables, "rejects": rejects, "units": units}
 
 
 def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Built:
@@ -131,6 +144,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         passed=prepared.passed,
         empty_rows=prepared.empty_rows,
         num_parts=max(1, -(-size // PART_INPUT_BYTES)),
+        learned=learned_so_far(request.dataset),
     )
     with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
         if (building / MANIFEST).exists():
@@ -147,6 +161,7 @@ def write_segment(
 ) -> None:
     """Run the pipeline and finish the segment in its hidden directory."""
     building = context.segment_root
+    stage_learned(request.dataset, context.learned, building)
     with watched(building, context.num_parts, request.say):
         outcome = run_pipeline(
             lambda p: segment_pipeline(p, context),
@@ -156,6 +171,8 @@ def write_segment(
         )
     check_usable(outcome.values["parts"], outcome.values["rejects"], context.data)
     write_units(building, outcome.values["units"])
+    learned = returned_files(outcome.values, context.learned)
+    place_learned(building, request.dataset, learned)
     finish_segment(
         building,
         f"00000-{key}",
@@ -166,6 +183,7 @@ def write_segment(
         hashes,
         context.data,
         context.features,
+        learned,
     )
 
 

@@ -115,6 +115,7 @@ def finish_segment(
     hashes: tuple[str, str],
     data: DataConfig,
     features: FeatureSet,
+    learned: Mapping[str, str],
 ) -> SegmentManifest:
     """Write everything of a segment that is not a part, its manifest last.
 
@@ -128,6 +129,7 @@ def finish_segment(
         hashes: of the job's data section and of the schema.
         data: the job's data section.
         features: declared columns.
+        learned: files of what transforms learned, path to sha256; they lie in the dataset.
     """
     results = sorted(results, key=lambda r: r.file_index)
     num_samples = sum(r.num_samples for r in results)
@@ -160,6 +162,7 @@ def finish_segment(
         blocks_sha256=sha256_of(root / BLOCKS),
         files_sha256=sha256_of(root / FILES),
         columns=stored_columns(root, results[0].file_index, groups),
+        learned=learned,
     )
     write_manifest(root, manifest)
     return manifest

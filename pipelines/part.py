@@ -23,6 +23,7 @@ from schemas.features import FeatureSet
 from schemas.jagged import offsets_of
 from schemas.job import DataConfig
 from schemas.layout import TRAIN, inverse_column, part_name
+from schemas.learned import Learned
 
 LOOKUPS = "lookups"
 """Directory of the oracle's input inside a segment being built; gone before the commit."""
@@ -81,6 +82,7 @@ def build_part(
     data: DataConfig,
     pins: Pins,
     features: FeatureSet,
+    learned: Learned | None = None,
 ) -> PartResult:
     """Cluster, cut, deduplicate and write the samples of one part, piece by piece.
 
@@ -92,12 +94,13 @@ def build_part(
         data: the job's data section.
         pins: what all parts have in common.
         features: declared columns.
+        learned: what transforms learned.
     """
     writer = PartWriter(root, file_index, pins)
     lookups = LookupsWriter(root, file_index)
     results: list[PartResult] = []
     for clustered in pieces(samples, data):
-        star = to_star(clustered, file_index, data)
+        star = to_star(clustered, file_index, data, learned)
         blocks = writer.add(star, clustered)
         results.append(
             PartResult(

@@ -141,6 +141,8 @@ def _may_differ(
     parts = key.split(".")
     if parts[:2] == ["data", "transforms"]:
         return key not in pinned and len(parts) > 3 and parts[3] in added
+    if parts[:2] == ["data", "vocabularies"]:  # a new one; only added columns can read it
+        return f"data.vocabularies.{parts[2]}.columns" not in pinned
     if parts[:2] != ["data", "tables"]:
         return False
     features = f"data.tables.{parts[2]}.features"

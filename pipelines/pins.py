@@ -23,6 +23,7 @@ from pipelines.tuples import Tuples, compact, join
 from pipelines.windows import Layouts, choose_windows
 from schemas.job import DataConfig
 from schemas.layout import samples_path
+from schemas.learned import Learned
 
 PINNED_SAMPLES = TRIAL_ROWS
 """Samples that are looked at, about."""
@@ -41,14 +42,15 @@ class Pins:
     encodings: Mapping[str, Encodings]
 
 
-def pin(parts: Iterable[Tuples], data: DataConfig) -> Pins:
+def pin(parts: Iterable[Tuples], data: DataConfig, learned: Learned | None = None) -> Pins:
     """Learn from the samples of one part, in any order.
 
     Args:
         parts: all samples of the part's sessions, at least one; gone through twice.
         data: the job's data section.
+        learned: what transforms learned.
     """
-    star = to_star(cluster(join(few_sessions(parts, data)), data), 0, data)
+    star = to_star(cluster(join(few_sessions(parts, data)), data), 0, data, learned)
     layouts = choose_windows(star, data.storage)
     return Pins(layouts, {name: choose(table) for name, table in tables_of(star, layouts)})
 

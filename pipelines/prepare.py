@@ -11,6 +11,7 @@ import pyarrow as pa
 from apache_beam.io.filesystems import FileSystems
 
 from pipelines.check_sql import check_map_sql
+from pipelines.check_transforms import check_transforms
 from pipelines.folder import Folder, folder_of
 from pipelines.listing import list_inputs
 from pipelines.passed_lists import Passed, passed_lists
@@ -21,7 +22,7 @@ from pipelines.sampling import check_sampling
 from pipelines.sources import empty_rows, parts_of_file, read_part
 from pipelines.sql import carry_origin, connect, run
 from pipelines.tuples import with_hashes
-from pipelines.validate import check_columns, check_transforms
+from pipelines.validate import check_columns
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import DataConfig, Job

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelines.apply import with_transforms
 from pipelines.cluster import Clustered
 from pipelines.sources import ORIGIN
-from pipelines.sql import LIST_INDEX, connect, run
-from schemas.errors import SchemaError
+from pipelines.sql import LIST_INDEX
 from schemas.jagged import offsets_of
 from schemas.job import SAMPLES, DataConfig
 from schemas.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
+from schemas.learned import Learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,18 @@ class Star:
     tuples: Mapping[str, NDArray[np.int64]]
 
 
-def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
+def to_star(
+    clustered: Clustered, file_index: int, data: DataConfig, learned: Learned | None = None
+) -> Star:
     """Deduplicate each group within each block, exactly, and apply the transforms.
 
     Args:
         clustered: samples of one part in order.
         file_index: number of the part, the upper bits of its block ids.
         data: groups and transforms.
+        learned: what transforms learned, None where none does.
     """
+    learned = learned or Learned()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
     prefix = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
     tuples = clustered.samples
@@ -53,7 +57,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
         c: tuples.samples[c] for c in tuples.samples.column_names if c not in (ORIGIN, LIST_INDEX)
     }
     samples = pa.table({BLOCK: pa.array(prefix + clustered.block), **columns})
-    samples = _with_transforms(samples, SAMPLES, data)
+    samples = with_transforms(samples, SAMPLES, data.transforms.get(SAMPLES, {}), learned)
     groups: dict[str, pa.Table] = {}
     unique_per_block: dict[str, NDArray[np.int64]] = {}
     stored_tuples: dict[str, NDArray[np.int64]] = {}
@@ -71,7 +75,7 @@ def to_star(clustered: Clustered, file_index: int, data: DataConfig) -> Star:
                 **{c: taken[c] for c in names},
             }
         )
-        groups[group] = _with_transforms(table, group, data)
+        groups[group] = with_transforms(table, group, data.transforms.get(group, {}), learned)
         local = (inverse - starts[clustered.block]).astype(np.int32)
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_per_block[group] = counts
@@ -103,37 +107,3 @@ def unique_in_blocks(
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     return first[order], rank[inverse]
-
-
-def _with_transforms(table: pa.Table, group: str, data: DataConfig) -> pa.Table:
-    try:
-        return transformed(table, data.transforms.get(group, {}))
-    except duckdb.Error as error:
-        raise SchemaError(
-            f"transforms.{group} must run on every row, got {str(error).splitlines()[0]}; "
-            "guard them with CASE or TRY, or let data.samples leave such rows out"
-        ) from error
-
-
-def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
-    """Add one column per SQL expression over the columns of the table.
-
-    Raises:
-        SchemaError: an expression does not give one value per row.
-        duckdb.Error: whatever DuckDB says.
-    """
-    if not expressions:
-        return table
-    selected = ", ".join(f'({text}) AS "{name}"' for name, text in expressions.items())
-    connection = connect()
-    made = run(connection, f"SELECT {selected} FROM tuples", {"tuples": table})
-    if made.num_rows != table.num_rows:
-        raise SchemaError(
-            f"transforms must give one value per row, got {made.num_rows} for {table.num_rows} "
-            "rows; remove aggregates and unnest"
-        )
-    for name in expressions:
-        kind = made.schema.field(name).type
-        column = made[name].cast(pa.float32()) if pa.types.is_float64(kind) else made[name]
-        table = table.append_column(name, column)
-    return table

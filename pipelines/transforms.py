@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from apache_beam.metrics import Metrics
 
 from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.folder import Folder
+from pipelines.learn import partials
+from pipelines.learn_inputs import learned_inputs
+from pipelines.learned_files import LEARNED, load_building
 from pipelines.memory import keep_freed_memory
 from pipelines.part import PartResult, build_part
 from pipelines.passed_lists import Passed, map_samples
@@ -38,6 +41,7 @@ from pipelines.validate import usable_samples
 from schemas.columns import one_chunk
 from schemas.features import FeatureSet
 from schemas.job import DataConfig
+from schemas.learned import Learned
 from schemas.manifest import InputFile
 
 REJECTS = "rejects"
@@ -73,6 +77,7 @@ class BuildContext:
         passed: lists that go around it.
         num_parts: parts of the segment.
         empty_rows: by source, a table without rows that has its columns.
+        learned: files of what the segments before learned, path to sha256.
     """
 
     folder: Folder
@@ -84,6 +89,7 @@ class BuildContext:
     passed: Passed
     num_parts: int
     empty_rows: Mapping[str, pa.Table]
+    learned: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def reject(self, row: BadRow) -> Reject:
         """Return a bad row with the place it came from."""
@@ -170,6 +176,7 @@ class _SqlStage(_Counted):
     def setup(self) -> None:
         super().setup()
         self.connection = connect()
+        self.inputs = learned_inputs(self.context.data)
 
     def emit(self, result: SqlResult) -> Iterator[Any]:
         bad = list(result.bad_rows)
@@ -182,6 +189,8 @@ class _SqlStage(_Counted):
                 units = count_units(good, self.context.features, self.context.data)
                 yield pvalue.TaggedOutput(SAMPLING, units)
             good = sample_negatives(good, self.context.features, self.context.data)
+            for key, partial in partials(good, self.inputs, self.context.data):
+                yield pvalue.TaggedOutput(LEARNED, (key, partial))
             if good.num_samples:
                 self.count("out", good.samples)
                 yield from self.hand_over(good)
@@ -263,7 +272,7 @@ class MakeSamples(beam.PTransform):
         if self.context.data.samples.map is not None:
             stage = _MapRows(self.context, "MapRows")
             return rows | "map rows" >> beam.ParDo(stage).with_outputs(
-                REJECTS, SAMPLING, main=SAMPLES
+                REJECTS, SAMPLING, LEARNED, main=SAMPLES
             )
         spread_rows = rows | "spread by key" >> beam.ParDo(
             _SpreadByKey(self.context, "SpreadByKey")
@@ -273,11 +282,11 @@ class MakeSamples(beam.PTransform):
             | "group by key" >> beam.GroupByKey()
             | "sql per key"
             >> beam.ParDo(_SqlPerKey(self.context, "SqlPerKey")).with_outputs(
-                REJECTS, SAMPLING, main=SAMPLES
+                REJECTS, SAMPLING, LEARNED, main=SAMPLES
             )
         )
         rejects = (spread_rows[REJECTS], made[REJECTS]) | "join key rejects" >> beam.Flatten()
-        return {SAMPLES: made[SAMPLES], REJECTS: rejects, SAMPLING: made[SAMPLING]}
+        return {REJECTS: rejects, **{n: made[n] for n in (SAMPLES, SAMPLING, LEARNED)}}
 
 
 class ReferencedSamples:
@@ -317,18 +326,27 @@ class _Pin(beam.DoFn):
     def __init__(self, context: BuildContext) -> None:
         self.context = context
 
-    def process(self, first_part: list[Reference]) -> Iterator[Pins | None]:
-        samples = ReferencedSamples(self.context, first_part)
-        yield pin(samples, self.context.data) if first_part else None
+    def process(
+        self, first_part: list[Reference], files: Mapping[str, str]
+    ) -> Iterator[Pins | None]:
+        samples, context = ReferencedSamples(self.context, first_part), self.context
+        learned = load_building(context.segment_root, files, context.data)
+        yield pin(samples, context.data, learned) if first_part else None
 
 
 class _BuildPart(_Counted):
-    def process(self, part: tuple[int, Iterable[Reference]], pins: Pins) -> Iterator[PartResult]:
+    learned: Learned | None = None
+
+    def process(
+        self, part: tuple[int, Iterable[Reference]], pins: Pins, files: Mapping[str, str]
+    ) -> Iterator[PartResult]:
         samples = ReferencedSamples(self.context, part[1])
         self.counters["in-rows"].inc(sum(r.num_samples for r in samples.references))
         context = self.context
         root, data, features = context.segment_root, context.data, context.features
-        yield build_part(root, part[0], samples, data, pins, features)
+        if self.learned is None:
+            self.learned = load_building(root, files, data)
+        yield build_part(root, part[0], samples, data, pins, features, self.learned)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -336,14 +354,17 @@ class BuildParts(beam.PTransform):
     """References to samples to written parts: cluster by session, cut, deduplicate, write."""
 
     context: BuildContext
+    learned: beam.PCollection | None = None
+    """Files of what was learned, one mapping of path to sha256; none when nothing is."""
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Bring each range of session hashes to one worker."""
+        files = {} if self.learned is None else beam.pvalue.AsSingleton(self.learned)
         parts = input_or_inputs | "cluster by session" >> beam.GroupByKey()
         pins = (
             parts
             | "first part" >> beam.CombineGlobally(_FirstPart())
-            | "pin" >> beam.ParDo(_Pin(self.context))
+            | "pin" >> beam.ParDo(_Pin(self.context), files)
         )
         stage = _BuildPart(self.context, "BuildParts")
-        return parts | "build part" >> beam.ParDo(stage, beam.pvalue.AsSingleton(pins))
+        return parts | "build part" >> beam.ParDo(stage, beam.pvalue.AsSingleton(pins), files)

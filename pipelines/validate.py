@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from pipelines.rejects import python_rows
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX, BadRow
-from pipelines.star import transformed
 from pipelines.tuples import HASH_PREFIX, Tuples
 from schemas.columns import is_list, one_chunk
 from schemas.errors import SchemaError, nearest
@@ -111,31 +109,6 @@ def _check_roles(features: FeatureSet) -> None:
         if feature.role in _NUMBERS and (feature.type == "BYTES" or feature.is_list):
             found = "a list" if feature.is_list else feature.type
             raise SchemaError(f"{what} must be one number, got {found}; make numbers of it in SQL")
-
-
-def check_transforms(samples: pa.Table, features: FeatureSet, data: DataConfig) -> None:
-    """Run every transform on no rows and compare what it makes with what is declared.
-
-    Args:
-        samples: no rows of the SQL's result.
-        features: declared columns.
-        data: the job's data section.
-
-    Raises:
-        SchemaError: an expression is wrong, or its column undeclared or of another type.
-    """
-    alone = [n for n in samples.column_names if n not in data.group_of_column]
-    for group, expressions in data.transforms.items():
-        table = samples.select(list(data.groups.get(group, alone)))
-        for name, text in expressions.items():
-            try:
-                made = transformed(table, {name: text})
-            except duckdb.Error as error:
-                raise SchemaError(
-                    f"transforms.{group}.{name} must run on the columns of its group, got "
-                    f"{str(error).splitlines()[0]}; correct it"
-                ) from error
-            check_type(features[name], made.schema.field(name).type)
 
 
 def check_type(feature: Feature, kind: pa.DataType) -> None:

@@ -19,6 +19,7 @@ from schemas.errors import SchemaError
 from schemas.jagged import unique_tuples
 from schemas.job import OrderConfig
 from schemas.layout import BLOCK, TRAIN, num_unique_column
+from schemas.learned import load_learned
 from schemas.oracle import next_use, unique_per_block
 from schemas.order import Order
 from schemas.rows import rows_of_ids
@@ -53,6 +54,7 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
     if broken:
         return
     try:
+        load_learned(dataset.directory, segment.manifest.learned, dataset.job.data)
         yield from _count_problems(segment)
         for file_index, row_group in row_groups(segment):
             place = f"row group {row_group} of part {file_index}"

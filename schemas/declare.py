@@ -170,8 +170,7 @@ class _Reader:
         if is_null and type(None) in hints:
             return None
         choices = [h for h in hints if h is not type(None)]
-        sequence = isinstance(node, yaml.SequenceNode)
-        matching = [h for h in choices if (get_origin(h) is tuple) == sequence]
+        matching = [h for h in choices if _shape_of(h) is type(node)]
         return self.build((matching or choices)[0], node, key)
 
     def build_literal(self, choices: tuple[Any, ...], node: yaml.Node, key: str) -> Any:
@@ -213,6 +212,16 @@ class _Reader:
         except (ValueError, TypeError, OverflowError) as error:
             what, _, advice = _WANTED[hint].partition("; ")
             raise self.fail(node, f"{key} must {what}, got {value!r}; {advice}") from error
+
+
+def _shape_of(hint: Any) -> type[yaml.Node]:
+    """Return the kind of node that a type is written as."""
+    origin = get_origin(hint)
+    if origin is tuple:
+        return yaml.SequenceNode
+    if dataclasses.is_dataclass(hint) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return yaml.MappingNode
+    return yaml.ScalarNode
 
 
 _WANTED: Mapping[Any, str] = {

@@ -23,6 +23,12 @@ from schemas.job_schedule import ScheduleConfig
 from schemas.job_sources import SamplesConfig, SourceConfig, check_sources
 from schemas.job_storage import StorageConfig
 from schemas.job_train import TrainConfig
+from schemas.job_transforms import (
+    TransformConfig,
+    Transforms,
+    VocabularyConfig,
+    check_vocabularies,
+)
 from schemas.layout import SAMPLE_WEIGHT
 
 MAX_GROUPS = 8
@@ -140,9 +146,11 @@ class DataConfig:
     groups: Annotated[Mapping[str, tuple[str, ...]], AUTO] = field(default_factory=dict)
     """Dedup groups: columns that change together, stored once per unique tuple of a block; `auto`
     to have them chosen, which is kept as `{auto: ()}` until the build has done so."""
-    transforms: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    transforms: Mapping[str, Mapping[str, str | TransformConfig]] = field(default_factory=dict)
     """Group name (or `samples`) to new columns, each a scalar SQL expression over the columns of
-    that group; evaluated once per unique tuple. The inputs stay."""
+    that group, or declared; made in order, once per unique tuple. The inputs stay."""
+    vocabularies: Mapping[str, VocabularyConfig] = field(default_factory=dict)
+    """Vocabularies by name, for transforms."""
     sampling: SamplingConfig | None = None
     """Which negatives are kept; all when null."""
     window: WindowConfig = field(default_factory=WindowConfig)
@@ -182,6 +190,8 @@ class DataConfig:
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         self.storage.check_groups(self.groups)
         _check_tables(self.tables)
+        _check_names("vocabularies", self.vocabularies)
+        check_vocabularies(self.vocabularies, self.transforms)
 
     @property
     def has_auto_groups(self) -> bool:
@@ -250,7 +260,7 @@ def load_job(path: str | Path) -> Job:
 
 def _check_groups(
     groups: Mapping[str, tuple[str, ...]],
-    transforms: Mapping[str, Mapping[str, str]],
+    transforms: Transforms,
     taken: Iterable[str],
 ) -> None:
     if len(groups) > MAX_GROUPS:

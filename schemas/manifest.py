@@ -98,6 +98,8 @@ class SegmentManifest:
     """Hash of `files.parquet`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Every column of the samples, those of groups and transforms too, to its Arrow type's name."""
+    learned: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Vocabularies and numbers that its transforms used: path below the dataset to sha256."""
     format: int = FORMAT_VERSION
     """Format version."""
 

@@ -14,10 +14,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.auto_job import columns_of, named_groups, rewritten
+from pipelines.auto_job import named_groups, rewritten
 from pipelines.build import build
 from pipelines.expand import expand
 from pipelines.group_sample import KeysOfPart, SmallestHashes, choose_keys
+from pipelines.learn_inputs import columns_of
 from pipelines.rows import ORIGIN, FilePart
 from pipelines.verify import verify
 from schemas.dataset import open_dataset
@@ -233,6 +234,21 @@ def test_named_groups_place_each_transform_where_all_its_inputs_are(tmp_path: Pa
                     "two": "user + len(history)"}}  # fmt: skip
     named = named_groups(job, {"a": ("user", "history")})
     assert named.data.transforms["a"] == {"two": "user + len(history)"}
+
+
+def test_declared_transforms_follow_what_they_are_made_of(tmp_path: Path) -> None:
+    job = load_job(auto_job(tmp_path, **{"num_history: ln(1 + len(history))": (
+        "short: {last: {column: history, count: 3}}, num: len(short), "
+        "pair: {cross: {columns: [item, short], num_rows: 9}}")}))  # fmt: skip
+    named = named_groups(job, {"a": ("user",), "b": ("history",)})
+    assert {g: list(made) for g, made in named.data.transforms.items()} == {
+        "b": ["short", "num"], "samples": ["pair"]}  # fmt: skip
+    (tmp_path / "named.yaml").write_text(rewritten(job_text(tmp_path), named.data, {}))
+    assert load_job(tmp_path / "named.yaml").data == named.data
+
+
+def job_text(directory: Path) -> str:
+    return next(directory.rglob("job.yaml")).read_text()
 
 
 def test_columns_of_leaves_out_parameters_and_functions() -> None:

@@ -1,0 +1,198 @@
+"""Append-only vocabularies: which row a value has, for ever.
+
+A vocabulary lies beside the segments as one Parquet file per version. Rows
+below `oov_rows` belong to values without an entry, by hash; entries follow in
+the order in which they were appended. A file's name ends in a part of its
+hash, so that a name never stands for two contents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from schemas.columns import is_list, one_chunk
+from schemas.errors import SchemaError
+from schemas.hashing import as_bits, hash_rows
+from schemas.stable import hash_values
+
+VOCABULARIES = "vocabularies"
+
+
+def vocabulary_schema(value: pa.DataType) -> pa.Schema:
+    """Return the columns of a version; `value` is int64 or string."""
+    return pa.schema(
+        [
+            pa.field("row", pa.int64()),
+            pa.field("value", value),
+            pa.field("count", pa.int64()),  # in the training samples of the segment that added it
+            pa.field("version", pa.int32()),
+        ]
+    )
+
+
+def value_type(column: pa.DataType) -> pa.DataType:
+    """Return int64 or string, the type of a vocabulary over such a column.
+
+    Raises:
+        SchemaError: the column holds neither whole numbers nor texts.
+    """
+    kind = column.value_type if is_list(column) else column
+    if pa.types.is_integer(kind) and not pa.types.is_uint64(kind):
+        return pa.int64()
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return pa.string()
+    raise SchemaError(f"vocabulary must read whole numbers or texts, got {column}; cast it in SQL")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Values in the order of their rows; look-ups need 12 bytes an entry besides the values.
+
+    Attributes:
+        values: (num_entries,) int64 or string, distinct; entry i has row `oov_rows + i`.
+        oov_rows: rows shared by all other values, at least 1.
+    """
+
+    values: pa.Array
+    oov_rows: int
+
+    @cached_property
+    def _sorted(self) -> tuple[NDArray[np.int64] | NDArray[np.uint64], NDArray[np.int32]]:
+        keys = _keys(self.values)
+        order = np.argsort(keys, kind="stable").astype(np.int32)
+        return keys[order], order
+
+    def rows_of(self, values: pa.Array) -> pa.Array:
+        """Return the row of each value, null for a null.
+
+        Args:
+            values: of the vocabulary's type.
+
+        Returns:
+            int64, in [0, oov_rows + num_entries).
+
+        Example:
+            >>> vocabulary = Vocabulary(pa.array([30, 10]), oov_rows=1)
+            >>> vocabulary.rows_of(pa.array([10, 30, 7, None])).to_pylist()
+            [2, 1, 0, None]
+        """
+        present = values.drop_null().cast(self.values.type)
+        rows = hash_rows(hash_values(present).view(np.int64), "out of vocabulary", self.oov_rows)
+        keys, order = self._sorted
+        if len(keys):
+            wanted = _keys(present)
+            place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            found = keys[place] == wanted
+            if pa.types.is_string(present.type):  # two texts may share a hash
+                entries = self.values.take(pa.array(order[place]))
+                found &= pc.call_function("equal", [entries, present]).to_numpy(
+                    zero_copy_only=False
+                )
+            rows[found] = order[place[found]].astype(np.int64) + self.oov_rows
+        if not values.null_count:
+            return pa.array(rows)
+        whole = np.zeros(len(values), np.int64)
+        valid = values.is_valid().to_numpy(zero_copy_only=False)
+        whole[valid] = rows
+        return pa.array(whole, mask=~valid)
+
+
+def _keys(values: pa.Array) -> NDArray[np.int64] | NDArray[np.uint64]:
+    if pa.types.is_string(values.type):
+        return hash_values(values)
+    return cast("NDArray[np.int64]", values.to_numpy(zero_copy_only=False))
+
+
+def append_entries(
+    vocabulary: Vocabulary, counts: pa.Table, min_count: int, num_rows: int
+) -> pa.Table:
+    """Return the entries that counted values add, in order: count descending, then value.
+
+    Args:
+        vocabulary: what is there.
+        counts: `value`, each once, in any order, and `count` int64.
+        min_count: least count of an entry.
+        num_rows: rows of the vocabulary, out-of-vocabulary ones included; the rest stays out.
+
+    Returns:
+        Columns of `vocabulary_schema` but `version`.
+    """
+    often = counts.filter(pa.array(counts["count"].to_numpy() >= min_count))
+    values = one_chunk(often["value"].cast(vocabulary.values.type))
+    known = vocabulary.rows_of(values).to_numpy(zero_copy_only=False) >= vocabulary.oov_rows
+    new = pa.table({"value": values, "count": often["count"]}).filter(pa.array(~known))
+    new = new.sort_by([("count", "descending"), ("value", "ascending")])
+    if pa.types.is_string(vocabulary.values.type):
+        new = _without_collisions(vocabulary, new)
+    start = vocabulary.oov_rows + len(vocabulary.values)
+    new = new.slice(0, max(0, num_rows - start))
+    return new.add_column(0, "row", pa.array(np.arange(start, start + new.num_rows)))
+
+
+def _without_collisions(vocabulary: Vocabulary, new: pa.Table) -> pa.Table:
+    """Leave out texts whose 64-bit hash an earlier entry has: one pair in 10**19."""
+    before = hash_values(vocabulary.values)
+    hashes = hash_values(one_chunk(new["value"]))
+    _, first = np.unique(hashes, return_index=True)
+    keep = np.zeros(len(hashes), bool)
+    keep[first] = True
+    return new.filter(pa.array(keep & ~np.isin(hashes, before)))
+
+
+def encode_version(entries: pa.Table, version: int) -> bytes:
+    """Return a version as the bytes of its file."""
+    column = pa.array(np.full(entries.num_rows, version, np.int32))
+    table = entries.append_column("version", column)
+    schema = vocabulary_schema(table.schema.field("value").type)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.cast(schema), sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
+
+
+def version_path(name: str, version: int, data: bytes) -> str:
+    """Return the path of a version, relative to the dataset."""
+    digest = hashlib.sha256(data).hexdigest()[:12]
+    return str(PurePosixPath(VOCABULARIES, name, f"{version:05d}-{digest}.parquet"))
+
+
+def join_versions(versions: Sequence[pa.Table], oov_rows: int, kind: pa.DataType) -> Vocabulary:
+    """Return the vocabulary of all versions, in order.
+
+    Args:
+        versions: tables of `vocabulary_schema`, version 0 first; maybe none.
+        oov_rows: rows before the first entry.
+        kind: int64 or string.
+
+    Raises:
+        SchemaError: rows do not follow one another, or a value has two.
+    """
+    schema = vocabulary_schema(kind)
+    table = pa.concat_tables([schema.empty_table(), *(v.cast(schema) for v in versions)])
+    rows = table["row"].to_numpy()
+    if not np.array_equal(rows, np.arange(oov_rows, oov_rows + len(rows))):
+        raise SchemaError(
+            f"rows of a vocabulary must follow one another from {oov_rows}, got another order; "
+            "restore its files or rebuild the dataset"
+        )
+    values = one_chunk(table["value"].combine_chunks())
+    if len(values.unique()) != len(values):
+        raise SchemaError(
+            "value of a vocabulary must have one row, got two; restore its files or rebuild"
+        )
+    return Vocabulary(values, oov_rows)
+
+
+def shards_of(values: pa.Array, num_shards: int) -> NDArray[np.int64]:
+    """Return in [0, num_shards) which shard counts each value."""
+    return (as_bits(hash_values(values)) % np.uint64(num_shards)).astype(np.int64)
