@@ -10,6 +10,7 @@ from string import Template
 
 from pipelines.baselines import flat_bytes, flat_rows
 from pipelines.report_dedup import dedup_section
+from pipelines.report_groups import groups_section
 from pipelines.report_headline import facts, headline
 from pipelines.report_html import Section, escape, sections, tiles
 from pipelines.report_method import method_section
@@ -50,9 +51,11 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
     build = read_object(runs / BUILD) if runs else None
     if build is not None and build.get("built") is False:
         build = None  # the segment was there already: nothing was measured
+    groups = groups_section(opened, rows)
     shown = [
         storage_section(opened, flat, rows),
         dedup_section(opened),
+        *([groups] if groups else []),
         *sampling_sections(opened),
         *([oracle_section(oracle)] if oracle else []),
         *([training_section(found)] if runs else []),

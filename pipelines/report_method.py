@@ -24,6 +24,12 @@ _ALWAYS = (
         "python -m pipelines report DATASET --html FILE.html",
     ),
     (
+        "how often features change, what RecD expects, bytes of groups",
+        "samples compared with the one before in their session; the columns of each group written "
+        "once more as one row per sample, best encodings",
+        "python -m pipelines report DATASET --html FILE.html",
+    ),
+    (
         "look-ups, accesses, hit rate, peak cache rows",
         "the job's plan run over the index of the dataset; printed by",
         "python -m pipelines oracle DATASET --json",
