@@ -12,6 +12,7 @@ from pipelines.expand import row_groups
 from pipelines.report_bars import Bar, bar_chart, columns
 from pipelines.report_html import Section, figure, paragraph, side_by_side, table
 from pipelines.report_numbers import count, digits, percent, ratio
+from pipelines.report_shared import beyond_blocks
 from pipelines.report_svg import HALF, OTHER
 from pipelines.sessions import session_lengths
 from schemas.columns import comparable_tuple
@@ -67,6 +68,7 @@ def dedup_section(dataset: Dataset) -> Section:
         _finding(totals, lengths),
         _table(totals, uncut)
         + paragraph(_cuts(totals, uncut, dataset.job.data.block_samples), "note")
+        + beyond_blocks(dataset)
         + side_by_side(_factors(totals) + _values(totals), _histogram(lengths)),
     )
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.expand import expand
+from pipelines.report_shared import beyond_blocks, shared_of
 from pipelines.report_storage import bytes_by_table, dataset_bytes
 from pipelines.star import Star
 from pipelines.stored import GroupLayout, StoredTable, stored_tables
@@ -240,3 +241,15 @@ def test_automatic_layout_is_never_larger_than_plain(datasets: dict[str, Path]) 
     assert sizes["auto"]["user"] < 0.9 * sizes["plain"]["user"]
     for name, dataset in datasets.items():
         assert sum(sizes[name].values()) == dataset_bytes(open_dataset(dataset))
+
+
+def test_report_counts_what_is_shared_beyond_blocks(datasets: dict[str, Path]) -> None:
+    assert shared_of(open_dataset(datasets["plain"])) == []
+    both = {s.name: s for s in shared_of(open_dataset(datasets["both"]))}
+    (segment,) = open_dataset(datasets["both"]).segments
+    user, item = (segment.manifest.groups[g] for g in ("user", "item"))
+    assert set(both) == {"user", "item", "history"}
+    assert both["user"].by_block == user.num_unique > both["user"].stored > 0
+    assert 50 <= both["item"].stored < both["item"].by_block == item.num_unique
+    assert both["history"].by_block == user.num_values_dedup > 3 * both["history"].stored
+    assert "times fewer" in beyond_blocks(open_dataset(datasets["both"]))
