@@ -7,7 +7,7 @@ list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import pyarrow.compute as pc
 from pipelines.admit import admit, finished_segments, proposal_of
 from pipelines.auto_job import with_groups
 from pipelines.commit import finish_segment, join_blocks
+from pipelines.context import BuildContext
 from pipelines.folder import folder_of
+from pipelines.late import add_counts, read_counts, write_counts
 from pipelines.learn import Learn
 from pipelines.learn_inputs import learned_inputs
 from pipelines.learned_files import (
@@ -39,10 +41,10 @@ from pipelines.rejects import Reject, sort_key
 from pipelines.runner import run_pipeline
 from pipelines.sampling_units import MergeCounts, write_units
 from pipelines.transforms import (
+    EVENTS,
     REJECTS,
     SAMPLES,
     SAMPLING,
-    BuildContext,
     BuildParts,
     MakeSamples,
     ReadRows,
@@ -52,7 +54,7 @@ from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, Job, load_job
 from schemas.layout import BLOCK, MANIFEST, SEGMENTS, TRAIN
-from schemas.manifest import Reference, hash_of, read_dataset, read_segment
+from schemas.manifest import InputFile, Reference, hash_of, read_dataset, read_segment
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
@@ -106,7 +108,15 @@ def segment_pipeline(
     )
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())
-    return {**outputs, "parts": parts, "tables": tables, "rejects": rejects, "units": units}
+    events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
+    return {
+        **outputs,
+        "parts": parts,
+        "tables": tables,
+        "rejects": rejects,
+        "units": units,
+        "events": events,
+    }
 
 
 def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Built:
@@ -140,10 +150,11 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         listing=listing,
         data=job.data,
         features=features,
-        statement=prepared.statement,
-        passed=prepared.passed,
+        steps=prepared.steps,
         empty_rows=prepared.empty_rows,
-        num_parts=max(1, -(-size // PART_INPUT_BYTES)),
+        broadcast=prepared.broadcast,
+        key_types=prepared.key_types,
+        num_parts=num_parts_of(listing, job.data),
         learned=learned_so_far(request.dataset),
     )
     with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
@@ -154,6 +165,12 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         reference = publish(proposal_of(request, job, features, key, building))
     request.say(f"segment {reference.id} committed")
     return Built(reference, built=True)
+
+
+def num_parts_of(listing: Sequence[InputFile], data: DataConfig) -> int:
+    """Return the parts of a segment: by the bytes that become samples, so without side tables."""
+    size = sum(f.num_bytes for f in listing if f.source in data.sources)
+    return max(1, -(-size // PART_INPUT_BYTES))
 
 
 def write_segment(
@@ -173,6 +190,7 @@ def write_segment(
     write_units(building, outcome.values["units"])
     learned = returned_files(outcome.values, context.learned)
     place_learned(building, request.dataset, learned)
+    write_counts(building, outcome.values["events"])
     finish_segment(
         building,
         f"00000-{key}",
@@ -224,7 +242,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
 def summary(dataset: Path, made: Built, wall_sec: float) -> dict[str, Any]:
     """Return what `build --json` prints, but for the start-up."""
     manifest = read_segment(dataset / SEGMENTS / made.reference.id, made.reference)
-    index_bytes = sum(i.manifest.oracle_bytes for i in open_dataset(dataset).indexes)
+    opened = open_dataset(dataset)
+    index_bytes = sum(i.manifest.oracle_bytes for i in opened.indexes)
+    (events,) = (read_counts(s) for s in opened.segments if s.manifest.id == manifest.id)
     return {
         "segment": manifest.id,
         "built": made.built,
@@ -241,4 +261,5 @@ def summary(dataset: Path, made: Built, wall_sec: float) -> dict[str, Any]:
             name: {"num_unique": g.num_unique, "dedup_factor": g.dedup_factor}
             for name, g in manifest.groups.items()
         },
+        **({"events": events} if events else {}),
     }

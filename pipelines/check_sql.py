@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import duckdb
 import pyarrow as pa
 
 from pipelines.sources import ORIGIN
@@ -19,13 +20,19 @@ MAX_ROWS = 1 << 16
 """Most raw rows that are compared."""
 
 
-def check_map_sql(statement: str, source: str, chunks: Iterable[pa.Table]) -> int:
+def check_map_sql(
+    statement: str,
+    source: str,
+    chunks: Iterable[pa.Table],
+    connection: duckdb.DuckDBPyConnection | None = None,
+) -> int:
     """Compare the samples that row-local SQL makes of the same rows in one, two and seven pieces.
 
     Args:
         statement: from `carry_origin`.
         source: name of the table in it.
         chunks: raw rows with origins.
+        connection: one that has the side tables, for a statement that reads them.
 
     Returns:
         The number of raw rows compared.
@@ -33,10 +40,11 @@ def check_map_sql(statement: str, source: str, chunks: Iterable[pa.Table]) -> in
     Raises:
         SchemaError: naming the first raw row whose samples differ.
     """
-    rows = _first_rows(chunks)
-    whole = _samples(statement, source, rows, CUTS[0])
+    rows = _joined(first_rows(chunks))
+    connection = connection or connect()
+    whole = _samples(connection, statement, source, rows, CUTS[0])
     for cuts in CUTS[1:]:
-        parts = _samples(statement, source, rows, cuts)
+        parts = _samples(connection, statement, source, rows, cuts)
         if whole.num_rows != parts.num_rows:
             raise _differs(f"{whole.num_rows} samples in one piece and {parts.num_rows} in {cuts}")
         names = whole.column_names
@@ -48,19 +56,25 @@ def check_map_sql(statement: str, source: str, chunks: Iterable[pa.Table]) -> in
     return rows.num_rows
 
 
-def _first_rows(chunks: Iterable[pa.Table]) -> pa.Table:
+def first_rows(chunks: Iterable[pa.Table]) -> list[pa.Table]:
+    """Return the first `MAX_ROWS` rows."""
     taken: list[pa.Table] = []
     for chunk in chunks:
         taken.append(chunk.slice(0, MAX_ROWS - sum(t.num_rows for t in taken)))
         if sum(t.num_rows for t in taken) >= MAX_ROWS:
             break
+    return taken
+
+
+def _joined(taken: list[pa.Table]) -> pa.Table:
     if not taken:
         raise SchemaError("check of SQL must have rows, got none; see what the build rejects")
     return pa.concat_tables(taken)
 
 
-def _samples(statement: str, source: str, rows: pa.Table, cuts: int) -> pa.Table:
-    connection = connect()
+def _samples(
+    connection: duckdb.DuckDBPyConnection, statement: str, source: str, rows: pa.Table, cuts: int
+) -> pa.Table:
     size = -(-rows.num_rows // cuts)
     results = (
         map_rows(connection, statement, source, rows.slice(start, size)).samples

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipelines.keys import key_column, key_type
 from pipelines.rows import CHUNK_ROWS, ORIGIN
 from pipelines.sql import SqlResult, run, run_key
 
@@ -84,11 +85,11 @@ def run_keys(
 
 def _coded(tables: Mapping[str, pa.Table], per: PerKey) -> dict[str, NDArray[np.int64]]:
     """Return for each row the rank of its key among those of the source, -1 for other keys."""
-    kind = tables[per.source].schema.field(per.key).type
-    known = pc.unique(tables[per.source][per.key])
+    kind = key_type(tables, per.key)
+    known = pc.unique(key_column(tables[per.source], per.key, kind))
     known = known.take(pc.sort_indices(known))
     return {
-        name: pc.fill_null(pc.index_in(table[per.key].cast(kind), value_set=known), -1)
+        name: pc.fill_null(pc.index_in(key_column(table, per.key, kind), value_set=known), -1)
         .to_numpy()
         .astype(np.int64)
         for name, table in tables.items()

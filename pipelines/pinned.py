@@ -19,7 +19,7 @@ from schemas.errors import SchemaError, nearest
 from schemas.features import Feature, FeatureSet
 from schemas.job import DataConfig, Job
 
-FREE = frozenset({"sources", "samples", "split", "on_error", "generate", "schema", "gate"})
+FREE = frozenset({"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"})
 """Keys of `data` that each segment may have its own of; every other one is pinned."""
 
 NOT_IN_ID = frozenset({"gate", "generate"})

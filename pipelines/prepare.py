@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 from apache_beam.io.filesystems import FileSystems
 
-from pipelines.check_sql import check_map_sql
+from pipelines.check_joins import broadcast_sides, key_types
+from pipelines.check_sql import check_map_sql, first_rows
 from pipelines.check_transforms import check_transforms
 from pipelines.folder import Folder, folder_of
+from pipelines.keys import key_type
 from pipelines.listing import list_inputs
 from pipelines.passed_lists import Passed, passed_lists
-from pipelines.per_key import visible_rows
-from pipelines.rows import FilePart
+from pipelines.per_key import PerKey, run_keys
+from pipelines.rows import ORIGIN, FilePart
 from pipelines.runner import pipeline_options
 from pipelines.sampling import check_sampling
 from pipelines.sources import empty_rows, parts_of_file, read_part
-from pipelines.sql import carry_origin, connect, run
-from pipelines.tuples import with_hashes
+from pipelines.sql import connect
+from pipelines.steps import PER, Steps, last_hashed, looked_up_nothing, samples_of_nothing, steps_of
+from pipelines.streams import with_events
 from pipelines.validate import check_columns
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -66,15 +69,27 @@ class Prepared:
 
     Attributes:
         listing: input files, sorted.
-        statement: the SQL that workers run.
-        passed: lists that go around it.
-        empty_rows: by source, a table without rows that has its columns.
+        steps: the SQL that workers run.
+        empty_rows: by source and side table, a table without rows that has its columns.
+        broadcast: side tables that every worker holds.
+        key_types: by side table, the type in which its key is compared.
     """
 
     listing: tuple[InputFile, ...]
-    statement: str
-    passed: Passed
+    steps: Steps
     empty_rows: Mapping[str, pa.Table]
+    broadcast: frozenset[str] = frozenset()
+    key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> Passed:
+        """Lists that go around the SQL."""
+        return self.steps.passed
+
+    @property
+    def statement(self) -> str:
+        """The one statement of a job that has only one."""
+        return self.steps.map or self.steps.per or ""
 
 
 def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
@@ -85,17 +100,23 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
     """
     data = job.data
     folder = _input_folder(request)
-    listing = request.listing or list_inputs(folder, data.sources)
+    listing = request.listing or list_inputs(folder, data.inputs)
     key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
-    text = data.samples.map or (data.samples.per.sql if data.samples.per else "")
     try:
-        statement = carry_origin(text, key)
+        steps = steps_of(data)
         empty = {
             name: empty_rows(folder, name, config, [f.path for f in listing if f.source == name])
-            for name, config in data.sources.items()
+            for name, config in data.inputs.items()
         }
-        visible = visible_rows(empty, data.sample_source)
-        samples = run(connect(), statement, visible)
+        broadcast = broadcast_sides(data, listing)
+        sources = {name: empty[name] for name in data.sources}
+        if data.samples.per is not None:
+            key_type(sources, data.samples.per.key)
+        at_hand = {name: empty[name] for name in broadcast}
+        before = samples_of_nothing(connect(), steps, data, sources, at_hand)
+        sides = {name: empty[name] for name in data.sides}
+        kinds = key_types(data, before.schema, {n: table.schema for n, table in sides.items()})
+        samples = looked_up_nothing(before, data, sides, kinds)
         check_sampling(samples.schema, features, data)
         check_columns(samples.schema, features, data)
         check_transforms(samples, features, data)
@@ -109,10 +130,10 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
             file=str(request.job_path),
         ) from error
     lists: tuple[str, ...] = ()
-    if data.samples.map is not None:
-        lists = passed_lists(statement, data.sample_source, empty[data.sample_source].schema)
+    if steps.map is not None and steps.per is None and not data.samples.joins:
+        lists = passed_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passed(lists, tuple(samples.column_names))
-    return Prepared(listing, with_hashes(statement, data.groups, lists), passed, empty)
+    return Prepared(listing, last_hashed(steps, data, passed), empty, broadcast, kinds)
 
 
 def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> int:
@@ -123,12 +144,55 @@ def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> in
     """
     if data.samples.map is None:
         raise SchemaError("--check-sql must have a job with samples.map; samples.per is not cut")
-    folder, source = folder_of(request.input_root), data.sample_source
-    config, schema = data.sources[source], prepared.empty_rows[source].schema
-    files = [FilePart(f.source, f.path, i) for i, f in enumerate(prepared.listing)]
-    parts = (p for file in files for p in parts_of_file(folder, file, config)[0])
-    chunks = (rows.table for part in parts for rows in read_part(folder, part, config, schema))
-    return check_map_sql(prepared.statement, source, (c for c in chunks if c is not None))
+    table = PER if data.samples.per is not None else data.sample_source
+    connection = connect()
+    for name in prepared.broadcast:
+        rows = list(_chunks(request, data, prepared, name))
+        whole = pa.concat_tables(rows) if rows else prepared.empty_rows[name]
+        connection.register(name, whole.drop_columns([ORIGIN]))
+    chunks = _chunks(request, data, prepared, data.sample_source)
+    if prepared.steps.per is not None:
+        chunks = _per_key(connection, request, data, prepared)
+    assert prepared.steps.map is not None, "the job has samples.map"
+    return check_map_sql(prepared.steps.map, table, chunks, connection)
+
+
+def _chunks(
+    request: BuildRequest, data: DataConfig, prepared: Prepared, source: str
+) -> Iterator[pa.Table]:
+    """Yield the rows of a source, or of a side table."""
+    folder, config = folder_of(request.input_root), data.inputs[source]
+    schema = prepared.empty_rows[source].schema
+    for index, file in enumerate(prepared.listing):
+        whole = FilePart(file.source, file.path, index)
+        parts = parts_of_file(folder, whole, config)[0] if file.source == source else []
+        for part in parts:
+            for rows in read_part(folder, part, config, schema):
+                if rows.table is not None:
+                    yield rows.table
+
+
+def _per_key(
+    connection: duckdb.DuckDBPyConnection,
+    request: BuildRequest,
+    data: DataConfig,
+    prepared: Prepared,
+) -> Iterator[pa.Table]:
+    """Yield what `samples.per` makes of the first rows of each source."""
+    assert data.samples.per is not None, "asked only then"
+    assert prepared.steps.per is not None, "asked only then"
+    tables: dict[str, pa.Table] = {}
+    for name in data.sources:
+        rows = pa.concat_tables(
+            [prepared.empty_rows[name], *first_rows(_chunks(request, data, prepared, name))]
+        )
+        tables[name] = rows.filter(rows[data.samples.per.key].is_valid())
+    if data.samples.events is not None:
+        tables = with_events(tables, data, prepared.listing).tables
+    per = PerKey(prepared.steps.per, data.sample_source, data.samples.per.key)
+    for result in run_keys(connection, per, tables):
+        if result.samples is not None:
+            yield result.samples
 
 
 def _input_folder(request: BuildRequest) -> Folder:

@@ -24,13 +24,13 @@ from pipelines.expand import row_groups
 from pipelines.flat import HIDDEN, FlatPart, flat_pipeline
 from pipelines.folder import folder_of
 from pipelines.lock import workplace
-from pipelines.passed_lists import Passed
 from pipelines.prepare import BuildRequest
 from pipelines.rejects import sort_key
 from pipelines.rewrite_input import FILES, SOURCE, Rows, look_at, star_word
 from pipelines.rows import ORIGIN
 from pipelines.runner import run_pipeline
 from pipelines.shuffle import SHUFFLE
+from pipelines.steps import Steps
 from pipelines.transforms import BuildContext
 from schemas.columns import numpy_of
 from schemas.dataset import Dataset, Segment, open_dataset
@@ -142,8 +142,7 @@ def _flat(request: RewriteRequest, rows: Rows) -> dict[str, Any]:
         listing=rows.listing,
         data=data,
         features=FeatureSet(()),
-        statement="",
-        passed=Passed((), ()),
+        steps=Steps(None, None),
         num_parts=max(1, -(-rows.num_bytes // PART_INPUT_BYTES)),
         empty_rows={SOURCE: schema.empty_table()},
     )

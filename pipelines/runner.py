@@ -26,6 +26,8 @@ from apache_beam.runners.runner import PipelineResult
 from schemas.errors import SchemaError
 
 RESULTS = "results"
+_STEP = r" \[while running '[^']*'\]$"
+"""What Beam adds to an error."""
 WORKER_BYTES = 2 << 30
 """Memory that a worker may need."""
 LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
@@ -85,8 +87,13 @@ def run_pipeline(
     try:
         result = pipeline.run()
         result.wait_until_finish()
+    except SchemaError as error:
+        raise SchemaError(re.sub(_STEP, "", error.message)) from error
     except (RuntimeError, grpc.RpcError, grpc.FutureTimeoutError) as error:
         reason = worker_error(str(error)) or type(error).__name__
+        told = re.match(rf"(?:schemas\.errors\.)?SchemaError: (.*){_STEP}", reason)
+        if told:  # the worker has said it as it should be said
+            raise SchemaError(told[1]) from error
         raise SchemaError(f"pipeline must finish, got {reason}; see the runner's log") from error
     found = {name: _load(root / RESULTS / f"{name}.pickle") for name in names}
     for name in names:
@@ -118,7 +125,7 @@ def worker_error(text: str) -> str:
         "OSError: full [while running 'y']"
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    raised = [line for line in lines if re.search(r"\[while running '[^']*'\]$", line)]
+    raised = [line for line in lines if re.search(_STEP, line)]
     return (raised or lines[-1:] or [""])[-1]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -53,6 +54,27 @@ def connect() -> duckdb.DuckDBPyConnection:
     connection.execute("SET python_enable_replacements = false")
     connection.execute("SET lock_configuration = true")
     return connection
+
+
+def table_names(statement: str) -> frozenset[str]:
+    """Return the names of tables that a statement reads, without binding it.
+
+    Example:
+        >>> sorted(table_names("SELECT * FROM a WHERE x IN (SELECT y FROM b JOIN c USING (y))"))
+        ['a', 'b', 'c']
+    """
+    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
+    assert text is not None, "json_serialize_sql gives one row"
+    names: set[str] = set()
+    waiting: list[Any] = [json.loads(text[0])]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            names.update([node["table_name"]] if node.get("type") == "BASE_TABLE" else [])
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+    return frozenset(names)
 
 
 def carry_origin(statement: str, key: str) -> str:

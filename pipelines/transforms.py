@@ -1,6 +1,6 @@
 """The Beam transforms of a build; each is a thin shell over a pure function.
 
-Elements are Arrow tables, never single rows. Tables cross a shuffle as LZ4
+Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4
 Arrow IPC bytes.
 """
 
@@ -8,99 +8,54 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
 import duckdb
-import numpy as np
 import pyarrow as pa
 from apache_beam import pvalue
 from apache_beam.metrics import Metrics
 
 from pipelines.cluster import hash_session_keys, part_of_key
-from pipelines.folder import Folder
+from pipelines.context import BuildContext
+from pipelines.ipc import from_bytes, spread
+from pipelines.keys import key_column, key_hashes, key_type
+from pipelines.late import write_late
 from pipelines.learn import partials
 from pipelines.learn_inputs import learned_inputs
 from pipelines.learned_files import LEARNED, load_building
 from pipelines.memory import keep_freed_memory
 from pipelines.part import PartResult, build_part
-from pipelines.passed_lists import Passed, map_samples
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.pins import Pins, pin
-from pipelines.rejects import Reject
-from pipelines.rows import ORIGIN, FilePart, place_of
+from pipelines.rejects import python_rows
+from pipelines.rows import ORIGIN, FilePart
 from pipelines.sampling import sample_negatives
 from pipelines.sampling_units import count_units
 from pipelines.shuffle import Reference, read_reference, write_chunk
+from pipelines.side_stages import (
+    GoodSideRows,
+    SharedSides,
+    Sides,
+    join_by_key,
+    join_one,
+    small_sides,
+    visible_columns,
+)
 from pipelines.sources import parts_of_file, read_part
 from pipelines.sql import BadRow, SqlResult, connect, with_list_index
+from pipelines.steps import PER, hashed, mapped
+from pipelines.streams import with_events
 from pipelines.tuples import Tuples, separate, split
 from pipelines.validate import usable_samples
 from schemas.columns import one_chunk
-from schemas.features import FeatureSet
-from schemas.job import DataConfig
 from schemas.learned import Learned
-from schemas.manifest import InputFile
 
 REJECTS = "rejects"
 SAMPLES = "samples"
 SAMPLING = "sampling"
-
-
-def to_bytes(table: pa.Table) -> bytes:
-    """Return a table as LZ4 Arrow IPC bytes."""
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def from_bytes(data: bytes) -> pa.Table:
-    """Undo `to_bytes`."""
-    return pa.ipc.open_stream(data).read_all()
-
-
-@dataclass(frozen=True, slots=True)
-class BuildContext:
-    """What every worker must know.
-
-    Attributes:
-        folder: input directory.
-        segment_root: directory of the segment being built.
-        listing: input files in order; a file's index is part of its rows' origins.
-        data: the job's data section.
-        features: declared columns.
-        statement: the job's SQL with the origin carried through.
-        passed: lists that go around it.
-        num_parts: parts of the segment.
-        empty_rows: by source, a table without rows that has its columns.
-        learned: files of what the segments before learned, path to sha256.
-    """
-
-    folder: Folder
-    segment_root: Path
-    listing: tuple[InputFile, ...]
-    data: DataConfig
-    features: FeatureSet
-    statement: str
-    passed: Passed
-    num_parts: int
-    empty_rows: Mapping[str, pa.Table]
-    learned: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def reject(self, row: BadRow) -> Reject:
-        """Return a bad row with the place it came from."""
-        file, position = place_of(row.origin, self.listing)
-        return Reject(file, position, row.reason, row.value)
-
-    def files(self) -> list[FilePart]:
-        """Return one part per input file."""
-        return [
-            FilePart(f.source, f.path, i, num_bytes=f.num_bytes) for i, f in enumerate(self.listing)
-        ]
+EVENTS = "events"
 
 
 class _Counted(beam.DoFn):
@@ -126,7 +81,7 @@ class _CutFile(beam.DoFn):
         self.context = context
 
     def process(self, part: FilePart) -> Iterator[Any]:
-        config = self.context.data.sources[part.source]
+        config = self.context.data.inputs[part.source]
         parts, rejects = parts_of_file(self.context.folder, part, config)
         for reject in rejects:
             yield pvalue.TaggedOutput(REJECTS, reject)
@@ -158,7 +113,7 @@ class ReadRows(beam.PTransform):
 
 class _ReadPart(_Counted):
     def process(self, part: FilePart) -> Iterator[Any]:
-        config = self.context.data.sources[part.source]
+        config = self.context.data.inputs[part.source]
         schema = self.context.empty_rows[part.source].schema
         for rows in read_part(self.context.folder, part, config, schema):
             for reject in rows.rejects:
@@ -169,33 +124,55 @@ class _ReadPart(_Counted):
 
 
 class _SqlStage(_Counted):
-    """Shared by the two ways to make samples: validates and spreads what SQL gave."""
+    """Shared by the ways to make samples: looks up, validates and spreads what SQL gave."""
 
     connection: duckdb.DuckDBPyConnection
+
+    def __init__(self, context: BuildContext, label: str) -> None:
+        super().__init__(context, label)
+        self.shared = SharedSides()
+        self.sides = Sides()
 
     def setup(self) -> None:
         super().setup()
         self.connection = connect()
         self.inputs = learned_inputs(self.context.data)
 
+    def know(self, paths: Mapping[str, str] | None) -> None:
+        """Load the side tables that every worker holds, and let SQL see them."""
+        if paths is not None and not self.sides:
+            self.sides = self.shared.get(paths, self.context)
+            for name, side in self.sides.items():
+                self.connection.register(name, visible_columns(side))
+
     def emit(self, result: SqlResult) -> Iterator[Any]:
-        bad = list(result.bad_rows)
-        if result.samples is not None:
-            indexed = with_list_index(result.samples)
-            separated = separate(indexed, self.context.data.groups)
-            good, unusable = usable_samples(separated, self.context.features, self.context.data)
-            bad.extend(unusable)
-            if self.context.data.sampling is not None:
-                units = count_units(good, self.context.features, self.context.data)
-                yield pvalue.TaggedOutput(SAMPLING, units)
-            good = sample_negatives(good, self.context.features, self.context.data)
-            for key, partial in partials(good, self.inputs, self.context.data):
-                yield pvalue.TaggedOutput(LEARNED, (key, partial))
-            if good.num_samples:
-                self.count("out", good.samples)
-                yield from self.hand_over(good)
-        for row in bad:
+        for row in result.bad_rows:
             yield pvalue.TaggedOutput(REJECTS, self.context.reject(row))
+        if result.samples is not None:
+            samples = with_list_index(result.samples)
+            if self.context.joins_at_hand:
+                yield from self.finish(samples)
+            else:
+                yield samples
+
+    def finish(self, samples: pa.Table) -> Iterator[Any]:
+        """Yield what is handed over of samples that SQL gave, after look-ups at hand."""
+        context = self.context
+        for index in range(len(context.data.samples.joins) if context.joins_at_hand else 0):
+            samples = join_one(samples, self.sides, context, index)
+        separated = separate(hashed(self.connection, context.steps, samples), context.data.groups)
+        good, unusable = usable_samples(separated, context.features, context.data)
+        if context.data.sampling is not None:
+            units = count_units(good, context.features, context.data)
+            yield pvalue.TaggedOutput(SAMPLING, units)
+        good = sample_negatives(good, context.features, context.data)
+        for key, partial in partials(good, self.inputs, context.data):
+            yield pvalue.TaggedOutput(LEARNED, (key, partial))
+        if good.num_samples:
+            self.count("out", good.samples)
+            yield from self.hand_over(good)
+        for row in unusable:
+            yield pvalue.TaggedOutput(REJECTS, context.reject(row))
 
     def hand_over(self, good: Tuples) -> Iterator[tuple[int, Reference]]:
         keys = hash_session_keys(good.column(self.context.data.session.key))
@@ -205,50 +182,71 @@ class _SqlStage(_Counted):
 
 
 class _MapRows(_SqlStage):
-    def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
+    def process(
+        self, rows: tuple[str, pa.Table], paths: Mapping[str, str] | None = None
+    ) -> Iterator[Any]:
         source, table = rows
+        self.know(paths)
         self.count("in", table)
-        statement, passed = self.context.statement, self.context.passed
-        yield from self.emit(map_samples(self.connection, statement, passed, source, table))
+        for result in mapped(self.connection, self.context.steps, source, SqlResult(table)):
+            yield from self.emit(result)
 
 
-def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    """Yield (target, rows of that target as bytes), targets ascending, rows in order."""
-    if not table.num_rows:
-        return
-    order = np.argsort(target, kind="stable")
-    sorted_rows, sorted_target = table.take(pa.array(order)), target[order]
-    cuts = np.flatnonzero(np.diff(sorted_target, prepend=-1))
-    for start, end in zip(cuts, [*cuts[1:], len(target)], strict=True):
-        yield int(sorted_target[start]), to_bytes(sorted_rows.slice(start, end - start))
+class _Finish(_SqlStage):
+    def process(self, samples: pa.Table) -> Iterator[Any]:
+        yield from self.finish(samples)
 
 
 class _SpreadByKey(_Counted):
-    """Raw rows by the hash of the job's `samples.per` key; a null key is a reject."""
+    """Raw rows by the hash of the key that they are grouped by; a null key is a reject."""
 
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
         source, table = rows
-        per = self.context.data.samples.per
-        assert per is not None, "only jobs with samples.per group raw rows"
+        data, key = self.context.data, self.context.shard
+        assert key is not None, "only jobs with samples.per or samples.events group raw rows"
         self.count("in", table)
-        valid = one_chunk(table[per.key]).is_valid()
-        for row in table.filter(pa.compute.invert(valid)).to_pylist():
-            reason = f"key {per.key!r} must not be null"
-            bad = BadRow(row[ORIGIN], reason, str({k: v for k, v in row.items() if k != ORIGIN}))
-            yield pvalue.TaggedOutput(REJECTS, self.context.reject(bad))
-        keyed = table.filter(valid)
-        target = part_of_key(hash_session_keys(keyed[per.key]), self.context.num_parts)
-        for part, data in spread(keyed, target):
-            yield part, (source, data)
+        events = data.samples.events
+        wanted = {key: "key"}
+        if events is not None and source == events.source:
+            wanted |= dict.fromkeys(events.key, "key")
+            wanted[events.event_time or events.time] = "event time"
+        for name, what in wanted.items():
+            valid = one_chunk(table[name]).is_valid()
+            for row in python_rows(table.filter(pa.compute.invert(valid))):
+                reason = f"{what} {name!r} must not be null"
+                bad = BadRow(row.pop(ORIGIN), reason, str(row))
+                yield pvalue.TaggedOutput(REJECTS, self.context.reject(bad))
+            table = table.filter(valid)
+        kind = key_type({n: self.context.empty_rows[n] for n in data.sources}, key)
+        hashes = key_hashes(key_column(table, key, kind))
+        for part, content in spread(table, part_of_key(hashes, self.context.num_parts)):
+            self.counters["out-bytes"].inc(len(content))
+            yield part, (source, content)
 
 
 class _SqlPerKey(_SqlStage):
-    def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[Any]:
-        data = self.context.data
-        assert data.samples.per is not None, "only jobs with samples.per group raw rows"
-        per = PerKey(self.context.statement, data.sample_source, data.samples.per.key)
-        tables = {**self.context.empty_rows, **rows_by_source(grouped[1])}
-        for result in run_keys(self.connection, per, tables):
+    def process(
+        self,
+        grouped: tuple[int, Iterable[tuple[str, bytes]]],
+        paths: Mapping[str, str] | None = None,
+    ) -> Iterator[Any]:
+        context, data = self.context, self.context.data
+        self.know(paths)
+        empty = {name: context.empty_rows[name] for name in data.sources}
+        tables = {**empty, **rows_by_source(grouped[1])}
+        if data.samples.events is not None:
+            joined = with_events(tables, data, context.listing)
+            write_late(context.segment_root, grouped[0], joined.late)
+            yield pvalue.TaggedOutput(EVENTS, joined.counts)
+            tables = joined.tables
+        source, steps = data.sample_source, context.steps
+        if data.samples.per is None:
+            results = mapped(self.connection, steps, source, SqlResult(tables[source]))
+        else:
+            per = PerKey(steps.per or "", source, data.samples.per.key)
+            made = run_keys(self.connection, per, tables)
+            results = (r for m in made for r in mapped(self.connection, steps, PER, m))
+        for result in results:
             yield from self.emit(result)
 
 
@@ -267,26 +265,51 @@ class MakeSamples(beam.PTransform):
     context: BuildContext
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Run row-local SQL at once, or group by the key first."""
-        rows = input_or_inputs
-        if self.context.data.samples.map is not None:
-            stage = _MapRows(self.context, "MapRows")
-            return rows | "map rows" >> beam.ParDo(stage).with_outputs(
-                REJECTS, SAMPLING, LEARNED, main=SAMPLES
+        """Run row-local SQL at once, or group by the key first; then look up, then finish."""
+        context, rows, rejects = self.context, input_or_inputs, []
+        small: list[beam.pvalue.AsDict] = []
+        side_rows = None
+        if context.data.sides:
+            good = (
+                rows
+                | "rows of sides" >> beam.Filter(self._is_side)
+                | "good side rows"
+                >> (beam.ParDo(GoodSideRows(context)).with_outputs(REJECTS, main=SAMPLES))
             )
-        spread_rows = rows | "spread by key" >> beam.ParDo(
-            _SpreadByKey(self.context, "SpreadByKey")
-        ).with_outputs(REJECTS, main=SAMPLES)
-        made = (
-            spread_rows[SAMPLES]
-            | "group by key" >> beam.GroupByKey()
-            | "sql per key"
-            >> beam.ParDo(_SqlPerKey(self.context, "SqlPerKey")).with_outputs(
-                REJECTS, SAMPLING, LEARNED, main=SAMPLES
+            side_rows, small = good[SAMPLES], [small_sides(good[SAMPLES], context)]
+            rejects.append(good[REJECTS])
+            rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
+        tags = (REJECTS, SAMPLING, LEARNED, EVENTS)
+        if context.shard is None:
+            stage = beam.ParDo(_MapRows(context, "MapRows"), *small)
+            made = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
+        else:
+            spread_rows = rows | "spread by key" >> beam.ParDo(
+                _SpreadByKey(context, "SpreadByKey")
+            ).with_outputs(REJECTS, main=SAMPLES)
+            rejects.append(spread_rows[REJECTS])
+            stage = beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small)
+            made = (
+                spread_rows[SAMPLES]
+                | "group by key" >> beam.GroupByKey()
+                | "sql per key" >> stage.with_outputs(*tags, main=SAMPLES)
             )
-        )
-        rejects = (spread_rows[REJECTS], made[REJECTS]) | "join key rejects" >> beam.Flatten()
-        return {REJECTS: rejects, **{n: made[n] for n in (SAMPLES, SAMPLING, LEARNED)}}
+        rejects.append(made[REJECTS])
+        events = made[EVENTS]
+        if not context.joins_at_hand:
+            assert side_rows is not None, "look-ups are in side tables"
+            complete = join_by_key(made[SAMPLES], side_rows, small[0], context)
+            stage = beam.ParDo(_Finish(context, "Finish"))
+            made = complete | "finish" >> stage.with_outputs(*tags, main=SAMPLES)
+            rejects.append(made[REJECTS])
+        return {
+            REJECTS: rejects | "join key rejects" >> beam.Flatten(),
+            EVENTS: events,
+            **{name: made[name] for name in (SAMPLES, SAMPLING, LEARNED)},
+        }
+
+    def _is_side(self, row: tuple[str, pa.Table]) -> bool:
+        return row[0] in self.context.data.sides
 
 
 class ReferencedSamples:

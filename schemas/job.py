@@ -20,7 +20,7 @@ from schemas.hashing import MAX_ROW
 from schemas.job_gate import GateConfig
 from schemas.job_sampling import SamplingConfig
 from schemas.job_schedule import ScheduleConfig
-from schemas.job_sources import SamplesConfig, SourceConfig, check_sources
+from schemas.job_sources import SamplesConfig, SideConfig, SourceConfig, check_sources
 from schemas.job_storage import StorageConfig
 from schemas.job_train import TrainConfig
 from schemas.job_transforms import (
@@ -143,6 +143,8 @@ class DataConfig:
     """What a session is."""
     tables: Mapping[str, TableConfig]
     """Embedding tables by name."""
+    sides: Mapping[str, SideConfig] = field(default_factory=dict)
+    """Side tables by name, looked up by `samples.joins`; small ones are tables in SQL, too."""
     groups: Annotated[Mapping[str, tuple[str, ...]], AUTO] = field(default_factory=dict)
     """Dedup groups: columns that change together, stored once per unique tuple of a block; `auto`
     to have them chosen, which is kept as `{auto: ()}` until the build has done so."""
@@ -186,7 +188,13 @@ class DataConfig:
                 f"got {self.oracle.batch_samples} and {block}; "
                 f"use {max(1, self.oracle.batch_samples // block) * block}"
             )
-        check_sources(self.sources, self.samples)
+        check_sources(self.sources, self.samples, self.sides)
+        both = self.samples.map is not None and self.samples.per is not None
+        if self.has_auto_groups and (self.sides or self.samples.events or both):
+            raise ValueError(
+                "groups must be named in a job with side tables, events, or map over per, got "
+                "auto; name them"
+            )
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         self.storage.check_groups(self.groups)
         _check_tables(self.tables)
@@ -197,6 +205,11 @@ class DataConfig:
     def has_auto_groups(self) -> bool:
         """Whether the groups are still to be chosen."""
         return self.groups == {AUTO: ()}
+
+    @property
+    def inputs(self) -> dict[str, SourceConfig]:
+        """Everything that is read from files: sources and side tables."""
+        return {**self.sources, **self.sides}
 
     @property
     def sample_source(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from schemas.errors import nearest
@@ -60,24 +61,89 @@ class PerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SideConfig(SourceConfig):
+    """A side table: rows that are looked up by a key."""
+
+    key: str
+    """Column that is looked up; without `time`, no two rows may have the same value."""
+    time: str | None = None
+    """Timestamp column from which on a row holds; rows always hold when null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinConfig:
+    """One look-up of every sample in a side table, after the SQL."""
+
+    side: str
+    """Name of the side table."""
+    key: str | None = None
+    """Column of the samples that is looked up; the side table's key column when null."""
+    as_of: str | None = None
+    """Timestamp column of the samples: of a side table with `time`, the newest row that is not
+    after it is taken; `session.time` when null."""
+    columns: Mapping[str, str] | tuple[str, ...] | None = None
+    """Columns to take, or new name to column; all but key and time when null. Samples that find
+    no row have nulls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsConfig:
+    """A second stream whose events are joined to the rows of the sample source: their labels."""
+
+    source: str
+    """The source of the events; the sample source has the features."""
+    key: tuple[str, ...]
+    """Columns of both, equal for a row of features and its events, such as `[request_id]`."""
+    shard: str | None = None
+    """Column of both by which the streams are sharded, the session key if they have it, so that
+    clustering moves nothing again; the first column of `key` when null."""
+    time: str
+    """Timestamp column of the features."""
+    event_time: str | None = None
+    """Timestamp column of the events; the name of `time` when null."""
+    label_wait: timedelta
+    """An event counts that comes at most so long after its features; others go to `late/`."""
+    columns: Mapping[str, float | None]
+    """Columns to take from the event, each with its value for features without one."""
+    label_time: str | None = None
+    """New column with the time of the event that counted; none when null."""
+    without_event: Literal["keep", "drop"] = "keep"
+    """What happens to features that no event belongs to."""
+    duplicates: Literal["first", "last", "any"] = "first"
+    """Which of several events counts: by time, or of each column the largest value."""
+
+    def __post_init__(self) -> None:
+        """Refuse events that could not be told apart or that bring nothing."""
+        if not self.key:
+            raise ValueError("key must name a column, got none; write [request_id]")
+        if not self.columns:
+            raise ValueError("columns must name a column, got none; write {clicked: 0}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesConfig:
-    """How raw rows become samples. Exactly one of `map` and `per`."""
+    """How raw rows become samples: at least one of `map` and `per`."""
 
     map: str | None = None
-    """Row-local SELECT from the one source: a row's output depends only on that row."""
+    """Row-local SELECT from the one source, or from `per`: a row's output depends only on it."""
     per: PerConfig | None = None
     """SELECT run after grouping by a key, over one or several sources."""
     source: str | None = None
     """The source whose rows become samples; may be absent when there is only one source."""
+    joins: tuple[JoinConfig, ...] = ()
+    """Look-ups in side tables, one after the other."""
+    events: EventsConfig | None = None
+    """Labels that come in a stream of their own."""
 
     def __post_init__(self) -> None:
-        """Refuse both and neither."""
-        if (self.map is None) == (self.per is None):
-            given = "none" if self.map is None else "both"
-            raise ValueError(f"map must be given, or per, got {given}; keep exactly one")
+        """Refuse samples without SQL."""
+        if self.map is None and self.per is None:
+            raise ValueError("map must be given, or per, got none; add one")
 
 
-def check_sources(sources: Mapping[str, SourceConfig], samples: SamplesConfig) -> None:
+def check_sources(
+    sources: Mapping[str, SourceConfig], samples: SamplesConfig, sides: Mapping[str, SideConfig]
+) -> None:
     """Check that the samples are made from sources that there are.
 
     Raises:
@@ -87,12 +153,45 @@ def check_sources(sources: Mapping[str, SourceConfig], samples: SamplesConfig) -
         raise ValueError("sources must name at least one source, got none; add one")
     if samples.source is None and len(sources) > 1:
         raise ValueError(f"samples.source must name one of {', '.join(sources)}, got none; add it")
-    if samples.source is not None and samples.source not in sources:
+    for key, name in _named_sources(samples):
+        if name not in sources:
+            raise ValueError(f"{key} must be a source, got {name!r}; {nearest(name, sources)}")
+    _check_events(sources, samples)
+    for name in sides:
+        if name in sources:
+            raise ValueError(f"sides must not have the name of a source, got {name!r}; rename it")
+    for index, join in enumerate(samples.joins):
+        if join.side not in sides:
+            raise ValueError(
+                f"samples.joins[{index}].side must be a side table, got {join.side!r}; "
+                f"{nearest(join.side, sides) if sides else 'add it to data.sides'}"
+            )
+
+
+def _named_sources(samples: SamplesConfig) -> list[tuple[str, str]]:
+    found = [("samples.source", samples.source)]
+    if samples.events is not None:
+        found.append(("samples.events.source", samples.events.source))
+    return [(key, name) for key, name in found if name is not None]
+
+
+def _check_events(sources: Mapping[str, SourceConfig], samples: SamplesConfig) -> None:
+    events = samples.events
+    joined = len(sources) - (events is not None)
+    if samples.per is None and joined > 1:
         raise ValueError(
-            f"samples.source must be a source, got {samples.source!r}; "
-            f"{nearest(samples.source, sources)}"
+            f"samples.map must read one source, got {joined}; use samples.per to join them"
         )
-    if samples.map is not None and len(sources) > 1:
+    if events is None:
+        return
+    if events.source == samples.source:
         raise ValueError(
-            f"samples.map must read one source, got {len(sources)}; use samples.per to join them"
+            f"samples.events.source must be another source, got {events.source!r}, which has the "
+            "features; name the source of the events"
+        )
+    shard = events.shard or events.key[0]
+    if samples.per is not None and samples.per.key != shard:
+        raise ValueError(
+            f"samples.per.key must be the shard of the events, got {samples.per.key!r} and "
+            f"{shard!r}; set samples.events.shard"
         )

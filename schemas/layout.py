@@ -18,6 +18,7 @@ FILES = "files.parquet"
 STATISTICS = "statistics.pbtxt"
 ANOMALIES = "anomalies.pbtxt"
 SAMPLING = "sampling.parquet"
+EVENTS = "events.parquet"
 
 BLOCK = "block"
 UNIQUE_INDEX = "unique_index"
@@ -73,6 +74,11 @@ def inverse_column(group: str) -> str:
 def num_unique_column(group: str) -> str:
     """Return the name of a group's unique tuples per block in `blocks.parquet`."""
     return f"{group}_num_unique"
+
+
+def late_path(file_index: int) -> str:
+    """Return a file of events that do not count, relative to the segment."""
+    return str(PurePosixPath("late", part_name(file_index)))
 
 
 def part_name(file_index: int) -> str:

@@ -1,0 +1,33 @@
+"""Tables as bytes, cut by where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+
+def to_bytes(table: pa.Table) -> bytes:
+    """Return a table as LZ4 Arrow IPC bytes."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def from_bytes(data: bytes) -> pa.Table:
+    """Undo `to_bytes`."""
+    return pa.ipc.open_stream(data).read_all()
+
+
+def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    """Yield (target, rows of that target as bytes), targets ascending, rows in order."""
+    if not table.num_rows:
+        return
+    order = np.argsort(target, kind="stable")
+    sorted_rows, sorted_target = table.take(pa.array(order)), target[order]
+    cuts = np.flatnonzero(np.diff(sorted_target, prepend=-1))
+    for start, end in zip(cuts, [*cuts[1:], len(target)], strict=True):
+        yield int(sorted_target[start]), to_bytes(sorted_rows.slice(start, end - start))
