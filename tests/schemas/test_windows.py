@@ -98,6 +98,12 @@ def test_long_list_that_comes_back_is_stored_once() -> None:
     assert len(to_windows(x).source) == 200
 
 
+def test_lists_of_few_values_are_exact_and_cost_bounded_tries() -> None:
+    lists: Lists = [[5] * 60 + [n % 2] * (n % 7) for n in range(200)]
+    x, _ = jagged(lists)
+    assert back(x, to_windows(x)) == lists
+
+
 @pytest.mark.parametrize(
     ("buffer", "start", "length"),
     [(2, 0, 1), (-1, 0, 1), (0, 4, 2), (0, -1, 2), (0, 0, -2), (1, 1, 1)],
