@@ -9,7 +9,7 @@ hardly repeats costs more in a group than out of it, so it stays in the samples.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -114,14 +114,22 @@ def repetition_of(costs: Costs, members: Set, starts_session: NDArray[np.bool_])
     return Repetition(rate, expected_factor(rate, per_session), factor)
 
 
-def choose_groups(costs: Costs, starts_session: NDArray[np.bool_]) -> GroupChoice:
+def choose_groups(
+    costs: Costs,
+    starts_session: NDArray[np.bool_],
+    together: Iterable[frozenset[str]] = (),
+) -> GroupChoice:
     """Choose at most 8 groups.
 
     Args:
         costs: of the features of clustered samples of whole sessions, at least one sample.
         starts_session: (num_samples,) bool, first sample of a session.
+        together: columns that one transform reads, so that must lie in one place; no column is in
+            two of them.
     """
     sets = search(costs)
+    for columns in together:
+        sets = _in_one_place(costs, sets, columns)
     names: list[str] = []
     groups: list[ChosenGroup] = []
     for members in sorted(sets, key=min):
@@ -224,6 +232,18 @@ def _total(costs: Costs, sets: Sequence[Set], useful: Sequence[int]) -> float:
     grouped = frozenset[int]().union(*sets)
     alone = sum(costs.in_samples(m) for m in useful if m not in grouped)
     return alone + sum(costs.as_group(s) for s in sets)
+
+
+def _in_one_place(costs: Costs, sets: list[Set], names: frozenset[str]) -> list[Set]:
+    """Return the groups with some columns in one of them or all in samples, as costs least."""
+    members = frozenset(i for i, f in enumerate(costs.features) if f.name in names)
+    rest = [s - members for s in sets if s - members]
+    options = [rest]
+    if len(members) == len(names):  # else one of them can only be in samples
+        options += [[s | members if s == target else s for s in rest] for target in rest]
+        options += [[*rest, members]] if len(rest) < MAX_GROUPS else []
+        options += [sets] if any(members <= s for s in sets) else []
+    return min(options, key=lambda o: _total(costs, o, range(len(costs.features))))
 
 
 def _fewer(costs: Costs, sets: list[Set]) -> list[Set]:

@@ -104,7 +104,8 @@ def choose_from(
         if f.name in samples.column_names and f.role not in PER_SAMPLE_ROLES
     ]
     costs = Costs(block, [f for f in known if f is not None], bytes_per_group)
-    return choose_groups(costs, clustered.starts_session)
+    together = read_together(data.transforms.get(SAMPLES, {}))
+    return choose_groups(costs, clustered.starts_session, together)
 
 
 def explained(choice: GroupChoice) -> Iterator[str]:
@@ -144,6 +145,21 @@ def named_groups(job: Job, groups: Mapping[str, tuple[str, ...]]) -> Job:
         homes = [g for g, columns in groups.items() if every & grouped and every <= {*columns}]
         placed.setdefault(homes[0] if homes else SAMPLES, {})[name] = transform
     return replace(job, data=replace(job.data, groups=dict(groups), transforms=placed))
+
+
+def read_together(made: Mapping[str, str | TransformConfig]) -> list[frozenset[str]]:
+    """Return the sets of columns that have to lie in one place, because a transform reads them.
+
+    Example:
+        >>> [sorted(s) for s in read_together({"x": "a + b", "y": "x + c", "z": "ln(d)"})]
+        [['a', 'b', 'c']]
+    """
+    sets: list[frozenset[str]] = []
+    for transform in made.values():
+        joined = frozenset(original_inputs(transform, made))
+        apart = [s for s in sets if not s & joined]
+        sets = [*apart, joined.union(*(s for s in sets if s & joined))]
+    return [s for s in sets if len(s) > 1]
 
 
 def original_inputs(

@@ -251,6 +251,27 @@ def job_text(directory: Path) -> str:
     return next(directory.rglob("job.yaml")).read_text()
 
 
+def test_columns_of_one_transform_stay_in_one_place(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", 3000)
+    transforms = (
+        "{num_history: ln(1 + len(history)), pair: {cross: {columns: [user, item], num_rows: 99}}, "
+        "of_pair: {clip: {column: pair, maximum: 50}}, short: {last: {column: history, count: 2}}}"
+    )
+    job = auto_job(tmp_path / "job", **{"{num_history: ln(1 + len(history))}": transforms})
+    with (tmp_path / "job" / "schema.pbtxt").open("a") as file:
+        for name, extra in {"pair": "", "of_pair": "", "short": "value_count { min: 0 } "}.items():
+            file.write(
+                f'feature {{ name: "{name}" type: INT {extra}annotation {{ tag: "kept" }} }}\n'
+            )
+    build(request(job, tmp_path / "log", tmp_path / "dataset"))
+    data = open_dataset(tmp_path / "dataset").job.data
+    assert data.group_of_column.get("user") == data.group_of_column.get("item")
+    assert data.group_of_column["history"] == data.group_of_column["short"]
+    place = data.group_of_column.get("user", "samples")
+    assert {"pair", "of_pair"} <= {*data.transforms[place]}
+    assert verify(tmp_path / "dataset")["problems"] == []
+
+
 def test_columns_of_leaves_out_parameters_and_functions() -> None:
     text = 'list_transform(h, lambda x, y: x + y + z) || CAST(a.b AS TEXT) || coalesce("q r", 1)'
     assert columns_of(text) == {"h", "z", "b", "q r"}
