@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from pipelines.build import build
 from pipelines.expand import expand
+from pipelines.report_events import event_sections
 from pipelines.streams import COUNTS, with_events
 from pipelines.verify import verify
 from schemas.dataset import open_dataset
@@ -187,6 +188,8 @@ def test_join_gives_what_each_feature_with_all_events_gives(
     lines = {(f"clicks/{i}.jsonl", p): e for i in range(2) for p, e in enumerate(events[i::2])}
     assert all(lines[r["file"], r["position"]][2] in r["value"] for r in late)
     assert verify(tmp_path / "d")["problems"] == []
+    (section,) = event_sections(open_dataset(tmp_path / "d"))
+    assert f"of them, too late</th><td>{counts['late']}</td>" in section.body.replace("\n", "")
 
 
 def test_bytes_do_not_depend_on_the_shard_or_on_the_order_of_rows(
