@@ -55,11 +55,11 @@ demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/repor
 	python -m pipelines report $(DATASET) --html demo/report.html --runs demo/runs
 	@echo "open demo/report.html"
 
-test: .venv/synced ## every test, the slow ones too
-	python -m pytest
+test: .venv/synced ## every test, the slow ones too, but for the long fault injection
+	python -m pytest -m "not chaos"
 
 test-quick: .venv/synced ## the tests without those marked slow
-	python -m pytest -m "not slow"
+	python -m pytest -m "not slow and not chaos"
 
 check: .venv/synced ## format, lint, types and import directions
 	ruff format --check .

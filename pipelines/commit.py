@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 from pipelines.anomalies import anomalies_text
 from pipelines.oracle import write_file
 from pipelines.part import LOOKUPS, PartResult
+from pipelines.partial import remove_partial
 from pipelines.rejects import Reject, to_table
 from pipelines.shuffle import SHUFFLE
 from pipelines.slices import slices_of
@@ -25,6 +27,7 @@ from pipelines.statistics_text import statistics_text
 from pipelines.write import in_training_order
 from schemas.absent import type_name
 from schemas.checked import FileEntry, describe_file, read_files, sha256_of, write_files
+from schemas.dataset import version_of
 from schemas.features import FeatureSet
 from schemas.job import DataConfig
 from schemas.layout import (
@@ -135,6 +138,7 @@ def finish_segment(
     num_samples = sum(r.num_samples for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
         shutil.rmtree(root / scratch, ignore_errors=True)
+    remove_partial(root)
     blocks = join_blocks(results)
     pq.write_table(blocks, root / BLOCKS, compression="zstd", write_page_checksum=True)
     if rejects:
@@ -218,16 +222,26 @@ def commit_root(
     segments: Sequence[Reference],
     indexes: Sequence[Reference],
 ) -> DatasetManifest:
-    """Replace the root manifest, after the two files that it names."""
-    for path, data in ((dataset / JOB, job), (dataset / SCHEMA, schema)):
-        if not path.exists() or path.read_bytes() != data:
+    """Replace the root manifest, so that it finds the two files that it names at every moment.
+
+    A changed job or schema is written beside the old one first, and takes its name last.
+    """
+    files = {dataset / JOB: job, dataset / SCHEMA: schema}
+    if not (dataset / MANIFEST).exists():
+        for path, data in files.items():
             replace_bytes(path, data)
+    changed = {p: d for p, d in files.items() if p.read_bytes() != d}
+    for path, data in changed.items():
+        for version in (path.read_bytes(), data):
+            replace_bytes(version_of(path, sha256(version).hexdigest()), version)
     manifest = DatasetManifest(
         name=name,
-        job_sha256=sha256_of(dataset / JOB),
-        schema_sha256=sha256_of(dataset / SCHEMA),
+        job_sha256=sha256(job).hexdigest(),
+        schema_sha256=sha256(schema).hexdigest(),
         segments=tuple(segments),
         indexes=tuple(indexes),
     )
     write_manifest(dataset, manifest)
+    for path, data in changed.items():
+        replace_bytes(path, data)
     return manifest

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipelines.encodings import choose, open_writer
 from pipelines.part import LOOKUPS
+from pipelines.partial import whole
 from schemas.accesses import TableAccesses, indexed_steps
 from schemas.columns import jagged_of, large_list
 from schemas.dataset import Dataset
@@ -50,12 +51,11 @@ class TableReport:
 
 def write_file(root: Path, path: str, table: pa.Table) -> None:
     """Write a whole table as one row group, under its final name only when it is whole."""
-    target = root / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".partial")
-    with open_writer(str(partial), table.schema, choose(table)) as writer:
+    with (
+        whole(root / path) as partial,
+        open_writer(str(partial), table.schema, choose(table)) as writer,
+    ):
         writer.write_table(table, row_group_size=max(1, table.num_rows))
-    partial.replace(target)
 
 
 def read_lookups(root: Path, table: str, blocks: NDArray[np.int64]) -> Jagged:

@@ -10,7 +10,7 @@ from pipelines.commit import commit_root
 from pipelines.index import build_index
 from pipelines.lock import locked
 from pipelines.oracle import report_table
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset import Dataset, open_dataset, verified_version
 from schemas.layout import JOB, SCHEMA
 from schemas.manifest import read_dataset
 from schemas.order import Order
@@ -72,8 +72,8 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
                     commit_root(
                         root,
                         manifest.name,
-                        (root / JOB).read_bytes(),
-                        (root / SCHEMA).read_bytes(),
+                        verified_version(root / JOB, manifest.job_sha256).read_bytes(),
+                        verified_version(root / SCHEMA, manifest.schema_sha256).read_bytes(),
                         manifest.segments,
                         [*manifest.indexes, reference],
                     )

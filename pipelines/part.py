@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.lookups import lookups_of, lookups_table
+from pipelines.partial import partial_of
 from pipelines.pieces import pieces
 from pipelines.pins import Pins
 from pipelines.slices import SliceStatistics, part_slices, sum_by_split
@@ -162,7 +163,7 @@ class LookupsWriter:
         """
         self._root = root
         self._file_index = file_index
-        self._writers: dict[Path, pq.ParquetWriter] = {}
+        self._writers: dict[Path, tuple[Path, pq.ParquetWriter]] = {}
 
     def add(self, star: Star, blocks: pa.Table, data: DataConfig) -> dict[str, tuple[int, int]]:
         """Write the next blocks; return (num_lookups, num_lookups_dedup) by table."""
@@ -172,15 +173,15 @@ class LookupsWriter:
             path = self._root / LOOKUPS / table / part_name(self._file_index)
             rows = lookups_table(lookups.accesses)
             if path not in self._writers:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = str(path.with_suffix(".partial"))
-                self._writers[path] = pq.ParquetWriter(partial, rows.schema, compression="lz4")
-            self._writers[path].write_table(rows)
+                partial = partial_of(path)
+                writer = pq.ParquetWriter(partial, rows.schema, compression="lz4")
+                self._writers[path] = partial, writer
+            self._writers[path][1].write_table(rows)
             counts[table] = (lookups.num_lookups, lookups.num_lookups_dedup)
         return counts
 
     def close(self) -> None:
         """Finish the files and give them their names."""
-        for path, writer in self._writers.items():
+        for path, (partial, writer) in self._writers.items():
             writer.close()
-            path.with_suffix(".partial").replace(path)
+            partial.replace(path)

@@ -23,6 +23,7 @@ from apache_beam.options.pipeline_options import (
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner
 from apache_beam.runners.runner import PipelineResult
 
+from pipelines.partial import whole
 from schemas.errors import SchemaError
 
 RESULTS = "results"
@@ -54,10 +55,8 @@ class _Save(beam.DoFn):
         self.path = path
 
     def process(self, values: list[Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps(values))
-        partial.replace(self.path)
+        with whole(self.path) as partial:
+            partial.write_bytes(pickle.dumps(values))
 
 
 def run_pipeline(

@@ -51,6 +51,7 @@ def to_star(
     """
     learned = learned or Learned()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
+    check_blocks(clustered.first_block + num_blocks, data.block_samples)
     prefix = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
     tuples = clustered.samples
     columns = {
@@ -81,6 +82,19 @@ def to_star(
         unique_per_block[group] = counts
     per_block = np.bincount(clustered.block, minlength=num_blocks).astype(np.int64)
     return Star(samples, groups, per_block, unique_per_block, stored_tuples)
+
+
+def check_blocks(num_blocks: int, block_samples: int) -> None:
+    """Refuse a part with more blocks than its block ids have room for.
+
+    Raises:
+        SchemaError: it has more than 2**20.
+    """
+    if num_blocks > 1 << FILE_SHIFT:
+        raise SchemaError(
+            f"part must have at most {1 << FILE_SHIFT} blocks, got {num_blocks} of "
+            f"{block_samples} samples; raise data.block_samples"
+        )
 
 
 def unique_in_blocks(

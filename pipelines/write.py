@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipelines.cluster import Clustered
 from pipelines.encodings import open_writer
+from pipelines.partial import partial_of
 from pipelines.pins import Pins
 from pipelines.star import Star
 from pipelines.stored import directory_of, stored_tables
@@ -75,7 +76,7 @@ class PartWriter:
         self._root = root
         self._file_index = file_index
         self._pins = pins
-        self._writers: dict[str, pq.ParquetWriter] = {}
+        self._writers: dict[str, tuple[Path, pq.ParquetWriter]] = {}
         self._written: Counter[str] = Counter()
         self._num_row_groups = 0
 
@@ -105,23 +106,22 @@ class PartWriter:
 
     def _write(self, path: str, table: pa.Table, rows_per_group: Sequence[int]) -> None:
         if path not in self._writers:
-            partial = (self._root / path).with_suffix(".partial")
-            partial.parent.mkdir(parents=True, exist_ok=True)
+            partial = partial_of(self._root / path)
             encodings = self._pins.encodings[directory_of(path)]
-            self._writers[path] = open_writer(str(partial), table.schema, encodings)
+            writer = open_writer(str(partial), table.schema, encodings)
+            self._writers[path] = partial, writer
         start = 0
         for count in rows_per_group:
             rows = table.slice(start, count)
-            self._writers[path].write_table(rows, row_group_size=max(1, count))
+            self._writers[path][1].write_table(rows, row_group_size=max(1, count))
             start += count
         self._written[path] += table.num_rows
 
     def close(self) -> None:
         """Finish the files and give them their names."""
-        for path, writer in self._writers.items():
+        for path, (partial, writer) in self._writers.items():
             writer.close()
-            final = self._root / path
-            final.with_suffix(".partial").replace(final)
+            partial.replace(self._root / path)
 
 
 def _ranges(star: Star, clustered: Clustered) -> NDArray[np.int64]:

@@ -218,6 +218,28 @@ def verified(path: Path, sha256: str) -> Path:
     return path
 
 
+def version_of(path: Path, sha256: str) -> Path:
+    """Return the file beside `path` that keeps one version of it."""
+    return path.with_name(f"{path.name}.{sha256[:12]}")
+
+
+def verified_version(path: Path, sha256: str) -> Path:
+    """Return a root file in the version that the root manifest names.
+
+    While a root is replaced, or when that was cut short, the file may be of
+    the manifest before or after; then the version beside it counts.
+
+    Raises:
+        SchemaError: neither has the content.
+    """
+    try:
+        return verified(path, sha256)
+    except SchemaError:
+        if not version_of(path, sha256).exists():
+            raise
+    return verified(version_of(path, sha256), sha256)
+
+
 def open_segment(directory: Path, manifest: SegmentManifest) -> Segment:
     """Open a segment whose manifest has been verified."""
     files = read_files(verified(directory / FILES, manifest.files_sha256))
@@ -233,8 +255,8 @@ def open_dataset(path: str | Path) -> Dataset:
     """
     root = Path(path)
     manifest = read_dataset(root)
-    job = load_job(verified(root / JOB, manifest.job_sha256))
-    features = load_features(verified(root / SCHEMA, manifest.schema_sha256))
+    job = load_job(verified_version(root / JOB, manifest.job_sha256))
+    features = load_features(verified_version(root / SCHEMA, manifest.schema_sha256))
     segments = tuple(
         open_segment(root / SEGMENTS / r.id, read_segment(root / SEGMENTS / r.id, r))
         for r in manifest.segments

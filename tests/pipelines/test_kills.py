@@ -1,0 +1,236 @@
+"""Builds and appends that are killed, cut off from disk, or run twice: a segment, or none."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelines import part, transforms
+from pipelines.build import build
+from pipelines.partial import whole
+from pipelines.prepare import BuildRequest
+from pipelines.star import check_blocks
+from pipelines.verify import verify
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.layout import JOB, MANIFEST, SEGMENTS
+from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, write_log
+
+DRIVER = """
+import os, signal, sys
+from pipelines import {module} as module
+from pipelines.commands import main
+
+real, calls = module.{function}, []
+
+def killed(*arguments, **options):
+    calls.append(1)
+    if len(calls) > {before}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **options)
+
+module.{function} = killed
+sys.exit(main(sys.argv[1:]))
+"""
+
+POINTS = {
+    "before the segment is finished": ("build", "finish_segment", 0),
+    "before it is judged": ("publish", "relabel", 0),
+    "before its index": ("publish", "build_index", 0),
+    "between its name and the root": ("publish", "commit_root", 1),
+    "before the root, the new job beside the old": ("commit", "write_manifest", 2),
+    "after the root, before the new job has its name": ("publish", "remove_indexes", 0),
+}
+SHORT = ("between its name and the root",)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a job, two logs and a dataset of the first; not to be changed."""
+    directory = tmp_path_factory.mktemp("one")
+    built(directory)
+    write_log(directory / "log-1", num_rows=200, seed=1)
+    job = write_job(directory / "job-1")
+    job.write_text(job.read_text() + "schedule: {priority: 3}\n")  # another job file, same data
+    build(replace(appended(directory, copy_of(directory / "dataset", directory / "both"))))
+    return directory
+
+
+def appended(one: Path, dataset: Path) -> BuildRequest:
+    """Return the request that adds the second log."""
+    found = request(one / "job-1" / "job.yaml", one / "log-1", dataset)
+    return replace(found, append=True, attempt="again")
+
+
+def command(one: Path, dataset: Path) -> list[str]:
+    """Return the arguments of the append that is to be disturbed."""
+    job = str(one / "job-1" / "job.yaml")
+    return ["append", job, "--dataset", str(dataset), "--input", str(one / "log-1")]
+
+
+CASES = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.chaos]) for name in POINTS]
+
+
+@pytest.mark.parametrize("point", CASES)
+def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
+    one: Path, tmp_path: Path, point: str
+) -> None:
+    module, function, before = POINTS[point]
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    driver = DRIVER.format(module=module, function=function, before=before)
+    done = subprocess.run(
+        [sys.executable, "-c", driver, *command(one, dataset)], capture_output=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    found = verify(dataset)
+    assert found["problems"] == []
+    expected = one / ("both" if function == "remove_indexes" else "dataset")
+    assert open_dataset(dataset).manifest == open_dataset(expected).manifest
+    build(appended(one, dataset))
+    assert_equal_datasets(dataset, one / "both")
+
+
+def assert_equal_datasets(found: Path, expected: Path) -> None:
+    """Compare what the roots name, byte for byte, and that nothing else is left but versions."""
+    assert verify(found)["problems"] == []
+    assert open_dataset(found).manifest == open_dataset(expected).manifest
+    named = {s.id for s in open_dataset(found).manifest.segments}
+    assert {p.name for p in (found / SEGMENTS).iterdir()} == named
+    assert bytes_of(found / SEGMENTS) == bytes_of(expected / SEGMENTS)
+    assert not [p for p in found.iterdir() if p.name.startswith(".index")]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("delay", [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 8.0])
+def test_append_that_is_killed_at_any_moment_can_be_run_again(
+    one: Path, tmp_path: Path, delay: float
+) -> None:
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    running = subprocess.Popen([sys.executable, "-m", "pipelines", *command(one, dataset)])
+    time.sleep(delay)
+    running.kill()
+    running.wait(60)
+    assert verify(dataset)["problems"] == []
+    build(appended(one, dataset))
+    assert_equal_datasets(dataset, one / "both")
+
+
+def children(pid: int) -> list[int]:
+    """Return all processes below one."""
+    own = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+    return [*own, *(c for o in own for c in children(o))]
+
+
+def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same(
+    tmp_path: Path,
+) -> None:
+    write_log(tmp_path / "log", num_rows=20_000)
+    job, dataset = write_job(tmp_path / "job"), tmp_path / "dataset"
+    arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--output", str(dataset)]
+    workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "pipelines", *arguments, *workers],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 100
+    while not list(dataset.glob("segments/.*/shuffle/*")):  # some worker has written
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(children(running.pid)[-1], signal.SIGKILL)
+    _, err = running.communicate(timeout=200)
+    assert running.returncode == 1
+    assert "error: pipeline must finish, got " in err
+    assert not (dataset / MANIFEST).exists()
+    build(request(job, tmp_path / "log", dataset))
+    build(request(job, tmp_path / "log", tmp_path / "clean"))
+    assert bytes_of(dataset) == bytes_of(tmp_path / "clean")
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [pytest.param(3_000), *(pytest.param(n, marks=pytest.mark.chaos) for n in (900, 9_000))],
+)
+def test_append_on_a_full_disk_ends_in_one_line_and_can_be_run_again(
+    one: Path, tmp_path: Path, limit: int
+) -> None:
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    before = open_dataset(dataset).manifest
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines", *command(one, dataset)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "File too large" in done.stderr
+    assert open_dataset(dataset).manifest == before
+    assert verify(dataset)["problems"] == []
+    build(appended(one, dataset))
+    assert_equal_datasets(dataset, one / "both")
+
+
+def test_bundles_that_run_twice_beside_half_written_files_change_no_byte(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(root: Path, file_index: int, *rest: object) -> object:
+        for name in ("samples", "groups/user", part.LOOKUPS + "/items"):  # a killed attempt's
+            (root / name).mkdir(parents=True, exist_ok=True)
+            (root / name / f".{file_index:05d}.parquet.0.partial").write_bytes(b"half")
+        part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
+        return part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transforms, "build_part", twice)
+    emit = transforms._SqlStage.hand_over  # pyright: ignore[reportPrivateUsage]
+
+    def handed_over_twice(self: object, good: object) -> object:
+        list(emit(self, good))  # type: ignore[arg-type]
+        return emit(self, good)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transforms._SqlStage, "hand_over", handed_over_twice)  # pyright: ignore
+    dataset = tmp_path / "dataset"
+    build(request(one / "job" / "job.yaml", one / "log", dataset))
+    assert bytes_of(dataset) == bytes_of(one / "dataset")
+
+
+def test_two_who_write_one_file_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    with whole(target) as first, whole(target) as second:
+        first.write_text("one")
+        second.write_text("two")
+    assert target.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_reader_of_the_root_before_finds_its_job(one: Path, tmp_path: Path) -> None:
+    dataset = copy_of(one / "both", tmp_path / "dataset")
+    old = (one / "dataset" / MANIFEST).read_bytes()
+    for index in (one / "dataset").glob("index-*"):
+        copy_of(index, dataset / index.name) if not (dataset / index.name).exists() else None
+    assert (dataset / JOB).read_bytes() == (one / "job-1" / "job.yaml").read_bytes()
+    (dataset / MANIFEST).write_bytes(old)
+    assert open_dataset(dataset).job.schedule.priority == 0
+    assert verify(dataset)["problems"] == []
+
+
+def test_part_with_more_blocks_than_ids_is_refused_by_name() -> None:
+    check_blocks(1 << 20, 16)
+    with pytest.raises(
+        SchemaError,
+        match=r"^part must have at most 1048576 blocks, got 1048577 of 16 samples; raise ",
+    ):
+        check_blocks((1 << 20) + 1, 16)
