@@ -36,7 +36,7 @@ from pipelines.part import PartResult
 from pipelines.pinned import identity_of
 from pipelines.prepare import BuildRequest, check_map, prepare
 from pipelines.progress import watched
-from pipelines.publish import publish
+from pipelines.publish import publish, settle
 from pipelines.rejects import Reject, sort_key
 from pipelines.runner import run_pipeline
 from pipelines.sampling_units import MergeCounts, write_units
@@ -141,6 +141,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     key = hash_of([*hashes, [asdict(f) for f in listing]])[:12]
     there = admit(request, job, features, key, listing)
     if there is not None:
+        settle(request.dataset)
         request.say(f"segment {there.id}: already there, nothing to do")
         return Built(there, built=False)
     building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"

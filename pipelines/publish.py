@@ -18,12 +18,12 @@ from pathlib import Path
 
 from pipelines.commit import commit_root, reference_of, relabel
 from pipelines.index import build_index
-from pipelines.lock import locked, workplace
+from pipelines.lock import locked, sweep, workplace
 from pipelines.view import write_view
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset import Dataset, open_dataset, verified_version
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import DatasetManifest, Reference, position_of, read_dataset
+from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
+from schemas.manifest import DatasetManifest, Reference, position_of, read_dataset, replace_bytes
 from schemas.order import Order
 
 MAX_POSITION = 99_999
@@ -205,3 +205,17 @@ def remove_indexes(dataset: Path, keep: set[str]) -> None:
     for directory in dataset.glob("index-*"):
         if directory.name not in keep:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def settle(dataset: Path) -> None:
+    """Finish what an attempt that died after its root was replaced left open."""
+    with locked(dataset):
+        sweep(dataset, ".index.*")
+        root = read_dataset(dataset)
+        for name, sha256 in ((JOB, root.job_sha256), (SCHEMA, root.schema_sha256)):
+            found = verified_version(dataset / name, sha256)
+            if found.name != name:
+                replace_bytes(dataset / name, found.read_bytes())
+        write_view(dataset)
+    with locked(dataset / SEGMENTS):
+        sweep(dataset / SEGMENTS, ".*")

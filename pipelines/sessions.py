@@ -39,10 +39,11 @@ def session_lengths(dataset: Dataset) -> NDArray[np.int64]:
 
     A session that the split or a window cuts counts once, as in the manifest.
     """
-    return np.concatenate([_lengths(s, dataset.job.data) for s in dataset.segments])
+    return np.concatenate([segment_session_lengths(s, dataset.job.data) for s in dataset.segments])
 
 
-def _lengths(segment: Segment, data: DataConfig) -> NDArray[np.int64]:
+def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.int64]:
+    """Return the samples of each session of one segment."""
     session, places = data.session, row_groups(segment)
     parts = {
         name: pa.chunked_array([sample_column(segment, f, g, data, name) for f, g in places])

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.expand import joined_row_group, row_groups
+from pipelines.verify_counts import count_problems, index_count_problems, type_problems
 from schemas.absent import absent_columns, numbered_accesses
 from schemas.accesses import TableAccesses
 from schemas.checked import verify_whole
@@ -18,7 +19,7 @@ from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError
 from schemas.jagged import unique_tuples
 from schemas.job import OrderConfig
-from schemas.layout import BLOCK, TRAIN, num_unique_column
+from schemas.layout import BLOCK, TRAIN
 from schemas.learned import load_learned
 from schemas.oracle import next_use, unique_per_block
 from schemas.order import Order
@@ -38,6 +39,7 @@ def verify(path: Path) -> dict[str, Any]:
     for segment in dataset.segments:
         problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
     sound = not problems  # an index is recomputed from segments, so only from sound ones
+    problems.extend(type_problems(dataset))
     for index in dataset.indexes:
         problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
     return {
@@ -55,7 +57,7 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
         return
     try:
         load_learned(dataset.directory, segment.manifest.learned, dataset.job.data)
-        yield from _count_problems(segment)
+        yield from count_problems(segment, dataset)
         for file_index, row_group in row_groups(segment):
             place = f"row group {row_group} of part {file_index}"
             samples = joined_row_group(segment, file_index, row_group, dataset.job.data)
@@ -71,22 +73,6 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
 
 def _chosen(segment: Segment, file_index: int, row_group: int) -> np.ndarray:
     return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
-
-
-def _count_problems(segment: Segment) -> Iterator[str]:
-    manifest = segment.manifest
-    claims = {
-        "num_samples": (manifest.num_samples, int(segment.column("num_samples").sum())),
-        "num_blocks": (manifest.num_blocks, segment.blocks.num_rows),
-    }
-    for group, counts in manifest.groups.items():
-        claims[num_unique_column(group)] = (
-            counts.num_unique,
-            int(segment.num_unique(group).sum()),
-        )
-    for name, (claimed, found) in claims.items():
-        if claimed != found:
-            yield f"MANIFEST.json: {name} is {claimed}, blocks.parquet has {found}"
 
 
 def _group_problems(
@@ -179,6 +165,8 @@ def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]
     for table in dataset.job.data.tables:
         accesses = TableAccesses(dataset, table, order)
         expected = next_use(list(accesses.steps()), len(accesses.rows))
+        entries, rows = sum(map(len, expected)), len(accesses.rows)
+        yield from index_count_problems(index, order.num_steps, table, entries, rows)
         found = index.distances(table)
         flat = np.concatenate([*expected, np.empty(0, np.int32)])
         if not np.array_equal(found.values, flat) or found.num_rows != len(expected):

@@ -17,6 +17,7 @@ from pipelines.partial import whole
 from pipelines.prepare import BuildRequest
 from pipelines.star import check_blocks
 from pipelines.verify import verify
+from pipelines.view import VIEW
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SEGMENTS
@@ -104,6 +105,8 @@ def assert_equal_datasets(found: Path, expected: Path) -> None:
     assert {p.name for p in (found / SEGMENTS).iterdir()} == named
     assert bytes_of(found / SEGMENTS) == bytes_of(expected / SEGMENTS)
     assert not [p for p in found.iterdir() if p.name.startswith(".index")]
+    assert (found / VIEW).read_bytes() == (expected / VIEW).read_bytes()
+    assert (found / JOB).read_bytes() == (expected / JOB).read_bytes()
 
 
 @pytest.mark.chaos

@@ -201,3 +201,63 @@ def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(
 ) -> None:
     assert main(["oracle", str(dataset), "--cache-rows", "3"]) == 1
     assert "cache must hold the rows that wait and those of the step" in capsys.readouterr().err
+
+
+CLAIMS = {
+    "num_rejects": ({"num_rejects": 4}, "num_rejects is 4, stored are 0"),
+    "num_sessions": ({"num_sessions": 1}, "num_sessions is 1, stored are "),
+    "input_bytes": ({"input_bytes": 1}, "input_bytes is 1, stored are "),
+    "dataset_bytes": ({"dataset_bytes": 1}, "dataset_bytes is 1, stored are "),
+    "oracle_bytes": ({"oracle_bytes": 1}, "oracle_bytes is 1, stored are "),
+    "splits": ({"splits": {"train": (0, 3)}}, "splits is {'train': (0, 3)}, stored are "),
+    "list values of a group": ({"num_values": 1}, "groups.user is {"),
+    "a dedup factor": ({"dedup_factor": 1.0}, "groups.user is {"),
+    "look-ups": ({"num_lookups": 1}, "tables.items is {"),
+    "look-ups once per tuple": ({"num_lookups_dedup": 1}, "tables.items is {"),
+    "distinct rows": ({"num_unique_rows": 1}, "tables.items is {"),
+    "a type": ({"columns": {"label": "int64"}}, "columns is {'label': 'int64'}, stored are "),
+}
+
+
+@pytest.mark.parametrize("case", CLAIMS)
+def test_verify_counts_again_what_a_manifest_claims(
+    dataset: Path, tmp_path: Path, case: str
+) -> None:
+    change, problem = CLAIMS[case]
+    copy = copy_of(dataset, tmp_path / "dataset")
+    root = read_dataset(copy)
+    directory = copy / SEGMENTS / root.segments[0].id
+    manifest = read_segment(directory)
+    if "groups." in problem:
+        user = replace(manifest.groups["user"], **change)
+        manifest = replace(manifest, groups={"user": user})
+    elif "tables." in problem:
+        items = replace(manifest.tables["items"], **change)
+        manifest = replace(manifest, tables={**manifest.tables, "items": items})
+    else:
+        manifest = replace(manifest, **change)
+    write_manifest(directory, manifest)
+    mended = replace(root.segments[0], manifest_sha256=sha256_of(directory / MANIFEST))
+    write_manifest(copy, replace(root, segments=(mended,)))
+    problems = verify(copy)["problems"]
+    assert any(f"MANIFEST.json: {problem}" in p for p in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("lookahead", 0), ("lookahead", -5), ("epochs", 0), ("batch-samples", 0), ("cache-rows", 0)],
+)
+def test_oracle_refuses_what_is_below_one(
+    dataset: Path, capsys: pytest.CaptureFixture[str], option: str, value: int
+) -> None:
+    assert main(["oracle", str(dataset), f"--{option}", str(value)]) == 1
+    error = f"error: --{option} must be at least 1, got {value}; raise it or leave it out"
+    assert capsys.readouterr().err.strip() == error
+
+
+def test_generate_refuses_an_empty_log(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = str(repository / "schemas" / "demo" / "job.yaml")
+    assert main(["generate", job, "--output", str(tmp_path), "--num-samples", "0"]) == 1
+    assert "num_samples must be at least 1, got num_samples=0" in capsys.readouterr().err

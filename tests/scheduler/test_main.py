@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
+from scheduler.history import read_history
 from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
 from tests.scheduler.made import write_job
 
@@ -141,6 +142,12 @@ def test_main_plan_with_a_damaged_build_names_it(
     message = fail(["plan", str(job), "--history", str(tmp_path)], capsys)
     assert re.match("build must be what build --json prints, got ", message)
     assert f"in {tmp_path / 'build.json'}; build again or remove it" in message
+
+
+def test_main_plan_leaves_out_a_build_that_found_its_segment_there(tmp_path: Path) -> None:
+    body = {"startup_sec": 2, "rows_per_sec": None, "built": False}
+    (tmp_path / "build.json").write_text(json.dumps(body))
+    assert read_history(tmp_path).builds == ()
 
 
 def test_main_plan_with_a_build_without_a_rate_names_it(
