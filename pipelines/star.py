@@ -13,6 +13,7 @@ from pipelines.apply import with_transforms
 from pipelines.cluster import Clustered
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX
+from schemas.errors import SchemaError
 from schemas.jagged import offsets_of
 from schemas.job import SAMPLES, DataConfig
 from schemas.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
