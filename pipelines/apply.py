@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 
 import duckdb
@@ -75,8 +76,7 @@ def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
     if not expressions:
         return table
     selected = ", ".join(f'({text}) AS "{name}"' for name, text in expressions.items())
-    connection = connect()
-    made = run(connection, f"SELECT {selected} FROM tuples", {"tuples": table})
+    made = run(_connection(), f"SELECT {selected} FROM tuples", {"tuples": table})
     if made.num_rows != table.num_rows:
         raise SchemaError(
             f"transforms must give one value per row, got {made.num_rows} for {table.num_rows} "
@@ -87,3 +87,13 @@ def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
         column = made[name].cast(pa.float32()) if pa.types.is_float64(kind) else made[name]
         table = table.append_column(name, column)
     return table
+
+
+_OF_THREAD = threading.local()
+
+
+def _connection() -> duckdb.DuckDBPyConnection:
+    """Return the thread's connection: opening one costs more than most groups' transforms."""
+    if not hasattr(_OF_THREAD, "connection"):
+        _OF_THREAD.connection = connect()
+    return _OF_THREAD.connection

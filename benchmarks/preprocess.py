@@ -1,0 +1,185 @@
+"""Transforms once per unique tuple, against the same transforms once per sample.
+
+`python -m benchmarks.preprocess [--json] [--datasets NAME,NAME] [--rounds N] [--shared-data DIR]`
+
+Each log is built by its shipped job. Then both sides run the same code on Arrow tables that lie
+in memory, part by part as a build does: ours on the unique tuples of each group, the peer on
+the same columns with one row per sample. Columns of no group are transformed per sample on
+both sides. What the peer pays to expand its input is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from benchmarks.storage import LOGS, SHARED_DATA, job_path, raw_log
+from pipelines.apply import with_transforms
+from pipelines.build import build
+from pipelines.expand import joined_row_group, row_groups
+from pipelines.prepare import BuildRequest
+from schemas.dataset import Dataset, open_dataset
+from schemas.job import SAMPLES, DataConfig
+from schemas.learned import Learned, load_learned
+from schemas.stored import read_group
+
+HEADLINE = "mind"
+ROUND_SEC = 0.5
+"""Least time of a side in a round: a pass over a small log takes milliseconds."""
+
+Tables = Mapping[str, Sequence[pa.Table]]
+"""Group (or `samples`) to one table of its original columns per part."""
+
+
+def sides(dataset: Dataset) -> tuple[Tables, Tables]:
+    """Return the inputs of the transforms: unique tuples, and one row per sample.
+
+    Args:
+        dataset: built by its job.
+    """
+    data = dataset.job.data
+    ours: dict[str, list[pa.Table]] = {name: [] for name in data.transforms}
+    peer: dict[str, list[pa.Table]] = {name: [] for name in data.transforms}
+    for segment in dataset.segments:
+        for file_index in sorted(set(segment.column("file").tolist())):
+            places = [place for place in row_groups(segment) if place[0] == file_index]
+            expanded = pa.concat_tables([joined_row_group(segment, *p, data) for p in places])
+            for name in data.transforms:
+                columns = inputs_of(name, expanded, data)
+                rows = expanded.select(columns).combine_chunks()
+                peer[name].append(rows)
+                if name == SAMPLES:
+                    ours[name].append(rows)
+                    continue
+                stored = [read_group(segment.file, name, *place) for place in places]
+                ours[name].append(pa.concat_tables(stored).select(columns).combine_chunks())
+    return ours, peer
+
+
+def inputs_of(group: str, expanded: pa.Table, data: DataConfig) -> list[str]:
+    """Return the original columns that a group's transforms may read."""
+    if group != SAMPLES:
+        return list(data.groups[group])
+    taken = data.made_columns | data.group_of_column.keys()
+    return [c for c in expanded.column_names if c not in taken]
+
+
+def apply_all(tables: Tables, data: DataConfig, learned: Learned) -> dict[str, float]:
+    """Apply the transforms to every part; return the seconds of each group."""
+    seconds: dict[str, float] = {}
+    for name, parts in tables.items():
+        start = time.perf_counter()
+        for table in parts:
+            with_transforms(table, name, data.transforms[name], learned)
+        seconds[name] = time.perf_counter() - start
+    return seconds
+
+
+def repeated(tables: Tables, data: DataConfig, learned: Learned) -> dict[str, float]:
+    """Apply the transforms until `ROUND_SEC` are over; return the seconds of each group a pass."""
+    passes: list[dict[str, float]] = []
+    start = time.perf_counter()
+    while time.perf_counter() - start < ROUND_SEC:
+        passes.append(apply_all(tables, data, learned))
+    return {name: statistics.mean(p[name] for p in passes) for name in tables}
+
+
+def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
+    """Time both sides in turns.
+
+    Args:
+        dataset: built by its job.
+        rounds: times that each side runs, after one run that is not counted.
+    """
+    data = dataset.job.data
+    learned = load_learned(dataset.directory, dataset.segments[-1].manifest.learned, data)
+    tuples, samples = sides(dataset)
+    taken: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
+    runs: dict[str, Callable[[], dict[str, float]]] = {
+        "ours": lambda: repeated(tuples, data, learned),
+        "peer": lambda: repeated(samples, data, learned),
+    }
+    for number in range(rounds + 1):
+        for side in ("ours", "peer") if number % 2 else ("peer", "ours"):
+            found = runs[side]()
+            if number:
+                taken[side].append(found)
+    totals = {side: [sum(s.values()) for s in found] for side, found in taken.items()}
+    num_samples = sum(s.manifest.num_samples for s in dataset.segments)
+    ratios = [b / a for a, b in zip(totals["ours"], totals["peer"], strict=True)]
+    return {
+        "num_samples": num_samples,
+        "ours": round(num_samples / statistics.median(totals["ours"]), 1),
+        "peer": round(num_samples / statistics.median(totals["peer"]), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "rounds": [round(r, 3) for r in ratios],
+        "groups": {
+            name: {
+                "transforms": len(data.transforms[name]),
+                "rows": sum(t.num_rows for t in tuples[name]),
+                "dedup_factor": round(num_samples / sum(t.num_rows for t in tuples[name]), 3),
+                **{
+                    f"{side}_sec": round(statistics.median(f[name] for f in found), 5)
+                    for side, found in taken.items()
+                },
+            }
+            for name in data.transforms
+        },
+    }
+
+
+def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
+    """Build one log and measure its transforms."""
+    request = BuildRequest(
+        job_path=job_path(name),
+        input_root=log,
+        dataset=scratch / "dataset",
+        beam_args=[],
+        attempt="benchmark",
+    )
+    build(request)
+    return measure(open_dataset(scratch / "dataset"), rounds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print it, the headline first."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.preprocess", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
+    options = parser.parse_args(argv)
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.datasets.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            log = raw_log(name, options.shared_data, Path(scratch))
+            if log is None:
+                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
+                continue
+            found[name] = details(name, log, options.rounds, Path(scratch))
+            sys.stderr.write(f"{name}: {found[name]['ratio']}\n")
+    if not found:
+        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
+        return 1
+    first = HEADLINE if HEADLINE in found else next(iter(found))
+    head = {key: found[first][key] for key in ("ours", "peer", "ratio", "rounds")}
+    result = {
+        **head,
+        "unit": f"samples/s, {first}, transforms once per unique tuple against once per sample",
+        "details": found,
+    }
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

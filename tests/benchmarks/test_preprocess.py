@@ -1,0 +1,65 @@
+"""The preprocessing benchmark gives both sides the same work on the same values."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from benchmarks.preprocess import main, measure, sides
+from pipelines.apply import with_transforms
+from pipelines.build import build
+from schemas.dataset import open_dataset
+from schemas.job import SAMPLES
+from schemas.learned import load_learned
+from tests.pipelines import transform_jobs as jobs
+from tests.pipelines.logs import request
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset with every kind of transform."""
+    directory = tmp_path_factory.mktemp("preprocess")
+    log = jobs.write_log(directory / "log", jobs.raw_rows(300, 0))
+    build(request(jobs.write_job(directory / "job"), log, directory / "dataset"))
+    return directory / "dataset"
+
+
+def test_sides_differ_in_repetition_only(dataset: Path) -> None:
+    opened = open_dataset(dataset)
+    data = opened.job.data
+    ours, peer = sides(opened)
+    assert set(ours) == {"user", SAMPLES}
+    assert pa.concat_tables(peer["user"]).num_rows > 3 * pa.concat_tables(ours["user"]).num_rows
+    assert peer[SAMPLES][0].equals(ours[SAMPLES][0])
+    learned = load_learned(dataset, opened.segments[0].manifest.learned, data)
+    made = [
+        with_transforms(pa.concat_tables(side["user"]), "user", data.transforms["user"], learned)
+        for side in (ours, peer)
+    ]
+    first, second = (sorted(set(map(str, table.to_pylist()))) for table in made)
+    assert first == second
+
+
+def test_measure_counts_each_round_and_group(dataset: Path) -> None:
+    found = measure(open_dataset(dataset), rounds=3)
+    assert len(found["rounds"]) == 3
+    assert found["groups"]["samples"]["dedup_factor"] == 1
+    assert found["groups"]["user"]["dedup_factor"] > 3
+    assert found["groups"]["user"]["transforms"] == 11
+
+
+def test_main_without_logs_names_what_it_skips(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--datasets", "mind", "--shared-data", str(tmp_path)]) == 1
+    assert f"skipped mind, its log is not in {tmp_path}\n" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--json", "--datasets", "ebnerd", "--rounds", "2", "--shared-data"]
+    assert main([*arguments, str(shared_data)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert {"ours", "peer", "ratio", "unit", "rounds", "details"} == set(found)
