@@ -10,7 +10,9 @@ depend on workers either.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +31,9 @@ TOP_VALUES = 1000
 """Frequent values that are kept, as TFDV keeps them."""
 SMALLEST_HASHES = 1024
 """Hashes that are kept; the estimate of distinct values is off by 3 % (one standard deviation)."""
+
+CHUNK_VALUES = 1 << 15
+"""Values that are worked on at a time."""
 
 _SHIFT = np.uint64(64 - BUCKET_BITS)
 _SIGN = 1 << (BUCKET_BITS - 1)
@@ -123,8 +128,10 @@ def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
         >>> count_buckets(np.array([1.0, 1.1, 3.0])).values()
         dict_values([2, 1])
     """
-    bits = (numbers.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # + 0.0: one zero only
-    counts = np.bincount(bits.astype(np.int64))
+    counts = np.zeros(1 << BUCKET_BITS, np.int64)
+    for chunk in _chunks(numbers):
+        bits = (chunk.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # + 0.0: one zero only
+        counts += np.bincount(bits.view(np.int64), minlength=len(counts))
     filled = np.flatnonzero(counts)
     return dict(zip(filled.tolist(), counts[filled].tolist(), strict=True))
 
@@ -155,8 +162,15 @@ def smallest_hashes(words: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
         return known[:SMALLEST_HASHES]
     if len(known) < SMALLEST_HASHES:
         return np.unique(_hash(pc.unique(words)))[:SMALLEST_HASHES]
-    hashes = _hash(words)
-    return np.unique(hashes[hashes <= known[SMALLEST_HASHES - 1]])[:SMALLEST_HASHES]
+    bound = known[SMALLEST_HASHES - 1]
+    hashed = [h[h <= bound] for h in map(_hash, _chunks(words))]
+    return np.unique(np.concatenate(hashed))[:SMALLEST_HASHES]
+
+
+def _chunks(values: Any) -> Iterator[Any]:
+    """Yield an array in pieces that stay in the processor's cache while they are worked on."""
+    for start in range(0, len(values), CHUNK_VALUES):
+        yield values[start : start + CHUNK_VALUES]
 
 
 def _hash(words: pa.Array) -> NDArray[np.uint64]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from math import sqrt
 
 from google.protobuf import text_format
@@ -20,7 +21,10 @@ from pipelines.sketch import Sketch, bucket_range
 from pipelines.statistics import ColumnStatistics
 
 SHOWN_VALUES = 20
-"""Frequent values in `top_values`; the rank histogram has all that were kept."""
+"""Frequent values in `top_values`."""
+RANKED_VALUES = 100
+"""Frequent values in the rank histogram: a drift of more than 0.01 concerns one of them, and a
+thousand made the text a sixth of a dataset (8.8 MB beside 52 MB of the demo's log)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def _fill_words(words: statistics_pb2.StringStatistics, sketch: Sketch) -> None:
 def _fill_ranks(ranks: statistics_pb2.RankHistogram, sketch: Sketch) -> None:
     """Write frequent values; counts on a sample are scaled up to all values."""
     total = sum(sketch.buckets.values()) or sketch.num_sampled
-    for rank, (value, share) in enumerate(sketch.shares.items()):
+    for rank, (value, share) in enumerate(islice(sketch.shares.items(), RANKED_VALUES)):
         ranks.buckets.add(
             low_rank=rank, high_rank=rank, label=str(value), sample_count=share * total
         )
