@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from pipelines.folder import Folder, first_line, is_transient
 from pipelines.rejects import Reject
-from pipelines.rows import ORIGIN, Cut, FilePart, RawRows, typed_chunks, with_origins
+from pipelines.rows import CHUNK_ROWS, ORIGIN, Cut, FilePart, RawRows, typed_chunks, with_origins
 from schemas.errors import nearest
 from schemas.job_sources import SourceConfig
 
@@ -35,8 +35,10 @@ def cut_parquet(folder: Folder, part: FilePart) -> Cut:
 def read_parquet(
     folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a row group."""
+    """Yield the rows of a row group; what cannot be read rejects itself and what is behind it."""
     columns = [name for name in schema.names if name != ORIGIN]
+    words = config.columns or {n: str(schema.field(n).type) for n in columns}
+    done = 0
     try:
         with folder.arrow_file(part.path) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
@@ -44,20 +46,32 @@ def read_parquet(
             if missing:
                 yield without_column(part, missing[0], file.schema_arrow)
                 return
-            assert part.row_group is not None, "Parquet parts are row groups"
-            table = file.read_row_group(part.row_group, columns=columns, use_threads=False)
+            for table in _tables(file, part, columns):
+                first = part.first_row + done
+                positions = np.arange(first, first + table.num_rows, dtype=np.int64)
+                rows = with_origins(table.select(columns), part.file_index, positions)
+                done += table.num_rows
+                yield from typed_chunks(rows, part, schema, words)
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
         if is_transient(error):
             raise
-        reason = f"row group {part.row_group} must be readable, got {first_line(error)}"
+        place = f"row group {part.row_group}" + (f" from its row {done}" if done else "")
+        reason = f"{place} must be readable, got {first_line(error)}"
         yield RawRows(None, (Reject(part.path, None, reason),))
+
+
+def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterator[pa.Table]:
+    """Yield a row group at once, or in pieces when it is so large that memory would suffer."""
+    assert part.row_group is not None, "Parquet parts are row groups"
+    if file.metadata.row_group(part.row_group).num_rows <= 2 * CHUNK_ROWS:
+        yield file.read_row_group(part.row_group, columns=columns, use_threads=False)
         return
-    positions = np.arange(part.first_row, part.first_row + table.num_rows, dtype=np.int64)
-    words = config.columns or {n: str(schema.field(n).type) for n in columns}
-    rows = with_origins(table.select(columns), part.file_index, positions)
-    yield from typed_chunks(rows, part, schema, words)
+    for batch in file.iter_batches(
+        CHUNK_ROWS, row_groups=[part.row_group], columns=columns, use_threads=False
+    ):
+        yield pa.Table.from_batches([batch])
 
 
 def without_column(part: FilePart, name: str, schema: pa.Schema) -> RawRows:

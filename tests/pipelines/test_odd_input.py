@@ -5,14 +5,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from pipelines.csv_source import read_csv
 from pipelines.folder import folder_of
+from pipelines.parquet_source import read_parquet
 from pipelines.rejects import Reject
-from pipelines.rows import FilePart
+from pipelines.rows import CHUNK_ROWS, ORIGIN, FilePart
 from pipelines.sources import empty_rows, read_part
 from pipelines.sql import carry_origin, connect, map_rows, run
 from pipelines.tuples import separate, with_hashes
@@ -242,3 +244,18 @@ def test_column_that_no_model_can_use_is_refused_before_the_work(
     ]
     with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
         check_columns(pa.schema([*fields, ("_origin", pa.int64())]), features, data)
+
+
+def test_a_large_row_group_is_read_in_pieces_with_the_same_places(tmp_path: Path) -> None:
+    rows = pa.table({"id": np.arange(300_000), "seen": [[i, i + 1] for i in range(300_000)]})
+    pq.write_table(rows, tmp_path / "large.parquet", row_group_size=300_000)
+    schema = pa.schema([*rows.schema, pa.field(ORIGIN, pa.int64())])
+    part = FilePart("log", "large.parquet", 3, 0, 0)
+    config = SourceConfig(files="*", format="parquet")
+    found = list(read_parquet(folder_of(tmp_path), part, config, schema))
+    assert not any(r.rejects for r in found)
+    tables = [r.table for r in found if r.table is not None]
+    assert max(t.num_rows for t in tables) == CHUNK_ROWS
+    joined = pa.concat_tables(tables)
+    assert joined.select(["id", "seen"]).equals(rows)
+    assert joined[ORIGIN].to_numpy().tolist() == list(range(3 << 40, (3 << 40) + 300_000))
