@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from pipelines.admit import admit, finished_segments, proposal_of
 from pipelines.auto_job import with_groups
+from pipelines.build_options import shuffle_of
 from pipelines.commit import finish_segment, join_blocks
 from pipelines.context import BuildContext
 from pipelines.folder import folder_of
@@ -38,7 +39,7 @@ from pipelines.prepare import BuildRequest, check_map, prepare
 from pipelines.progress import watched
 from pipelines.publish import publish, settle
 from pipelines.rejects import Reject, sort_key
-from pipelines.runner import run_pipeline
+from pipelines.runner import pipeline_options, run_pipeline
 from pipelines.sampling_units import MergeCounts, write_units
 from pipelines.transforms import (
     EVENTS,
@@ -157,6 +158,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         key_types=prepared.key_types,
         num_parts=num_parts_of(listing, job.data),
         learned=learned_so_far(request.dataset),
+        shuffle_by=shuffle_of(pipeline_options(request.beam_args)),
     )
     with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
         if (building / MANIFEST).exists():

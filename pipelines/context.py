@@ -11,6 +11,7 @@ import pyarrow as pa
 from pipelines.folder import Folder
 from pipelines.rejects import Reject
 from pipelines.rows import FilePart, place_of
+from pipelines.shuffle import ByReference, ByValue, Crossing
 from pipelines.sql import BadRow
 from pipelines.steps import Steps
 from schemas.features import FeatureSet
@@ -34,6 +35,7 @@ class BuildContext:
         broadcast: side tables that every worker holds.
         key_types: by side table, the type in which its key is compared.
         learned: files of what the segments before learned, path to sha256.
+        shuffle_by: how samples cross the shuffle: `references` or `values`.
     """
 
     folder: Folder
@@ -47,6 +49,15 @@ class BuildContext:
     broadcast: frozenset[str] = frozenset()
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     learned: Mapping[str, str] = field(default_factory=dict)
+    shuffle_by: str = "references"
+
+    @property
+    def crossing(self) -> Crossing:
+        """How samples cross the shuffle."""
+        groups = tuple(self.data.groups)
+        if self.shuffle_by == "values":
+            return ByValue(groups)
+        return ByReference(self.segment_root, groups)
 
     @property
     def joins_at_hand(self) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
+from pipelines.packets import PACKET_BYTES
+
 
 def to_bytes(table: pa.Table) -> bytes:
     """Return a table as LZ4 Arrow IPC bytes."""
@@ -30,4 +32,16 @@ def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
     sorted_rows, sorted_target = table.take(pa.array(order)), target[order]
     cuts = np.flatnonzero(np.diff(sorted_target, prepend=-1))
     for start, end in zip(cuts, [*cuts[1:], len(target)], strict=True):
-        yield int(sorted_target[start]), to_bytes(sorted_rows.slice(start, end - start))
+        for content in contents(sorted_rows.slice(start, end - start)):
+            yield int(sorted_target[start]), content
+
+
+def contents(table: pa.Table) -> Iterator[bytes]:
+    """Yield the rows as bytes, as few times as a runner's shuffle takes them; one row is whole."""
+    content = to_bytes(table)
+    if len(content) <= PACKET_BYTES or table.num_rows == 1:
+        yield content
+        return
+    half = table.num_rows // 2
+    yield from contents(table.slice(0, half))
+    yield from contents(table.slice(half))

@@ -1,19 +1,28 @@
 """How samples cross from the workers that make them to those that cluster them.
 
-A mapper writes one LZ4 Arrow file per chunk and table, one record batch per
-part, in a directory that all workers share, and sends references through the
-runner's shuffle. Only references that came through the committed grouping are
-read; what a failed attempt left behind goes with the directory at the commit.
+By reference, where workers share a directory: a mapper writes one LZ4 Arrow
+file per chunk and table, one record batch per part, and sends references
+through the runner's shuffle. Only references that came through the committed
+grouping are read; what a failed attempt left behind goes with the directory at
+the commit.
+
+By value, where they do not: the runner's shuffle carries the tables themselves,
+as LZ4 Arrow IPC in packets of at most 8 MiB. The dataset has the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import pyarrow as pa
+from apache_beam import coders
 
+from pipelines.packets import from_message, messages, packets, to_message
 from pipelines.tuples import Tuples
 
 SHUFFLE = "shuffle"
@@ -22,8 +31,7 @@ SHUFFLE = "shuffle"
 _REFERENCE = "_reference_"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Reference:
+class Reference(NamedTuple):
     """Where the samples of one part in one chunk lie.
 
     Attributes:
@@ -35,6 +43,114 @@ class Reference:
     name: str
     batch: int
     num_samples: int
+
+
+coders.registry.register_coder(Reference, coders.RowCoder)
+
+
+class Crossing(Protocol):
+    """A way for samples to cross."""
+
+    element: ClassVar[type]
+    """What the runner's shuffle carries; Beam has a coder for it."""
+
+    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Any]]:
+        """Yield (part, element) pairs for the samples of one chunk, cut by part.
+
+        Args:
+            parts: samples of each part, None where there are none; at least one is not None.
+        """
+        ...
+
+    def receive(self, sent: Iterable[Any]) -> Iterable[Tuples]:
+        """Return the samples of one part, read chunk by chunk each time they are gone through.
+
+        Args:
+            sent: its elements in any order, which can be gone through again and again.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a function yields, anew for each who goes through it."""
+
+    make: Callable[[], Iterator[Tuples]]
+
+    def __iter__(self) -> Iterator[Tuples]:
+        """Yield everything from the beginning."""
+        return self.make()
+
+
+@dataclass(frozen=True, slots=True)
+class ByReference:
+    """Through files in a directory that all workers share.
+
+    Attributes:
+        root: directory of the segment being built.
+        groups: names of the groups.
+    """
+
+    root: Path
+    groups: tuple[str, ...]
+    element: ClassVar[type] = Reference
+
+    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Reference]]:
+        """Write the samples, then yield their references."""
+        name = uuid.uuid4().hex  # never in the dataset: only this attempt's references know it
+        yield from write_chunk(self.root, name, parts).items()
+
+    def receive(self, sent: Iterable[Reference]) -> Again:
+        """Read the samples, references in the order of their names."""
+        references = sorted(sent)
+        return Again(lambda: (read_reference(self.root, r, self.groups) for r in references))
+
+
+@dataclass(frozen=True, slots=True)
+class ByValue:
+    """Through the runner's shuffle.
+
+    Attributes:
+        groups: names of the groups.
+    """
+
+    groups: tuple[str, ...]
+    element: ClassVar[type] = bytes
+
+    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, bytes]]:
+        """Yield the samples of each part in packets."""
+        for index, part in enumerate(parts):
+            if part is not None:
+                tables = (part.uniques[group] for group in self.groups)
+                for packet in packets(to_message(_with_references(part), *tables)):
+                    yield index, packet
+
+    def receive(self, sent: Iterable[bytes]) -> Again:
+        """Join the packets; only messages of which some are still to come are kept."""
+        seen: list[bytes] = []
+        return Again(lambda: (self._samples(m) for m in same_again(messages(sent), seen)))
+
+    def _samples(self, message: bytes) -> Tuples:
+        table, *uniques = from_message(message)
+        return _without_references(table, dict(zip(self.groups, uniques, strict=True)))
+
+
+def same_again(arrived: Iterable[bytes], seen: list[bytes]) -> Iterator[bytes]:
+    """Yield messages; raise when they come in another order than when they were first gone through.
+
+    Runners promise that grouped values can be gone through again, and no order.
+
+    Args:
+        arrived: the messages.
+        seen: their digests, as far as they have been gone through; added to.
+    """
+    for index, message in enumerate(arrived):
+        digest = hashlib.sha256(message).digest()
+        if index == len(seen):
+            seen.append(digest)
+        if digest != seen[index]:
+            raise RuntimeError("samples must come in the same order again, got another; try again")
+        yield message
 
 
 def write_chunk(root: Path, name: str, parts: Sequence[Tuples | None]) -> dict[int, Reference]:
@@ -88,13 +204,14 @@ def read_reference(root: Path, reference: Reference, groups: Sequence[str]) -> T
         groups: names of the groups.
     """
     samples = _read(root, f"{reference.name}.samples", reference.batch)
-    references = {g: samples[_REFERENCE + g].to_numpy().astype("int64") for g in groups}
     uniques = {g: _read(root, f"{reference.name}.{g}", reference.batch) for g in groups}
-    return Tuples(
-        samples.drop_columns([_REFERENCE + g for g in groups]) if groups else samples,
-        references,
-        uniques,
-    )
+    return _without_references(samples, uniques)
+
+
+def _without_references(table: pa.Table, uniques: dict[str, pa.Table]) -> Tuples:
+    hidden = [_REFERENCE + group for group in uniques]
+    references = {g: table[_REFERENCE + g].to_numpy().astype("int64") for g in uniques}
+    return Tuples(table.drop_columns(hidden) if hidden else table, references, uniques)
 
 
 def _read(root: Path, name: str, batch: int) -> pa.Table:

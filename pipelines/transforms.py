@@ -1,12 +1,11 @@
 """The Beam transforms of a build; each is a thin shell over a pure function.
 
 Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4
-Arrow IPC bytes.
+Arrow IPC bytes, samples as `shuffle.py` says.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,6 @@ from pipelines.rejects import python_rows
 from pipelines.rows import ORIGIN, FilePart
 from pipelines.sampling import sample_negatives
 from pipelines.sampling_units import count_units
-from pipelines.shuffle import Reference, read_reference, write_chunk
 from pipelines.side_stages import (
     GoodSideRows,
     SharedSides,
@@ -174,11 +172,10 @@ class _SqlStage(_Counted):
         for row in unusable:
             yield pvalue.TaggedOutput(REJECTS, context.reject(row))
 
-    def hand_over(self, good: Tuples) -> Iterator[tuple[int, Reference]]:
+    def hand_over(self, good: Tuples) -> Iterator[tuple[int, Any]]:
         keys = hash_session_keys(good.column(self.context.data.session.key))
         parts = split(good, part_of_key(keys, self.context.num_parts), self.context.num_parts)
-        name = uuid.uuid4().hex  # never in the dataset: only this attempt's references know it
-        yield from write_chunk(self.context.segment_root, name, parts).items()
+        yield from self.context.crossing.send(parts)
 
 
 class _MapRows(_SqlStage):
@@ -291,6 +288,7 @@ class MakeSamples(beam.PTransform):
             stage = beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small)
             made = (
                 spread_rows[SAMPLES]
+                | "by range" >> beam.Map(_as_is).with_output_types(tuple[int, tuple[str, bytes]])
                 | "group by key" >> beam.GroupByKey()
                 | "sql per key" >> stage.with_outputs(*tags, main=SAMPLES)
             )
@@ -312,64 +310,35 @@ class MakeSamples(beam.PTransform):
         return row[0] in self.context.data.sides
 
 
-class ReferencedSamples:
-    """The samples of one part, read chunk by chunk each time they are gone through."""
-
-    def __init__(self, context: BuildContext, references: Iterable[Reference]) -> None:
-        """Read nothing yet."""
-        self._root = context.segment_root
-        self._groups = list(context.data.groups)
-        self.references = sorted(references)
-
-    def __iter__(self) -> Iterator[Tuples]:
-        """Yield the samples of each reference, references in order of their names."""
-        for reference in self.references:
-            yield read_reference(self._root, reference, self._groups)
-
-
-class _FirstPart(beam.CombineFn):
-    """Keeps the references of the part with the smallest number."""
-
-    def create_accumulator(self) -> tuple[int, list[Reference]] | None:
-        return None
-
-    def add_input(self, mutable_accumulator: Any, element: tuple[int, Iterable[Reference]]) -> Any:
-        if mutable_accumulator is None or element[0] < mutable_accumulator[0]:
-            return element[0], list(element[1])
-        return mutable_accumulator
-
-    def merge_accumulators(self, accumulators: Iterable[Any]) -> Any:
-        return min((a for a in accumulators if a is not None), default=None)
-
-    def extract_output(self, accumulator: Any) -> list[Reference]:
-        return [] if accumulator is None else accumulator[1]
-
-
 class _Pin(beam.DoFn):
+    """Looks at the samples of the first part; passes by the others without reading them."""
+
     def __init__(self, context: BuildContext) -> None:
         self.context = context
 
     def process(
-        self, first_part: list[Reference], files: Mapping[str, str]
-    ) -> Iterator[Pins | None]:
-        samples, context = ReferencedSamples(self.context, first_part), self.context
-        learned = load_building(context.segment_root, files, context.data)
-        yield pin(samples, context.data, learned) if first_part else None
+        self, part: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str]
+    ) -> Iterator[Pins]:
+        if part[0] == first:
+            context = self.context
+            learned = load_building(context.segment_root, files, context.data)
+            yield pin(context.crossing.receive(part[1]), context.data, learned)
 
 
 class _BuildPart(_Counted):
     learned: Learned | None = None
 
     def process(
-        self, part: tuple[int, Iterable[Reference]], pins: Pins, files: Mapping[str, str]
+        self, part: tuple[int, Iterable[Any]], pins: Pins, files: Mapping[str, str]
     ) -> Iterator[PartResult]:
-        samples = ReferencedSamples(self.context, part[1])
-        self.counters["in-rows"].inc(sum(r.num_samples for r in samples.references))
         context = self.context
         root, data, features = context.segment_root, context.data, context.features
         if self.learned is None:
             self.learned = load_building(root, files, data)
-        yield build_part(root, part[0], samples, data, pins, features, self.learned)
+        samples = context.crossing.receive(part[1])
+        result = build_part(root, part[0], samples, data, pins, features, self.learned)
+        self.counters["in-rows"].inc(result.num_samples)
+        yield result
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -380,14 +349,25 @@ class BuildParts(beam.PTransform):
     learned: beam.PCollection | None = None
     """Files of what was learned, one mapping of path to sha256; none when nothing is."""
 
-    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+    def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
         """Bring each range of session hashes to one worker."""
-        files = {} if self.learned is None else beam.pvalue.AsSingleton(self.learned)
-        parts = input_or_inputs | "cluster by session" >> beam.GroupByKey()
-        pins = (
-            parts
-            | "first part" >> beam.CombineGlobally(_FirstPart())
-            | "pin" >> beam.ParDo(_Pin(self.context), files)
+        context, element = self.context, self.context.crossing.element
+        hints = tuple[int, element]  # an int and a coder of its own, on every runner
+        samples: Any = input_or_inputs | "by part" >> beam.Map(_as_is).with_output_types(hints)
+        files = {} if self.learned is None else pvalue.AsSingleton(self.learned)
+        first: Any = (
+            samples
+            | "part numbers" >> beam.Keys()
+            | "first part" >> beam.CombineGlobally(min).without_defaults()
         )
-        stage = _BuildPart(self.context, "BuildParts")
-        return parts | "build part" >> beam.ParDo(stage, beam.pvalue.AsSingleton(pins), files)
+        parts = samples | "cluster by session" >> beam.GroupByKey()
+        number = pvalue.AsSingleton(first, default_value=None)
+        pin_stage = beam.ParDo(_Pin(context), number, files)
+        pins: Any = parts | "pin" >> pin_stage.with_output_types(Pins)
+        pinned = pvalue.AsSingleton(pins, default_value=None)
+        stage = beam.ParDo(_BuildPart(context, "BuildParts"), pinned, files)
+        return parts | "build part" >> stage.with_output_types(PartResult)
+
+
+def _as_is(pair: tuple[int, Any]) -> tuple[int, Any]:
+    return pair

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def beam_options() -> list[str]:
     return OPTIONS.read_text().split()
 
 
-def graph_of(directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def graph_of(
+    directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch, more: list[str] | None = None
+) -> Any:
     """Return the job graph of a build as DataflowRunner makes it, up to the upload."""
     write_log(directory / "log", num_rows=600, num_files=num_files)
     job = write_job(directory / "job")
@@ -52,8 +55,9 @@ def graph_of(directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch) -
         raise StoppedError
 
     monkeypatch.setattr("pipelines.build.run_pipeline", stop)
+    asked = request(job, directory / "log", directory / "dataset")
     with pytest.raises(StoppedError):
-        build(request(job, directory / "log", directory / "dataset"))
+        build(replace(asked, beam_args=[*beam_options(), *(more or [])]))
     options, runner = pipeline_options(beam_options()), DataflowRunner()
     pipeline = beam.Pipeline(runner=runner, options=options)
     found[0](pipeline)
@@ -139,3 +143,17 @@ def test_graph_of_ten_thousand_files_is_small_enough(
     many = graph_of(tmp_path / "many", 110, monkeypatch).ByteSize()
     assert many > few
     assert few + (many - few) / 100 * 10_000 < MAX_GRAPH_BYTES
+
+
+@pytest.mark.parametrize("options", [[], ["--shuffle_by=references"]], ids=["default", "asked"])
+def test_samples_are_clustered_by_an_int_and_cross_with_a_coder_of_their_own(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = graph_of(tmp_path, 3, monkeypatch, options).components
+    clustering = next(
+        t for t in parts.transforms.values() if t.unique_name == "BuildParts/cluster by session"
+    )
+    coder = parts.coders[parts.pcollections[next(iter(clustering.inputs.values()))].coder_id]
+    urns = [parts.coders[part].spec.urn for part in coder.component_coder_ids]
+    value = "beam:coder:row:v1" if options else "beam:coder:bytes:v1"
+    assert urns == ["beam:coder:varint:v1", value]
