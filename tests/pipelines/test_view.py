@@ -14,9 +14,9 @@ from pipelines.content_hash import content_hash
 from pipelines.expand import expand
 from pipelines.view import VIEW, view_sql
 from schemas.dataset import open_dataset
+from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, built, bytes_of, request, write_log
 from tests.pipelines.shifting import JOB, STORAGES, shifting_log
-from tests.pipelines.test_append import DEFAULT, EXTRA, addition, changed
 
 
 def by_view(dataset: Path, name: str) -> pa.Table:

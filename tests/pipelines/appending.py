@@ -1,0 +1,46 @@
+"""Jobs, logs and requests for tests that append segments."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipelines.prepare import BuildRequest
+from tests.pipelines.logs import (
+    SCHEMA,
+    built,
+    request,
+    write_job,
+    write_log,
+)
+
+DEFAULT = """tensor_representation_group { key: "" value { tensor_representation { key: "price"
+  value { dense_tensor { column_name: "price" default_value { float_value: 2.5 } } } } } }
+"""
+EXTRA = 'feature { name: "price" type: FLOAT annotation { tag: "dense" } }\n'
+
+
+def addition(
+    job: Path, log: Path, dataset: Path, position: int | None = None, attempt: str = "more"
+) -> BuildRequest:
+    """Return a request for one more segment."""
+    found = request(job, log, dataset)
+    return replace(found, append=True, position=position, attempt=attempt)
+
+
+def changed(directory: Path, *changes: tuple[str, str], schema: str = SCHEMA) -> Path:
+    """Write the job with some texts replaced."""
+    job = write_job(directory)
+    text = job.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    job.write_text(text)
+    (directory / "schema.pbtxt").write_text(schema)
+    return job
+
+
+def with_logs(directory: Path) -> Path:
+    """Write a job and three logs, and build a dataset of the first."""
+    built(directory)
+    write_log(directory / "log-1", num_rows=200, seed=1)
+    write_log(directory / "log-2", num_rows=150, seed=2)
+    return directory
