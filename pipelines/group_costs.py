@@ -22,8 +22,7 @@ from schemas.jagged import Array, Jagged, unique_tuples
 
 BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.5, "dense": 0.1}
 """What decoding and looking up one value less is worth, in stored bytes; `kept` ones are not read.
-An embedding row is some 50 times as much work as a stored byte is; the weights only have to
-break near-ties of bytes (benchmarks/groups.md)."""
+Chosen by hand, not calibrated: they break near-ties of bytes."""
 BYTES_PER_INVERSE = 0.1
 """What following one inverse index less is worth."""
 BYTES_PER_GROUP = 1_600
