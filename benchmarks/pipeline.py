@@ -5,8 +5,10 @@
 Each side is a process of its own on the same Parquet files, two threads or two
 workers each, in turns. Ours clusters, deduplicates, computes statistics and
 writes; DuckDB and Polars sort by (hash of session, session, time) and write zstd
-Parquet. `ours` has no oracle; what the oracle adds is stated apart, as is our
-start-up, which is in none of the rates.
+Parquet. KuaiRand, where its files are, is joined with its users and histories by
+the same SQL on both sides. `ours` has no oracle; what the oracle adds is stated
+apart, as is our start-up, which is in none of the rates. Bytes are those of the
+data, the oracle's left out.
 """
 
 import argparse
@@ -23,20 +25,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from pipelines.generator.log import GeneratorConfig, write_log
 from schemas.job import load_job
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-JOB = REPOSITORY / "schemas" / "demo" / "job.yaml"
+DEMO = REPOSITORY / "schemas" / "demo" / "job.yaml"
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 DUCKDB = """
 import duckdb, sys, time
-log, out, memory, scratch = sys.argv[1:]
+query, out, memory, scratch = sys.argv[1:]
 c = duckdb.connect()
 c.execute(f"SET threads = 2; SET memory_limit = '{memory}GiB'; SET temp_directory = '{scratch}'")
 start = time.perf_counter()
-c.execute(f"COPY (SELECT * FROM '{log}/*.parquet' ORDER BY hash(session_id), session_id, time) "
-          f"TO '{out}' (FORMAT parquet, COMPRESSION zstd)")
+c.execute(f"COPY ({query}) TO '{out}' (FORMAT parquet, COMPRESSION zstd)")
 print(time.perf_counter() - start)
 """
 
@@ -52,18 +56,39 @@ print(time.perf_counter() - start)
 
 
 @dataclass(frozen=True, slots=True)
+class Log:
+    """What both sides read.
+
+    Attributes:
+        name: in the results.
+        folder: of its files.
+        job: our job file.
+        query: the same for DuckDB.
+        num_samples: rows that both write.
+    """
+
+    name: str
+    folder: Path
+    job: Path
+    query: str
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class Taken:
     """One run of one side.
 
     Attributes:
         seconds: wall time of the work, start-up left out.
         startup: seconds before the work, where it is known.
-        peak_bytes: largest resident memory of the process or a worker of it.
+        peak_bytes: largest resident memory of the process.
+        written_bytes: data written.
     """
 
     seconds: float
     startup: float
     peak_bytes: int
+    written_bytes: int
 
 
 def run(command: Sequence[str], environment: dict[str, str] | None = None) -> tuple[str, int]:
@@ -85,76 +110,95 @@ def run(command: Sequence[str], environment: dict[str, str] | None = None) -> tu
         return out.read(), 1024 * usage.ru_maxrss
 
 
-def ours(job: Path, log: Path, scratch: Path) -> Taken:
+def ours(job: Path, log: Log, scratch: Path) -> Taken:
     """Build a dataset."""
     shutil.rmtree(scratch / "dataset", ignore_errors=True)
-    arguments = ["build", str(job), "--input", str(log), "--output", str(scratch / "dataset")]
-    command = [sys.executable, "-m", "pipelines", *arguments, "--json"]
-    printed, peak = run(command)
+    places = ["--input", str(log.folder), "--output", str(scratch / "dataset")]
+    printed, peak = run([sys.executable, "-m", "pipelines", "build", str(job), *places, "--json"])
     result = json.loads(printed)
-    return Taken(result["wall_sec"], result["startup_sec"], peak)
+    if result["num_samples"] != log.num_samples:
+        raise RuntimeError(f"samples must be {log.num_samples}, got {result['num_samples']}")
+    return Taken(result["wall_sec"], result["startup_sec"], peak, result["dataset_bytes"])
 
 
-def duckdb(log: Path, scratch: Path, memory: int) -> Taken:
+def duckdb(log: Log, scratch: Path, memory: int) -> Taken:
     """Sort and write with DuckDB."""
-    arguments = [str(log), str(scratch / "duckdb.parquet"), str(memory), str(scratch / "spill")]
+    out = scratch / "duckdb.parquet"
+    arguments = [log.query, str(out), str(memory), str(scratch / "spill")]
     printed, peak = run([sys.executable, "-c", DUCKDB, *arguments])
-    return Taken(float(printed.split()[-1]), 0.0, peak)
+    return Taken(float(printed.split()[-1]), 0.0, peak, out.stat().st_size)
 
 
-def polars(log: Path, scratch: Path) -> Taken:
+def polars(log: Log, scratch: Path) -> Taken:
     """Sort and write with Polars."""
-    arguments = [str(log), str(scratch / "polars.parquet")]
+    out = scratch / "polars.parquet"
+    arguments = [str(log.folder), str(out)]
     printed, peak = run([sys.executable, "-c", POLARS, *arguments], {"POLARS_MAX_THREADS": "2"})
-    return Taken(float(printed.split()[-1]), 0.0, peak)
+    return Taken(float(printed.split()[-1]), 0.0, peak, out.stat().st_size)
 
 
-def without_oracle(scratch: Path) -> Path:
-    """Write the demo's job without embedding tables: the same build, no oracle."""
-    folder = scratch / "job"
-    folder.mkdir()
-    text = JOB.read_text()
-    start, end = text.index("  tables:\n"), text.index("  oracle:")
-    (folder / "job.yaml").write_text(text[:start] + "  tables: {}\n" + text[end:])
-    schema = (JOB.parent / "schema.pbtxt").read_text()
+def without_oracle(job: Path, folder: Path) -> Path:
+    """Write a job without embedding tables: the same build, no oracle."""
+    folder.mkdir(parents=True)
+    content = yaml.safe_load(job.read_text())
+    content["data"]["tables"] = {}
+    (folder / "job.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    schema = (job.parent / "schema.pbtxt").read_text()
     (folder / "schema.pbtxt").write_text(schema.replace('tag: "sparse"', 'tag: "kept"'))
     return folder / "job.yaml"
 
 
-def measure(samples: int, rounds: int, memory: int, scratch: Path) -> dict[str, Any]:
-    """Time all sides on one log, in turns."""
-    log = scratch / f"log-{samples}"
-    config = load_job(JOB).data.generate
+def demo_log(samples: int, scratch: Path) -> Log:
+    """Generate the demo's log."""
+    config = load_job(DEMO).data.generate
     assert config is not None, "the demo's job generates its log"
-    write_log(
-        GeneratorConfig(
-            num_samples=samples, seed=config.seed, start=config.start, span=config.span
-        ),
-        log,
+    folder = scratch / f"log-{samples}"
+    settings = GeneratorConfig(
+        num_samples=samples, seed=config.seed, start=config.start, span=config.span
     )
-    plain = without_oracle(scratch)
-    taken: dict[str, list[Taken]] = {"ours": [], "oracle": [], "duckdb": [], "polars": []}
+    write_log(settings, folder)
+    query = f"SELECT * FROM '{folder}/*.parquet' ORDER BY hash(session_id), session_id, time"
+    return Log(f"demo {samples}", folder, DEMO, query, samples)
+
+
+def kuairand_log() -> Log | None:
+    """Return KuaiRand's log, None where it is not."""
+    folder, job = SHARED_DATA / "kuairand_pure_part", REPOSITORY / "schemas/kuairand/job.yaml"
+    if not folder.is_dir():
+        return None
+    data = load_job(job).data
+    assert data.samples.per is not None, "KuaiRand's samples are made per user"
+    files = ", ".join(
+        f"{name} AS (FROM '{folder}/{source.files}')" for name, source in data.sources.items()
+    )
+    query = f"WITH {files} {data.samples.per.sql} ORDER BY hash(user_id), user_id, time"
+    return Log("kuairand", folder, job, query, 228_329)
+
+
+def measure(log: Log, rounds: int, memory: int, scratch: Path) -> dict[str, Any]:
+    """Time all sides on one log, in turns."""
+    plain = without_oracle(log.job, scratch / f"job {log.name}")
+    taken: dict[str, list[Taken]] = {}
     for number in range(rounds):
         sides = {
             "ours": lambda: ours(plain, log, scratch),
             "duckdb": lambda: duckdb(log, scratch, memory),
-            "oracle": lambda: ours(JOB, log, scratch),
+            "oracle": lambda: ours(log.job, log, scratch),
         }
-        if samples <= 2_000_000:  # Polars sorts in memory
+        if log.job == DEMO and log.num_samples <= 2_000_000:  # Polars sorts in memory
             sides["polars"] = lambda: polars(log, scratch)
         names = list(sides)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            taken[name].append(sides[name]())
-            print(name, samples, taken[name][-1], file=sys.stderr, flush=True)
-    shutil.rmtree(log)
-    shutil.rmtree(plain.parent)
-    return summary(samples, taken)
+            found = sides[name]()
+            taken.setdefault(name, []).append(found)
+            print(log.name, name, found, file=sys.stderr, flush=True)
+    return summary(log, taken)
 
 
-def summary(samples: int, taken: dict[str, list[Taken]]) -> dict[str, Any]:
+def summary(log: Log, taken: dict[str, list[Taken]]) -> dict[str, Any]:
     """Return rates, ratios and their spread."""
-    rates = {n: [samples / t.seconds for t in runs] for n, runs in taken.items() if runs}
-    found: dict[str, Any] = {"samples": samples}
+    rates = {n: [log.num_samples / t.seconds for t in runs] for n, runs in taken.items()}
+    found: dict[str, Any] = {"log": log.name, "samples": log.num_samples}
     for name, values in rates.items():
         found[f"{name}_samples_per_sec"] = round(statistics.median(values), 1)
     for peer in ("duckdb", "polars"):
@@ -162,25 +206,33 @@ def summary(samples: int, taken: dict[str, list[Taken]]) -> dict[str, Any]:
             ratios = [a / b for a, b in zip(rates["ours"], rates[peer], strict=True)]
             found[f"{peer}_rounds"] = [round(r, 3) for r in ratios]
             found[f"{peer}_ratio"] = round(statistics.median(ratios), 3)
-    seconds = {n: statistics.median(t.seconds for t in runs) for n, runs in taken.items() if runs}
+    seconds = {n: statistics.median(t.seconds for t in runs) for n, runs in taken.items()}
     found["oracle_adds_sec"] = round(seconds["oracle"] - seconds["ours"], 2)
     found["startup_sec"] = round(statistics.median(t.startup for t in taken["ours"]), 2)
-    found["peak_bytes"] = {n: max(t.peak_bytes for t in runs) for n, runs in taken.items() if runs}
+    found["peak_bytes"] = {n: max(t.peak_bytes for t in runs) for n, runs in taken.items()}
+    found["written_bytes"] = {n: runs[0].written_bytes for n, runs in taken.items()}
     return found
 
 
 def main() -> int:
     """Measure every size and print the largest one's ratio first."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", default="100000,1000000")
+    parser.add_argument("--samples", default="100000,1000000", help="demo logs, largest last")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", type=int, default=4, help="GiB that DuckDB may use")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sizes = [int(n) for n in arguments.samples.split(",")]
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="presage-pipeline-") as folder:
-        details = [measure(n, arguments.rounds, arguments.memory, Path(folder)) for n in sizes]
+    details: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="presage-pipeline-") as name:
+        folder = Path(name)
+        real = kuairand_log()
+        if real:
+            details.append(measure(real, arguments.rounds, arguments.memory, folder))
+        for samples in map(int, arguments.samples.split(",")):
+            log = demo_log(samples, folder)
+            details.append(measure(log, arguments.rounds, arguments.memory, folder))
+            shutil.rmtree(log.folder)
     largest = details[-1]
     result = {
         "ours": largest["ours_samples_per_sec"],
