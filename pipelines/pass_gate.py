@@ -13,6 +13,7 @@ from tensorflow_metadata.proto.v0 import schema_pb2, statistics_pb2
 from pipelines.anomalies import anomalies_text
 from pipelines.gate import GateError, judge
 from pipelines.rejects import Reject
+from pipelines.statistics_text import parsed_statistics
 from schemas.job_gate import GateConfig
 from schemas.layout import ANOMALIES, STATISTICS, rejects_path
 
@@ -25,7 +26,7 @@ def schema_of(text: bytes) -> schema_pb2.Schema:
 def statistics_of(segment: Path) -> statistics_pb2.DatasetFeatureStatisticsList:
     """Return the statistics of a segment."""
     text = (segment / STATISTICS).read_text(encoding="utf-8")
-    return text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
+    return parsed_statistics(text)
 
 
 def rejects_of(segment: Path) -> list[Reject]:
