@@ -92,7 +92,19 @@ def segment_pipeline(
     pipeline: beam.Pipeline, context: BuildContext
 ) -> Mapping[str, beam.PCollection]:
     """Add the whole build of one segment to a pipeline."""
-    rows = pipeline | "ReadRows" >> ReadRows(context)
+    return segment_of_rows(pipeline, pipeline | "ReadRows" >> ReadRows(context), context)
+
+
+def segment_of_rows(
+    pipeline: beam.Pipeline, rows: Mapping[str, beam.PCollection], context: BuildContext
+) -> Mapping[str, beam.PCollection]:
+    """Add the build of one segment to a pipeline that has its raw rows.
+
+    Args:
+        pipeline: where it is added.
+        rows: (source, table) pairs as `SAMPLES`, and `REJECTS`.
+        context: of the build.
+    """
     samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
     outputs: dict[str, beam.PCollection] = {}
     if learned_inputs(context.data):
@@ -138,8 +150,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     if request.check_sql:
         rows = check_map(request, job.data, prepared)
         request.say(f"check-sql: equal samples from {rows} rows cut three ways")
-    hashes = hash_of(identity_of(job.data)), hash_of([asdict(f) for f in features.features])
-    key = hash_of([*hashes, [asdict(f) for f in listing]])[:12]
+    hashes, key = hashes_of(job, features, listing)
     there = admit(request, job, features, key, listing)
     if there is not None:
         settle(request.dataset)
@@ -170,6 +181,14 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     return Built(reference, built=True)
 
 
+def hashes_of(
+    job: Job, features: FeatureSet, listing: tuple[InputFile, ...]
+) -> tuple[tuple[str, str], str]:
+    """Return the hashes of job and schema, and the one in the segment's id."""
+    hashes = hash_of(identity_of(job.data)), hash_of([asdict(f) for f in features.features])
+    return hashes, hash_of([*hashes, [asdict(f) for f in listing]])[:12]
+
+
 def num_parts_of(listing: Sequence[InputFile], data: DataConfig) -> int:
     """Return the parts of a segment: by the bytes that become samples, so without side tables."""
     size = sum(f.num_bytes for f in listing if f.source in data.sources)
@@ -189,17 +208,29 @@ def write_segment(
             building,
             context.num_parts,
         )
-    check_usable(outcome.values["parts"], outcome.values["rejects"], context.data)
-    write_units(building, outcome.values["units"])
-    learned = returned_files(outcome.values, context.learned)
+    finish_written(request, context, key, hashes, outcome.values)
+
+
+def finish_written(
+    request: BuildRequest,
+    context: BuildContext,
+    key: str,
+    hashes: tuple[str, str],
+    values: Mapping[str, list[Any]],
+) -> None:
+    """Finish a segment from what its pipeline gave; done again, it gives the same."""
+    building = context.segment_root
+    check_usable(values["parts"], values["rejects"], context.data)
+    write_units(building, values["units"])
+    learned = returned_files(values, context.learned)
     place_learned(building, request.dataset, learned)
-    write_counts(building, outcome.values["events"])
+    write_counts(building, values["events"])
     finish_segment(
         building,
         f"00000-{key}",
-        outcome.values["parts"],
-        outcome.values["rejects"],
-        dict(outcome.values["tables"]),
+        values["parts"],
+        values["rejects"],
+        dict(values["tables"]),
         context.listing,
         hashes,
         context.data,

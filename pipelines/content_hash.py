@@ -64,7 +64,7 @@ def content_hash(batches: Iterable[pa.Table | pa.RecordBatch]) -> ContentHash:
     total = ContentHash()
     for batch in batches:
         if batch.num_rows:
-            total += _of_rows(_combined(batch))
+            total += _of_rows(row_hashes(batch))
     return total
 
 
@@ -73,7 +73,8 @@ def _of_rows(hashes: NDArray[np.uint64]) -> ContentHash:
     return ContentHash(len(hashes), int(hashes.sum()), int(others.sum()))
 
 
-def _combined(batch: pa.Table | pa.RecordBatch) -> NDArray[np.uint64]:
+def row_hashes(batch: pa.Table | pa.RecordBatch) -> NDArray[np.uint64]:
+    """Return a hash of each row, whatever the order of its columns."""
     return _row_hashes({name: value_hashes(batch[name]) for name in batch.schema.names})
 
 
