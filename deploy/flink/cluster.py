@@ -34,7 +34,7 @@ ENTRY_POINTS = {
     "job-manager": "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint",
     "task-manager": "org.apache.flink.runtime.taskexecutor.TaskManagerRunner",
 }
-HEAP_MB = {"job-manager": 512, "task-manager": 768, "job-server": 512, "embedded": 1536}
+HEAP_MB = {"job-manager": 512, "task-manager": 768, "job-server": 512, "embedded": 1024}
 TASK_MANAGER_MB = {
     "framework.heap.size": 128,
     "task.heap.size": 640,

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from apache_beam.coders import RowCoder
 from apache_beam.coders.typecoders import registry
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from pipelines.commands import main
 from pipelines.ipc import from_bytes, spread
 from pipelines.packets import PACKET_BYTES, from_message, messages, packets, to_message
-from pipelines.shuffle import ByReference, ByValue, Crossing, Reference, same_again
+from pipelines.shuffle import ByReference, ByValue, Crossing, Reference, ReferenceCoder, same_again
 from pipelines.tuples import Tuples, hash_column, separate
 from tests.pipelines.logs import bytes_of, write_job, write_log
 
@@ -113,7 +112,8 @@ def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
 
 def test_a_reference_has_a_coder_of_its_own() -> None:
     coder = registry.get_coder(Reference)
-    assert isinstance(coder, RowCoder)
+    assert isinstance(coder, ReferenceCoder)
+    assert coder.is_deterministic()
     assert coder.decode(coder.encode(Reference("a", 1, 2))) == ("a", 1, 2)
 
 
