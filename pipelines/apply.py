@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.declared import apply_declared
 from pipelines.sql import connect, run
+from schemas.columns import is_list
 from schemas.errors import SchemaError
 from schemas.job_transforms import TransformConfig
 from schemas.learned import Learned
@@ -85,6 +87,12 @@ def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
     for name in expressions:
         kind = made.schema.field(name).type
         column = made[name].cast(pa.float32()) if pa.types.is_float64(kind) else made[name]
+        nulls = pc.list_flatten(column).null_count if is_list(kind) else 0
+        if nulls:
+            raise SchemaError(
+                f"transforms must hold no nulls in lists, got {nulls} in {name!r}; "
+                "leave them out with list_filter, or coalesce them"
+            )
         table = table.append_column(name, column)
     return table
 

@@ -1,7 +1,8 @@
 """Declared transforms as pure functions on Arrow columns: one value, or one list, per tuple.
 
-Nulls stay null; a list is transformed value by value. Whole numbers come out
-as int64, others as float32.
+Nulls stay null; a list is transformed value by value, and since lists hold no
+nulls, a value that has no result is NaN there, or bucket 0. Whole numbers come
+out as int64, others as float32.
 """
 
 from __future__ import annotations
@@ -77,13 +78,18 @@ def check_numbers(kind: str, column: pa.DataType) -> None:
 
 
 def on_values(column: pa.Array, f: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """Apply a function of flat values to a column of values or of lists of them."""
+    """Apply a function of flat values to a column of values or of lists of them.
+
+    What becomes null in a list is NaN, or 0 where the function gives whole numbers.
+    """
     if not is_list(column.type):
         return f(column)
     column = column.cast(pa.large_list(column.type.value_type))
     offsets = column.offsets
     start, end = offsets[0].as_py(), offsets[-1].as_py()
     made = f(column.values.slice(start, end - start))
+    if made.null_count:
+        made = pc.fill_null(made, float("nan") if pa.types.is_floating(made.type) else 0)
     mask = column.is_null() if column.null_count else None
     return pa.LargeListArray.from_arrays(pc.subtract(offsets, start), made, mask=mask)
 
@@ -154,7 +160,7 @@ def cut_list(column: pa.Array, count: int, from_end: bool) -> pa.Array:
 
 
 def clipped(values: pa.Array, minimum: float | None, maximum: float | None) -> pa.Array:
-    """Return numbers moved into a range; whole numbers stay whole.
+    """Return numbers moved into a range; whole numbers stay whole, what is not finite is null.
 
     Raises:
         SchemaError: whole numbers are given a limit that is none.
@@ -211,4 +217,7 @@ def _finite(values: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def _floats(values: NDArray[np.float64], missing: NDArray[np.bool_]) -> pa.Array:
-    return pa.array(values.astype(np.float32), mask=missing)
+    """Return float32; what is missing, or not finite in that type, is null."""
+    with np.errstate(over="ignore"):
+        found = values.astype(np.float32)
+    return pa.array(found, mask=missing | ~np.isfinite(found))

@@ -1,7 +1,7 @@
 """Which groups are stored beyond blocks: shared tuples and windows, by measured bytes.
 
 A pure function of the tables of one part, and of the job. It is asked once, and
-all parts of a segment, and later segments, are stored alike.
+all parts of a segment are stored alike; each segment is asked anew.
 """
 
 from __future__ import annotations

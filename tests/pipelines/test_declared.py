@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelines.apply import transformed
 from pipelines.declared import apply_declared, bucket_of, clipped, cut_list, hashed
 from pipelines.learn_inputs import columns_of
 from schemas.errors import SchemaError
@@ -141,11 +142,35 @@ def test_what_is_not_finite_becomes_null_and_limits_hold_for_infinities() -> Non
     ]
     assert applied(odd, log=LogConfig(column="x")).null_count == 3
     assert bucket_of(odd, np.array([0.0])).to_pylist() == [None, 1, 0, 1]
-    assert clipped(odd, 0, 5).to_pylist()[1:] == [5, 0, 1]
+    assert clipped(odd, 0, 5).to_pylist() == [None, 5, 0, 1]
+    assert clipped(odd, None, 5).to_pylist() == [None, 5, None, 1]
+    assert clipped(pa.array([1e300, 2.0]), None, None).to_pylist() == [None, 2.0]
     assert clipped(pa.array([2**63 - 1, -(2**63), None]), -1e30, 1e30).to_pylist()[:2] == [
         2**63 - 1,
         -(2**63),
     ]
+
+
+def test_lists_hold_no_nulls_whatever_their_values_are() -> None:
+    odd = pa.array([[float("nan"), float("inf"), 1.0], None, []], pa.list_(pa.float32()))
+    kinds: list[dict[str, Any]] = [
+        {"normalize": NormalizeConfig(column="x")},
+        {"log": LogConfig(column="x")},
+        {"clip": ClipConfig(column="x", minimum=0)},
+    ]
+    for kind in kinds:
+        made = applied(odd, **kind)
+        assert made.values.null_count == 0
+        assert np.isfinite(made[0].values.to_numpy()).tolist() == [False, False, True]
+        assert made.to_pylist()[1:] == [None, []]
+    buckets = applied(odd, bucketize=BucketizeConfig(column="x", boundaries=(0.0, 2.0)))
+    assert buckets.to_pylist() == [[0, 2, 1], None, []]
+
+
+def test_null_in_a_list_that_sql_makes_is_told_by_its_name() -> None:
+    table = pa.table({"x": pa.array([[1, 2]])})
+    with pytest.raises(SchemaError, match="hold no nulls in lists, got 2 in 'y'; leave"):
+        transformed(table, {"y": "[nullif(v, v) for v in x]"})
 
 
 def test_quantiles_use_the_learned_boundaries() -> None:
