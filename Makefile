@@ -11,6 +11,7 @@ BIN := .venv/bin
 PACKAGES := schemas pipelines trainer scheduler benchmarks tests
 BENCHMARKS = $(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
 JOB := schemas/demo/job.yaml
+JOBS ?= 2
 DATASET := demo/dataset
 
 # What the surroundings of a process decide: no usage reports, no plot window, no chatter of libraries.
@@ -56,10 +57,10 @@ demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/repor
 	@echo "open demo/report.html"
 
 test: .venv/synced ## every test, the slow ones too, but for the long fault injection
-	python -m pytest -m "not chaos"
+	python -m pytest -n $(JOBS) --dist loadfile -m "not chaos"
 
 test-quick: .venv/synced ## the tests without those marked slow
-	python -m pytest -m "not slow and not chaos"
+	python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not chaos"
 
 check: .venv/synced ## format, lint, types and import directions
 	ruff format --check .
