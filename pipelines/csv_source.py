@@ -11,21 +11,19 @@ import csv
 import io
 from collections.abc import Iterator
 from contextlib import closing
-from typing import BinaryIO
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
+from pipelines.csv_bytes import END, MARK, ValidText, bytes_meant
 from pipelines.folder import Folder, decompressed, first_line, is_transient
 from pipelines.rejects import Reject
 from schemas.job_sources import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
-
-_END = b"\x03\x04"
-"""Each field of a line that is read after the last one: a quote that is left open swallows it."""
 
 _FRACTION = r"\.[0-9]*[1-9]|[eE]-"
 """Texts that DuckDB would round to an integer."""
@@ -49,12 +47,13 @@ class _BadLines:
         self.rejects: list[Reject] = []
 
     def __call__(self, row: pc_csv.InvalidRow) -> str:
-        if _END.decode() in (row.text or ""):
+        if END.decode() in (row.text or ""):
             return "skip"  # told as the open quote that it is
         position = (row.number or self.first_line) - self.first_line
         self.positions.append(position)
         reason = f"line must have {row.expected_columns} fields, got {row.actual_columns}"
-        self.rejects.append(Reject(self.path, position, reason, row.text or ""))
+        text = bytes_meant((row.text or "").encode()).decode(errors="backslashreplace")
+        self.rejects.append(Reject(self.path, position, reason, text))
         return "skip"
 
 
@@ -78,7 +77,7 @@ def read_csv(
     try:
         with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
             reader = pc_csv.open_csv(
-                pa.PythonFile(_WithEnd(file, config), mode="r"),
+                pa.PythonFile(ValidText(file, config), mode="r"),
                 read_options=pc_csv.ReadOptions(
                     use_threads=False,
                     block_size=_BLOCK_BYTES,
@@ -103,24 +102,6 @@ def read_csv(
             raise
         reason = f"file must be CSV, got {first_line(error)}"
         yield None, [Reject(path, None, reason)]
-
-
-class _WithEnd(io.RawIOBase):
-    """A file with one more line, the mark of its end."""
-
-    def __init__(self, file: BinaryIO, config: SourceConfig) -> None:
-        assert config.columns, "csv sources declare their columns"
-        self._file = file
-        self._end = b"\n" + config.delimiter.encode().join([_END] * len(config.columns)) + b"\n"
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        if not data:
-            data, self._end = self._end, b""
-        return data
 
 
 def _wrong_header(folder: Folder, path: str, config: SourceConfig) -> Reject | None:
@@ -157,8 +138,8 @@ def _chunks(
         positions = _positions(batch.num_rows, next_position, bad.positions)
         table = pa.Table.from_batches([batch]).append_column("_position", pa.array(positions))
         last = [column[-1].as_py() for column in batch.columns] if batch.num_rows else []
-        if any(_END in value for value in last):
-            ended = last[0] == _END
+        if any(END in value for value in last):
+            ended = last[0] == END
             table, positions = table.slice(0, table.num_rows - 1), positions[:-1]
         next_position = int(positions[-1]) + 1 if len(positions) else next_position
         converted, rejects = _convert(table, path, config)
@@ -201,31 +182,22 @@ def _convert(table: pa.Table, path: str, config: SourceConfig) -> tuple[pa.Table
 
 def _as_text(table: pa.Table, path: str) -> tuple[pa.Table, list[Reject]]:
     names = [n for n in table.column_names if n != "_position"]
-    try:
-        return _cast_text(table, names), []
-    except pa.ArrowException:
-        rejects = [
-            Reject(path, row["_position"], f"field {name!r} must be UTF-8", repr(row[name]))
-            for row in table.to_pylist()
-            for name in names
-            if not _is_utf8(row[name])
-        ]
+    rejects: list[Reject] = []
+    for name in names:
+        marked = pc.match_substring(table[name], MARK).to_numpy(zero_copy_only=False)
+        for row in np.flatnonzero(marked).tolist():
+            position, found = table["_position"][row].as_py(), table[name][row].as_py()
+            reason = f"field {name!r} must be UTF-8"
+            rejects.append(Reject(path, position, reason, repr(bytes_meant(found))))
+    if rejects:
         bad = pa.array([r.position for r in rejects], pa.int64())
-        keep = pa.compute.invert(pa.compute.is_in(table["_position"], value_set=bad))
-        return _cast_text(table.filter(keep), names), rejects
+        table = table.filter(pc.invert(pc.is_in(table["_position"], value_set=bad)))
+    return _cast_text(table, names), rejects
 
 
 def _cast_text(table: pa.Table, names: list[str]) -> pa.Table:
     columns = {n: table[n].cast(pa.string()) for n in names}
     return pa.table({**columns, "_position": table["_position"]})
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _quoted(name: str) -> str:

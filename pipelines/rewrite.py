@@ -93,6 +93,8 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
             "choose another --output"
         )
     rows = look_at(request.folder, request.session, request.time)
+    if not rows.has_rows():
+        raise SchemaError("input must have rows, got none", file=str(rows.folder))
     order = f"by {rows.time}" if rows.time else "as they lie"
     request.say(f"session key: {rows.session}; rows of a session {order}")
     make = _star if request.layout == "star" else _flat

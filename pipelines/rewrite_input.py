@@ -56,6 +56,10 @@ class Rows:
         """Bytes of the files."""
         return sum(f.num_bytes for f in self.listing)
 
+    def has_rows(self) -> bool:
+        """Say whether any file has a row."""
+        return any(pq.read_metadata(self.folder / f.path).num_rows for f in self.listing)
+
     def batches(self) -> Iterator[pa.Table]:
         """Yield the rows a few at a time, whatever the row groups are.
 
