@@ -11,6 +11,7 @@ from string import Template
 from pipelines.baselines import flat_bytes, flat_rows
 from pipelines.report_dedup import dedup_section
 from pipelines.report_events import event_sections
+from pipelines.report_gate import gate_section
 from pipelines.report_groups import groups_section
 from pipelines.report_headline import facts, headline
 from pipelines.report_html import Section, escape, sections, tiles
@@ -59,6 +60,7 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
         *([groups] if groups else []),
         *sampling_sections(opened),
         *event_sections(opened),
+        gate_section(opened),
         *([oracle_section(oracle)] if oracle else []),
         *([training_section(found)] if runs else []),
         *([pools_section(plan, build)] if plan or build else []),

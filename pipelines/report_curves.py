@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One marked point with its text, below and right of it."""
+    """One marked point with its text below and right of it, or above near the right end."""
 
     text: str
     x: float
@@ -90,8 +90,10 @@ def curve_chart(
             drawn.set_dashes(line.dashes)
     for point in points:
         axes.plot([point.x], [point.y], "o", ms=9, color=point.color, mec="white", mew=1.5)
+        is_far = point.x > 0.8 * max(line.x[-1] for line in lines)  # names of lines stand there
         axes.annotate(
-            point.text, (point.x, point.y), (10, -18), textcoords="offset points",
+            point.text, (point.x, point.y), (0, 10) if is_far else (10, -18),
+            textcoords="offset points", ha="right" if is_far else "left",
             color=point.color, weight="bold",
         )  # fmt: skip
     axes.grid(axis="y")

@@ -84,6 +84,11 @@ def _row(cells: Sequence[object], kind: str = "") -> str:
     return f'<tr{attribute}><th scope="row">{escape(name)}</th>{shown}</tr>'
 
 
+def words_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table of words, left-aligned; its first column names the row."""
+    return table(caption, head, rows).replace('class="table"', 'class="table words"', 1)
+
+
 def command_table(caption: str, rows: Sequence[tuple[str, str, str]]) -> str:
     """Return a table of words; the last column holds commands."""
     body = "".join(

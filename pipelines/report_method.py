@@ -30,6 +30,11 @@ _ALWAYS = (
         "python -m pipelines report DATASET --html FILE.html",
     ),
     (
+        "findings, distances, sessions by segment",
+        "statistics.pbtxt and anomalies.pbtxt of each segment; written by",
+        "python -m pipelines append JOB --dataset DATASET --input LOG",
+    ),
+    (
         "look-ups, accesses, hit rate, peak cache rows",
         "the job's plan run over the index of the dataset; printed by",
         "python -m pipelines oracle DATASET --json",
