@@ -118,8 +118,8 @@ def sums_of(values: NDArray[np.generic], counts: NDArray[np.int64]) -> Sums:
         int(counts.sum()),
         total,
         squares,
-        float(values.min()) if len(values) else float("inf"),
-        float(values.max()) if len(values) else float("-inf"),
+        float(values.min()) + 0.0 if len(values) else float("inf"),  # no -0.0, equal to 0.0
+        float(values.max()) + 0.0 if len(values) else float("-inf"),
     )
 
 
@@ -155,7 +155,8 @@ class Drawn:
 
 
 def drawn(keys: NDArray[np.uint64], values: NDArray[np.float64]) -> Drawn:
-    """Return the values with the smallest keys, in the order of (key, value)."""
+    """Return the values with the smallest keys, in the order of (key, value), -0.0 as 0.0."""
+    values = values + 0.0
     order = np.lexsort((values, keys))[:SAMPLE_SIZE]
     return Drawn(keys[order], values[order])
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 from apache_beam.io.filesystems import FileSystems
 
 from pipelines.check_joins import broadcast_sides, key_types
+from pipelines.check_repeatable import check_repeatable
 from pipelines.check_sql import check_map_sql, first_rows
 from pipelines.check_transforms import check_transforms
 from pipelines.folder import Folder, folder_of
@@ -108,6 +109,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
             name: empty_rows(folder, name, config, [f.path for f in listing if f.source == name])
             for name, config in data.inputs.items()
         }
+        check_repeatable(data, empty)
         broadcast = broadcast_sides(data, listing)
         sources = {name: empty[name] for name in data.sources}
         if data.samples.per is not None:

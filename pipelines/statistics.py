@@ -107,8 +107,8 @@ def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
         len(finite),
         int((finite == 0).sum()),
         len(values) - len(finite),
-        float(finite.min()) if len(finite) else float("inf"),
-        float(finite.max()) if len(finite) else float("-inf"),
+        float(finite.min()) + 0.0 if len(finite) else float("inf"),  # no -0.0, equal to 0.0
+        float(finite.max()) + 0.0 if len(finite) else float("-inf"),
         exact_sum(finite),
         exact_sum_of_squares(finite),
         int(lengths.min()) if len(lengths) else 0,

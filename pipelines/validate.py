@@ -76,6 +76,10 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     for name in features.with_role("sparse"):
         if name not in data.table_of_feature:
             raise SchemaError(f"sparse feature {name!r} must have a table; add it to data.tables")
+    if features[data.session.key].is_list:
+        raise SchemaError(
+            f"session.key must be one value, got a list for {data.session.key!r}; use another"
+        )
     _check_time(samples.field(data.session.time).type, data)
 
 

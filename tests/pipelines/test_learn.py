@@ -145,6 +145,14 @@ def test_sums_of_repeated_values_equal_those_written_out() -> None:
     assert found.num_values == np.isfinite(repeated).sum()
 
 
+@pytest.mark.parametrize("zeros", [[0.0, -0.0], [-0.0, 0.0]])
+def test_what_is_learned_does_not_depend_on_the_order_of_signed_zeros(zeros: list[float]) -> None:
+    first, second = (sums_of(np.array([zero]), np.ones(1, np.int64)) for zero in zeros)
+    assert str(first.merged([second]).numbers("min_max", "x").center) == "0.0"
+    one, other = (drawn(np.zeros(1, np.uint64), np.array([zero])) for zero in zeros)
+    assert [str(x) for x in one.merged([other]).numbers(2, "x").boundaries] == ["0.0"]
+
+
 def test_constant_and_missing_numbers() -> None:
     ones = sums_of(np.ones(5), np.ones(5, np.int64))
     assert ones.numbers("mean_std", "x") == Numbers(1.0, 1.0)

@@ -76,6 +76,13 @@ def test_statistics_of_two_halves_add_up_to_those_of_the_whole(column: pa.Array)
         assert column_statistics(column[:cut]) + column_statistics(column[cut:]) == whole
 
 
+@pytest.mark.parametrize("zeros", [[0.0, -0.0], [-0.0, 0.0]])
+def test_limits_do_not_depend_on_the_order_of_signed_zeros(zeros: list[float]) -> None:
+    parts = [column_statistics(pa.array([zero])) for zero in zeros]
+    both = [parts[0] + parts[1], column_statistics(pa.array(zeros))]
+    assert {str(x) for s in both for x in (s.minimum, s.maximum)} == {"0.0"}
+
+
 def test_statistics_text_says_what_numpy_says() -> None:
     values = np.array([3.0, 5.0, 10.0])
     table = pa.table({"x": pa.array([*values, None]), "h": pa.array([[1], [], [2, 3], None])})
