@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from schemas.absent import absent_columns, constant
 from schemas.columns import numpy_of
 from schemas.dataset import Dataset, Segment, open_dataset
+from schemas.errors import SchemaError
 from schemas.jagged import check_inverse, offsets_of
 from schemas.job import DataConfig
 from schemas.layout import BLOCK, inverse_column, samples_path
@@ -87,7 +88,12 @@ def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
 
     Returns:
         The number of samples.
+
+    Raises:
+        SchemaError: the output is a directory, or the dataset does not fit its manifests.
     """
+    if output.is_dir():
+        raise SchemaError(f"output must be a file, got directory {output}; name a file in it")
     writer: pq.ParquetWriter | None = None
     partial = output.with_name(f".{output.name}.partial")
     count = 0

@@ -15,6 +15,7 @@ import apache_beam as beam
 import grpc
 from apache_beam.metrics import MetricsFilter
 from apache_beam.options.pipeline_options import (
+    DirectOptions,
     GoogleCloudOptions,
     PipelineOptions,
     SetupOptions,
@@ -155,12 +156,17 @@ def pipeline_options(beam_args: list[str]) -> PipelineOptions:
     """Parse Beam options; what Beam does not know is an error.
 
     Raises:
-        SchemaError: an option is unknown, or asks for a template.
+        SchemaError: an option is unknown, asks for a template, or for less than no workers.
     """
     options = PipelineOptions(beam_args)
     unknown = _unknown(options, beam_args)
     if unknown:
         raise SchemaError(f"option must be known here or to Beam, got {unknown[0]}; see --help")
+    workers = options.view_as(DirectOptions).direct_num_workers
+    if workers < 0:
+        raise SchemaError(
+            f"direct_num_workers must not be negative, got {workers}; 0 means all processors"
+        )
     template = options.view_as(GoogleCloudOptions).template_location
     if template is not None:
         raise SchemaError(

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a table of faults, one a line
-"""Statements that would give other samples in the next build are refused before any work."""
+"""What would give other samples in the next build, or none, is refused before any work."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
+from pipelines.expand import expand
 from pipelines.prepare import BuildRequest, prepare
+from pipelines.runner import pipeline_options
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import load_job
@@ -55,3 +57,13 @@ def test_what_treats_each_row_alone_passes(before: str, after: str, tmp_path: Pa
     asked = shop(tmp_path, before, after)
     job = load_job(asked.job_path)
     prepare(asked, job, load_features(asked.job_path.parent / job.data.schema))
+
+
+def test_workers_below_none_are_refused() -> None:
+    with pytest.raises(SchemaError, match="direct_num_workers must not be negative, got -1;"):
+        pipeline_options(["--direct_num_workers=-1"])
+
+
+def test_samples_are_not_written_over_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="output must be a file, got directory"):
+        expand(tmp_path / "dataset", tmp_path)
