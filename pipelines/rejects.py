@@ -59,6 +59,14 @@ def python_rows(table: pa.Table) -> list[dict[str, Any]]:
         >>> python_rows(pa.table({"time": pa.array([2**62], pa.timestamp("us"))}))
         [{'time': 4611686018427387904}]
     """
+    for index, name in enumerate(table.column_names):
+        kind = table[name].type
+        if pa.types.is_timestamp(kind) and kind.unit == "ns":  # else another with pandas installed
+            try:
+                times = table[name].cast(pa.timestamp("us", kind.tz))
+            except pa.ArrowInvalid:
+                times = table[name].cast(pa.int64())
+            table = table.set_column(index, name, times)
     try:
         return table.to_pylist()
     except (OverflowError, ValueError):  # before year 1, after 9999, or parts of a microsecond
