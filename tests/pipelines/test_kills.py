@@ -1,7 +1,6 @@
 """Builds and appends that are killed, cut off from disk, or run twice: a segment, or none."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -38,6 +37,12 @@ def killed(*arguments, **options):
 
 module.{function} = killed
 sys.exit(main(sys.argv[1:]))
+"""
+
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
 """
 
 POINTS = {
@@ -172,11 +177,10 @@ def test_append_on_a_full_disk_ends_in_one_line_and_can_be_run_again(
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     before = open_dataset(dataset).manifest
     done = subprocess.run(
-        [sys.executable, "-m", "pipelines", *command(one, dataset)],
+        [sys.executable, "-c", LIMITED.format(limit=limit), *command(one, dataset)],
         capture_output=True,
         text=True,
         timeout=200,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
