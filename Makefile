@@ -84,7 +84,7 @@ COMPILE = $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-has
   --python-version 3.11 --python-platform x86_64-manylinux_2_28 $(UPGRADE) pyproject.toml
 
 lock: | $(BIN)/uv ## compile the three locks; UPGRADE=--upgrade takes newer versions
-	$(COMPILE) --extra pipelines --extra trainer --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
+	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
 	$(COMPILE) --extra pipelines --constraints requirements.lock --output-file requirements-pipelines.lock
 	$(COMPILE) --extra pipelines --extra gpu --extra scheduler --extra dev --constraints requirements.lock --output-file requirements-gpu.lock
 

@@ -7,86 +7,32 @@ it under the same path.
 
 from __future__ import annotations
 
-import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 import pyarrow as pa
-from apache_beam import pvalue
 
-from pipelines.admit import admit, finished_segments, proposal_of
-from pipelines.build import finish_written, hashes_of, segment_of_rows
+from pipelines.beam_commit import Wanted, committed
+from pipelines.build import segment_of_rows
 from pipelines.build_options import shuffle_of
-from pipelines.expand import joined_row_group, row_groups, sample_columns
+from pipelines.expand import expanded_tables, joined_row_group, row_groups, sample_columns
 from pipelines.folder import folder_of
 from pipelines.given_rows import CONTENT, GivenContext, TypeRows, listing_of, sum_content
 from pipelines.learned_files import learned_so_far, stage_learned
-from pipelines.lock import locked, workplace
 from pipelines.prepare import BuildRequest, prepare
-from pipelines.publish import publish
 from pipelines.transforms import REJECTS, SAMPLES
 from schemas.absent import absent_columns
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.features import FeatureSet, load_features
+from schemas.features import load_features
 from schemas.job import Job, load_job
-from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import InputFile
 
-SEGMENT = "segment"
 INCOMING = ".incoming"
 """Begin of the names of directories below a dataset into which pipelines write their parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A segment that a pipeline makes."""
-
-    request: BuildRequest
-    job: Job
-    features: FeatureSet
-    context: GivenContext
-
-
-class _Commit(beam.DoFn):
-    """Finishes the segment when all of it is there; done twice, it is there once."""
-
-    def __init__(self, wanted: _Wanted, names: tuple[str, ...]) -> None:
-        self.wanted, self.names = wanted, names
-
-    def process(self, listing: tuple[InputFile, ...], *values: list[Any]) -> Iterator[str]:
-        yield commit(self.wanted, listing, dict(zip(self.names, values, strict=True)))
-
-
-def commit(wanted: _Wanted, listing: tuple[InputFile, ...], values: Mapping[str, list[Any]]) -> str:
-    """Make what a pipeline wrote part of the dataset.
-
-    Returns:
-        The segment's name; that of the same segment when it is there already.
-
-    Raises:
-        SchemaError: it must not enter the dataset.
-    """
-    request, job, features = wanted.request, wanted.job, wanted.features
-    incoming = wanted.context.segment_root
-    hashes, key = hashes_of(job, features, listing)
-    there = admit(request, job, features, key, listing)
-    if there is None:
-        with locked(incoming):
-            if not (incoming / MANIFEST).exists():
-                finish_written(request, wanted.context, key, hashes, values)
-            building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-            with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
-                if not (building / MANIFEST).exists():
-                    for child in sorted(incoming.iterdir(), key=lambda c: c.name == MANIFEST):
-                        child.rename(building / child.name)
-                there = publish(proposal_of(request, job, features, key, building))
-    shutil.rmtree(incoming, ignore_errors=True)
-    return there.id
 
 
 class WriteDataset(beam.PTransform):
@@ -124,7 +70,7 @@ class WriteDataset(beam.PTransform):
             raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
         self._parsed = load_job(path)
         self._features = load_features(path.parent / self._parsed.data.schema)
-        _check_job(self._parsed, path)
+        check_one_source(self._parsed, path)
         file = InputFile(source=self._parsed.data.sample_source, path=name, num_bytes=0, sha256="")
         target = Path(dataset).resolve()
         self._request = BuildRequest(
@@ -168,16 +114,16 @@ class WriteDataset(beam.PTransform):
             | "sum content" >> beam.CombineGlobally(sum_content)
             | "name rows" >> beam.Map(listing_of, file)
         )
-        lists = [
-            pvalue.AsSingleton(values | f"all {name} to commit" >> beam.combiners.ToList())
-            for name, values in made.items()
-        ]
-        wanted = _Wanted(request, self._parsed, self._features, context)
-        done = listing | "commit" >> beam.ParDo(_Commit(wanted, tuple(made)), *lists)
-        return {SEGMENT: done, REJECTS: made["rejects"]}
+        wanted = Wanted(request, self._parsed, self._features, context)
+        return committed(listing, made, wanted)
 
 
-def _check_job(job: Job, path: Path) -> None:
+def check_one_source(job: Job, path: Path) -> None:
+    """Refuse a job of more than one source, or whose source does not declare its columns.
+
+    Raises:
+        SchemaError: naming the sources.
+    """
     data = job.data
     source = data.sources[data.sample_source]
     if len(data.inputs) != 1 or not source.columns:
@@ -239,3 +185,13 @@ class _ReadRowGroup(beam.DoFn):
         absent = absent_columns(dataset, segment)
         table = joined_row_group(segment, file_index, row_group, dataset.job.data, absent)
         yield table.select(sample_columns(dataset, self.model_inputs))
+
+
+def columns_of(path: Path, model_inputs: bool) -> pa.Schema:
+    """Return the columns of the tables that `ReadDataset` gives, by a look at the first.
+
+    Args:
+        path: directory of the dataset.
+        model_inputs: whether to add the columns that transforms and sampling made.
+    """
+    return next(expanded_tables(open_dataset(path), model_inputs)).schema

@@ -23,6 +23,8 @@ from pipelines.sides import HIDDEN, SideTable, check_unique, joined, side_table,
 
 REJECTS = "rejects"
 ROWS = "rows"
+_KEYED = tuple[int, tuple[str, bytes]]
+"""What look-ups by key are grouped by is an int on every runner, not a pickled object."""
 _SIDE_BYTES = 32 << 20
 """Bytes of a side table that one part of a look-up by key takes."""
 
@@ -204,11 +206,11 @@ def join_by_key(
         side = (
             side_rows
             | f"side of {index}" >> beam.Filter(lambda row, name=join.side: row[0] == name)
-            | f"spread side {index}" >> beam.ParDo(_SpreadSide(context, num_parts))
+            | f"spread side {index}"
+            >> beam.ParDo(_SpreadSide(context, num_parts)).with_output_types(_KEYED)
         )
-        asked = samples | f"spread samples {index}" >> beam.ParDo(
-            _SpreadSamples(context, index, num_parts)
-        )
+        spread_stage = beam.ParDo(_SpreadSamples(context, index, num_parts))
+        asked = samples | f"spread samples {index}" >> spread_stage.with_output_types(_KEYED)
         samples = (
             (side, asked)
             | f"side and samples {index}" >> beam.Flatten()
