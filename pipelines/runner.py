@@ -36,9 +36,9 @@ LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
 """Names that mean the pinned local runner; DirectRunner may otherwise pick another one."""
 
 worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = 0
-"""Beam's workers in threads send what they have every second, from a thread of its own that takes
-no lock against the one that writes (2.77): an element cut in two never ends at the reader, and what
-is written between the copy and the clearing is lost. Other runners have no such limit by default."""
+"""Beam's workers in threads send what they have every second, from a thread that takes no lock
+against the one that writes (2.77): an element cut in two never ends at the reader, and what is
+written between the copy and the clearing is lost. Other runners have no such limit by default."""
 
 
 @dataclass(frozen=True, slots=True)
