@@ -23,6 +23,7 @@ from pipelines.folder import folder_of
 from pipelines.given_rows import CONTENT, GivenContext, TypeRows, listing_of, sum_content
 from pipelines.learned_files import learned_so_far, stage_learned
 from pipelines.prepare import BuildRequest, prepare
+from pipelines.table_coder import SourceRows
 from pipelines.transforms import REJECTS, SAMPLES
 from schemas.absent import absent_columns
 from schemas.dataset import open_dataset
@@ -103,7 +104,7 @@ class WriteDataset(beam.PTransform):
         )
         context.segment_root.mkdir()
         stage_learned(request.dataset, context.learned, context.segment_root)
-        typing = beam.ParDo(TypeRows(context, REJECTS))
+        typing = beam.ParDo(TypeRows(context, REJECTS)).with_output_types(SourceRows)
         tags = (REJECTS, CONTENT)
         typed = input_or_inputs | "type rows" >> typing.with_outputs(*tags, main=SAMPLES)
         rows = {SAMPLES: typed[SAMPLES], REJECTS: typed[REJECTS]}

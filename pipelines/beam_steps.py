@@ -25,6 +25,7 @@ from pipelines.rows import ORIGIN
 from pipelines.shuffle import Crossing
 from pipelines.sources import empty_rows
 from pipelines.steps import steps_of
+from pipelines.table_coder import SourceRows
 from pipelines.transforms import REJECTS, SAMPLES, ReadRows
 from pipelines.transforms import MakeSamples as _SamplesBySql
 from pipelines.tuples import Tuples
@@ -155,8 +156,10 @@ class MakeSamples(beam.PTransform):
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Type the rows, run the SQL, put the samples' columns together."""
-        typing = beam.ParDo(TypeRows(self._context, REJECTS)).with_outputs(
-            REJECTS, CONTENT, main=SAMPLES
+        typing = (
+            beam.ParDo(TypeRows(self._context, REJECTS))
+            .with_output_types(SourceRows)
+            .with_outputs(REJECTS, CONTENT, main=SAMPLES)
         )
         typed = input_or_inputs | "type rows" >> typing
         made = typed[SAMPLES] | "samples by sql" >> _SamplesBySql(self._context)

@@ -199,7 +199,9 @@ def join_by_key(
     for index, join in enumerate(context.data.samples.joins):
         if join.side in context.broadcast:
             stage = _JoinSmall(context, index)
-            samples = samples | f"look up {index}" >> beam.ParDo(stage, small)
+            samples = samples | f"look up {index}" >> beam.ParDo(stage, small).with_output_types(
+                pa.Table
+            )
             continue
         num_bytes = sum(f.num_bytes for f in context.listing if f.source == join.side)
         num_parts = context.num_parts + num_bytes // _SIDE_BYTES
@@ -215,6 +217,7 @@ def join_by_key(
             (side, asked)
             | f"side and samples {index}" >> beam.Flatten()
             | f"group look-up {index}" >> beam.GroupByKey()
-            | f"look up {index}" >> beam.ParDo(_JoinPart(context, index))
+            | f"look up {index}"
+            >> beam.ParDo(_JoinPart(context, index)).with_output_types(pa.Table)
         )
     return samples

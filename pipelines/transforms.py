@@ -45,6 +45,7 @@ from pipelines.sources import parts_of_file, read_part
 from pipelines.sql import BadRow, SqlResult, connect, with_list_index
 from pipelines.steps import PER, hashed, mapped
 from pipelines.streams import with_events
+from pipelines.table_coder import SourceRows
 from pipelines.tuples import Tuples, separate, split
 from pipelines.validate import usable_samples
 from schemas.columns import one_chunk
@@ -103,7 +104,9 @@ class ReadRows(beam.PTransform):
             cut[SAMPLES]
             | "spread parts" >> beam.Reshuffle()
             | "read parts"
-            >> beam.ParDo(_ReadPart(self.context, "ReadRows")).with_outputs(REJECTS, main=SAMPLES)
+            >> beam.ParDo(_ReadPart(self.context, "ReadRows"))
+            .with_output_types(SourceRows)
+            .with_outputs(REJECTS, main=SAMPLES)
         )
         rejects = (cut[REJECTS], read[REJECTS]) | "join read rejects" >> beam.Flatten()
         return {SAMPLES: read[SAMPLES], REJECTS: rejects}
@@ -271,21 +274,23 @@ class MakeSamples(beam.PTransform):
                 rows
                 | "rows of sides" >> beam.Filter(self._is_side)
                 | "good side rows"
-                >> (beam.ParDo(GoodSideRows(context)).with_outputs(REJECTS, main=SAMPLES))
+                >> beam.ParDo(GoodSideRows(context))
+                .with_output_types(SourceRows)
+                .with_outputs(REJECTS, main=SAMPLES)
             )
             side_rows, small = good[SAMPLES], [small_sides(good[SAMPLES], context)]
             rejects.append(good[REJECTS])
             rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
         tags = (REJECTS, SAMPLING, LEARNED, EVENTS)
         if context.shard is None:
-            stage = beam.ParDo(_MapRows(context, "MapRows"), *small)
+            stage = self._typed(beam.ParDo(_MapRows(context, "MapRows"), *small))
             made = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
         else:
             spread_rows = rows | "spread by key" >> beam.ParDo(
                 _SpreadByKey(context, "SpreadByKey")
             ).with_outputs(REJECTS, main=SAMPLES)
             rejects.append(spread_rows[REJECTS])
-            stage = beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small)
+            stage = self._typed(beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small))
             made = (
                 spread_rows[SAMPLES]
                 | "by range" >> beam.Map(_as_is).with_output_types(tuple[int, tuple[str, bytes]])
@@ -305,6 +310,10 @@ class MakeSamples(beam.PTransform):
             EVENTS: events,
             **{name: made[name] for name in (SAMPLES, SAMPLING, LEARNED)},
         }
+
+    def _typed(self, stage: beam.ParDo) -> beam.ParDo:
+        """Say what comes out of the SQL: tables, when look-ups by key are still to come."""
+        return stage if self.context.joins_at_hand else stage.with_output_types(pa.Table)
 
     def _is_side(self, row: tuple[str, pa.Table]) -> bool:
         return row[0] in self.context.data.sides
