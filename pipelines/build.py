@@ -21,6 +21,7 @@ from pipelines.build_options import shuffle_of
 from pipelines.commit import finish_segment, join_blocks
 from pipelines.context import BuildContext
 from pipelines.folder import folder_of
+from pipelines.ipc import from_bytes
 from pipelines.late import add_counts, read_counts, write_counts
 from pipelines.learn import Learn
 from pipelines.learn_inputs import learned_inputs
@@ -33,7 +34,7 @@ from pipelines.learned_files import (
 )
 from pipelines.lock import workplace
 from pipelines.oracle import write_access
-from pipelines.part import PartResult
+from pipelines.part import PartResult, unpacked
 from pipelines.pinned import identity_of
 from pipelines.prepare import BuildRequest, check_map, prepare
 from pipelines.progress import watched
@@ -42,6 +43,7 @@ from pipelines.rejects import Reject, sort_key
 from pipelines.runner import pipeline_options, run_pipeline
 from pipelines.sampling_units import MergeCounts, write_units
 from pipelines.transforms import (
+    BLOCKS,
     EVENTS,
     REJECTS,
     SAMPLES,
@@ -81,9 +83,9 @@ class _NumberAccesses(beam.DoFn):
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def process(self, table: str, results: list[PartResult]) -> Iterator[tuple[str, int]]:
-        if results:
-            blocks = join_blocks(results)
+    def process(self, table: str, parts: list[bytes]) -> Iterator[tuple[str, int]]:
+        if parts:
+            blocks = join_blocks(from_bytes(part) for part in parts)
             training = blocks.filter(pc.equal(blocks["split"], TRAIN))
             yield table, write_access(self.root, table, training[BLOCK].to_numpy())
 
@@ -111,7 +113,7 @@ def segment_of_rows(
         learn = Learn(context.segment_root, context.data, context.learned)
         outputs["learned"] = samples[LEARNED] | "Learn" >> learn
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
-    joined = parts | "all parts" >> beam.combiners.ToList()
+    joined = parts[BLOCKS] | "all blocks" >> beam.combiners.ToList()
     tables = (
         pipeline
         | "list tables" >> beam.Create(sorted(context.data.tables))
@@ -124,7 +126,7 @@ def segment_of_rows(
     events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
     return {
         **outputs,
-        "parts": parts,
+        "parts": parts[SAMPLES],
         "tables": tables,
         "rejects": rejects,
         "units": units,
@@ -219,8 +221,8 @@ def finish_written(
     values: Mapping[str, list[Any]],
 ) -> None:
     """Finish a segment from what its pipeline gave; done again, it gives the same."""
-    building = context.segment_root
-    check_usable(values["parts"], values["rejects"], context.data)
+    building, parts = context.segment_root, unpacked(values["parts"])
+    check_usable(parts, values["rejects"], context.data)
     write_units(building, values["units"])
     learned = returned_files(values, context.learned)
     place_learned(building, request.dataset, learned)
@@ -228,7 +230,7 @@ def finish_written(
     finish_segment(
         building,
         f"00000-{key}",
-        values["parts"],
+        parts,
         values["rejects"],
         dict(values["tables"]),
         context.listing,

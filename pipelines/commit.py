@@ -60,9 +60,9 @@ from schemas.manifest import (
 from schemas.stored import group_schema
 
 
-def join_blocks(results: Sequence[PartResult]) -> pa.Table:
+def join_blocks(parts: Iterable[pa.Table]) -> pa.Table:
     """Return the rows of `blocks.parquet` of all parts, in training order."""
-    return in_training_order(pa.concat_tables([r.blocks for r in results]))
+    return in_training_order(pa.concat_tables(parts))
 
 
 def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
@@ -125,7 +125,7 @@ def finish_segment(
     Args:
         root: directory of the segment being built; its parts are written.
         segment_id: final name.
-        results: of all parts, at least one.
+        results: of all parts in their order, at least one.
         rejects: rows that could not be used.
         num_unique_rows: distinct rows by table.
         listing: input files.
@@ -134,12 +134,11 @@ def finish_segment(
         features: declared columns.
         learned: files of what transforms learned, path to sha256; they lie in the dataset.
     """
-    results = sorted(results, key=lambda r: r.file_index)
     num_samples = sum(r.num_samples for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
         shutil.rmtree(root / scratch, ignore_errors=True)
     remove_partial(root)
-    blocks = join_blocks(results)
+    blocks = join_blocks(r.blocks for r in results)
     pq.write_table(blocks, root / BLOCKS, compression="zstd", write_page_checksum=True)
     if rejects:
         write_file(root, rejects_path(0), to_table(rejects))

@@ -82,7 +82,9 @@ def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], nam
         )
         return {"tables": tables}
 
-    totals: list[TableTotals] = run_pipeline(make, beam_args, root).values["tables"]
+    totals: list[TableTotals] = []
+    if dataset.job.data.tables:
+        totals = run_pipeline(make, beam_args, root).values["tables"]
     entries = describe_tree(root)
     write_files(root / FILES, entries)
     manifest = IndexManifest(

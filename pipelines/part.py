@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -74,6 +75,20 @@ class PartResult:
     groups: Mapping[str, GroupTotals]
     lookups: Mapping[str, tuple[int, int]]
     slices: Mapping[str, SliceStatistics]
+
+
+def packed(result: PartResult) -> bytes:
+    """Return a result as bytes, which a runner passes on without looking into it.
+
+    Beam walks through everything in an element to learn its size: seventy results
+    with their statistics took it 13 s.
+    """
+    return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(results: Iterable[bytes]) -> list[PartResult]:
+    """Undo `packed` for results in any order; return them in the order of parts."""
+    return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
 
 
 def build_part(

@@ -4,13 +4,13 @@ The histogram counts values by the top 14 bits of their float64: sign, exponent
 and two bits of mantissa, so four buckets per power of two, the same ones for
 every column for ever. Distinct values are estimated from the 1,024 smallest
 hashes. Both add up in any order. Frequent values are counted on an even sample
-of each part and added up part by part, in the order of parts, which does not
-depend on workers either.
+of each part, of which the most frequent ones are kept and added up at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ _SIGN = 1 << (BUCKET_BITS - 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """Shape of a set of values; `a + b` is that of both.
+    """Shape of a set of values.
 
     Attributes:
         buckets: bucket number to count, of finite numbers.
@@ -70,18 +70,6 @@ class Sketch:
         """Return what equal shapes have in common."""
         return hash((self.num_sampled, tuple(sorted(self.buckets.items()))))
 
-    def __add__(self, other: Sketch) -> Sketch:
-        """Add the shapes of two sets of values."""
-        buckets = dict(self.buckets)
-        for bucket, count in other.buckets.items():
-            buckets[bucket] = buckets.get(bucket, 0) + count
-        values, counts = self.values, self.counts
-        if other.values is not None and values is not None:
-            joined = pa.concat_arrays([values, other.values])
-            values, counts = _most(joined, np.concatenate([counts, other.counts]))
-        hashes = np.unique(np.concatenate([self.hashes, other.hashes]))[:SMALLEST_HASHES]
-        return Sketch(buckets, values, counts, self.num_sampled + other.num_sampled, hashes)
-
     @property
     def num_unique(self) -> int:
         """Distinct values: exact below 1,024, else estimated."""
@@ -101,6 +89,28 @@ class Sketch:
 def nothing() -> Sketch:
     """Return the shape of no values."""
     return Sketch({}, None, np.empty(0, np.int64), 0, np.empty(0, np.uint64))
+
+
+def sum_sketches(sketches: Sequence[Sketch]) -> Sketch:
+    """Return the shape of several sets of values together."""
+    if len(sketches) == 1:
+        return sketches[0]
+    values, counts = None, np.empty(0, np.int64)
+    counted = [s for s in sketches if s.values is not None]
+    if counted:
+        joined = pa.concat_arrays([s.values for s in counted])
+        values, counts = _most(*_summed(joined, np.concatenate([s.counts for s in counted])))
+    hashes = np.unique(np.concatenate([s.hashes for s in sketches]))[:SMALLEST_HASHES]
+    num_sampled = sum(s.num_sampled for s in sketches)
+    return Sketch(sum_buckets([s.buckets for s in sketches]), values, counts, num_sampled, hashes)
+
+
+def sum_buckets(buckets: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
+    """Add counts by key."""
+    total: Counter[Any] = Counter()
+    for counts in buckets:
+        total.update(counts)
+    return dict(total)
 
 
 def sketch_of(numbers: NDArray[np.generic] | None, words: pa.Array | None) -> Sketch:
@@ -179,13 +189,29 @@ def _hash(words: pa.Array) -> NDArray[np.uint64]:
     return hash_keys(comparable(words))
 
 
+def _summed(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return each value once, with the sum of its counts."""
+    encoded = values.dictionary_encode()
+    sums = np.zeros(len(encoded.dictionary), np.int64)
+    np.add.at(sums, encoded.indices.to_numpy(), counts)
+    return encoded.dictionary, sums
+
+
 def _most(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
-    """Return the most frequent values, the smaller value first where counts are equal."""
-    if not len(values):
-        return values, np.empty(0, np.int64)
-    table = pa.table({"value": values, "count": counts}).group_by("value")
-    summed = table.aggregate([("count", "sum")])
-    keys = [("count_sum", "descending"), ("value", "ascending")]
-    top = pc.select_k_unstable(summed, min(TOP_VALUES, summed.num_rows), sort_keys=keys)
-    chosen = summed.take(top)
-    return chosen["value"].combine_chunks(), chosen["count_sum"].to_numpy().astype(np.int64)
+    """Return the most frequent of distinct values, the smaller one first where counts are equal."""
+    if len(values) > TOP_VALUES:
+        least = np.partition(counts, len(counts) - TOP_VALUES)[len(counts) - TOP_VALUES]
+        kept, equal = np.flatnonzero(counts > least), np.flatnonzero(counts == least)
+        smallest = _smallest(values.take(pa.array(equal)), TOP_VALUES - len(kept))
+        kept = np.concatenate([kept, equal[smallest]])
+        values, counts = values.take(pa.array(kept)), counts[kept]
+    table = pa.table({"value": values, "count": counts})
+    order = pc.sort_indices(table, [("count", "descending"), ("value", "ascending")]).to_numpy()
+    return values.take(pa.array(order)), counts[order]
+
+
+def _smallest(values: pa.Array, wanted: int) -> NDArray[np.int64]:
+    """Return the positions of the smallest of distinct values, in any order."""
+    if wanted < len(values) and pa.types.is_integer(values.type):
+        return np.argpartition(values.to_numpy(), wanted - 1)[:wanted]
+    return pc.array_sort_indices(values).to_numpy()[:wanted].astype(np.int64)

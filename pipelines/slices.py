@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 import pyarrow as pa
 
 from pipelines.cluster import Clustered
-from pipelines.sketch import count_buckets
+from pipelines.sketch import count_buckets, sum_buckets
 from pipelines.star import Star
-from pipelines.statistics import ColumnStatistics, merge, table_statistics
+from pipelines.statistics import ColumnStatistics, sum_tables, table_statistics
 from pipelines.statistics_text import Slice
 from schemas.columns import numpy_of, one_chunk
 from schemas.features import FeatureSet
@@ -27,7 +25,7 @@ DEDUP_FACTOR = "dedup_factor/"
 
 @dataclass(frozen=True, slots=True)
 class SliceStatistics:
-    """Sums over some samples; `a + b` is those of both.
+    """Sums over some samples.
 
     Attributes:
         num_samples: samples.
@@ -43,15 +41,16 @@ class SliceStatistics:
     label_delays: Mapping[int, int]
     num_unique: Mapping[str, int]
 
-    def __add__(self, other: SliceStatistics) -> SliceStatistics:
-        """Add the sums of two sets of samples."""
-        return SliceStatistics(
-            self.num_samples + other.num_samples,
-            merge(self.columns, other.columns),
-            dict(Counter(self.session_lengths) + Counter(other.session_lengths)),
-            dict(Counter(self.label_delays) + Counter(other.label_delays)),
-            dict(Counter(self.num_unique) + Counter(other.num_unique)),
-        )
+
+def sum_slices(parts: Sequence[SliceStatistics]) -> SliceStatistics:
+    """Return the statistics of several sets of samples together."""
+    return SliceStatistics(
+        sum(p.num_samples for p in parts),
+        sum_tables([p.columns for p in parts]),
+        sum_buckets(p.session_lengths for p in parts),
+        sum_buckets(p.label_delays for p in parts),
+        sum_buckets(p.num_unique for p in parts),
+    )
 
 
 def part_slices(
@@ -116,7 +115,7 @@ def _label_delays(
 def sum_by_split(parts: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, SliceStatistics]:
     """Add the statistics of several sets of samples, training first; a split may lack in some."""
     return {
-        split: reduce(SliceStatistics.__add__, (p[split] for p in parts if split in p))
+        split: sum_slices([p[split] for p in parts if split in p])
         for split in (TRAIN, EVALUATION)
         if any(split in p for p in parts)
     }
@@ -133,7 +132,7 @@ def slices_of(
         features: declared columns.
     """
     splits = sum_by_split(parts)
-    whole = reduce(SliceStatistics.__add__, splits.values())
+    whole = sum_slices(list(splits.values()))
     shown = {"segment": whole, **(splits if len(splits) > 1 else {})}
     return [_slice(name, part, data, features) for name, part in shown.items()]
 

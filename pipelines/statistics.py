@@ -6,8 +6,7 @@ the order of parts nor the machine changes a byte.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -16,13 +15,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.exact_sum import exact_sum, exact_sum_of_squares
-from pipelines.sketch import Sketch, count_buckets, nothing, sketch_of
+from pipelines.sketch import (
+    Sketch,
+    count_buckets,
+    nothing,
+    sketch_of,
+    sum_buckets,
+    sum_sketches,
+)
 from schemas.columns import is_list, numpy_of, one_chunk
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnStatistics:
-    """Sums over the rows of one column; `a + b` is the statistics of both.
+    """Sums over the rows of one column.
 
     Attributes:
         kind: INT, FLOAT or STRING.
@@ -61,24 +67,25 @@ class ColumnStatistics:
         """Rows that have a value or a list."""
         return self.num_rows - self.num_missing
 
-    def __add__(self, other: ColumnStatistics) -> ColumnStatistics:
-        """Add the sums of two sets of rows."""
-        return ColumnStatistics(
-            self.kind,
-            self.num_rows + other.num_rows,
-            self.num_missing + other.num_missing,
-            self.num_values + other.num_values,
-            self.num_zeros + other.num_zeros,
-            self.num_nan + other.num_nan,
-            min(self.minimum, other.minimum),
-            max(self.maximum, other.maximum),
-            self.total + other.total,
-            self.total_squares + other.total_squares,
-            min((s.min_values for s in (self, other) if s.num_present), default=0),
-            max(self.max_values, other.max_values),
-            self.sketch + other.sketch,
-            dict(Counter(self.lengths) + Counter(other.lengths)),
-        )
+
+def sum_columns(parts: Sequence[ColumnStatistics]) -> ColumnStatistics:
+    """Return the statistics of several sets of rows of one column together."""
+    return ColumnStatistics(
+        parts[0].kind,
+        sum(p.num_rows for p in parts),
+        sum(p.num_missing for p in parts),
+        sum(p.num_values for p in parts),
+        sum(p.num_zeros for p in parts),
+        sum(p.num_nan for p in parts),
+        min(p.minimum for p in parts),
+        max(p.maximum for p in parts),
+        sum((p.total for p in parts), Fraction()),
+        sum((p.total_squares for p in parts), Fraction()),
+        min((p.min_values for p in parts if p.num_present), default=0),
+        max(p.max_values for p in parts),
+        sum_sketches([p.sketch for p in parts]),
+        sum_buckets(p.lengths for p in parts),
+    )
 
 
 def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
@@ -123,9 +130,7 @@ def table_statistics(table: pa.Table, skip: Iterable[str] = ()) -> dict[str, Col
     return {c: column_statistics(table[c]) for c in table.column_names if c not in set(skip)}
 
 
-def merge(
-    left: Mapping[str, ColumnStatistics], right: Mapping[str, ColumnStatistics]
-) -> dict[str, ColumnStatistics]:
-    """Add the statistics of two parts, column by column."""
-    both = {c: left[c] + right[c] for c in left if c in right}
-    return {**left, **right, **both}
+def sum_tables(parts: Sequence[Mapping[str, ColumnStatistics]]) -> dict[str, ColumnStatistics]:
+    """Add the statistics of several parts, column by column; a column may lack in some."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum_columns([p[name] for p in parts if name in p]) for name in names}

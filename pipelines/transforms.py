@@ -18,14 +18,14 @@ from apache_beam.metrics import Metrics
 
 from pipelines.cluster import hash_session_keys, part_of_key
 from pipelines.context import BuildContext
-from pipelines.ipc import from_bytes, spread
+from pipelines.ipc import from_bytes, spread, to_bytes
 from pipelines.keys import key_column, key_hashes, key_type
 from pipelines.late import write_late
 from pipelines.learn import partials
 from pipelines.learn_inputs import learned_inputs
 from pipelines.learned_files import LEARNED, load_building
 from pipelines.memory import keep_freed_memory
-from pipelines.part import PartResult, build_part
+from pipelines.part import build_part, packed
 from pipelines.per_key import PerKey, in_origin_order, run_keys
 from pipelines.pins import Pins, pin
 from pipelines.rejects import python_rows
@@ -55,6 +55,7 @@ REJECTS = "rejects"
 SAMPLES = "samples"
 SAMPLING = "sampling"
 EVENTS = "events"
+BLOCKS = "blocks"
 
 
 class _Counted(beam.DoFn):
@@ -339,7 +340,7 @@ class _BuildPart(_Counted):
 
     def process(
         self, part: tuple[int, Iterable[Any]], pins: Pins, files: Mapping[str, str]
-    ) -> Iterator[PartResult]:
+    ) -> Iterator[Any]:
         context = self.context
         root, data, features = context.segment_root, context.data, context.features
         if self.learned is None:
@@ -347,18 +348,23 @@ class _BuildPart(_Counted):
         samples = context.crossing.receive(part[1])
         result = build_part(root, part[0], samples, data, pins, features, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
-        yield result
+        yield packed(result)
+        yield pvalue.TaggedOutput(BLOCKS, to_bytes(result.blocks))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class BuildParts(beam.PTransform):
-    """References to samples to written parts: cluster by session, cut, deduplicate, write."""
+    """References to samples to written parts: cluster by session, cut, deduplicate, write.
+
+    What the commit must know of them is in `SAMPLES` (`part.packed`), rows of
+    `blocks.parquet` in `BLOCKS` (`ipc.to_bytes`).
+    """
 
     context: BuildContext
     learned: beam.PCollection | None = None
     """Files of what was learned, one mapping of path to sha256; none when nothing is."""
 
-    def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Bring each range of session hashes to one worker."""
         context, element = self.context, self.context.crossing.element
         hints = tuple[int, element]  # an int and a coder of its own, on every runner
@@ -375,7 +381,9 @@ class BuildParts(beam.PTransform):
         pins: Any = parts | "pin" >> pin_stage.with_output_types(Pins)
         pinned = pvalue.AsSingleton(pins, default_value=None)
         stage = beam.ParDo(_BuildPart(context, "BuildParts"), pinned, files)
-        return parts | "build part" >> stage.with_output_types(PartResult)
+        return parts | "build part" >> stage.with_output_types(bytes).with_outputs(
+            BLOCKS, main=SAMPLES
+        )
 
 
 def _as_is(pair: tuple[int, Any]) -> tuple[int, Any]:
