@@ -13,6 +13,7 @@ from pipelines.apply import with_transforms
 from pipelines.cluster import Clustered
 from pipelines.sources import ORIGIN
 from pipelines.sql import LIST_INDEX
+from pipelines.tuples import first_appearances
 from schemas.errors import SchemaError
 from schemas.jagged import offsets_of
 from schemas.job import SAMPLES, DataConfig
@@ -117,8 +118,5 @@ def unique_in_blocks(
         ([0, 1, 3], [0, 1, 0, 2])
     """
     size = int(references.max()) + 1 if len(references) else 1
-    _, first, inverse = np.unique(block * size + references, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    return first[order], rank[inverse]
+    inverse, first = first_appearances(block * size + references)
+    return first, inverse

@@ -108,34 +108,44 @@ def distinct(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
         (num_rows,) int64 references, and the distinct rows.
     """
     hashes = table.column(0).to_numpy()
-    references, first = _by_value(hashes)
-    kept = table.take(pa.array(first))
-    if not _equal(table, kept, references):
+    references, first = first_appearances(hashes)
+    if not _equal(table, first[references]):
         # SQL's hashes of lists do collide: [0, 7] and [7]. The column stays, so that equal rows of
         # other chunks, where nothing collided, still meet.
         strong = hash_keys(comparable_tuple(table, table.column_names[1:])) ^ hashes
-        references, first = _by_value(strong)
-        kept = table.take(pa.array(first))
-        assert _equal(table, kept, references), "two independent hashes cannot both collide"
-    return references, kept
+        references, first = first_appearances(strong)
+        assert _equal(table, first[references]), "two independent hashes cannot both collide"
+    return references, table if len(first) == len(table) else table.take(pa.array(first))
 
 
-def _by_value(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each key the rank of its first appearance, and the first appearances."""
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    return rank[inverse], first[order].astype(np.int64)
+def first_appearances(keys: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number the distinct keys in the order in which they appear.
+
+    Args:
+        keys: (n,) whole numbers.
+
+    Returns:
+        (n,) the number of each key, and (num_distinct,) where each appears first.
+
+    Example:
+        >>> numbers, first = first_appearances(np.array([7, 3, 7, 9]))
+        >>> numbers.tolist(), first.tolist()
+        ([0, 1, 0, 2], [0, 1, 3])
+    """
+    encoded = pa.array(keys).dictionary_encode()  # by a hash table, five times as fast as sorting
+    numbers = encoded.indices.to_numpy().astype(np.int64)
+    first = np.flatnonzero(np.diff(np.maximum.accumulate(numbers), prepend=-1))
+    return numbers, first
 
 
-def _equal(table: pa.Table, kept: pa.Table, references: NDArray[np.int64]) -> bool:
-    """Compare every row with the distinct row it refers to, floats by their bits."""
-    repeated = pa.array(references)
-    return all(
-        _bits(kept[name]).take(repeated).equals(_bits(table[name]))
-        for name in table.column_names[1:]
-    )
+def _equal(table: pa.Table, same: NDArray[np.int64]) -> bool:
+    """Compare every row with the row that it is said to equal, floats by their bits."""
+    repeats = np.flatnonzero(same != np.arange(len(same)))
+    if not len(repeats):
+        return True
+    these, those = pa.array(repeats), pa.array(same[repeats])
+    columns = (_bits(table[name]) for name in table.column_names[1:])
+    return all(column.take(these).equals(column.take(those)) for column in columns)
 
 
 def _bits(column: pa.ChunkedArray) -> pa.Array:
@@ -172,8 +182,9 @@ def compact(tuples: Tuples) -> Tuples:
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
     for group, table in tuples.uniques.items():
-        used, references[group] = np.unique(tuples.references[group], return_inverse=True)
-        uniques[group] = table.take(pa.array(used))
+        refers = tuples.references[group]
+        references[group], first = first_appearances(refers)
+        uniques[group] = table.take(pa.array(refers[first]))
     return Tuples(tuples.samples, references, uniques)
 
 
@@ -192,10 +203,10 @@ def split(tuples: Tuples, target: NDArray[np.int64], num_targets: int) -> list[T
     for group, table in tuples.uniques.items():
         size = max(1, table.num_rows)
         pairs = by_target * size + ordered.references[group]
-        used, inverse = np.unique(pairs, return_inverse=True)
-        starts = np.searchsorted(used, np.arange(num_targets + 1) * size)
-        local = inverse - starts[by_target]
-        tables[group] = local, starts, table.take(pa.array(used % size))
+        numbers, first = first_appearances(pairs)
+        starts = np.searchsorted(by_target[first], np.arange(num_targets + 1))
+        local = numbers - starts[by_target]
+        tables[group] = local, starts, table.take(pa.array(pairs[first] % size))
     found: list[Tuples | None] = []
     for index, (start, end) in enumerate(pairwise(cuts.tolist())):
         found.append(
