@@ -21,8 +21,12 @@ from apache_beam.options.pipeline_options import (
     SetupOptions,
     StandardOptions,
 )
+from apache_beam.portability.api import beam_provision_api_pb2
 from apache_beam.runners.portability.fn_api_runner import FnApiRunner, worker_handlers
+from apache_beam.runners.portability.fn_api_runner.fn_runner import ExtendedProvisionInfo
 from apache_beam.runners.runner import PipelineResult
+from google.protobuf.json_format import ParseDict
+from google.protobuf.struct_pb2 import Struct
 
 from pipelines.partial import whole
 from schemas.errors import SchemaError
@@ -32,6 +36,8 @@ _STEP = r" \[while running '[^']*'\]$"
 """What Beam adds to an error."""
 WORKER_BYTES = 2 << 30
 """Memory that a worker may need."""
+PROCESS_BUNDLES = 24
+"""Pieces of work from which on workers are processes."""
 LOCAL_RUNNERS = (None, "DirectRunner", "FnApiRunner")
 """Names that mean the pinned local runner; DirectRunner may otherwise pick another one."""
 
@@ -110,8 +116,8 @@ def run_pipeline(
 def local_workers(beam_args: Sequence[str], bundles: int) -> list[str]:
     """Return Beam's options for as many local workers as processors, memory and work suggest.
 
-    Threads, because almost all of the time is spent outside of Python's lock, and a
-    process takes 3 s to start. What the user says about `--direct_*` wins.
+    Threads for little work, because a process takes 3 s to start; processes for much,
+    because threads wait for Python's lock. What the user says about `--direct_*` wins.
     """
     if any(a.startswith("--direct_") for a in beam_args):
         return []
@@ -119,7 +125,8 @@ def local_workers(beam_args: Sequence[str], bundles: int) -> list[str]:
     workers = min(len(os.sched_getaffinity(0)), bundles, memory // WORKER_BYTES)
     if workers < 2:
         return []
-    return [f"--direct_num_workers={workers}", "--direct_running_mode=multi_threading"]
+    mode = "multi_threading" if bundles < PROCESS_BUNDLES else "multi_processing"
+    return [f"--direct_num_workers={workers}", f"--direct_running_mode={mode}"]
 
 
 def worker_error(text: str) -> str:
@@ -196,5 +203,9 @@ def _unknown(options: PipelineOptions, beam_args: list[str]) -> list[str]:
 def local_runner(options: PipelineOptions) -> FnApiRunner | None:
     """Return the pinned local runner, or None when another one is asked for."""
     if options.view_as(StandardOptions).runner in LOCAL_RUNNERS:
-        return FnApiRunner()
+        quiet = beam_provision_api_pb2.ProvisionInfo(
+            retrieval_token="none",
+            pipeline_options=ParseDict({"default_sdk_harness_log_level": "ERROR"}, Struct()),
+        )
+        return FnApiRunner(provision_info=ExtendedProvisionInfo(quiet))
     return None

@@ -18,7 +18,9 @@ def test_workers_follow_work_processors_and_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda _: set(range(8)))
     threads = "--direct_running_mode=multi_threading"
     monkeypatch.setattr(runner, "WORKER_BYTES", 1)
-    assert local_workers([], 100) == ["--direct_num_workers=8", threads]
+    processes = "--direct_running_mode=multi_processing"
+    assert local_workers([], 100) == ["--direct_num_workers=8", processes]
+    assert local_workers([], 23) == ["--direct_num_workers=8", threads]
     assert local_workers([], 3) == ["--direct_num_workers=3", threads]
     assert local_workers([], 1) == []
     monkeypatch.setattr(runner, "WORKER_BYTES", 1 << 62)
