@@ -29,7 +29,7 @@ import yaml
 
 from benchmarks.storage import SHARED_DATA, job_path, raw_log
 from pipelines.build import build
-from pipelines.expand import expand
+from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN

@@ -23,9 +23,9 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.storage import LOGS, SHARED_DATA, job_path, raw_log
-from pipelines.apply import with_transforms
 from pipelines.build import build
-from pipelines.expand import joined_row_group, row_groups
+from pipelines.learned.apply import with_transforms
+from pipelines.parts.expand import joined_row_group, row_groups
 from pipelines.prepare import BuildRequest
 from schemas.dataset import Dataset, open_dataset
 from schemas.job import SAMPLES, DataConfig

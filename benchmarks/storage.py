@@ -26,11 +26,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.baselines import flat_rows, shuffled, time_ordered, write_best, write_flat
 from pipelines.build import build
 from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.prepare import BuildRequest
-from pipelines.report_storage import bytes_by_table, dataset_bytes, oracle_bytes
+from pipelines.report.baselines import flat_rows, shuffled, time_ordered, write_best, write_flat
+from pipelines.report.storage import bytes_by_table, dataset_bytes, oracle_bytes
 from schemas.dataset import Dataset, open_dataset
 from schemas.job import load_job
 from schemas.layout import DATA_DIRECTORIES, window_columns

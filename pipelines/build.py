@@ -15,34 +15,10 @@ from typing import Any
 import apache_beam as beam
 import pyarrow.compute as pc
 
-from pipelines.admit import admit, finished_segments, proposal_of
-from pipelines.auto_job import with_groups
-from pipelines.build_options import shuffle_of
-from pipelines.commit import finish_segment, join_blocks
-from pipelines.context import BuildContext
-from pipelines.folder import folder_of
-from pipelines.ipc import from_bytes
-from pipelines.late import add_counts, read_counts, write_counts
-from pipelines.learn import Learn
-from pipelines.learn_inputs import learned_inputs
-from pipelines.learned_files import (
-    LEARNED,
-    learned_so_far,
-    place_learned,
-    returned_files,
-    stage_learned,
-)
-from pipelines.lock import workplace
-from pipelines.oracle import write_access
-from pipelines.part import PartResult, unpacked
-from pipelines.pinned import identity_of
-from pipelines.prepare import BuildRequest, check_map, prepare
-from pipelines.progress import watched
-from pipelines.publish import publish, settle
-from pipelines.rejects import Reject, sort_key
-from pipelines.runner import pipeline_options, run_pipeline
-from pipelines.sampling_units import MergeCounts, write_units
-from pipelines.transforms import (
+from pipelines.beam.context import BuildContext
+from pipelines.beam.ipc import from_bytes
+from pipelines.beam.runner import pipeline_options, run_pipeline
+from pipelines.beam.transforms import (
     BLOCKS,
     EVENTS,
     REJECTS,
@@ -52,6 +28,30 @@ from pipelines.transforms import (
     MakeSamples,
     ReadRows,
 )
+from pipelines.build_options import shuffle_of
+from pipelines.groups.job import with_groups
+from pipelines.learned.files import (
+    LEARNED,
+    learned_so_far,
+    place_learned,
+    returned_files,
+    stage_learned,
+)
+from pipelines.learned.inputs import learned_inputs
+from pipelines.learned.learn import Learn
+from pipelines.oracle.accesses import write_access
+from pipelines.parts.part import PartResult, unpacked
+from pipelines.prepare import BuildRequest, check_map, prepare
+from pipelines.progress import watched
+from pipelines.samples.sampling_units import MergeCounts, write_units
+from pipelines.segments.admit import admit, finished_segments, proposal_of
+from pipelines.segments.commit import finish_segment, join_blocks
+from pipelines.segments.lock import workplace
+from pipelines.segments.pinned import identity_of
+from pipelines.segments.publish import publish, settle
+from pipelines.sources.folder import folder_of
+from pipelines.sources.late import add_counts, read_counts, write_counts
+from pipelines.sources.rejects import Reject, sort_key
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features

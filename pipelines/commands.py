@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.build import build
-from pipelines.expand import expand
-from pipelines.gate import GateError
+from pipelines.gate.judge import GateError
 from pipelines.generator.log import GeneratorConfig, write_log
-from pipelines.oracle_command import oracle
+from pipelines.oracle.command import oracle
+from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
-from pipelines.rewrite import RewriteRequest, rewrite
-from pipelines.verify import verify
+from pipelines.rewrite.command import RewriteRequest, rewrite
+from pipelines.segments.verify import verify
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 
@@ -211,7 +211,7 @@ def _expand(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
-    page = importlib.import_module("pipelines.report")  # brings matplotlib, 1.5 s: only here
+    page = importlib.import_module("pipelines.report.page")  # brings matplotlib, 1.5 s: only here
     page.write_report(arguments.dataset, arguments.html, arguments.runs)
     print(f"wrote {arguments.html}", file=sys.stderr)
     return 0

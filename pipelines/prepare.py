@@ -10,23 +10,30 @@ import duckdb
 import pyarrow as pa
 from apache_beam.io.filesystems import FileSystems
 
-from pipelines.check_joins import broadcast_sides, key_types
-from pipelines.check_repeatable import check_repeatable
-from pipelines.check_sql import check_map_sql, first_rows
-from pipelines.check_transforms import check_transforms
-from pipelines.folder import Folder, folder_of
-from pipelines.keys import key_type
-from pipelines.listing import list_inputs
-from pipelines.passed_lists import Passed, passed_lists
-from pipelines.per_key import PerKey, run_keys
-from pipelines.rows import ORIGIN, FilePart
-from pipelines.runner import pipeline_options
-from pipelines.sampling import check_sampling
-from pipelines.sources import empty_rows, parts_of_file, read_part
-from pipelines.sql import connect
-from pipelines.steps import PER, Steps, last_hashed, looked_up_nothing, samples_of_nothing, steps_of
-from pipelines.streams import with_events
-from pipelines.validate import check_columns
+from pipelines.beam.runner import pipeline_options
+from pipelines.learned.check_transforms import check_transforms
+from pipelines.samples.check_joins import broadcast_sides, key_types
+from pipelines.samples.check_repeatable import check_repeatable
+from pipelines.samples.check_sql import check_map_sql, first_rows
+from pipelines.samples.keys import key_type
+from pipelines.samples.passed_lists import Passed, passed_lists
+from pipelines.samples.per_key import PerKey, run_keys
+from pipelines.samples.sampling import check_sampling
+from pipelines.samples.sql import connect
+from pipelines.samples.steps import (
+    PER,
+    Steps,
+    last_hashed,
+    looked_up_nothing,
+    samples_of_nothing,
+    steps_of,
+)
+from pipelines.samples.validate import check_columns
+from pipelines.sources.folder import Folder, folder_of
+from pipelines.sources.listing import list_inputs
+from pipelines.sources.read import empty_rows, parts_of_file, read_part
+from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.streams import with_events
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import DataConfig, Job

@@ -20,6 +20,7 @@ DOCUMENTS = sorted(
         "README.md",
         "docs/*.md",
         "*/README.md",
+        "pipelines/*/README.md",
         "deploy/*/README.md",
         "schemas/FORMAT.md",
     )

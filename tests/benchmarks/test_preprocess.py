@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.preprocess import main, measure, sides
-from pipelines.apply import with_transforms
 from pipelines.build import build
+from pipelines.learned.apply import with_transforms
 from schemas.dataset import open_dataset
 from schemas.job import SAMPLES
 from schemas.learned import load_learned

@@ -12,8 +12,8 @@ import pytest
 
 from pipelines.build import build
 from pipelines.commands import main
-from pipelines.expand import expand, expanded_tables
-from pipelines.verify import verify
+from pipelines.parts.expand import expand, expanded_tables
+from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
 from schemas.manifest import read_dataset, write_manifest

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import publish as module
 from pipelines.build import build
-from pipelines.commit import commit_root
-from pipelines.verify import verify
+from pipelines.segments import publish as module
+from pipelines.segments.commit import commit_root
+from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
 from tests.pipelines.appending import addition, with_logs

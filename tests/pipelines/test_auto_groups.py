@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.auto_groups import choose_groups, expected_factor, search
-from pipelines.group_costs import Costs, feature_of
+from pipelines.groups.costs import Costs, feature_of
+from pipelines.groups.search import choose_groups, expected_factor, search
 from schemas.job import MAX_GROUPS
 
 BLOCK = 64

@@ -14,13 +14,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.auto_job import named_groups, rewritten
 from pipelines.build import build
-from pipelines.expand import expand
-from pipelines.group_sample import KeysOfPart, SmallestHashes, choose_keys
-from pipelines.learn_inputs import columns_of
-from pipelines.rows import ORIGIN, FilePart
-from pipelines.verify import verify
+from pipelines.groups.job import named_groups, rewritten
+from pipelines.groups.sample import KeysOfPart, SmallestHashes, choose_keys
+from pipelines.learned.inputs import columns_of
+from pipelines.parts.expand import expand
+from pipelines.segments.verify import verify
+from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.job import load_job
@@ -91,7 +91,7 @@ def test_files_listed_in_another_order_give_the_same_groups(
 ) -> None:
     walk = os.walk
     monkeypatch.setattr(
-        "pipelines.folder.os.walk",
+        "pipelines.sources.folder.os.walk",
         lambda *a, **k: ((d, f, sorted(n, reverse=True)) for d, f, n in walk(*a, **k)),
     )
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
@@ -345,7 +345,7 @@ def test_the_first_key_is_chosen_whatever_it_takes() -> None:
 def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.group_sample.INPUT_BYTES", 4_000)
+    monkeypatch.setattr("pipelines.groups.sample.INPUT_BYTES", 4_000)
     (columns,) = open_dataset(built(tmp_path)).job.data.groups.values()
     assert {"session", "user", "history"} <= {*columns}
 
@@ -353,7 +353,7 @@ def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
 def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.group_sample.MAX_CELLS", 200)
+    monkeypatch.setattr("pipelines.groups.sample.MAX_CELLS", 200)
     assert open_dataset(built(tmp_path)).job.data.groups
 
 

@@ -13,9 +13,9 @@ import pytest
 from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from apache_beam.testing.util import assert_that, equal_to
 
-from pipelines.beam_build import BuildDataset
-from pipelines.beam_io import INCOMING, ReadDataset, WriteDataset
-from pipelines.beam_steps import MakeSamples, ReadSource
+from pipelines.beam.build import BuildDataset
+from pipelines.beam.io import INCOMING, ReadDataset, WriteDataset
+from pipelines.beam.steps import MakeSamples, ReadSource
 from pipelines.build import build
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

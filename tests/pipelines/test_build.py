@@ -10,8 +10,8 @@ import pytest
 
 from pipelines.build import build
 from pipelines.commands import main
-from pipelines.expand import expand, expanded_tables
-from pipelines.verify import verify
+from pipelines.parts.expand import expand, expanded_tables
+from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.logs import built, bytes_of, copy_of, request, samples_of, write_job, write_log
@@ -119,7 +119,9 @@ def test_build_that_dies_before_the_commit_leaves_nothing_and_can_be_run_again(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.publish.commit_root", lambda *_: (_ for _ in ()).throw(OSError))
+        patch.setattr(
+            "pipelines.segments.publish.commit_root", lambda *_: (_ for _ in ()).throw(OSError)
+        )
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)
     left = {Path(path).parts[:2] for path in bytes_of(tmp_path / "dataset")}

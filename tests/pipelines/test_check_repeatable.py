@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
-from pipelines.expand import expand
+from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest, prepare
-from pipelines.runner import pipeline_options
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import load_job

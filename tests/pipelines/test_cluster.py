@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.cluster import cluster, cut_blocks, hash_session_keys, microseconds, part_of_key
-from pipelines.sources import ORIGIN
-from pipelines.sql import LIST_INDEX
-from pipelines.star import to_star
-from pipelines.tuples import Tuples, hash_column, separate
-from pipelines.write import row_groups_of
+from pipelines.parts.cluster import (
+    cluster,
+    cut_blocks,
+    hash_session_keys,
+    microseconds,
+    part_of_key,
+)
+from pipelines.parts.star import to_star
+from pipelines.parts.write import row_groups_of
+from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.tuples import Tuples, hash_column, separate
+from pipelines.sources.read import ORIGIN
 from schemas.job import (
     DataConfig,
     SamplesConfig,

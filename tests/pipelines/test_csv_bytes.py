@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.csv_bytes import END, ValidText, bytes_meant, valid_text
-from pipelines.csv_source import read_csv
-from pipelines.folder import folder_of
+from pipelines.sources.csv_bytes import END, ValidText, bytes_meant, valid_text
+from pipelines.sources.csv_source import read_csv
+from pipelines.sources.folder import folder_of
 from schemas.job_sources import SourceConfig
 
 CONFIG = SourceConfig(

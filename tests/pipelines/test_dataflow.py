@@ -21,8 +21,8 @@ from apache_beam.pvalue import PCollection
 from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
 from apache_beam.transforms.environments import DockerEnvironment
 
+from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
-from pipelines.runner import pipeline_options
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.apply import transformed
-from pipelines.declared import apply_declared, bucket_of, clipped, cut_list, hashed
-from pipelines.learn_inputs import columns_of
+from pipelines.learned.apply import transformed
+from pipelines.learned.declared import apply_declared, bucket_of, clipped, cut_list, hashed
+from pipelines.learned.inputs import columns_of
 from schemas.errors import SchemaError
 from schemas.job_transforms import (
     BucketizeConfig,

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.encodings import (
+from pipelines.parts.encodings import (
     PAGE_BYTES,
     TRIAL_BYTES,
     Encodings,

@@ -15,8 +15,9 @@ from tensorflow_metadata.proto.v0 import anomalies_pb2, statistics_pb2
 
 from pipelines.build import build
 from pipelines.commands import REFUSED, main
-from pipelines.distance import infinity_norm, jensen_shannon
-from pipelines.sketch import (
+from pipelines.gate.distance import infinity_norm, jensen_shannon
+from pipelines.segments.verify import verify
+from pipelines.statistics.sketch import (
     SAMPLED_VALUES,
     Sketch,
     bucket_range,
@@ -24,8 +25,7 @@ from pipelines.sketch import (
     sketch_of,
     sum_sketches,
 )
-from pipelines.statistics_text import RANKED_VALUES
-from pipelines.verify import verify
+from pipelines.statistics.text import RANKED_VALUES
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import ANOMALIES, SEGMENTS, STATISTICS

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import pieces
 from pipelines.build import build
-from pipelines.expand import expand
 from pipelines.generator.log import GeneratorConfig, write_log
-from pipelines.verify import verify
+from pipelines.parts import pieces
+from pipelines.parts.expand import expand
+from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import request, samples_of, write_job
 from tests.pipelines.logs import write_log as write_small_log

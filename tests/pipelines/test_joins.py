@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines import check_joins
 from pipelines.build import build
-from pipelines.expand import expand
-from pipelines.rows import ORIGIN
-from pipelines.sides import joined, side_table, sorted_rows
+from pipelines.parts.expand import expand
+from pipelines.samples import check_joins
+from pipelines.samples.sides import joined, side_table, sorted_rows
+from pipelines.sources.rows import ORIGIN
 from schemas.errors import SchemaError
 from schemas.job_sources import JoinConfig, SideConfig
 from tests.pipelines.logs import bytes_of, request
@@ -333,7 +333,9 @@ def test_newest_row_that_is_not_after_the_sample_is_found(
 
 
 def test_keys_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.sides.key_hashes", lambda keys: np.zeros(len(keys), np.uint64))
+    monkeypatch.setattr(
+        "pipelines.samples.sides.key_hashes", lambda keys: np.zeros(len(keys), np.uint64)
+    )
     config = SideConfig(files="*", format="parquet", key="k")
     rows = pa.table({"k": ["a", "b", "c"], "v": [1, 2, 3], ORIGIN: [0, 1, 2]})
     side = side_table(sorted_rows(rows, config, pa.string()), config)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import part, transforms
+from pipelines.beam import transforms
 from pipelines.build import build
-from pipelines.partial import whole
+from pipelines.parts import part
+from pipelines.parts.star import check_blocks
 from pipelines.prepare import BuildRequest
-from pipelines.star import check_blocks
-from pipelines.verify import verify
-from pipelines.view import VIEW
+from pipelines.segments.partial import whole
+from pipelines.segments.verify import verify
+from pipelines.segments.view import VIEW
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SEGMENTS
@@ -24,7 +25,8 @@ from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, w
 
 DRIVER = """
 import os, signal, sys
-from pipelines import {module} as module
+from importlib import import_module
+module = import_module("pipelines.{module}")
 from pipelines.commands import main
 
 real, calls = module.{function}, []
@@ -47,11 +49,11 @@ os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
 
 POINTS = {
     "before the segment is finished": ("build", "finish_segment", 0),
-    "before it is judged": ("publish", "relabel", 0),
-    "before its index": ("publish", "build_index", 0),
-    "between its name and the root": ("publish", "commit_root", 1),
-    "before the root, the new job beside the old": ("commit", "write_manifest", 2),
-    "after the root, before the new job has its name": ("publish", "remove_indexes", 0),
+    "before it is judged": ("segments.publish", "relabel", 0),
+    "before its index": ("segments.publish", "build_index", 0),
+    "between its name and the root": ("segments.publish", "commit_root", 1),
+    "before the root, the new job beside the old": ("segments.commit", "write_manifest", 2),
+    "after the root, before the new job has its name": ("segments.publish", "remove_indexes", 0),
 }
 SHORT = ("between its name and the root",)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines import learned_partials
-from pipelines.learn import MergePartials, counted_column, partials
-from pipelines.learn_inputs import learned_inputs, transforms_before
-from pipelines.learned_files import learned_so_far
-from pipelines.learned_partials import Counts, Drawn, Partial, Sums, drawn, sums_of
-from pipelines.sql import connect, map_rows, with_list_index
-from pipelines.tuples import Tuples, separate, with_hashes
+from pipelines.learned import partials as learned_partials
+from pipelines.learned.files import learned_so_far
+from pipelines.learned.inputs import learned_inputs, transforms_before
+from pipelines.learned.learn import MergePartials, counted_column, partials
+from pipelines.learned.partials import Counts, Drawn, Partial, Sums, drawn, sums_of
+from pipelines.samples.sql import connect, map_rows, with_list_index
+from pipelines.samples.tuples import Tuples, separate, with_hashes
 from schemas.errors import SchemaError
 from schemas.job import DataConfig, load_job
 from schemas.learned import Learned, Numbers, encode_numbers, load_learned, numbers_path

@@ -12,8 +12,8 @@ import pytest
 from apache_beam.io.filesystem import BeamIOError, CompressionTypes, FileMetadata, FileSystem
 
 from pipelines.build import build
-from pipelines.folder import Folder, folder_of
-from pipelines.listing import list_inputs, regex_of
+from pipelines.sources.folder import Folder, folder_of
+from pipelines.sources.listing import list_inputs, regex_of
 from schemas.errors import SchemaError
 from schemas.job_sources import SourceConfig
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log

@@ -7,8 +7,8 @@ import pytest
 from pipelines import build as module
 from pipelines.build import build
 from pipelines.commands import main
-from pipelines.lock import locked
-from pipelines.verify import verify
+from pipelines.segments.lock import locked
+from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS

@@ -4,9 +4,9 @@ import platform
 
 import pytest
 
-from pipelines import runner
-from pipelines.memory import keep_freed_memory
-from pipelines.runner import local_workers
+from pipelines.beam import runner
+from pipelines.beam.memory import keep_freed_memory
+from pipelines.beam.runner import local_workers
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")

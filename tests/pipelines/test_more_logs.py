@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 
 from pipelines.build import build
-from pipelines.expand import expand
-from pipelines.verify import verify
+from pipelines.parts.expand import expand
+from pipelines.segments.verify import verify
 from tests.pipelines.logs import request
 
 pytestmark = pytest.mark.slow  # two builds of several seconds

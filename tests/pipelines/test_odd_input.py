@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.csv_source import read_csv
-from pipelines.folder import folder_of
-from pipelines.parquet_source import read_parquet
-from pipelines.rejects import Reject
-from pipelines.rows import CHUNK_ROWS, ORIGIN, FilePart
-from pipelines.sources import empty_rows, read_part
-from pipelines.sql import carry_origin, connect, map_rows, run
-from pipelines.tuples import separate, with_hashes
-from pipelines.validate import check_columns, usable_samples
+from pipelines.samples.sql import carry_origin, connect, map_rows, run
+from pipelines.samples.tuples import separate, with_hashes
+from pipelines.samples.validate import check_columns, usable_samples
+from pipelines.sources.csv_source import read_csv
+from pipelines.sources.folder import folder_of
+from pipelines.sources.parquet_source import read_parquet
+from pipelines.sources.read import empty_rows, read_part
+from pipelines.sources.rejects import Reject
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, SourceConfig, load_job

@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.passed_lists import Passed, map_samples, passed_lists
-from pipelines.rows import ORIGIN
-from pipelines.sql import carry_origin, connect, map_rows
-from pipelines.tuples import with_hashes
+from pipelines.samples.passed_lists import Passed, map_samples, passed_lists
+from pipelines.samples.sql import carry_origin, connect, map_rows
+from pipelines.samples.tuples import with_hashes
+from pipelines.sources.rows import ORIGIN
 
 ROWS = pa.table(
     {

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.per_key import PerKey, run_keys
-from pipelines.sources import ORIGIN
-from pipelines.sql import carry_origin, connect, run_key
+from pipelines.samples.per_key import PerKey, run_keys
+from pipelines.samples.sql import carry_origin, connect, run_key
+from pipelines.sources.read import ORIGIN
 
 PLAYS = pa.table(
     {

@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from pipelines.pins import few_sessions
-from pipelines.rows import ORIGIN
-from pipelines.sql import LIST_INDEX
-from pipelines.tuples import Tuples
+from pipelines.parts.pins import few_sessions
+from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.tuples import Tuples
+from pipelines.sources.rows import ORIGIN
 from schemas.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
 
 DATA = DataConfig(

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.expand import expand
-from pipelines.verify import verify
+from pipelines.parts.expand import expand
+from pipelines.segments.verify import verify
 from tests.pipelines.logs import request
 
 

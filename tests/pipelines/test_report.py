@@ -11,12 +11,12 @@ import pyarrow as pa
 import pytest
 
 from pipelines.commands import main
-from pipelines.expand import expanded_tables
-from pipelines.report_dedup import unique_without_cuts
-from pipelines.report_numbers import count, percent, size
-from pipelines.report_oracle import curve_capacities
-from pipelines.report_runs import mean_phases, read_runs
-from pipelines.sessions import session_lengths
+from pipelines.parts.expand import expanded_tables
+from pipelines.parts.sessions import session_lengths
+from pipelines.report.dedup import unique_without_cuts
+from pipelines.report.numbers import count, percent, size
+from pipelines.report.oracle import curve_capacities
+from pipelines.report.runs import mean_phases, read_runs
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
 from tests.pipelines.logs import built

@@ -6,11 +6,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipelines.baselines import flat_rows
 from pipelines.build import build
 from pipelines.commands import main
-from pipelines.expand import expanded_tables
-from pipelines.report_groups import (
+from pipelines.parts.expand import expanded_tables
+from pipelines.report.baselines import flat_rows
+from pipelines.report.groups import (
     change_rates,
     group_facts,
     groups_section,

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.commands import main
-from pipelines.content_hash import content_hash
-from pipelines.expand import expand
-from pipelines.sources import read_part
-from pipelines.verify import verify
+from pipelines.parts.expand import expand
+from pipelines.segments.content_hash import content_hash
+from pipelines.segments.verify import verify
+from pipelines.sources.read import read_part
 from schemas.dataset import open_dataset
 from tests.pipelines.test_view import by_view
 
@@ -128,7 +128,7 @@ def test_flat_keeps_every_type_and_the_schema(
 ) -> None:
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
-    monkeypatch.setattr("pipelines.rewrite.PART_INPUT_BYTES", -(-size // num_parts))
+    monkeypatch.setattr("pipelines.rewrite.command.PART_INPUT_BYTES", -(-size // num_parts))
     result = run(capsys, folder, tmp_path / "out", "--layout", "flat")
     files = sorted((tmp_path / "out").iterdir())
     assert [f.name for f in files] == [f"{i:05d}.parquet" for i in range(num_parts)]
@@ -324,7 +324,7 @@ def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
         for rows in read(*arguments):  # type: ignore[arg-type]
             yield type(rows)(rows.table.slice(1) if rows.table is not None else None, rows.rejects)
 
-    monkeypatch.setattr("pipelines.transforms.read_part", lossy)
+    monkeypatch.setattr("pipelines.beam.transforms.read_part", lossy)
     line = refused(capsys, folder, tmp_path / "out", "--layout", layout)
     assert line.startswith("error: rewritten rows must have the content hash ")
 

@@ -9,7 +9,7 @@ PROGRAM = """
 import resource, sys, time
 import apache_beam as beam
 from pathlib import Path
-from pipelines.runner import run_pipeline
+from pipelines.beam.runner import run_pipeline
 
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 

@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import sampling_units
 from pipelines.build import build
-from pipelines.expand import expand
-from pipelines.report import write_report
-from pipelines.report_sampling import estimated_factors, num_keys
-from pipelines.sampling import Unit, draws, hash_samples, sample_negatives
-from pipelines.sampling_units import UNITS, count_units, merge_counts, units_table
-from pipelines.sql import connect, map_rows, with_list_index
-from pipelines.tuples import Tuples, join, separate, with_hashes
+from pipelines.parts.expand import expand
+from pipelines.report.page import write_report
+from pipelines.report.sampling import estimated_factors, num_keys
+from pipelines.samples import sampling_units
+from pipelines.samples.sampling import Unit, draws, hash_samples, sample_negatives
+from pipelines.samples.sampling_units import UNITS, count_units, merge_counts, units_table
+from pipelines.samples.sql import connect, map_rows, with_list_index
+from pipelines.samples.tuples import Tuples, join, separate, with_hashes
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features

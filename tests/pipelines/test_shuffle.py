@@ -16,11 +16,18 @@ from apache_beam.coders.typecoders import registry
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelines.beam.ipc import from_bytes, spread
+from pipelines.beam.packets import PACKET_BYTES, from_message, messages, packets, to_message
+from pipelines.beam.shuffle import (
+    ByReference,
+    ByValue,
+    Crossing,
+    Reference,
+    ReferenceCoder,
+    same_again,
+)
 from pipelines.commands import main
-from pipelines.ipc import from_bytes, spread
-from pipelines.packets import PACKET_BYTES, from_message, messages, packets, to_message
-from pipelines.shuffle import ByReference, ByValue, Crossing, Reference, ReferenceCoder, same_again
-from pipelines.tuples import Tuples, hash_column, separate
+from pipelines.samples.tuples import Tuples, hash_column, separate
 from tests.pipelines.logs import bytes_of, write_job, write_log
 
 LIMIT = 27
@@ -101,7 +108,7 @@ def test_samples_of_each_part_arrive_whole(kind: str, tmp_path: Path) -> None:
 def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.ipc.PACKET_BYTES", 2_000)
+    monkeypatch.setattr("pipelines.beam.ipc.PACKET_BYTES", 2_000)
     values = np.random.default_rng(0).integers(0, 1 << 62, 900)
     found: dict[int, list[int]] = {}
     for part, content in spread(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
@@ -138,8 +145,8 @@ def test_builds_by_reference_and_by_value_with_any_workers_give_the_same_bytes(
     default = dataset_of(log, "default", [])
     assert dataset_of(log, "one", ["--direct_num_workers=1"]) == default
     shared = sorted(p.name for p in (log / "default").rglob("*"))
-    monkeypatch.setattr("pipelines.shuffle.packets", partial(packets, limit=1_000))
-    monkeypatch.setattr("pipelines.shuffle.write_chunk", None)  # by value, no file is written
+    monkeypatch.setattr("pipelines.beam.shuffle.packets", partial(packets, limit=1_000))
+    monkeypatch.setattr("pipelines.beam.shuffle.write_chunk", None)  # by value, no file is written
     assert dataset_of(log, "values", ["--shuffle_by=values"]) == default
     assert sorted(p.name for p in (log / "values").rglob("*")) == shared
 

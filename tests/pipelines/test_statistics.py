@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
-from pipelines.encodings import choose, open_writer
-from pipelines.exact_sum import exact_sum, exact_sum_of_squares
-from pipelines.sources import ORIGIN
-from pipelines.sql import carry_origin, connect, map_rows, run, with_list_index
-from pipelines.statistics import column_statistics, sum_columns, table_statistics
-from pipelines.statistics_text import Slice, statistics_text
+from pipelines.parts.encodings import choose, open_writer
+from pipelines.samples.sql import carry_origin, connect, map_rows, run, with_list_index
+from pipelines.sources.read import ORIGIN
+from pipelines.statistics.columns import column_statistics, sum_columns, table_statistics
+from pipelines.statistics.exact_sum import exact_sum, exact_sum_of_squares
+from pipelines.statistics.text import Slice, statistics_text
 from schemas.errors import SchemaError
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)

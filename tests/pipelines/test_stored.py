@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.expand import expand
-from pipelines.report_shared import beyond_blocks, shared_of
-from pipelines.report_storage import bytes_by_table, dataset_bytes
-from pipelines.star import Star
-from pipelines.stored import GroupLayout, StoredTable, stored_tables
-from pipelines.verify import verify
-from pipelines.windows import choose_layout
+from pipelines.parts.expand import expand
+from pipelines.parts.star import Star
+from pipelines.parts.stored import GroupLayout, StoredTable, stored_tables
+from pipelines.parts.windows import choose_layout
+from pipelines.report.shared import beyond_blocks, shared_of
+from pipelines.report.storage import bytes_by_table, dataset_bytes
+from pipelines.segments.verify import verify
 from schemas.columns import comparable_tuple
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

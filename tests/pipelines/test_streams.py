@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.expand import expand
-from pipelines.report_events import event_sections
-from pipelines.streams import COUNTS, with_events
-from pipelines.verify import verify
+from pipelines.parts.expand import expand
+from pipelines.report.events import event_sections
+from pipelines.segments.verify import verify
+from pipelines.sources.streams import COUNTS, with_events
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.job import load_job

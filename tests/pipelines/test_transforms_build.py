@@ -15,9 +15,9 @@ import pytest
 
 from pipelines import build as build_module
 from pipelines.build import build
-from pipelines.expand import expand
+from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
-from pipelines.verify import verify
+from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.learned import load_learned

@@ -3,8 +3,8 @@
 import numpy as np
 import pyarrow as pa
 
-from pipelines.sql import connect, run
-from pipelines.tuples import hash_column, join, separate, with_hashes
+from pipelines.samples.sql import connect, run
+from pipelines.samples.tuples import hash_column, join, separate, with_hashes
 
 GROUPS = {"history": ("history",)}
 

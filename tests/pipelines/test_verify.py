@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.commands import main
-from pipelines.expand import expanded_tables
-from pipelines.verify import verify
+from pipelines.parts.expand import expanded_tables
+from pipelines.segments.verify import verify
 from schemas import reference
 from schemas.checked import describe_file, read_files, sha256_of, write_files
 from schemas.dataset import open_dataset

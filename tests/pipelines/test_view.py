@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.content_hash import content_hash
-from pipelines.expand import expand
-from pipelines.view import VIEW, view_sql
+from pipelines.parts.expand import expand
+from pipelines.segments.content_hash import content_hash
+from pipelines.segments.view import VIEW, view_sql
 from schemas.dataset import open_dataset
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, built, bytes_of, request, write_log

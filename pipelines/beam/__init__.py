@@ -1,0 +1,1 @@
+"""The Beam shell: the graph, what crosses it, the runner, transforms for others' pipelines."""

@@ -1,0 +1,103 @@
+"""A whole build as one step of somebody else's pipeline."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+
+from pipelines.beam.commit import SEGMENT, Wanted, committed
+from pipelines.beam.context import BuildContext
+from pipelines.beam.io import INCOMING
+from pipelines.beam.transforms import REJECTS
+from pipelines.build import PART_INPUT_BYTES, hashes_of, num_parts_of, segment_pipeline
+from pipelines.build_options import shuffle_of
+from pipelines.groups.job import with_groups
+from pipelines.learned.files import learned_so_far, stage_learned
+from pipelines.prepare import BuildRequest, prepare
+from pipelines.segments.admit import admit
+from pipelines.sources.folder import folder_of
+from pipelines.sources.rejects import Reject
+from schemas.features import load_features
+from schemas.job import load_job
+
+
+class BuildDataset(beam.PTransform):
+    """Begin a pipeline with a build: what `python -m pipelines build` does, to the same bytes.
+
+    The input is listed and the job checked when the pipeline is made; a segment that is there
+    already is not built again.
+
+    Returns:
+        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`; the segment's name comes
+        when it is committed.
+
+    Example: `pipeline | BuildDataset("job.yaml", "log", "dataset")`
+    """
+
+    def __init__(
+        self, job: str | Path, log: str | Path, dataset: str | Path, append: bool = False
+    ) -> None:
+        """Check the job.
+
+        Args:
+            job: the job file.
+            log: directory of raw files, or its URL.
+            dataset: directory of the dataset.
+            append: whether the dataset must be there already.
+
+        Raises:
+            SchemaError: the job does not fit.
+        """
+        super().__init__()
+        path = Path(job).resolve()
+        self._parsed = load_job(path)
+        self._features = load_features(path.parent / self._parsed.data.schema)
+        self._request = BuildRequest(
+            job_path=path,
+            input_root=str(log),
+            dataset=Path(dataset).resolve(),
+            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker makes
+            attempt=uuid.uuid4().hex[:12],
+            append=append,
+        )
+
+    def expand(self, input_or_inputs: Any) -> dict[str, Any]:
+        """List the input, build the parts, commit the segment."""
+        pipeline, features = input_or_inputs.pipeline, self._features
+        request, job = with_groups(self._request, self._parsed, features, PART_INPUT_BYTES)
+        prepared = prepare(request, job, features)
+        _, key = hashes_of(job, features, prepared.listing)
+        there = admit(request, job, features, key, prepared.listing)
+        if there is not None:
+            nothing = pipeline | "no rejects" >> beam.Create([])
+            return {
+                SEGMENT: pipeline | "there already" >> beam.Create([there.id]),
+                REJECTS: nothing | "typed" >> beam.Map(_as_is).with_output_types(Reject),
+            }
+        request.dataset.mkdir(parents=True, exist_ok=True)
+        context = BuildContext(
+            folder=folder_of(request.input_root),
+            segment_root=request.dataset / f"{INCOMING}.{request.attempt}",
+            listing=prepared.listing,
+            data=job.data,
+            features=features,
+            steps=prepared.steps,
+            num_parts=num_parts_of(prepared.listing, job.data),
+            empty_rows=prepared.empty_rows,
+            broadcast=prepared.broadcast,
+            key_types=prepared.key_types,
+            learned=learned_so_far(request.dataset),
+            shuffle_by=shuffle_of(pipeline.options),
+        )
+        context.segment_root.mkdir()
+        stage_learned(request.dataset, context.learned, context.segment_root)
+        made = segment_pipeline(pipeline, context)
+        listing = pipeline | "listing" >> beam.Create([prepared.listing])
+        return committed(listing, made, Wanted(request, job, features, context))
+
+
+def _as_is(reject: Reject) -> Reject:
+    return reject

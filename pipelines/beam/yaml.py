@@ -1,0 +1,232 @@
+"""Our transforms for Beam YAML, whose elements are rows with a schema.
+
+`deploy/beam_yaml/providers.yaml` gives them their names. Annotations are read by
+Beam when a pipeline's file is checked, so they are no strings here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import apache_beam as beam
+import pyarrow as pa
+from apache_beam.typehints.row_type import RowTypeConstraint
+from apache_beam.utils.timestamp import Timestamp
+
+from pipelines.beam.build import BuildDataset
+from pipelines.beam.commit import SEGMENT
+from pipelines.beam.io import ReadDataset, WriteDataset, columns_of
+from pipelines.beam.steps import ReadSource
+from pipelines.beam.transforms import REJECTS
+from pipelines.sources.arrow_types import arrow_type
+from pipelines.sources.rejects import Reject
+from schemas.job import load_job
+
+_SEGMENT_ROW = RowTypeConstraint.from_fields([("segment", str)])
+_REJECT_FIELDS: list[Any] = [
+    ("file", str), ("position", int | None), ("reason", str), ("value", str),
+]  # fmt: skip
+_REJECT_ROW = RowTypeConstraint.from_fields(_REJECT_FIELDS)
+_BATCH_ROWS = 1 << 14
+
+
+class PresageBuild(beam.PTransform):
+    """Build a dataset from a job's input, as `python -m pipelines build` does.
+
+    Outputs: `segment`, one row with the segment's name; `rejects`, the rows that cannot be used.
+    """
+
+    _yaml_requires_inputs = False
+
+    def __init__(self, job: str, input: str, output: str, append: bool = False) -> None:
+        """Check the job.
+
+        Args:
+            job: the job file.
+            input: directory of raw files.
+            output: directory of the dataset.
+            append: whether the dataset must be there already.
+        """
+        super().__init__()
+        self._build = BuildDataset(job, input, output, append)
+
+    def expand(self, input_or_inputs: Any) -> dict[str, Any]:
+        """Build."""
+        return _as_rows(input_or_inputs.pipeline | "build" >> self._build)
+
+
+class PresageWriteDataset(beam.PTransform):
+    """End a pipeline with a dataset: rows of the job's only source in, one segment out.
+
+    Outputs: `segment` and `rejects`, as of PresageBuild.
+    """
+
+    def __init__(
+        self, job: str, output: str, name: str, num_parts: int = 1, append: bool = False
+    ) -> None:
+        """Check the job.
+
+        Args:
+            job: the job file; its source declares its columns.
+            output: directory of the dataset.
+            name: stands for the rows where a file would, in the manifest and in rejects.
+            num_parts: ranges of session keys that are built apart; rows of each fit a worker.
+            append: whether the dataset must be there already.
+        """
+        super().__init__()
+        self._write = WriteDataset(job, output, name, num_parts, append)
+        data = load_job(job).data
+        words = data.sources[data.sample_source].columns or {}
+        self._types = {column: arrow_type(word) for column, word in words.items()}
+
+    def expand(self, input_or_inputs: Any) -> dict[str, Any]:
+        """Put rows together to tables, then write."""
+        tables = (
+            input_or_inputs
+            | "batch rows" >> beam.BatchElements(1000, _BATCH_ROWS)
+            | "to tables" >> beam.FlatMap(tables_of_rows, self._types).with_output_types(pa.Table)
+        )
+        return _as_rows(tables | "write" >> self._write)
+
+
+class PresageReadDataset(beam.PTransform):
+    """Begin a pipeline with the samples of a dataset, one row each."""
+
+    _yaml_requires_inputs = False
+
+    def __init__(self, dataset: str, model_inputs: bool = False) -> None:
+        """Remember what to read.
+
+        Args:
+            dataset: directory of the dataset.
+            model_inputs: whether to add the columns that transforms and sampling made.
+        """
+        super().__init__()
+        self._read = ReadDataset(dataset, model_inputs)
+
+    def expand(self, input_or_inputs: Any) -> Any:
+        """Read tables, take them apart."""
+        schema = columns_of(self._read.dataset, self._read.model_inputs)
+        return _rows_of_tables(input_or_inputs.pipeline | "read" >> self._read, schema)
+
+
+class PresageReadSource(beam.PTransform):
+    """Begin a pipeline with the rows of one of a job's sources, typed as the job declares them.
+
+    Outputs: `rows`; `rejects`, what cannot be read.
+    """
+
+    _yaml_requires_inputs = False
+
+    def __init__(self, job: str, input: str, source: str | None = None) -> None:
+        """Check the job.
+
+        Args:
+            job: the job file.
+            input: directory of raw files.
+            source: name in the job; the source that samples are made of when left out.
+        """
+        super().__init__()
+        self._read = ReadSource(job, input, source)
+
+    def expand(self, input_or_inputs: Any) -> dict[str, Any]:
+        """Read tables, take them apart."""
+        read = input_or_inputs.pipeline | "read" >> self._read
+        return {
+            "rows": _rows_of_tables(read["rows"], self._read.schema),
+            REJECTS: _rejects(read[REJECTS]),
+        }
+
+
+def _as_rows(made: Mapping[str, Any]) -> dict[str, Any]:
+    segment = beam.Map(lambda name: beam.Row(segment=name)).with_output_types(_SEGMENT_ROW)
+    return {SEGMENT: made[SEGMENT] | "segment row" >> segment, REJECTS: _rejects(made[REJECTS])}
+
+
+def _rejects(rejects: Any) -> Any:
+    return rejects | "reject rows" >> beam.Map(_reject_row).with_output_types(_REJECT_ROW)
+
+
+def _reject_row(reject: Reject) -> beam.Row:
+    return beam.Row(
+        file=reject.file, position=reject.position, reason=reject.reason, value=reject.value
+    )
+
+
+def _rows_of_tables(tables: Any, schema: pa.Schema) -> Any:
+    fields: list[Any] = [(f.name, python_type(f.type) | None) for f in schema]
+    kind = RowTypeConstraint.from_fields(fields)
+    return tables | "to rows" >> beam.FlatMap(rows_of_table).with_output_types(kind)
+
+
+def python_type(kind: pa.DataType) -> Any:
+    """Return the type that stands for an Arrow type in the schema of Beam's rows.
+
+    Example:
+        >>> python_type(pa.int8()), python_type(pa.list_(pa.float32()))
+        (<class 'int'>, collections.abc.Sequence[float])
+    """
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return Sequence[python_type(kind.value_type)]
+    for test, found in (
+        (pa.types.is_boolean, bool),
+        (pa.types.is_integer, int),
+        (pa.types.is_floating, float),
+        (pa.types.is_timestamp, Timestamp),
+        (pa.types.is_string, str),
+        (pa.types.is_large_string, str),
+    ):
+        if test(kind):
+            return found
+    return bytes
+
+
+def rows_of_table(table: pa.Table) -> Iterator[beam.Row]:
+    """Yield the rows of a table; times become Beam's."""
+    times = [f.name for f in table.schema if pa.types.is_timestamp(f.type)]
+    for name in times:
+        micros = table[name].cast(pa.timestamp("us")).cast(pa.int64())
+        table = table.set_column(table.column_names.index(name), name, micros)
+    for row in table.to_pylist():
+        for name in times:
+            if row[name] is not None:
+                row[name] = Timestamp(micros=row[name])
+        yield beam.Row(**row)
+
+
+def tables_of_rows(rows: Sequence[Any], types: Mapping[str, pa.DataType]) -> Iterator[pa.Table]:
+    """Yield rows as tables of the declared types; a row that does not fit them comes alone.
+
+    What a row lacks, or has in a type that nothing makes of, is for `WriteDataset` to refuse.
+
+    Args:
+        rows: Beam's rows.
+        types: declared columns; others are left out.
+    """
+    dicts = [row.as_dict() if isinstance(row, beam.Row) else row._asdict() for row in rows]
+    return _tables([{n: _plain(v) for n, v in d.items() if n in types} for d in dicts], types)
+
+
+def _tables(rows: list[dict[str, Any]], types: Mapping[str, pa.DataType]) -> Iterator[pa.Table]:
+    """Bisect down to the rows that do not fit, so that how rows are batched changes nothing."""
+    names = [name for name in types if rows and name in rows[0]]
+    try:
+        yield pa.table({n: _array([row[n] for row in rows], types[n]) for n in names})
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            yield from _tables(rows[:middle], types)
+            yield from _tables(rows[middle:], types)
+        else:  # as text, of which a reject can be made
+            texts = {n: [None if rows[0][n] is None else str(rows[0][n])] for n in names}
+            yield pa.table({n: pa.array(texts[n], pa.string()) for n in names})
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, TypeError):
+        return pa.array(values).cast(kind)
+
+
+def _plain(value: Any) -> Any:
+    return value.micros if isinstance(value, Timestamp) else value

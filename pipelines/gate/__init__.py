@@ -1,0 +1,1 @@
+"""What a segment must be like to stay."""

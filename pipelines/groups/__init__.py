@@ -1,0 +1,1 @@
+"""`groups: auto`: which features to deduplicate together."""

@@ -1,0 +1,1 @@
+"""Transforms, and what they learn from the training range."""

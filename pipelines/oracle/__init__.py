@@ -1,0 +1,1 @@
+"""Access lists, edges, indexes, and what a plan does."""

@@ -1,0 +1,87 @@
+"""`pipelines oracle`: what a plan will do with each table, and indexes for other settings."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from pipelines.oracle.accesses import report_table
+from pipelines.oracle.index import build_index
+from pipelines.segments.commit import commit_root
+from pipelines.segments.lock import locked
+from schemas.dataset import Dataset, open_dataset, verified_version
+from schemas.layout import JOB, SCHEMA
+from schemas.manifest import read_dataset
+from schemas.order import Order
+
+
+def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) -> dict[str, Any]:
+    """Report, after building an index when asked to.
+
+    Args:
+        arguments: of the command.
+        beam_args: Beam options.
+        attempt: name of this attempt.
+    """
+    dataset = open_dataset(arguments.dataset)
+    config = dataset.job.data.oracle
+    cache = dataset.job.train.cache
+    batch_samples = at_least_one(arguments.batch_samples, config.batch_samples, "batch-samples")
+    lookahead = at_least_one(arguments.lookahead, cache.lookahead, "lookahead")
+    at_least_one(arguments.cache_rows, 1, "cache-rows")
+    order = dataset.order(
+        batch_samples,
+        at_least_one(arguments.epochs, config.epochs, "epochs"),
+        config.order.shuffle,
+        config.order.seed,
+    )
+    if arguments.reindex:
+        dataset = add_index(dataset, order, beam_args, attempt)
+    prefetch = min(cache.prefetch_steps, lookahead)
+    tables = {
+        name: asdict(report_table(dataset, name, order, lookahead, prefetch, arguments.cache_rows))
+        for name in sorted(dataset.job.data.tables)
+    }
+    return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
+
+
+def at_least_one(given: int | None, default: int, option: str) -> int:
+    """Return what an option says, or the default when it is not given.
+
+    Raises:
+        ValueError: it is below one.
+    """
+    if given is not None and given < 1:
+        raise ValueError(f"--{option} must be at least 1, got {given}; raise it or leave it out")
+    return default if given is None else given
+
+
+def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str) -> Dataset:
+    """Build an index and name it in the root manifest, after the ones that are there.
+
+    When a segment comes meanwhile, the index is built again, over it too.
+    """
+    root = dataset.directory
+    while True:
+        reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
+        with locked(root):
+            manifest = read_dataset(root)
+            if manifest.segments == dataset.manifest.segments and (root / reference.id).is_dir():
+                if reference not in manifest.indexes:
+                    commit_root(
+                        root,
+                        manifest.name,
+                        verified_version(root / JOB, manifest.job_sha256).read_bytes(),
+                        verified_version(root / SCHEMA, manifest.schema_sha256).read_bytes(),
+                        manifest.segments,
+                        [*manifest.indexes, reference],
+                    )
+                return open_dataset(root)
+        dataset = open_dataset(root)
+        order = dataset.order(
+            order.blocks_per_batch * dataset.job.data.block_samples,
+            order.epochs,
+            order.config.shuffle,
+            order.config.seed,
+        )

@@ -1,0 +1,103 @@
+"""Build an index of a dataset for one order, on Beam, and commit it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import apache_beam as beam
+
+from pipelines.beam.runner import run_pipeline
+from pipelines.oracle.accesses import write_index
+from pipelines.segments.commit import describe_tree, reference_of
+from pipelines.segments.lock import locked, workplace
+from schemas.checked import sha256_of, write_files
+from schemas.dataset import Dataset, open_dataset
+from schemas.layout import FILES, MANIFEST
+from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
+from schemas.order import Order
+
+
+@dataclass(frozen=True, slots=True)
+class TableTotals:
+    """What the manifest says of one table's part of the index."""
+
+    table: str
+    num_rows: int
+    num_entries: int
+
+
+class _IndexTable(beam.DoFn):
+    def __init__(self, root: Path, dataset: Path, order: Order) -> None:
+        self.root, self.path, self.order = root, dataset, order
+
+    def setup(self) -> None:
+        self.dataset = open_dataset(self.path)
+
+    def process(self, table: str) -> Iterator[TableTotals]:
+        yield TableTotals(table, *write_index(self.root, self.dataset, table, self.order))
+
+
+def index_id(dataset: Dataset, order: Order) -> str:
+    """Return the name of an index: a hash of everything it is derived from."""
+    source = [r.manifest_sha256 for r in dataset.manifest.segments]
+    config = order.config
+    key = [source, order.blocks_per_batch, order.epochs, config.shuffle, config.seed]
+    return f"index-{hash_of(key)[:16]}"
+
+
+def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[str]) -> Reference:
+    """Build and commit an index; one that is already there is kept.
+
+    Args:
+        dataset: an open dataset.
+        order: global order of the run.
+        building: hidden directory to build in, on the dataset's filesystem.
+        beam_args: Beam options.
+
+    Returns:
+        The name and hash for the root manifest.
+    """
+    name = index_id(dataset, order)
+    final = dataset.directory / name
+    if not (final / MANIFEST).exists():
+        with workplace(building, ".index.*"):
+            _write(dataset, order, building, beam_args, name)
+            with locked(dataset.directory):
+                if not (final / MANIFEST).exists():
+                    shutil.rmtree(final, ignore_errors=True)
+                    building.rename(final)
+    return reference_of(final)
+
+
+def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
+    def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        tables = (
+            pipeline
+            | "list tables" >> beam.Create(sorted(dataset.job.data.tables))
+            | "spread tables" >> beam.Reshuffle()
+            | "index table" >> beam.ParDo(_IndexTable(root, dataset.directory, order))
+        )
+        return {"tables": tables}
+
+    totals: list[TableTotals] = []
+    if dataset.job.data.tables:
+        totals = run_pipeline(make, beam_args, root).values["tables"]
+    entries = describe_tree(root)
+    write_files(root / FILES, entries)
+    manifest = IndexManifest(
+        id=name,
+        segments=tuple(s.manifest.id for s in dataset.segments),
+        batch_samples=order.blocks_per_batch * dataset.job.data.block_samples,
+        epochs=order.epochs,
+        shuffle=order.config.shuffle,
+        seed=order.config.seed,
+        num_steps=order.num_steps,
+        num_rows={t.table: t.num_rows for t in totals},
+        num_accesses={t.table: t.num_entries for t in totals},
+        oracle_bytes=sum(e.num_bytes for e in entries),
+        files_sha256=sha256_of(root / FILES),
+    )
+    write_manifest(root, manifest)

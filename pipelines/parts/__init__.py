@@ -1,0 +1,1 @@
+"""One part of a segment: order, blocks, unique tuples, layouts, files; and back."""

@@ -1,0 +1,230 @@
+"""What the oracle knows: look-ups, accesses, and what a cache of any size would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.oracle.accesses import TableReport, flat_accesses, report_table
+from pipelines.report.curves import Line, Point, Scale, curve_chart
+from pipelines.report.html import Section, details, figure, side_by_side, table
+from pipelines.report.numbers import count, percent, ratio, short
+from pipelines.report.svg import ACCENT, HALF, OTHER, OURS
+from schemas.accesses import indexed_steps
+from schemas.curve import lru_hit_rates, optimal_hit_rates
+from schemas.dataset import Dataset
+from schemas.order import Order
+from schemas.plan import PlanStep, plan_ttl
+
+MOST_TABLES = 10
+"""Tables that are shown at once; the others open on a click."""
+LRU_POINTS = 400
+"""Points of the drawn LRU curve."""
+OPTIMAL_WORK = 12_000_000
+"""Accesses times capacities for the optimal curve: about 10 seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class OracleFacts:
+    """Everything the section shows.
+
+    Attributes:
+        tables: table to what the plan does with it, most accesses first.
+        num_steps: steps of the run.
+        lookahead: steps that the plan looks ahead.
+        largest: name of the table with the most accesses.
+        capacities: rows of the caches on the optimal curve.
+        lru: (num_unique_rows,) hit rate of the least recently used rows at every capacity.
+        optimal: best possible hit rate at each capacity.
+        plan: the plan of the largest table.
+    """
+
+    tables: Mapping[str, TableReport]
+    num_steps: int
+    lookahead: int
+    largest: str
+    capacities: NDArray[np.int64]
+    lru: NDArray[np.float64]
+    optimal: NDArray[np.float64]
+    plan: tuple[tuple[int, int, int], ...]
+
+    @property
+    def total(self) -> TableReport:
+        """Sums over all tables."""
+        reports = list(self.tables.values())
+        accesses = sum(r.num_accesses for r in reports)
+        fetched = sum(r.fetched_rows for r in reports)
+        return TableReport(
+            num_lookups=sum(r.num_lookups for r in reports),
+            num_lookups_dedup=sum(r.num_lookups_dedup for r in reports),
+            num_accesses=accesses,
+            num_unique_rows=sum(r.num_unique_rows for r in reports),
+            fetched_rows=fetched,
+            hit_rate=1 - fetched / accesses if accesses else 0.0,
+            peak_cache_rows=sum(r.peak_cache_rows for r in reports),
+        )
+
+
+def default_order(dataset: Dataset) -> Order:
+    """Return the order of the index that was built with the dataset."""
+    oracle = dataset.job.data.oracle
+    shuffle, seed = oracle.order.shuffle, oracle.order.seed
+    return dataset.order(oracle.batch_samples, oracle.epochs, shuffle, seed)
+
+
+def oracle_facts(dataset: Dataset) -> OracleFacts | None:
+    """Run the job's plan over every table, and the curves over the largest.
+
+    Returns:
+        The facts, or None when training looks nothing up.
+    """
+    order, cache = default_order(dataset), dataset.job.train.cache
+    tables = {
+        name: report_table(dataset, name, order, cache.lookahead, cache.prefetch_steps, None)
+        for name in dataset.job.data.tables
+    }
+    tables = dict(sorted(tables.items(), key=lambda t: (-t[1].num_accesses, t[0])))
+    largest = next((name for name, report in tables.items() if report.num_accesses), None)
+    if largest is None:
+        return None
+    accesses = flat_accesses(dataset, largest, order)
+    capacities = curve_capacities(tables[largest].num_unique_rows, len(accesses))
+    index = dataset.index_for(order)
+    steps = indexed_steps(dataset, index, largest, order)
+    return OracleFacts(
+        tables=tables,
+        num_steps=order.num_steps,
+        lookahead=cache.lookahead,
+        largest=largest,
+        capacities=capacities,
+        lru=lru_hit_rates(accesses),
+        optimal=optimal_hit_rates(accesses, capacities.tolist()),
+        plan=tuple(map(_step, plan_ttl(steps, cache.lookahead))),
+    )
+
+
+def curve_capacities(num_rows: int, num_accesses: int) -> NDArray[np.int64]:
+    """Return the cache sizes of a curve: evenly spaced, with more of them at the small end.
+
+    Args:
+        num_rows: distinct rows, the largest useful size.
+        num_accesses: length of the trace, which bounds how many sizes can be tried.
+    """
+    points = int(np.clip(OPTIMAL_WORK // max(1, num_accesses), 8, 32))
+    shares = np.linspace(0, 1, points + 1)[1:] ** 1.5
+    return np.unique(np.maximum(1, np.round(shares * num_rows))).astype(np.int64)
+
+
+def _step(step: PlanStep) -> tuple[int, int, int]:
+    return len(step.numbers), int(step.fetch.sum()), step.resident_rows
+
+
+def oracle_section(facts: OracleFacts) -> Section:
+    """Return the section about the oracle."""
+    total = facts.total
+    ceiling = 1 - total.num_unique_rows / total.num_accesses
+    most = (
+        "the most that any cache can"
+        if total.fetched_rows == total.num_unique_rows
+        else f"any cache can answer {percent(ceiling)} at most"
+    )
+    return Section(
+        "oracle",
+        "Oracle and cache",
+        f"Deduplication does {ratio(total.num_lookups, total.num_lookups_dedup)} times fewer "
+        f"look-ups, and because the future is known, a cache of "
+        f"{percent(total.peak_cache_rows / total.num_unique_rows)} of the touched rows answers "
+        f"{percent(total.hit_rate)} of all accesses: {most}, since every row must be read once.",
+        side_by_side(_cache_curve(facts), _over_time(facts)) + _tables(facts),
+    )
+
+
+def _cache_curve(facts: OracleFacts) -> str:
+    report = facts.tables[facts.largest]
+    x = facts.capacities / report.num_unique_rows
+    sizes = np.unique(np.linspace(1, len(facts.lru), LRU_POINTS).astype(np.int64))
+    share = report.peak_cache_rows / report.num_unique_rows
+    lines = [
+        Line("best possible", x, facts.optimal, OURS),
+        Line("LRU", sizes / report.num_unique_rows, facts.lru[sizes - 1], OTHER),
+    ]
+    lru = float(facts.lru[min(report.peak_cache_rows, len(facts.lru)) - 1])
+    best = float(np.interp(share, x, facts.optimal))
+    label = (
+        f"Hit rate over cache size for table {facts.largest}: at {percent(share)} of the touched "
+        f"rows the plan reaches {percent(report.hit_rate)}, the best possible cache "
+        f"{percent(best)}, least recently used {percent(lru)}."
+    )
+    chart = curve_chart(
+        "cache-curve", label, lines,
+        Scale("cache size, share of the touched rows", _percent, 0, 1),
+        Scale("hit rate", _percent, 0, None),
+        [Point(f"plan: {percent(report.hit_rate)}", share, report.hit_rate, ACCENT)],
+        HALF,
+    )  # fmt: skip
+    return figure(
+        chart,
+        f"Table {facts.largest}, {count(report.num_unique_rows)} rows touched. The plan keeps a "
+        f"row while its next use is at most {facts.lookahead} steps away{_whole(facts)}; at its "
+        f"size LRU would answer {percent(lru)} and the best possible cache {percent(best)}.",
+    )
+
+
+def _whole(facts: OracleFacts) -> str:
+    return ", which is the whole run" if facts.lookahead >= facts.num_steps - 1 else ""
+
+
+def _over_time(facts: OracleFacts) -> str:
+    accessed, fetched, resident = np.array(facts.plan, np.float64).reshape(-1, 3).T
+    steps = np.arange(len(accessed), dtype=np.float64)
+    lines = [
+        Line("in the cache", steps, resident, OTHER, at=0.5),
+        Line("accessed", steps, accessed, OURS, at=0.5),
+        Line("fetched", steps, fetched, ACCENT, at=0.5),
+    ]
+    label = (
+        f"Rows of table {facts.largest} in each step: {count(accessed.mean())} accessed and "
+        f"{count(fetched.mean())} fetched on average, at most {count(resident.max())} in the cache."
+    )
+    chart = curve_chart(
+        "cache-load", label, lines, Scale("step", count), Scale("rows", short, 0, None), (), HALF
+    )
+    return figure(
+        chart,
+        f"Table {facts.largest}, every step of the run, known before it starts: "
+        f"{count(accessed.mean())} rows accessed and {count(fetched.mean())} fetched on average.",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _tables(facts: OracleFacts) -> str:
+    head = [
+        "table", "look-ups", "deduplicated", "accesses", "unique rows", "fetched rows", "hit rate",
+        "peak cache rows",
+    ]  # fmt: skip
+    names = list(facts.tables)
+    rows = [_row(name, facts.tables[name]) for name in names]
+    total = _row(f"all {len(names)} tables", facts.total)
+    caption = (
+        f"Training range, {count(facts.num_steps)} steps, look-ahead {facts.lookahead}. An access "
+        "is a row that a step needs, once per step."
+    )
+    shown = table(caption, head, rows[:MOST_TABLES], total)
+    if len(rows) <= MOST_TABLES:
+        return shown
+    rest = table("The other tables", head, rows[MOST_TABLES:])
+    return shown + details(f"The other {len(rows) - MOST_TABLES} tables", rest)
+
+
+def _row(name: str, r: TableReport) -> tuple[str, ...]:
+    return (
+        name, count(r.num_lookups), count(r.num_lookups_dedup), count(r.num_accesses),
+        count(r.num_unique_rows), count(r.fetched_rows), percent(r.hit_rate),
+        count(r.peak_cache_rows),
+    )  # fmt: skip

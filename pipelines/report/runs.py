@@ -1,0 +1,224 @@
+"""Finished runs: speed, loss, where the time goes, and what the cache did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.report.bars import Bar, bar_chart, stacked_bars
+from pipelines.report.curves import Line, Scale, curve_chart, smoothed
+from pipelines.report.html import Section, figure, paragraph, table
+from pipelines.report.numbers import count, digits, percent, ratio, size
+from pipelines.report.svg import OTHER, OURS, PALETTE
+from schemas.events import (
+    METRICS,
+    PHASES,
+    SUMMARY,
+    RunSummary,
+    StepMetric,
+    read_metrics,
+    read_summary,
+)
+
+REST = "rest"
+SHOWN_LOSSES = 0.95
+"""Share of the losses that the axis of the loss curves reaches: early ones can be many times
+larger, and would flatten all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        name: of its directory.
+        summary: of the whole run.
+        metrics: of each step, in order.
+    """
+
+    name: str
+    summary: RunSummary
+    metrics: tuple[StepMetric, ...]
+
+    @property
+    def color(self) -> str:
+        """Grey for what trains without deduplication."""
+        if self.summary.expanded:
+            return OTHER
+        return OURS if self.summary.embedding == "plain" else PALETTE[1]
+
+
+def read_runs(directory: Path | None) -> list[Run]:
+    """Read every subdirectory that has a summary: deduplicated before expanded, then by name.
+
+    Raises:
+        SchemaError: a summary or a step metric is damaged.
+    """
+    places = sorted(p.parent for p in directory.glob(f"*/{SUMMARY}")) if directory else []
+    runs = [Run(p.name, read_summary(p / SUMMARY), _metrics(p / METRICS)) for p in places]
+    return sorted(runs, key=lambda r: (r.summary.embedding != "plain", r.summary.expanded, r.name))
+
+
+def _metrics(path: Path) -> tuple[StepMetric, ...]:
+    return tuple(read_metrics(path)) if path.exists() else ()
+
+
+def speed_up(runs: Sequence[Run]) -> tuple[Run, Run] | None:
+    """Return a deduplicated run and the expanded one that is otherwise the same, if there are."""
+    for expanded in (r for r in runs if r.summary.expanded):
+        for run in runs:
+            if not run.summary.expanded and run.summary.embedding == expanded.summary.embedding:
+                return run, expanded
+    return None
+
+
+def training_section(runs: Sequence[Run]) -> Section:
+    """Return the section about training."""
+    return Section(
+        "training",
+        "Training",
+        _finding(runs),
+        _speeds(runs) + _losses(runs) + _phases(runs) + _table(runs) if runs else "",
+    )
+
+
+def _finding(runs: Sequence[Run]) -> str:
+    if not runs:
+        return "No finished run was found."
+    return " ".join([_speed_finding(runs), *_cache_findings(runs)])
+
+
+def _cache_findings(runs: Sequence[Run]) -> list[str]:
+    return [
+        f"In run {r.name} the cache held {percent(r.summary.cache_hit_rate)} of the rows that "
+        f"steps needed, at {count(r.summary.samples_per_sec)} samples per second."
+        for r in runs
+        if r.summary.cache_hit_rate is not None
+    ]
+
+
+def _speed_finding(runs: Sequence[Run]) -> str:
+    pair = speed_up(runs)
+    if pair is None:
+        best = max(runs, key=lambda r: r.summary.samples_per_sec)
+        return f"{best.name} trains {count(best.summary.samples_per_sec)} samples per second."
+    fast, slow = pair
+    a, b = fast.summary, slow.summary
+    text = (
+        f"With deduplication training runs at {count(a.samples_per_sec)} samples per second "
+        f"instead of {count(b.samples_per_sec)}: {ratio(a.samples_per_sec, b.samples_per_sec)} "
+        "times as fast on the same batches"
+    )
+    if a.ne is None or b.ne is None:
+        return f"{text}; the last losses are {a.loss_last:.4f} and {b.loss_last:.4f}."
+    worse = " Above 1 is worse than always predicting the mean rate." if a.ne > 1 else ""
+    return f"{text}; normalised entropy on the held-back range is {a.ne:.4f} and {b.ne:.4f}.{worse}"
+
+
+def _speeds(runs: Sequence[Run]) -> str:
+    bars = [
+        Bar(r.name, r.summary.samples_per_sec, count(r.summary.samples_per_sec), r.color)
+        for r in runs
+    ]
+    label = "Samples per second: " + ", ".join(f"{b.name} {b.text}" for b in bars)
+    return figure(
+        bar_chart("speeds", label, bars),
+        "Samples trained per second over all steps but the first.",
+    )
+
+
+def _losses(runs: Sequence[Run]) -> str:
+    lines: list[Line] = []
+    longest = max((len(r.metrics) for r in runs), default=0)
+    span = max(1, longest // 25)
+    curves = [(r, *_samples_and_loss(r)) for r in runs if r.metrics]
+    if not curves:
+        return paragraph("No run has step metrics, so there are no loss curves.", "note")
+    lines.extend(Line("", x, y, r.color, faint=True) for r, x, y in curves)
+    for place, (run, x, y) in enumerate(curves):
+        # Runs on the same batches lie on each other: dashes let the one below show.
+        dashes = () if place == 0 else (2.5, 1.5 + place)
+        lines.append(Line(run.name, x, smoothed(y, np.diff(x, prepend=0), span), run.color, dashes))
+    losses = np.concatenate([y for _, _, y in curves])
+    high = float(np.quantile(losses, SHOWN_LOSSES)) * 1.1
+    label = "Loss over samples trained: " + ", ".join(
+        f"{r.name} from {r.summary.loss_first:.4f} to {r.summary.loss_last:.4f}" for r in runs
+    )
+    y = Scale("loss", lambda value: f"{value:g}", None, high)
+    chart = curve_chart("losses", label, lines, Scale("samples trained"), y)
+    return figure(
+        chart,
+        f"Loss of each step before its update, thin; its mean over {2 * span + 1} steps, "
+        "weighted by samples, thick. Runs on the same batches that differ only in how tables are "
+        "held or rows are repeated "
+        f"have the same loss up to rounding, so their lines lie on each other.{_cut(losses, high)}",
+    )
+
+
+def _cut(losses: NDArray[np.float64], high: float) -> str:
+    above = losses[losses > high]
+    if not len(above):
+        return ""
+    return (
+        f" {count(len(above))} of {count(len(losses))} steps lie above the axis, at most "
+        f"{digits(above.max())}."
+    )
+
+
+def _samples_and_loss(run: Run) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    samples = np.cumsum([m.num_samples for m in run.metrics]).astype(np.float64)
+    return samples, np.array([m.loss for m in run.metrics], np.float64)
+
+
+def mean_phases(run: Run) -> Mapping[str, float]:
+    """Return the mean milliseconds of each phase and of the rest, the first step left out.
+
+    Phases that run beside each other may add up to more than the wall time; then nothing is left.
+    """
+    steps = run.metrics[1:] or run.metrics
+    wall = float(np.mean([m.num_samples / m.samples_per_sec for m in steps]))
+    phases = {p: float(np.mean([m.phases.get(p, 0.0) for m in steps])) for p in PHASES}
+    phases[REST] = max(0.0, wall - sum(phases.values()))
+    return {name: 1000 * seconds for name, seconds in phases.items()}
+
+
+def _phases(runs: Sequence[Run]) -> str:
+    rows = {r.name: mean_phases(r) for r in runs if r.metrics}
+    if not rows:
+        return ""
+    texts = {name: f"{digits(sum(phases.values()))} ms" for name, phases in rows.items()}
+    label = "Milliseconds per step by phase: " + "; ".join(
+        f"{name}: " + ", ".join(f"{p} {digits(v)}" for p, v in phases.items())
+        for name, phases in rows.items()
+    )
+    return figure(
+        stacked_bars("phases", label, rows, texts),
+        "Mean milliseconds of a step by phase, the first step left out.",
+    )
+
+
+def _table(runs: Sequence[Run]) -> str:
+    head = [
+        "run", "embedding", "samples", "steps", "samples/s", "last loss", "NE", "AUC", "GAUC",
+        "hit rate", "fetched rows", "peak memory",
+    ]  # fmt: skip
+    rows = []
+    for run in runs:
+        s = run.summary
+        rows.append(
+            (
+                run.name, s.embedding + (", expanded" if s.expanded else ""), count(s.num_samples),
+                count(s.num_steps), count(s.samples_per_sec), f"{s.loss_last:.4f}",
+                *(None if v is None else f"{v:.4f}" for v in (s.ne, s.auc, s.gauc)),
+                None if s.cache_hit_rate is None else percent(s.cache_hit_rate),
+                count(s.fetched_rows), size(s.peak_rss_bytes),
+            )
+        )  # fmt: skip
+    return table(
+        "Runs; NE (normalised entropy, lower is better), AUC and GAUC on the held-back range",
+        head, rows,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Any Parquet dataset, smaller."""

@@ -1,0 +1,306 @@
+"""Storage reduction: any Parquet dataset with a session key, as a star schema or clustered.
+
+The pipeline is that of a build. What comes out is compared with what went in by a hash of all
+rows that does not depend on their order, before anything gets its name.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from pipelines.beam.runner import run_pipeline
+from pipelines.beam.shuffle import SHUFFLE
+from pipelines.beam.transforms import BuildContext
+from pipelines.build import PART_INPUT_BYTES, build
+from pipelines.parts.expand import row_groups
+from pipelines.prepare import BuildRequest
+from pipelines.rewrite.flat import HIDDEN, FlatPart, flat_pipeline
+from pipelines.rewrite.input import FILES, SOURCE, Rows, look_at, star_word
+from pipelines.samples.steps import Steps
+from pipelines.segments.content_hash import ContentHash, content_hash, hash_of_values, value_hashes
+from pipelines.segments.lock import workplace
+from pipelines.sources.arrow_types import arrow_type
+from pipelines.sources.folder import folder_of
+from pipelines.sources.rejects import sort_key
+from pipelines.sources.rows import ORIGIN
+from schemas.columns import numpy_of
+from schemas.dataset import Dataset, Segment, open_dataset
+from schemas.errors import SchemaError, nearest
+from schemas.features import FeatureSet
+from schemas.jagged import offsets_of
+from schemas.job import DataConfig, SamplesConfig, SessionConfig
+from schemas.job_sources import SourceConfig
+from schemas.layout import inverse_column, samples_path
+from schemas.stored import read_group
+
+ROW_TIME = "row_time"
+"""Column that is added to a star schema whose rows have no time: the same in all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteRequest:
+    """What is to be rewritten.
+
+    Attributes:
+        folder: directory with Parquet files.
+        output: directory to write; must not hold anything.
+        layout: `star` for a dataset, `flat` for plain Parquet with the same schema.
+        session: the session key; guessed when None.
+        time: what orders the rows of a session; guessed when None.
+        label: the label, which makes the star schema one that can be trained on.
+        beam_args: Beam options.
+        attempt: name of this attempt, unique among those that may run at once.
+        say: told what is going on, one line at a time.
+    """
+
+    folder: Path
+    output: Path
+    layout: Literal["star", "flat"]
+    session: str | None
+    time: str | None
+    label: str | None
+    beam_args: list[str]
+    attempt: str
+    say: Callable[[str], None] = lambda _: None
+
+
+def rewrite(request: RewriteRequest) -> dict[str, Any]:
+    """Rewrite a dataset and prove that every row of it is there.
+
+    Returns:
+        What `rewrite --json` prints.
+
+    Raises:
+        SchemaError: the input does not fit, or a row could not be kept; nothing is left then.
+    """
+    if request.output.exists() and any(request.output.iterdir()):
+        raise SchemaError(
+            "output must be empty, got a directory with files; choose another --output",
+            file=str(request.output),
+        )
+    if request.output.resolve().is_relative_to(request.folder.resolve()):
+        raise SchemaError(
+            f"output must lie outside the input, got {request.output} below {request.folder}; "
+            "choose another --output"
+        )
+    rows = look_at(request.folder, request.session, request.time)
+    if not rows.has_rows():
+        raise SchemaError("input must have rows, got none", file=str(rows.folder))
+    order = f"by {rows.time}" if rows.time else "as they lie"
+    request.say(f"session key: {rows.session}; rows of a session {order}")
+    make = _star if request.layout == "star" else _flat
+    return make(request, rows)
+
+
+def _result(
+    request: RewriteRequest, rows: Rows, content: ContentHash, num_bytes: int, sessions: int
+) -> dict[str, Any]:
+    return {
+        "layout": request.layout,
+        "session": rows.session,
+        "time": rows.time,
+        "num_rows": content.num_rows,
+        "num_sessions": sessions,
+        "bytes_before": rows.num_bytes,
+        "bytes_after": num_bytes,
+        "ratio": round(rows.num_bytes / num_bytes, 3),
+        "content_hash": str(content),
+    }
+
+
+def _check_equal(before: ContentHash, after: ContentHash) -> None:
+    if before != after:
+        raise SchemaError(
+            f"rewritten rows must have the content hash {before}, got {after}; "
+            "the input has changed meanwhile, or please report this"
+        )
+
+
+def _flat(request: RewriteRequest, rows: Rows) -> dict[str, Any]:
+    taken = [n for n in rows.schema.names if n in HIDDEN]
+    if taken:
+        raise SchemaError(f"column must not be named {taken[0]!r}; rename it")
+    building = request.output.parent / f".{request.output.name}.{request.attempt}"
+    source = SourceConfig(files=FILES, format="parquet")
+    data = DataConfig(
+        sources={SOURCE: source},
+        samples=SamplesConfig(map=f"SELECT * FROM {SOURCE}"),
+        session=SessionConfig(key="_key", time="_time"),
+        tables={},
+    )
+    schema = rows.schema.remove_metadata().append(pa.field(ORIGIN, pa.int64()))
+    context = BuildContext(
+        folder=folder_of(rows.folder),
+        segment_root=building,
+        listing=rows.listing,
+        data=data,
+        features=FeatureSet(()),
+        steps=Steps(None, None),
+        num_parts=max(1, -(-rows.num_bytes // PART_INPUT_BYTES)),
+        empty_rows={SOURCE: schema.empty_table()},
+    )
+    with workplace(building, f".{request.output.name}.*"):
+        outcome = run_pipeline(
+            lambda p: flat_pipeline(p, context, rows.schema, rows.session, rows.time),
+            request.beam_args,
+            building,
+            context.num_parts,
+        )
+        reject = min(outcome.values["rejects"], key=sort_key, default=None)
+        if reject is not None:
+            raise SchemaError(f"{reject}; replace or remove the file")
+        parts: list[FlatPart] = outcome.values["parts"]
+        if not parts:
+            raise SchemaError("input must have rows, got none", file=str(rows.folder))
+        shutil.rmtree(building / SHUFFLE)
+        content = sum((p.content for p in parts), ContentHash())
+        request.say("comparing all rows with the input")
+        _check_equal(content_hash(rows.batches()), content)
+        if request.output.exists():
+            request.output.rmdir()
+        building.rename(request.output)
+    num_bytes = sum(p.num_bytes for p in parts)
+    return _result(request, rows, content, num_bytes, sum(p.num_sessions for p in parts))
+
+
+def _star(request: RewriteRequest, rows: Rows) -> dict[str, Any]:
+    words = {f.name: star_word(f.name, f.type) for f in rows.schema}
+    job_folder = request.output.parent / f".{request.output.name}.job.{request.attempt}"
+    with workplace(job_folder, f".{request.output.name}.job.*"):
+        write_job(job_folder, request, rows, words)
+        try:
+            summary = _build(
+                BuildRequest(
+                    job_path=job_folder / "job.yaml",
+                    input_root=rows.folder,
+                    dataset=request.output,
+                    beam_args=request.beam_args,
+                    attempt=request.attempt,
+                    say=request.say,
+                )
+            )
+            dataset = open_dataset(request.output)
+            names = rows.schema.names
+            request.say("comparing all rows with the input")
+            content = sum(star_hashes(dataset, names), ContentHash())
+            _check_equal(
+                content_hash(b.cast(_star_schema(b, words)) for b in rows.batches()), content
+            )
+        except BaseException:
+            shutil.rmtree(request.output, ignore_errors=True)  # it was empty
+            raise
+    found = _result(request, rows, content, summary["dataset_bytes"], summary["num_sessions"])
+    return {**found, "groups": summary["groups"]}
+
+
+def _build(request: BuildRequest) -> dict[str, Any]:
+    """Build, and say the way out that a rewriting has where a row cannot be kept."""
+    try:
+        return build(request)
+    except SchemaError as error:
+        what, _, advice = error.message.partition("; ")
+        if "data.on_error" not in advice:
+            raise
+        message = f"{what}; repair the row, or use --layout flat, which keeps every row"
+        raise SchemaError(message, file=error.file, place=error.place) from error
+
+
+def _star_schema(table: pa.Table, words: Mapping[str, str]) -> pa.Schema:
+    return pa.schema([(n, arrow_type(words[n])) for n in table.column_names])
+
+
+def star_hashes(dataset: Dataset, columns: list[str]) -> Iterator[ContentHash]:
+    """Yield the content hash of each row group; a tuple is hashed once, however often it is used.
+
+    Args:
+        dataset: an open dataset.
+        columns: of the samples, those to hash.
+    """
+    for segment in dataset.segments:
+        for file_index, row_group in row_groups(segment):
+            yield hash_of_values(
+                _hashed_row_group(segment, file_index, row_group, dataset.job.data, columns)
+            )
+
+
+def _hashed_row_group(
+    segment: Segment, file_index: int, row_group: int, data: DataConfig, columns: list[str]
+) -> dict[str, np.ndarray]:
+    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
+    chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+    per_block = segment.column("num_samples")[chosen]
+    block = np.repeat(np.arange(len(per_block)), per_block)
+    hashes = {c: value_hashes(samples[c]) for c in columns if c in samples.column_names}
+    for group, members in data.groups.items():
+        table = read_group(segment.file, group, file_index, row_group)
+        starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
+        tuples = numpy_of(samples[inverse_column(group)]) + starts[block]
+        hashes |= {c: value_hashes(table[c])[tuples] for c in members if c in columns}
+    return hashes
+
+
+def write_job(
+    directory: Path, request: RewriteRequest, rows: Rows, words: Mapping[str, str]
+) -> None:
+    """Write the job and the schema of a build that keeps every column."""
+    if ROW_TIME in rows.schema.names:
+        raise SchemaError(f"column must not be named {ROW_TIME!r}; rename it")
+    if request.label is not None and request.label not in rows.schema.names:
+        raise SchemaError(
+            f"--label must name a column, got {request.label!r}; "
+            f"{nearest(request.label, rows.schema.names)}"
+        )
+    time = rows.time or ROW_TIME
+    constant = "" if rows.time else f", TIMESTAMP '1970-01-01' AS {ROW_TIME}"
+    roles = {n: _role(n, words[n], request.label, (rows.session, rows.time)) for n in words}
+    kinds = {**words, **({time: "timestamp_us"} if time == ROW_TIME else {})}
+    features = "".join(_feature(n, kind, roles.get(n, "kept")) for n, kind in kinds.items())
+    (directory / "schema.pbtxt").write_text(features, encoding="utf-8")
+    tables = {
+        re.sub(r"[^A-Za-z0-9_-]", "_", n).lstrip("-") + f"_{i}": {
+            "features": [n],
+            "num_rows": 1 << 20,
+        }
+        for i, (n, role) in enumerate(roles.items())
+        if role == "sparse"
+    }
+    body = {
+        "name": re.sub(r"[^A-Za-z0-9_-]+", "_", request.folder.resolve().name) or "rewritten",
+        "data": {
+            "sources": {SOURCE: {"files": FILES, "format": "parquet", "columns": dict(words)}},
+            "samples": {"map": f"SELECT *{constant} FROM {SOURCE}"},
+            "session": {"key": rows.session, "time": time},
+            "groups": "auto",
+            "tables": tables,
+            "on_error": "fail",
+        },
+    }
+    text = yaml.safe_dump(body, sort_keys=False, allow_unicode=True, width=1 << 20)
+    (directory / "job.yaml").write_text(text, encoding="utf-8")
+
+
+def _role(name: str, word: str, label: str | None, special: tuple[str | None, ...]) -> str:
+    """Return a column's role: all are only kept, unless a label makes it a training set."""
+    if label is None:
+        return "kept"
+    if name == label:
+        return "label"
+    integer = word.removeprefix("list<").startswith(("int", "uint"))
+    return "sparse" if integer and name != special[1] and word != "uint64" else "kept"
+
+
+def _feature(name: str, word: str, role: str) -> str:
+    value = word.removeprefix("list<").removesuffix(">")
+    kind = {"float32": "FLOAT", "float64": "FLOAT", "string": "BYTES"}.get(value, "INT")
+    text = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    count = " value_count { min: 0 }" if word.startswith("list<") else ""
+    return f'feature {{ name: "{text}" type: {kind}{count} annotation {{ tag: "{role}" }} }}\n'

@@ -1,0 +1,132 @@
+"""Rows of any types clustered by session, as plain Parquet with the schema they had."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+import pyarrow as pa
+
+from pipelines.beam.shuffle import Reference, read_reference, write_chunk
+from pipelines.beam.transforms import REJECTS, SAMPLES, BuildContext, ReadRows
+from pipelines.parts.cluster import cluster, hash_session_keys, part_of_key
+from pipelines.parts.encodings import choose, open_writer
+from pipelines.parts.write import ROW_GROUP_BYTES
+from pipelines.rewrite.input import ordering
+from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.tuples import Tuples, join, split
+from pipelines.segments.content_hash import ContentHash, content_hash
+from pipelines.sources.rows import ORIGIN
+from schemas.layout import part_name
+
+KEY, TIME = "_key", "_time"
+"""Columns that order the rows while they are moved; in no file."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """One written file.
+
+    Attributes:
+        num_bytes: of the file.
+        num_sessions: in it.
+        content: hash of its rows.
+    """
+
+    num_bytes: int
+    num_sessions: int
+    content: ContentHash
+
+
+class _HandOver(beam.DoFn):
+    """Rows to (part, reference), by the hash of their session key."""
+
+    def __init__(self, context: BuildContext, session: str, time: str | None) -> None:
+        self.context, self.session, self.time = context, session, time
+
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, Reference]]:
+        table = with_order(decoded(rows[1]), self.session, self.time)
+        num_parts = self.context.num_parts
+        target = part_of_key(hash_session_keys(table[KEY]), num_parts)
+        parts = split(Tuples(table, {}, {}), target, num_parts)
+        yield from write_chunk(self.context.segment_root, uuid.uuid4().hex, parts).items()
+
+
+class _WriteFlat(beam.DoFn):
+    def __init__(self, context: BuildContext, schema: pa.Schema) -> None:
+        self.context, self.schema = context, schema
+
+    def process(self, part: tuple[int, Iterable[Reference]]) -> Iterator[FlatPart]:
+        root = self.context.segment_root
+        rows = join([read_reference(root, r, []) for r in sorted(part[1])])
+        clustered = cluster(rows, self.context.data)
+        table = clustered.samples.samples.select(self.schema.names)
+        path = root / part_name(part[0])
+        write_flat_part(path, encoded(table, self.schema))
+        content = content_hash(table.slice(i, 1 << 16) for i in range(0, table.num_rows, 1 << 16))
+        yield FlatPart(path.stat().st_size, clustered.num_sessions, content)
+
+
+def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:
+    """Add the columns that `cluster` sorts by; rows without a key form one session."""
+    moment = ordering(table[time]) if time else pa.array(np.zeros(table.num_rows, np.int64))
+    index = pa.array(np.zeros(table.num_rows, np.int32))
+    added = table.append_column(KEY, table[session]).append_column(TIME, moment)
+    return added.append_column(LIST_INDEX, index)
+
+
+def decoded(table: pa.Table) -> pa.Table:
+    """Return the table without dictionaries, which each batch has its own of."""
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            column = table[field.name].cast(field.type.value_type)
+            table = table.set_column(index, field.name, column)
+    return table
+
+
+def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the table with the schema that it had, dictionaries, metadata and all."""
+    columns = []
+    for field in schema:
+        column = table[field.name]
+        if pa.types.is_dictionary(field.type):
+            column = column.combine_chunks().dictionary_encode().cast(field.type)
+        columns.append(column)
+    return pa.table(columns, schema=schema)
+
+
+def write_flat_part(path: Path, table: pa.Table) -> None:
+    """Write a file in row groups of about 64 MiB, under its name only when it is whole."""
+    partial = path.with_suffix(".partial")
+    per_group = max(1, int(ROW_GROUP_BYTES * table.num_rows / max(1, table.nbytes)))
+    with open_writer(str(partial), table.schema, choose(table.slice(0, per_group))) as writer:
+        for start in range(0, table.num_rows, per_group):
+            writer.write_table(table.slice(start, per_group), row_group_size=per_group)
+    partial.replace(path)
+
+
+def flat_pipeline(
+    pipeline: beam.Pipeline,
+    context: BuildContext,
+    schema: pa.Schema,
+    session: str,
+    time: str | None,
+) -> Mapping[str, beam.PCollection[Any]]:
+    """Add the clustering of all rows to a pipeline."""
+    rows = pipeline | "ReadRows" >> ReadRows(context)
+    parts = (
+        rows[SAMPLES]
+        | "hand over" >> beam.ParDo(_HandOver(context, session, time))
+        | "cluster by session" >> beam.GroupByKey()
+        | "write flat" >> beam.ParDo(_WriteFlat(context, schema))
+    )
+    return {"parts": parts, "rejects": rows[REJECTS]}
+
+
+HIDDEN = (ORIGIN, LIST_INDEX, KEY, TIME)
+"""Names that no column of the input may have."""

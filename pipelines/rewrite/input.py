@@ -1,0 +1,236 @@
+"""What a directory of Parquet files is: its columns, its session key, its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from pipelines.sources.folder import folder_of
+from pipelines.sources.listing import list_inputs
+from schemas.columns import is_list, one_chunk
+from schemas.errors import SchemaError, nearest
+from schemas.job_sources import SourceConfig
+from schemas.manifest import InputFile
+
+SOURCE = "rows"
+FILES = "**/*.parquet*"
+BATCH_ROWS = 1 << 16
+
+SESSION_NAMES = (
+    "session_id", "session", "sessionid", "user_session", "visit_id", "visitid", "session_key",
+    "user_id", "userid", "user", "uid", "member_id", "customer_id", "visitor_id", "visitorid",
+)  # fmt: skip
+"""Likely names of a session key, the likeliest first, in lower case."""
+TIME_NAMES = (
+    "time", "timestamp", "ts", "event_time", "impression_time", "request_time", "datetime",
+    "time_ms", "timestamp_ms", "event_timestamp", "created_at", "date",
+)  # fmt: skip
+"""Likely names of a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows that are to be rewritten.
+
+    Attributes:
+        folder: their directory.
+        listing: its Parquet files.
+        schema: their columns, the same in all.
+        session: the session key.
+        time: what orders the rows of a session, or None for the order in which they lie.
+    """
+
+    folder: Path
+    listing: tuple[InputFile, ...]
+    schema: pa.Schema
+    session: str
+    time: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files."""
+        return sum(f.num_bytes for f in self.listing)
+
+    def has_rows(self) -> bool:
+        """Say whether any file has a row."""
+        return any(pq.read_metadata(self.folder / f.path).num_rows for f in self.listing)
+
+    def batches(self) -> Iterator[pa.Table]:
+        """Yield the rows a few at a time, whatever the row groups are.
+
+        Raises:
+            SchemaError: a file cannot be read.
+        """
+        for file in self.listing:
+            try:
+                opened = pq.ParquetFile(self.folder / file.path, page_checksum_verification=True)
+                for batch in opened.iter_batches(BATCH_ROWS, use_threads=False):
+                    yield pa.Table.from_batches([batch])
+            except (OSError, pa.ArrowException) as error:
+                raise _unreadable(file.path, error) from error
+
+
+def look_at(folder: Path, session: str | None, time: str | None) -> Rows:
+    """Find the files of a dataset, its columns, and the columns that order it.
+
+    Args:
+        folder: a directory with Parquet files at any depth.
+        session: the session key, or None to guess it.
+        time: the time, or None to guess it; without any the rows stay in the order they lie in.
+
+    Raises:
+        SchemaError: there is no file, files differ in columns, or a column is missing or unfit.
+    """
+    source = SourceConfig(files=FILES, format="parquet")
+    listing = list_inputs(folder_of(folder), {SOURCE: source})
+    schema = _common_schema(folder, listing)
+    key = _session_key(schema, session)
+    return Rows(folder, listing, schema, key, _time(schema, time, key))
+
+
+def _unreadable(path: str, error: BaseException) -> SchemaError:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return SchemaError(f"file must be Parquet, got {text}; replace or remove it", file=path)
+
+
+def _common_schema(folder: Path, listing: Iterable[InputFile]) -> pa.Schema:
+    first: pa.Schema | None = None
+    first_path = ""
+    for file in listing:
+        try:
+            schema = pq.read_schema(folder / file.path)
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(file.path, error) from error
+        if len(set(schema.names)) < len(schema.names):
+            twice = next(n for n in schema.names if schema.names.count(n) > 1)
+            raise SchemaError(
+                f"column must appear once, got {twice!r} twice; rename one", file=file.path
+            )
+        if first is None:
+            first, first_path = schema, file.path
+        elif not schema.equals(first):
+            raise _differs(first, first_path, schema, file.path)
+    assert first is not None, "a listing has a file"
+    return first
+
+
+def _differs(first: pa.Schema, first_path: str, schema: pa.Schema, path: str) -> SchemaError:
+    for name in dict.fromkeys([*first.names, *schema.names]):
+        here, there = (
+            str(s.field(name).type) if name in s.names else "none" for s in (schema, first)
+        )
+        if here != there:
+            return SchemaError(
+                f"column {name!r} must be {there} as in {first_path}, got {here}; "
+                "rewrite the files of each kind on their own",
+                file=path,
+            )
+    return SchemaError(
+        f"columns must be in the order of {first_path} and as nullable, got another; "
+        "rewrite the files of each kind on their own",
+        file=path,
+    )
+
+
+def can_be_key(kind: pa.DataType) -> bool:
+    """Tell whether a column of that type can be a session key."""
+    t = pa.types
+    kind = kind.value_type if t.is_dictionary(kind) else kind
+    text = t.is_string(kind) or t.is_large_string(kind) or t.is_binary(kind)
+    return t.is_integer(kind) or text or t.is_fixed_size_binary(kind) or t.is_large_binary(kind)
+
+
+def can_be_time(kind: pa.DataType) -> bool:
+    """Tell whether a column of that type can order rows."""
+    number = pa.types.is_integer(kind) and not pa.types.is_uint64(kind)
+    return number or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+
+
+def _session_key(schema: pa.Schema, given: str | None) -> str:
+    candidates = [f.name for f in schema if can_be_key(f.type)]
+    if given is not None:
+        _check_given("--session", given, schema, candidates, "a number or a text")
+        return given
+    lower = {n.lower(): n for n in reversed(candidates)}
+    for name in SESSION_NAMES:
+        if name in lower:
+            return lower[name]
+    raise SchemaError(
+        f"session key must be known, got none of a usual name; give --session, one of "
+        f"{', '.join(candidates) or 'none: no column is a number or a text'}"
+    )
+
+
+def _time(schema: pa.Schema, given: str | None, session: str) -> str | None:
+    candidates = [f.name for f in schema if can_be_time(f.type) and f.name != session]
+    if given is not None:
+        _check_given(
+            "--time", given, schema, candidates, "a time, a date or a whole number below 2**63"
+        )
+        return given
+    lower = {n.lower(): n for n in reversed(candidates)}
+    for name in TIME_NAMES:
+        if name in lower:
+            return lower[name]
+    times = [n for n in candidates if pa.types.is_timestamp(schema.field(n).type)]
+    if len(times) > 1:
+        raise SchemaError(
+            f"time must be known, got several columns; give --time, one of {', '.join(times)}"
+        )
+    return times[0] if times else None
+
+
+def _check_given(flag: str, name: str, schema: pa.Schema, candidates: list[str], what: str) -> None:
+    if name not in schema.names:
+        raise SchemaError(f"{flag} must name a column, got {name!r}; {nearest(name, schema.names)}")
+    if name not in candidates:
+        raise SchemaError(
+            f"{flag} must be {what}, got {schema.field(name).type} for {name!r}; "
+            f"use one of {', '.join(candidates)}"
+        )
+
+
+def ordering(column: pa.ChunkedArray) -> pa.Array:
+    """Return a time as int64 in its own unit; nulls come first."""
+    array = one_chunk(column)
+    if pa.types.is_date32(array.type):
+        array = array.cast(pa.int32())
+    return pc.fill_null(array.cast(pa.int64()), pa.scalar(-(2**63), pa.int64()))
+
+
+WORDS = {
+    pa.int8(): "int8", pa.int16(): "int16", pa.int32(): "int32", pa.int64(): "int64",
+    pa.uint8(): "uint8", pa.uint16(): "uint16", pa.uint32(): "uint32", pa.uint64(): "uint64",
+    pa.float32(): "float32", pa.float64(): "float64", pa.bool_(): "bool",
+    pa.string(): "string", pa.large_string(): "string",
+}  # fmt: skip
+"""Types that the star schema holds as they are, to their words in a job file."""
+
+
+def star_word(name: str, kind: pa.DataType) -> str:
+    """Return the job file's word for a column's type, the one whose values the star schema keeps.
+
+    Raises:
+        SchemaError: it holds no such values.
+    """
+    t = pa.types
+    value = kind.value_type if t.is_dictionary(kind) or is_list(kind) else kind
+    if t.is_dictionary(kind) and value in (pa.string(), pa.large_string()):
+        return "string"
+    if is_list(kind) and t.is_integer(value) and not t.is_uint64(value):
+        return f"list<{WORDS[value]}>"
+    if is_list(kind) and t.is_float32(value):
+        return "list<float32>"
+    if t.is_timestamp(kind) or t.is_date(kind):
+        return "timestamp_us"
+    if kind in WORDS:
+        return WORDS[kind]
+    raise SchemaError(
+        f"column {name!r} must be a number, a text, a time or a list of whole or 32-bit numbers "
+        f"for --layout star, got {kind}; --layout flat keeps every type"
+    )

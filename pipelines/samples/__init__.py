@@ -1,0 +1,1 @@
+"""From raw rows to samples: SQL, look-ups, sampling, tuples apart from samples."""

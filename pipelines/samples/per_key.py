@@ -1,0 +1,174 @@
+"""`samples.per`: SQL that sees all rows of one key, run for many keys at once.
+
+The statement is put under a lateral join with the distinct keys, its tables
+restricted to the key. DuckDB turns that into one plan over all keys: a
+million keys cost what their rows cost, not a million queries. When the batch
+raises, keys are bisected down to one, and its rows to the bad one.
+
+A statement that makes several samples of one row (unnest) is run key by key:
+the lateral plan gives the same samples, but not their order within the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipelines.samples.keys import key_column, key_type
+from pipelines.samples.sql import SqlResult, run, run_key
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
+
+_ALL = "_all_"
+
+
+@dataclass(frozen=True, slots=True)
+class PerKey:
+    """A statement over whole keys.
+
+    Attributes:
+        statement: from `sql.carry_origin`.
+        source: the source whose rows become samples.
+        key: column that every source has.
+    """
+
+    statement: str
+    source: str
+    key: str
+
+    def batched(self, sources: list[str]) -> str:
+        """Return one statement over many keys; its tables are `_all_<source>`."""
+        key = _quoted(self.key)
+        tables = ", ".join(
+            f"{_quoted(name)} AS (SELECT * FROM {_quoted(_ALL + name)} AS _rows "
+            f"WHERE _rows.{key} = _keys._key)"
+            for name in sources
+        )
+        keys = f"SELECT DISTINCT {key} AS _key FROM {_quoted(_ALL + self.source)}"
+        body = self.statement.rstrip().rstrip(";")
+        return (
+            f"SELECT _made.* FROM ({keys} ORDER BY _key) AS _keys, "
+            f"LATERAL (WITH {tables} SELECT * FROM ({body})) AS _made"
+        )
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def run_keys(
+    connection: duckdb.DuckDBPyConnection, per: PerKey, tables: Mapping[str, pa.Table]
+) -> Iterator[SqlResult]:
+    """Yield the samples of all keys that have rows in the statement's source.
+
+    Args:
+        connection: from `sql.connect`.
+        per: the statement.
+        tables: all rows of some keys by source, in the order of their origins, keys not null.
+    """
+    tables = visible_rows(tables, per.source)
+    coded = _coded(tables, per)
+    counts = np.bincount(coded[per.source])
+    for first, end in batches_of(counts, CHUNK_ROWS):
+        rows = {
+            name: table.filter(pa.array((coded[name] >= first) & (coded[name] < end)))
+            for name, table in tables.items()
+        }
+        codes = {n: c[(c >= first) & (c < end)] for n, c in coded.items()}
+        yield _run(connection, per, rows, codes)
+
+
+def _coded(tables: Mapping[str, pa.Table], per: PerKey) -> dict[str, NDArray[np.int64]]:
+    """Return for each row the rank of its key among those of the source, -1 for other keys."""
+    kind = key_type(tables, per.key)
+    known = pc.unique(key_column(tables[per.source], per.key, kind))
+    known = known.take(pc.sort_indices(known))
+    return {
+        name: pc.fill_null(pc.index_in(key_column(table, per.key, kind), value_set=known), -1)
+        .to_numpy()
+        .astype(np.int64)
+        for name, table in tables.items()
+    }
+
+
+def batches_of(counts: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of keys with at most `limit` rows together, one key at least.
+
+    Example:
+        >>> list(batches_of(np.array([3, 1, 9, 2, 2]), 5))
+        [(0, 2), (2, 3), (3, 5)]
+    """
+    first, rows = 0, 0
+    for index, count in enumerate(counts.tolist()):
+        if rows and rows + count > limit:
+            yield first, index
+            first, rows = index, 0
+        rows += count
+    if len(counts):
+        yield first, len(counts)
+
+
+def _run(
+    connection: duckdb.DuckDBPyConnection,
+    per: PerKey,
+    tables: Mapping[str, pa.Table],
+    codes: Mapping[str, NDArray[np.int64]],
+) -> SqlResult:
+    keys = np.unique(codes[per.source])
+    if len(keys) == 1:
+        return run_key(connection, per.statement, per.source, tables)
+    try:
+        named = {_ALL + name: table for name, table in tables.items()}
+        samples = run(connection, per.batched(list(tables)), named)
+    except (duckdb.Error, pa.ArrowInvalid):  # a key raises, or no lateral plan exists
+        middle = keys[len(keys) // 2]
+        sides = [_side(tables, codes, int(middle), lower) for lower in (True, False)]
+        return _joined([_run(connection, per, *side) for side in sides])
+    if len(pc.unique(samples[ORIGIN])) == samples.num_rows:
+        return SqlResult(samples)
+    # Several samples of one row: the lateral plan loses their order, so each key has its own run.
+    return _joined(
+        [
+            run_key(connection, per.statement, per.source, _rows_of(tables, codes, key))
+            for key in keys.tolist()
+        ]
+    )
+
+
+def _side(
+    tables: Mapping[str, pa.Table], codes: Mapping[str, NDArray[np.int64]], middle: int, lower: bool
+) -> tuple[dict[str, pa.Table], dict[str, NDArray[np.int64]]]:
+    """Return the rows of the keys below `middle`, or of the others."""
+    chosen = {name: (code < middle) == lower for name, code in codes.items()}
+    rows = {name: table.filter(pa.array(chosen[name])) for name, table in tables.items()}
+    return rows, {name: code[chosen[name]] for name, code in codes.items()}
+
+
+def _rows_of(
+    tables: Mapping[str, pa.Table], codes: Mapping[str, NDArray[np.int64]], key: int
+) -> dict[str, pa.Table]:
+    return {n: t.take(pa.array(np.flatnonzero(codes[n] == key))) for n, t in tables.items()}
+
+
+def _joined(results: Sequence[SqlResult]) -> SqlResult:
+    good = [r.samples for r in results if r.samples is not None]
+    bad = [row for r in results for row in r.bad_rows]
+    return SqlResult(pa.concat_tables(good) if good else None, bad)
+
+
+def visible_rows(tables: Mapping[str, pa.Table], source: str) -> dict[str, pa.Table]:
+    """Return the tables that a statement sees: only the sample source has origins."""
+    return {
+        name: table if name == source else table.drop_columns([ORIGIN])
+        for name, table in tables.items()
+    }
+
+
+def in_origin_order(table: pa.Table) -> pa.Table:
+    """Return raw rows in the order of their origins."""
+    return table.take(pa.array(np.argsort(table[ORIGIN].to_numpy(), kind="stable")))

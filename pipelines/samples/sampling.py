@@ -1,0 +1,142 @@
+"""Keep a share of the negatives, by a hash of what they are, and weigh those that stay.
+
+A draw depends on the seed and on the session key (unit `session`) or on all
+columns of the sample (unit `sample`), on nothing else: not on the runner, the
+order of files, or the segment. Positives and evaluation samples always stay,
+with weight 1 (times the job's own weight), so that metrics mean the same with
+and without sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipelines.parts.cluster import hash_session_keys, microseconds
+from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.tuples import HASH_PREFIX, Tuples
+from pipelines.sources.read import ORIGIN
+from schemas.columns import numpy_of
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet
+from schemas.hashing import salt_of, splitmix64
+from schemas.job import DataConfig
+from schemas.layout import SAMPLE_WEIGHT
+from schemas.stable import combine_hashes, hash_tuples
+
+Unit = Literal["session", "sample"]
+
+
+def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
+    """Refuse a job whose negatives cannot be told apart or weighed.
+
+    Args:
+        samples: schema of the SQL's result.
+        features: declared columns.
+        data: the job's data section.
+
+    Raises:
+        SchemaError: the label is not binary, or the weight has no place.
+    """
+    if data.sampling is None:
+        return
+    label = features[features.label]
+    if label.type != "INT" or (label.minimum, label.maximum) != (0, 1):
+        raise SchemaError(
+            f"data.sampling must have a binary label, got {label.name!r} of type {label.type} from "
+            f"{label.minimum} to {label.maximum}; declare it INT with int_domain 0 to 1"
+        )
+    if SAMPLE_WEIGHT in samples.names:
+        raise SchemaError(
+            f"samples must not have column {SAMPLE_WEIGHT!r}, which data.sampling makes; "
+            "rename it in the job's SQL"
+        )
+    declared = next((f for f in features.features if f.name == SAMPLE_WEIGHT), None)
+    if declared is None or (declared.role, declared.type) != ("weight", "FLOAT"):
+        found = "none" if declared is None else f"{declared.type} tagged {declared.role}"
+        raise SchemaError(
+            f"data.sampling must have feature {SAMPLE_WEIGHT!r} declared, got {found}; "
+            "add it to the schema as FLOAT with the tag weight"
+        )
+    if len(own_weights(features)) > 1:
+        raise SchemaError(
+            f"data.sampling must find at most one weight, got {list(own_weights(features))}; "
+            "multiply them in the job's SQL"
+        )
+
+
+def own_weights(features: FeatureSet) -> tuple[str, ...]:
+    """Return the weight columns that the job's SQL yields."""
+    return tuple(n for n in features.with_role("weight") if n != SAMPLE_WEIGHT)
+
+
+def draws(samples: Tuples, unit: Unit, seed: int, session_key: str) -> NDArray[np.float64]:
+    """Return a draw in [0, 1) for each sample.
+
+    Args:
+        samples: of one chunk.
+        unit: whether the samples of a session key share a draw.
+        seed: another seed gives independent draws.
+        session_key: the column of session keys.
+    """
+    if unit == "session":
+        hashes = hash_session_keys(samples.column(session_key))
+    else:
+        hashes = hash_samples(samples)
+    salt = splitmix64(np.array([seed])) ^ salt_of(f"sampling {unit}")
+    return (splitmix64(hashes ^ salt) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def hash_samples(samples: Tuples) -> NDArray[np.uint64]:
+    """Return a hash of all columns of each sample; equal samples have equal hashes."""
+    skip = (ORIGIN, LIST_INDEX)
+    alone = [c for c in samples.samples.column_names if c not in skip]
+    parts = [hash_tuples(samples.samples, alone)] if alone else []
+    for group in sorted(samples.uniques):
+        parts.append(hash_group(samples, group)[samples.references[group]])
+    return combine_hashes(parts)
+
+
+def hash_group(samples: Tuples, group: str) -> NDArray[np.uint64]:
+    """Return a hash of each distinct tuple of a group, the same in every chunk."""
+    table = samples.uniques[group]
+    return hash_tuples(table, [c for c in table.column_names if not c.startswith(HASH_PREFIX)])
+
+
+def always_kept(samples: Tuples, label: str, data: DataConfig) -> NDArray[np.bool_]:
+    """Return which samples no draw can drop: positives, and all of the evaluation range."""
+    return (numpy_of(samples.column(label)) == 1) | in_evaluation(samples, data)
+
+
+def in_evaluation(samples: Tuples, data: DataConfig) -> NDArray[np.bool_]:
+    """Return which samples lie in the evaluation range."""
+    if data.split.evaluation_from is None:
+        return np.zeros(samples.num_samples, bool)
+    time = samples.column(data.session.time).cast(pa.int64()).to_numpy()
+    return time >= microseconds(data.split.evaluation_from)
+
+
+def sample_negatives(samples: Tuples, features: FeatureSet, data: DataConfig) -> Tuples:
+    """Drop negatives by their draws and add the weight of what stays.
+
+    Args:
+        samples: usable samples of one chunk.
+        features: declared columns.
+        data: the job's data section; without `sampling` the samples come back as they are.
+    """
+    config = data.sampling
+    if config is None:
+        return samples
+    kept = always_kept(samples, features.label, data)
+    drawn = draws(samples, config.unit, config.seed, data.session.key) < config.negatives
+    weights = np.where(kept, 1.0, 1.0 / config.negatives)
+    for name in own_weights(features):
+        weights = weights * numpy_of(samples.column(name)).astype(np.float64)
+    rows = np.flatnonzero(kept | drawn)
+    chosen = samples.take(rows)
+    column = pa.array(weights[rows].astype(np.float32))
+    table = chosen.samples.append_column(SAMPLE_WEIGHT, column)
+    return Tuples(table, chosen.references, chosen.uniques)

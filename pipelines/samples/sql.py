@@ -1,0 +1,250 @@
+"""Samples from raw rows: the job's SQL, run by DuckDB on Arrow tables inside the worker.
+
+The row's origin is carried through: the statement is parsed, `_origin` is added
+to its select list, and the result is bisected down to the bad rows when it
+raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.sources.read import ORIGIN
+from pipelines.sources.rejects import python_rows
+from schemas.columns import one_chunk
+from schemas.errors import SchemaError
+
+LIST_INDEX = "_list_index"
+"""Column added to every sample: its position among the samples of one raw row."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A raw row that the SQL cannot use, and why."""
+
+    origin: int
+    reason: str
+    value: str
+
+
+@dataclass(slots=True)
+class SqlResult:
+    """Samples, and the raw rows that gave none because the SQL raised."""
+
+    samples: pa.Table | None
+    bad_rows: list[BadRow] = field(default_factory=list[BadRow])
+
+
+def connect() -> duckdb.DuckDBPyConnection:
+    """Return a connection that sees only registered tables: one thread, no files, no network."""
+    connection = duckdb.connect()
+    connection.execute("SET threads = 1")
+    connection.execute("SET preserve_insertion_order = true")
+    connection.execute("SET arrow_large_buffer_size = true")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("SET python_enable_replacements = false")
+    connection.execute("SET lock_configuration = true")
+    return connection
+
+
+def table_names(statement: str) -> frozenset[str]:
+    """Return the names of tables that a statement reads, without binding it.
+
+    Example:
+        >>> sorted(table_names("SELECT * FROM a WHERE x IN (SELECT y FROM b JOIN c USING (y))"))
+        ['a', 'b', 'c']
+    """
+    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
+    assert text is not None, "json_serialize_sql gives one row"
+    names: set[str] = set()
+    waiting: list[Any] = [json.loads(text[0])]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            names.update([node["table_name"]] if node.get("type") == "BASE_TABLE" else [])
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+    return frozenset(names)
+
+
+def carry_origin(statement: str, key: str) -> str:
+    """Return the statement with `_origin` in its select list.
+
+    Args:
+        statement: one SELECT.
+        key: job key that it came from, for errors.
+
+    Raises:
+        SchemaError: it is no single SELECT, or it aggregates.
+    """
+    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
+    assert text is not None, "json_serialize_sql gives one row"
+    tree = json.loads(text[0])
+    if tree["error"]:
+        raise SchemaError(f"{key} must be SQL, got {tree['error_message']}; correct it")
+    nodes = [s["node"] for s in tree["statements"]]
+    if len(nodes) != 1 or nodes[0]["type"] != "SELECT_NODE":
+        raise SchemaError(f"{key} must be one SELECT; wrap a UNION in SELECT * FROM (...)")
+    node = nodes[0]
+    if node["group_expressions"] or node["aggregate_handling"] != "STANDARD_HANDLING":
+        raise SchemaError(f"{key} must not aggregate at its top level; move it into a subquery")
+    if not any(e["class"] == "STAR" for e in node["select_list"]):
+        node["select_list"].append(
+            {
+                "class": "COLUMN_REF",
+                "type": "COLUMN_REF",
+                "alias": "",
+                "query_location": 0,
+                "column_names": [ORIGIN],
+            }
+        )
+    done = duckdb.connect().execute("SELECT json_deserialize_sql(?)", [json.dumps(tree)]).fetchone()
+    assert done is not None, "json_deserialize_sql gives one row"
+    return str(done[0])
+
+
+def run(
+    connection: duckdb.DuckDBPyConnection, statement: str, tables: Mapping[str, pa.Table]
+) -> pa.Table:
+    """Run one statement over named tables; lists come back as `large_list`.
+
+    Raises:
+        duckdb.Error: whatever DuckDB says.
+    """
+    for name, table in tables.items():
+        connection.register(name, table)
+    try:
+        return normalized(connection.sql(statement).to_arrow_table())
+    finally:
+        for name in tables:
+            connection.unregister(name)
+
+
+def map_rows(
+    connection: duckdb.DuckDBPyConnection, statement: str, source: str, rows: pa.Table
+) -> SqlResult:
+    """Run row-local SQL over raw rows; rows that raise are found by bisection.
+
+    Args:
+        connection: from `connect`.
+        statement: from `carry_origin`.
+        source: name of the table in it.
+        rows: raw rows with origins.
+    """
+    return _bisect(lambda part: run(connection, statement, {source: part}), rows)
+
+
+def run_key(
+    connection: duckdb.DuckDBPyConnection,
+    statement: str,
+    source: str,
+    tables: Mapping[str, pa.Table],
+) -> SqlResult:
+    """Run SQL over all rows of one key; bad rows of `source` are found by bisection.
+
+    A half of a key knows only its own rows, so bisection only finds the bad ones; what is left of
+    the key runs as one again. Rows that fail only together are all bad.
+
+    Args:
+        connection: from `connect`.
+        statement: from `carry_origin`.
+        source: the source whose rows become samples.
+        tables: all rows of the key, by source.
+    """
+
+    def attempt(part: pa.Table) -> pa.Table:
+        return run(connection, statement, {**tables, source: part})
+
+    rows = tables[source]
+    bad: list[BadRow] = []
+    while rows.num_rows:
+        try:
+            return SqlResult(attempt(rows), bad)
+        except (duckdb.Error, pa.ArrowInvalid) as error:
+            found = _bisect(attempt, rows).bad_rows
+            found = found or [_bad_row(rows.slice(i, 1), error) for i in range(rows.num_rows)]
+        bad.extend(found)
+        origins = pa.array([row.origin for row in found], pa.int64())
+        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=origins)))
+    return SqlResult(None, bad)
+
+
+def _bisect(attempt: Callable[[pa.Table], pa.Table], rows: pa.Table) -> SqlResult:
+    try:
+        return SqlResult(attempt(rows))
+    except (duckdb.Error, pa.ArrowInvalid) as error:  # Arrow's: a value has no stored form
+        if rows.num_rows <= 1:
+            return SqlResult(None, [_bad_row(rows, error)] if rows.num_rows else [])
+    half = rows.num_rows // 2
+    parts = [_bisect(attempt, rows.slice(0, half)), _bisect(attempt, rows.slice(half))]
+    good = [p.samples for p in parts if p.samples is not None]
+    bad = [row for part in parts for row in part.bad_rows]
+    return SqlResult(pa.concat_tables(good) if good else None, bad)
+
+
+def _bad_row(rows: pa.Table, error: Exception) -> BadRow:
+    values = {k: v for k, v in python_rows(rows)[0].items() if k != ORIGIN}
+    reason = str(error).splitlines()[0]
+    return BadRow(
+        rows[ORIGIN][0].as_py(), f"row must pass the job's SQL, got {reason}", str(values)
+    )
+
+
+def normalized(table: pa.Table) -> pa.Table:
+    """Return the table with the types of format 1: `large_list`, `timestamp[us]`, plain strings.
+
+    Raises:
+        SchemaError: a column has a type that format 1 has not.
+    """
+    columns: dict[str, pa.Array] = {}
+    for name in dict.fromkeys(table.column_names):
+        column = one_chunk(table.column(table.column_names.index(name)))
+        columns[name] = column.cast(_stored_type(name, column.type))
+    return pa.table(columns)
+
+
+def _stored_type(name: str, kind: pa.DataType) -> pa.DataType:
+    t = pa.types
+    if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):
+        value = _stored_type(name, kind.value_type)
+        if t.is_integer(value):
+            return pa.large_list(pa.int64())
+        if t.is_floating(value):
+            return pa.large_list(pa.float32())
+        raise SchemaError(
+            f"lists must hold numbers, got {kind} for {name!r}; encode them in the job's SQL"
+        )
+    if t.is_timestamp(kind) or t.is_date(kind):
+        return pa.timestamp("us")
+    if t.is_string(kind) or t.is_large_string(kind):
+        return pa.string()
+    if t.is_integer(kind) or t.is_float32(kind) or t.is_float64(kind) or t.is_boolean(kind):
+        return kind
+    raise SchemaError(
+        f"column must be a number, text, time or list, got {kind} for {name!r}; "
+        "cast it in the job's SQL"
+    )
+
+
+def with_list_index(samples: pa.Table) -> pa.Table:
+    """Add each sample's position among the samples of its raw row, in the order SQL gave them."""
+    origins = samples[ORIGIN].to_numpy()
+    order = np.argsort(origins, kind="stable")
+    ordered = origins[order]
+    new = np.ones(len(origins), bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    starts = np.flatnonzero(new)
+    ranks = np.arange(len(origins)) - np.repeat(starts, np.diff(np.append(starts, len(origins))))
+    index = np.empty(len(origins), np.int32)
+    index[order] = ranks
+    return samples.append_column(LIST_INDEX, pa.array(index))

@@ -1,0 +1,257 @@
+"""Which samples can be used: session key, time, presence, domains, ids inside their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipelines.samples.sql import LIST_INDEX, BadRow
+from pipelines.samples.tuples import HASH_PREFIX, Tuples
+from pipelines.sources.read import ORIGIN
+from pipelines.sources.rejects import python_rows
+from schemas.columns import is_list, one_chunk
+from schemas.errors import SchemaError, nearest
+from schemas.features import Feature, FeatureSet
+from schemas.job import DataConfig
+from schemas.layout import BLOCK, TUPLE_INDEX, UNIQUE_INDEX, inverse_column, window_columns
+
+_HIDDEN = (ORIGIN, LIST_INDEX)
+_NUMBERS = ("dense", "label", "weight")
+_FIRST_TIME, _LAST_TIME = (
+    int((time - np.datetime64(0, "us")).astype(np.int64))
+    for time in (np.datetime64("0001-01-01", "us"), np.datetime64("9999-12-31T23:59:59.999999"))
+)
+
+Find = Callable[[pa.Array], "NDArray[np.bool_] | None"]
+"""Tells which rows of a column are bad; None is a quick way to say none."""
+
+
+def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
+    """Compare the columns that SQL yields with the declared ones.
+
+    Args:
+        samples: schema of the SQL's result.
+        features: declared columns, without those of transforms.
+        data: the job's data section.
+
+    Raises:
+        SchemaError: a column is missing, undeclared, or of another type.
+    """
+    hidden = [n for n in samples.names if n.startswith(HASH_PREFIX)]
+    names = [n for n in samples.names if n not in (*_HIDDEN, *hidden)]
+    made = data.made_columns
+    declared = [f.name for f in features.features if f.name not in made]
+    for name in names:
+        if name not in declared:
+            raise SchemaError(
+                f"column {name!r} must be declared in the schema; {nearest(name, declared)}"
+            )
+    for name in declared:
+        if name not in names:
+            raise SchemaError(
+                f"samples must have column {name!r}, got none; {nearest(name, names)}"
+            )
+        check_type(features[name], samples.field(name).type)
+    if ORIGIN not in samples.names:
+        raise SchemaError(
+            "the job's SQL must keep the origin of each row, got a * over a subquery or EXCLUDE; "
+            "name its columns instead"
+        )
+    _check_reserved(features, data)
+    _check_roles(features)
+    for name in (data.session.key, data.session.time):
+        if name not in declared:
+            raise SchemaError(f"column must be declared, got {name!r}; {nearest(name, declared)}")
+    for name in data.group_of_column:
+        if name not in declared and name not in made:
+            raise SchemaError(f"column must be declared, got {name!r}; {nearest(name, declared)}")
+    for name in data.table_of_feature:
+        if name not in features or features[name].role != "sparse":
+            raise SchemaError(f"feature {name!r} of a table must be declared sparse; tag it")
+    for name in features.with_role("sparse"):
+        if name not in data.table_of_feature:
+            raise SchemaError(f"sparse feature {name!r} must have a table; add it to data.tables")
+    if features[data.session.key].is_list:
+        raise SchemaError(
+            f"session.key must be one value, got a list for {data.session.key!r}; use another"
+        )
+    _check_time(samples.field(data.session.time).type, data)
+
+
+def _check_time(kind: pa.DataType, data: DataConfig) -> None:
+    """Refuse a time that is none; a whole number orders samples where nothing asks for its unit."""
+    measured = (data.session.gap, data.window.span, data.split.evaluation_from)
+    number = pa.types.is_integer(kind) and not pa.types.is_uint64(kind)
+    if not pa.types.is_timestamp(kind) and not (number and all(m is None for m in measured)):
+        raise SchemaError(
+            f"session.time must be a timestamp, got {kind} for {data.session.time!r}; "
+            "cast it in SQL, for example make_timestamp(ms * 1000)"
+        )
+
+
+def _check_reserved(features: FeatureSet, data: DataConfig) -> None:
+    taken = {BLOCK, UNIQUE_INDEX, TUPLE_INDEX, ORIGIN, LIST_INDEX}
+    taken |= {inverse_column(g) for g in data.groups}
+    taken |= {w for f in features.features if f.is_list for w in window_columns(f.name)}
+    for name in features.names:
+        if name in taken:
+            raise SchemaError(
+                f"column must not have the name of one of the format, got {name!r}; rename it"
+            )
+
+
+def _check_roles(features: FeatureSet) -> None:
+    for feature in features.features:
+        what = f"{feature.role} feature {feature.name!r}"
+        if feature.role == "sparse" and feature.type != "INT":
+            raise SchemaError(f"{what} must be INT, got {feature.type}; number its values in SQL")
+        if feature.role in _NUMBERS and (feature.type == "BYTES" or feature.is_list):
+            found = "a list" if feature.is_list else feature.type
+            raise SchemaError(f"{what} must be one number, got {found}; make numbers of it in SQL")
+
+
+def check_type(feature: Feature, kind: pa.DataType) -> None:
+    """Compare one column's type with its declaration.
+
+    Raises:
+        SchemaError: they differ.
+    """
+    if is_list(kind) != feature.is_list:
+        wanted, found = ("a list", kind) if feature.is_list else ("one value", kind)
+        raise SchemaError(
+            f"feature {feature.name!r} must be {wanted}, got {found}; change SQL or its value_count"
+        )
+    value = kind.value_type if is_list(kind) else kind
+    word = "FLOAT" if pa.types.is_floating(value) else "INT"
+    word = "BYTES" if pa.types.is_string(value) else word
+    if word != feature.type:
+        raise SchemaError(
+            f"feature {feature.name!r} must be {feature.type}, got {kind}; change SQL or its type"
+        )
+
+
+def usable_samples(
+    samples: Tuples, features: FeatureSet, data: DataConfig
+) -> tuple[Tuples, list[BadRow]]:
+    """Split samples into those that can be used and those that cannot, each with its reason."""
+    keep = np.ones(samples.num_samples, bool)
+    bad: list[BadRow] = []
+    for name, find, reason in _checks(features, data):
+        found = _found(samples, name, find)
+        if found is None:
+            continue
+        new = np.flatnonzero(found & keep)
+        keep[new] = False
+        chosen = samples.take(new)
+        names = [n for n in features.names if _has(samples, n)]
+        columns = {n: chosen.column(n) for n in names}
+        origins = chosen.column(ORIGIN).to_pylist()
+        for origin, row in zip(origins, python_rows(pa.table(columns)), strict=True):
+            bad.append(BadRow(origin, reason, str(row)))
+    return (samples if keep.all() else samples.take(np.flatnonzero(keep))), bad
+
+
+def _has(samples: Tuples, name: str) -> bool:
+    tables = (samples.samples, *samples.uniques.values())
+    return any(name in table.column_names for table in tables)
+
+
+def _found(samples: Tuples, name: str, find: Find) -> NDArray[np.bool_] | None:
+    """Return which samples a check finds fault with, None when there are none."""
+    if name in samples.samples.column_names:
+        found = find(one_chunk(samples.samples[name]))
+        return found if found is not None and found.any() else None
+    for group, table in samples.uniques.items():
+        if name in table.column_names:
+            found = find(one_chunk(table[name]))
+            return None if found is None or not found.any() else found[samples.references[group]]
+    return None  # made later, by a transform
+
+
+def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[str, Find, str]]:
+    """Yield (column, check, reason) in the order in which reasons are looked for."""
+    for what, name in (("session key", data.session.key), ("session time", data.session.time)):
+        yield name, _missing, f"{what} {name!r} must not be null"
+    reason = f"session time {data.session.time!r} must lie in the years 1 to 9999"
+    yield data.session.time, _outside_calendar, reason
+    for feature in features.features:
+        name = feature.name
+        if feature.required or feature.role in ("label", "weight"):
+            yield name, _missing, f"feature {name!r} must not be null"
+        if feature.role in _NUMBERS:
+            yield name, _not_finite, f"feature {name!r} must be finite"
+        if feature.is_list:
+            yield name, _holds_null, f"feature {name!r} must hold no nulls"
+        low, high = _limits(feature, data)
+        if low is not None:
+            reason = f"feature {name!r} must be at least {low}"
+            yield name, partial(_outside, comparison="less", limit=low), reason
+        if high is not None:
+            reason = f"feature {name!r} must be at most {high}"
+            yield name, partial(_outside, comparison="greater", limit=high), reason
+
+
+def _missing(column: pa.Array) -> NDArray[np.bool_] | None:
+    if not column.null_count and not pa.types.is_floating(column.type):
+        return None
+    return _mask(pc.is_null(column, nan_is_null=True))
+
+
+def _not_finite(column: pa.Array) -> NDArray[np.bool_] | None:
+    if not pa.types.is_floating(column.type):
+        return None
+    return _mask(pc.invert(pc.is_finite(column)))
+
+
+def _outside_calendar(column: pa.Array) -> NDArray[np.bool_] | None:
+    if not pa.types.is_timestamp(column.type):
+        return None
+    microseconds = column.cast(pa.int64())
+    early, late = pc.less(microseconds, _FIRST_TIME), pc.greater(microseconds, _LAST_TIME)
+    return _mask(pc.or_(early, late))
+
+
+def _holds_null(column: pa.Array) -> NDArray[np.bool_] | None:
+    values = column.flatten()
+    if not values.null_count:
+        return None
+    return _rows_of_values(column, _mask(values.is_null()))
+
+
+def _limits(feature: Feature, data: DataConfig) -> tuple[float | None, float | None]:
+    low, high = feature.minimum, feature.maximum
+    if feature.role == "weight":
+        low = 0 if low is None else max(low, 0)
+    table = data.tables.get(data.table_of_feature.get(feature.name, ""))
+    if table is not None and table.rows == "identity":
+        low = 0 if low is None else max(low, 0)
+        high = table.num_rows - 1 if high is None else min(high, table.num_rows - 1)
+    return low, high
+
+
+def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool_] | None:
+    values = column.flatten() if is_list(column.type) else column
+    extremes = pc.min_max(values)
+    extreme = extremes["min" if comparison == "less" else "max"].as_py()
+    if extreme is None or not (extreme < limit if comparison == "less" else extreme > limit):
+        return None
+    # Arrow would compare unsigned 64-bit values as signed ones.
+    unsigned = pa.types.is_uint64(values.type)
+    bound = pa.scalar(max(0, int(limit)), pa.uint64()) if unsigned else pa.scalar(limit)
+    found = _mask(pc.call_function(comparison, [values, bound]))
+    return _rows_of_values(column, found) if is_list(column.type) else found
+
+
+def _rows_of_values(column: pa.Array, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    rows = np.zeros(len(column), bool)
+    rows[pc.list_parent_indices(column).to_numpy()[found]] = True
+    return rows
+
+
+def _mask(column: pa.Array) -> NDArray[np.bool_]:
+    return pc.fill_null(column, False).to_numpy(zero_copy_only=False)

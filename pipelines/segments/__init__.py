@@ -1,0 +1,1 @@
+"""Segments and datasets: commit, append, verify."""

@@ -1,0 +1,129 @@
+"""Who may add a segment to a dataset: asked before the work, and again when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelines.gate.judge import check_limits
+from pipelines.gate.pass_gate import pass_gate, schema_of
+from pipelines.learned.files import check_fits, fits
+from pipelines.prepare import BuildRequest
+from pipelines.segments.pinned import check_pinned, check_types
+from pipelines.segments.publish import Proposal, free_position, root_of, with_key
+from schemas.dataset import Dataset, open_dataset
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet
+from schemas.job import Job
+from schemas.layout import MANIFEST, SEGMENTS
+from schemas.manifest import InputFile, Reference, read_segment
+
+
+def admit(
+    request: BuildRequest,
+    job: Job,
+    features: FeatureSet,
+    key: str,
+    listing: tuple[InputFile, ...],
+) -> Reference | None:
+    """Tell before the work whether a segment may enter the dataset.
+
+    Args:
+        request: what is to be built.
+        job: its job.
+        features: declared columns.
+        key: the hash in the segment's id.
+        listing: its input.
+
+    Returns:
+        The segment when it is there already, None when it is to be built.
+
+    Raises:
+        SchemaError: the dataset holds something else, pins something else, or has the same input.
+    """
+    check_limits(schema_of((request.job_path.parent / job.data.schema).read_bytes()))
+    root = root_of(request.dataset)
+    there = with_key(root, key)
+    if there is not None or root is None:
+        return there
+    if not request.append:
+        refuse_other(request.dataset, [s.id for s in root.segments], key)
+    free_position(root, request.position, request.dataset)
+    dataset = open_dataset(request.dataset)
+    check_pinned(dataset, job, features, request.job_path)
+    refuse_same_input(dataset, listing, request.job_path)
+    return None
+
+
+def refuse_other(dataset: Path, segments: list[str], key: str) -> None:
+    """Refuse to build over a dataset that holds something else.
+
+    Raises:
+        SchemaError: always, naming what is there.
+    """
+    raise SchemaError(
+        f"output must be empty or hold the same segment, got {segments} instead of one of "
+        f"{key}; append to it, or choose another --output",
+        file=str(dataset),
+    )
+
+
+def refuse_same_input(dataset: Dataset, listing: tuple[InputFile, ...], job: Path) -> None:
+    """Refuse to add the very same files a second time under a changed job.
+
+    Raises:
+        SchemaError: naming the segment that was built from them.
+    """
+    given = sorted(f.sha256 for f in listing)
+    for segment in dataset.segments:
+        if sorted(f.sha256 for f in segment.manifest.listing) == given:
+            raise SchemaError(
+                f"input must be new to the dataset, got the files of segment "
+                f"{segment.manifest.id}, built by another job; its samples would count twice: "
+                "build a new dataset",
+                file=str(job),
+            )
+
+
+def finished_segments(dataset: Path, key: str) -> Iterator[Path]:
+    """Yield what killed attempts finished of the same segment without publishing it."""
+    root = root_of(dataset)
+    named = {s.id for s in root.segments} if root else set()
+    for pattern in (f".{key}.*", f"*-{key}"):
+        for directory in sorted((dataset / SEGMENTS).glob(pattern)):
+            if directory.name in named or not (directory / MANIFEST).exists():
+                continue
+            if fits(read_segment(directory).learned, dataset):
+                yield directory
+
+
+def proposal_of(
+    request: BuildRequest, job: Job, features: FeatureSet, key: str, building: Path
+) -> Proposal:
+    """Return what `publish` needs; the dataset may have changed since `admit`."""
+    manifest = read_segment(building)
+    schema = (request.job_path.parent / job.data.schema).read_bytes()
+
+    def judge(dataset: Dataset | None, before: int) -> str:
+        if dataset is not None:
+            if not request.append:
+                refuse_other(request.dataset, [s.manifest.id for s in dataset.segments], key)
+            check_pinned(dataset, job, features, request.job_path)
+            check_types(dataset, manifest.columns, request.job_path)
+            check_fits(manifest.learned, request.dataset)
+        earlier = dataset.segments[before - 1].directory if dataset and before else None
+        aside = request.dataset / f".refused-{key}"
+        return pass_gate(building, earlier, schema_of(schema), job.data.gate, aside, request.say)
+
+    return Proposal(
+        dataset=request.dataset,
+        building=building,
+        key=key,
+        position=request.position,
+        name=job.name,
+        job=request.job_bytes or request.job_path.read_bytes(),
+        schema=schema,
+        attempt=request.attempt,
+        beam_args=request.beam_args,
+        judge=judge,
+    )

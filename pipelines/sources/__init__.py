@@ -1,0 +1,1 @@
+"""Raw files as Arrow tables, each row with its origin; two logs joined."""

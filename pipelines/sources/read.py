@@ -1,0 +1,126 @@
+"""Raw files of any format: how they are cut into work, and their rows with origins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from pipelines.sources.arrow_types import arrow_type
+from pipelines.sources.avro_source import avro_schema, cut_avro, read_avro
+from pipelines.sources.csv_source import read_csv
+from pipelines.sources.folder import Folder, first_line, is_transient
+from pipelines.sources.jsonl_source import cut_jsonl, read_jsonl
+from pipelines.sources.parquet_source import cut_parquet, parquet_schema, read_parquet
+from pipelines.sources.rejects import Reject
+from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows, with_origins
+from schemas.errors import SchemaError
+from schemas.job_sources import SourceConfig
+
+
+def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:
+    """Cut a file into parts that can be read apart.
+
+    Parquet is cut by row group, JSON lines at ends of lines, Avro at sync markers; a CSV file,
+    whose quotes may hold ends of lines, and compressed texts stay whole.
+
+    Args:
+        folder: input directory.
+        part: the whole file; `num_bytes` is its size when it was listed.
+        config: how it is read.
+    """
+    try:
+        size = folder.size(part.path)
+        if part.num_bytes not in (None, size):
+            reason = f"file must stay as it was listed, got {size} bytes for {part.num_bytes}"
+            return [], [Reject(part.path, None, reason)]
+        if config.format == "parquet":
+            return cut_parquet(folder, part)
+        if config.format == "jsonl":
+            return cut_jsonl(folder, part)
+        if config.format == "avro":
+            return cut_avro(folder, part)
+    except FileNotFoundError:
+        return [], [_gone(part)]
+    return [part], []
+
+
+def _gone(part: FilePart) -> Reject:
+    return Reject(part.path, None, "file must stay until it is read, got none")
+
+
+def read_part(
+    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+) -> Iterator[RawRows]:
+    """Yield the rows of a part in chunks, each row with its origin; never raises for bad data.
+
+    Args:
+        folder: input directory.
+        part: what to read.
+        config: how it is read.
+        schema: columns of the source, the same for all its files; from `empty_rows`.
+    """
+    try:
+        if config.format == "csv":
+            yield from _read_csv(folder, part, config)
+        else:
+            read = {"parquet": read_parquet, "jsonl": read_jsonl, "avro": read_avro}[config.format]
+            yield from read(folder, part, config, schema)
+    except FileNotFoundError:
+        yield RawRows(None, (_gone(part),))
+
+
+def _read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
+    for table, rejects in read_csv(folder, part.path, config):
+        if table is None:
+            yield RawRows(None, tuple(rejects))
+            continue
+        positions = table["_position"].to_numpy()
+        rows = with_origins(table.drop_columns(["_position"]), part.file_index, positions)
+        yield RawRows(rows, tuple(rejects))
+
+
+def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:
+    """Return a table without rows that has the columns of a source.
+
+    Args:
+        folder: input directory.
+        name: name of the source.
+        config: how it is read.
+        paths: its files; the first readable one names undeclared columns, each as wide as in the
+            file where it is widest.
+
+    Raises:
+        SchemaError: no file is readable.
+    """
+    if config.columns:
+        schema = pa.schema([pa.field(k, arrow_type(v)) for k, v in config.columns.items()])
+        return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
+    schema_of = avro_schema if config.format == "avro" else parquet_schema
+    problem = ""
+    found: pa.Schema | None = None
+    for path in paths:
+        try:
+            schema = schema_of(folder, path)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            if is_transient(error):
+                raise
+            problem = problem or f"{path}: {first_line(error)}"
+            continue
+        found = schema if found is None else _widened(found, schema)
+    if found is None:
+        raise SchemaError(f"source {name!r} must have a readable file, got {problem}; replace it")
+    return found.append(pa.field(ORIGIN, pa.int64())).empty_table()
+
+
+def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return the schema with each type widened to hold the other's values, where one can."""
+    for index, field in enumerate(schema):
+        if field.name in other.names and other.field(field.name).type != field.type:
+            pair = [pa.schema([field]), pa.schema([other.field(field.name)])]
+            try:
+                wide = pa.unify_schemas(pair, promote_options="permissive").field(0)
+            except (pa.ArrowInvalid, pa.ArrowTypeError):
+                continue  # rows of one of the files will be rejected
+            schema = schema.set(index, wide)
+    return schema

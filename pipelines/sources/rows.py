@@ -1,0 +1,140 @@
+"""Raw rows as Arrow tables, each with its origin, and how values become the declared types.
+
+A row's origin is the position of its file in the sorted listing and its row in
+that file, in one integer. Origins break ties in the order of samples and lead
+a reject back to its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.sources.rejects import Reject, python_rows
+from schemas.manifest import InputFile
+
+ORIGIN = "_origin"
+"""Column added to every raw row: file index << POSITION_BITS | row in the file."""
+
+POSITION_BITS = 40
+
+CHUNK_ROWS = 1 << 16
+"""Most raw rows that pass through SQL at once."""
+
+PART_BYTES = 32 << 20
+"""Bytes of one part of a file that can be cut anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """One unit of reading.
+
+    Attributes:
+        source: name of the source.
+        path: relative to the input directory.
+        file_index: position of the file in the sorted listing.
+        row_group: Parquet row group, or None.
+        first_row: position in the file of the part's first row.
+        offset: byte at which the part begins, where it is a range of bytes.
+        num_bytes: bytes of that range; None to the end.
+    """
+
+    source: str
+    path: str
+    file_index: int
+    row_group: int | None = None
+    first_row: int = 0
+    offset: int = 0
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RawRows:
+    """Rows of one part, or the reasons why there are none."""
+
+    table: pa.Table | None
+    rejects: tuple[Reject, ...] = ()
+
+
+Cut = tuple[list[FilePart], list[Reject]]
+"""Parts of a file that can be read apart, and what of it cannot be read."""
+
+
+def with_origins(table: pa.Table, file_index: int, positions: np.ndarray) -> pa.Table:
+    """Add the origins of rows.
+
+    Args:
+        table: rows of one file.
+        file_index: position of the file in the listing.
+        positions: (num_rows,) int64, rows in the file.
+    """
+    return table.append_column(ORIGIN, pa.array(positions + (file_index << POSITION_BITS)))
+
+
+def place_of(origin: int, listing: Sequence[InputFile]) -> tuple[str, int]:
+    """Return the file and the row of an origin."""
+    index, position = origin >> POSITION_BITS, origin & ((1 << POSITION_BITS) - 1)
+    return listing[index].path, position
+
+
+def typed_chunks(
+    table: pa.Table, part: FilePart, schema: pa.Schema, words: Mapping[str, str]
+) -> Iterator[RawRows]:
+    """Yield rows as the declared types, in chunks; a value that does not fit rejects its row.
+
+    Args:
+        table: rows of a part with their origins, as the file has them.
+        part: where they are from.
+        schema: the types that they must have.
+        words: column to its type as the user knows it.
+    """
+    rejects: list[Reject] = []
+    for name, text in words.items():
+        wanted = schema.field(name).type
+        if table.schema.field(name).type == wanted:
+            continue
+        bad = list(_not_castable(table[name], wanted))
+        narrow = pa.types.is_integer(wanted) and pa.types.is_integer(table[name].type)
+        if bad and not narrow and len(bad) == len(table[name].drop_null()):  # another type
+            reason = f"column {name!r} must be {text}, got {table[name].type}; declare or repair it"
+            yield RawRows(None, (*rejects, Reject(part.path, None, reason)))
+            return
+        if bad:
+            rejects.extend(_bad_values(table.take(pa.array(bad)), part, name, text))
+            table = table.take(pa.array(np.delete(np.arange(table.num_rows), bad)))
+        cast = table[name].cast(wanted)
+        table = table.set_column(table.column_names.index(name), name, cast)
+    if rejects:
+        yield RawRows(None, tuple(rejects))
+    yield from in_chunks(table)
+
+
+def in_chunks(table: pa.Table) -> Iterator[RawRows]:
+    """Yield rows in chunks that are small enough for SQL."""
+    for start in range(0, table.num_rows, CHUNK_ROWS):
+        yield RawRows(table.slice(start, CHUNK_ROWS))
+
+
+def _not_castable(column: pa.ChunkedArray, wanted: pa.DataType, first: int = 0) -> Iterator[int]:
+    """Yield the rows that cannot become the wanted type, ascending, found by bisection."""
+    try:
+        column.cast(wanted)
+    except pa.ArrowNotImplementedError:
+        yield from range(first, first + len(column))
+    except pa.ArrowException:
+        if len(column) == 1:
+            yield first
+            return
+        rows = np.arange(len(column))  # taken, since a slice of lists is cast with all their values
+        for part in np.array_split(rows, 2):
+            yield from _not_castable(column.take(pa.array(part)), wanted, first + int(part[0]))
+
+
+def _bad_values(rows: pa.Table, part: FilePart, name: str, text: str) -> Iterator[Reject]:
+    for row in python_rows(rows):
+        position = row.pop(ORIGIN) & ((1 << POSITION_BITS) - 1)
+        reason = f"column {name!r} must be {text}, got {row[name]!r}"
+        yield Reject(part.path, position, reason, str(row))

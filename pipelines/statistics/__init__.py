@@ -1,0 +1,1 @@
+"""Statistics that add up exactly, and their text."""
