@@ -98,7 +98,7 @@ def longer(tuples: Tables, samples: Tables, data: DataConfig, learned: Learned) 
     seconds = [
         sum(
             repeated(
-                {n: [pa.concat_tables(p * 4)] for n, p in side.items()}, data, learned
+                {n: [pa.concat_tables([*p] * 4)] for n, p in side.items()}, data, learned
             ).values()
         )
         for side in (tuples, samples)
