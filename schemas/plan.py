@@ -32,6 +32,7 @@ class PlanStep:
         fetch: (entries,) bool, rows that must be read from the store before the step.
         evict: (entries,) bool, rows that are written back after the step, and leave.
         resident_rows: rows in the cache during the step.
+        distances: (entries,) int32, steps until the row's next use, `NEVER` where there is none.
     """
 
     numbers: NDArray[np.int64]
@@ -39,6 +40,7 @@ class PlanStep:
     fetch: NDArray[np.bool_]
     evict: NDArray[np.bool_]
     resident_rows: int
+    distances: NDArray[np.int32]
 
 
 class _Slots:
@@ -95,7 +97,7 @@ def plan_ttl(
         taken[at] = cached_slots
         taken[fetch] = slots.take(int(fetch.sum()))
         evict = (distances == NEVER) | (distances > lookahead)
-        yield PlanStep(numbers, taken, fetch, evict, resident)
+        yield PlanStep(numbers, taken, fetch, evict, resident, distances)
         slots.give_back(taken[evict])
         num_waiting = resident - int(evict.sum())
         keep = ~evict

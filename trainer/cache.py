@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
+from schemas.oracle import NEVER
 from schemas.plan import PlanStep
 from trainer.sources import RowsOfTables
-from trainer.stores.store import Records, Store, TableLayout
+from trainer.stores.store import NEVER_AGAIN, Records, Store, TableLayout, WriteBack
+from trainer.stores.together import fetch_rows, write_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class _Arrival:
         slots: (n,) where each lies in the cache.
         fetch: (n,) bool, rows that were read.
         evict: (n,) bool, rows that leave after the step.
+        next_use: (n,) int64, step of each row's next use, or `NEVER_AGAIN`.
         fetched: records of the rows in `fetch`.
     """
 
@@ -39,6 +42,7 @@ class _Arrival:
     slots: NDArray[np.int64]
     fetch: NDArray[np.bool_]
     evict: NDArray[np.bool_]
+    next_use: NDArray[np.int64]
     fetched: Records
 
 
@@ -129,6 +133,7 @@ class PlannedCache:
         self._arrivals: deque[Future[dict[str, _Arrival]]] = deque()
         self._writes: deque[Future[None]] = deque()
         self._current: dict[str, _Arrival] = {}
+        self._written = first_step - 1
         self._num_accesses = 0
         self._fetched_rows = 0
 
@@ -166,21 +171,24 @@ class PlannedCache:
 
     def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
         """Take a step's rows back; those that leave go to the store in the background."""
-        leaving: dict[str, tuple[NDArray[np.int64], Records]] = {}
+        leaving: dict[str, WriteBack] = {}
         for table, updated in records.items():
             arrival, slots = self._current[table], self._slots[table]
             slots.put(arrival.slots, arrival.rows, updated)
             slots.release(arrival.slots[arrival.evict])
             out = Records(updated.values[arrival.evict], updated.state[arrival.evict])
-            leaving[table] = (arrival.rows[arrival.evict], out)
-        self._writes.append(self._worker().submit(self._write_back, leaving))
+            leaving[table] = WriteBack(
+                arrival.rows[arrival.evict], out, arrival.next_use[arrival.evict]
+            )
+        self._written = train_step
+        self._submit_write(leaving)
         while self._writes and self._writes[0].done():
             self._writes.popleft().result()
 
     def flush(self) -> None:
         """Write every cached row to its store; the rows stay cached."""
-        resident = {table: slots.resident() for table, slots in self._slots.items()}
-        self._writes.append(self._worker().submit(self._write_back, resident))
+        resident = {table: WriteBack(*slots.resident()) for table, slots in self._slots.items()}
+        self._submit_write(resident)
         while self._writes:
             self._writes.popleft().result()
 
@@ -196,20 +204,32 @@ class PlannedCache:
 
     def _submit_reads(self, until: int) -> None:
         while self._next < until:
-            self._arrivals.append(self._worker().submit(self._read_next))
+            self._arrivals.append(self._worker().submit(self._read_next, self._next))
             self._next += 1
 
-    def _read_next(self) -> dict[str, _Arrival]:
-        arrivals: dict[str, _Arrival] = {}
-        for table, plan in self._plans.items():
-            step = next(plan.steps)
-            rows = plan.row_of_number[step.numbers]
-            order = np.argsort(rows)  # the plan goes by number, the batch by row
-            rows, fetch = rows[order], step.fetch[order]
-            fetched = self._stores[table].fetch(rows[fetch])
-            arrivals[table] = _Arrival(rows, step.slots[order], fetch, step.evict[order], fetched)
-        return arrivals
+    def _submit_write(self, leaving: Mapping[str, WriteBack]) -> None:
+        step = self._written
+        self._writes.append(self._worker().submit(write_rows, self._stores, step, leaving))
 
-    def _write_back(self, leaving: Mapping[str, tuple[NDArray[np.int64], Records]]) -> None:
-        for table, (rows, records) in leaving.items():
-            self._stores[table].write(rows, records)
+    def _read_next(self, train_step: int) -> dict[str, _Arrival]:
+        planned = {table: next(plan.steps) for table, plan in self._plans.items()}
+        rows = {t: self._plans[t].row_of_number[step.numbers] for t, step in planned.items()}
+        # the plan goes by number, the batch by row
+        orders = {table: np.argsort(r) for table, r in rows.items()}
+        wanted = {t: rows[t][order][planned[t].fetch[order]] for t, order in orders.items()}
+        fetched = fetch_rows(self._stores, train_step, wanted)
+        return {
+            table: _Arrival(
+                rows[table][order],
+                planned[table].slots[order],
+                planned[table].fetch[order],
+                planned[table].evict[order],
+                _next_use(train_step, planned[table].distances[order]),
+                fetched[table],
+            )
+            for table, order in orders.items()
+        }
+
+
+def _next_use(train_step: int, distances: NDArray[np.int32]) -> NDArray[np.int64]:
+    return np.where(distances == NEVER, NEVER_AGAIN, train_step + distances.astype(np.int64))

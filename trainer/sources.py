@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.stores.store import Records, Store
+from trainer.stores.store import Records, Store, WriteBack
+from trainer.stores.together import fetch_rows, write_rows
 
 RowsOfTables = Mapping[str, NDArray[np.int64]]
 """Table to its distinct ascending rows."""
@@ -69,12 +70,12 @@ class DirectSource:
     def fetch(self, train_step: int, rows: RowsOfTables) -> dict[str, Records]:
         """Return copies of a step's rows."""
         self._num_accesses += sum(len(r) for r in rows.values())
-        return {table: self._stores[table].fetch(r) for table, r in rows.items()}
+        return fetch_rows(self._stores, train_step, rows)
 
     def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
         """Take a step's rows back."""
-        for table, table_rows in rows.items():
-            self._stores[table].write(table_rows, records[table])
+        backs = {table: WriteBack(rows[table], updated) for table, updated in records.items()}
+        write_rows(self._stores, train_step, backs)
 
     def flush(self) -> None:
         """Do nothing: rows are in their stores."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from schemas.jagged import Array
 from trainer.rows import initial_rows
 from trainer.stores.row_map import RowMap
+
+NEVER_AGAIN = -1
+"""Step of the next use of a row that no later step uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,22 @@ class Records:
     state: Array
 
 
+@dataclass(frozen=True, slots=True)
+class WriteBack:
+    """Rows of one table that a store is to keep.
+
+    Attributes:
+        rows: (n,) distinct rows.
+        records: their values and state.
+        next_use: (n,) int64 steps of each row's next use, `NEVER_AGAIN` where there is none; None
+            when that is unknown, or when the rows stay cached and will be written again.
+    """
+
+    rows: NDArray[np.int64]
+    records: Records
+    next_use: NDArray[np.int64] | None = None
+
+
 class Store(Protocol):
     """Rows of one table, each with its optimizer state."""
 
@@ -61,6 +80,36 @@ class Store(Protocol):
 
     def contents(self) -> tuple[NDArray[np.int64], Records]:
         """Return all rows ever written, ascending, and copies of their records."""
+        ...
+
+
+class StoreGroup(Protocol):
+    """Stores of several tables that are asked together: one request instead of one per table."""
+
+    def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
+        """Return copies of the rows that a step uses."""
+        ...
+
+    def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
+        """Keep rows as they are after a step."""
+        ...
+
+    def checkpointed(self, train_step: int) -> None:
+        """Take note that a checkpoint holds all rows as they are before a step."""
+        ...
+
+    def close(self) -> None:
+        """Give back connections, files and threads."""
+        ...
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """A store that belongs to a group."""
+
+    @property
+    def group(self) -> StoreGroup:
+        """The group, the same for all tables of a run."""
         ...
 
 
