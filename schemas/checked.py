@@ -9,6 +9,7 @@ name, by every reader.
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,12 +43,14 @@ class FileEntry:
 
 
 def describe_file(root: Path, path: str) -> FileEntry:
-    """Return the entry of a finished file.
+    """Return the entry of a finished file, once it is on the disk.
 
     Args:
         root: directory of `files.parquet`.
         path: the file, relative to `root`.
     """
+    with (root / path).open("rb") as file:
+        os.fsync(file.fileno())
     with pa.memory_map(str(root / path)) as source:
         data = source.read_buffer()
     offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)

@@ -179,5 +179,11 @@ def _feature(
         maximum=limits.max if limits is not None and limits.HasField("max") else None,
         default=default,
     )
+    if None not in (feature.minimum, feature.maximum) and feature.minimum > feature.maximum:  # type: ignore[operator]
+        raise SchemaError(
+            f"feature {proto.name!r} must have a domain from min to max, got "
+            f"{feature.minimum} to {feature.maximum}; exchange them",
+            file=str(path),
+        )
     _check_default(feature, path)
     return feature

@@ -87,6 +87,7 @@ def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
     for name in expressions:
         kind = made.schema.field(name).type
         column = made[name].cast(pa.float32()) if pa.types.is_float64(kind) else made[name]
+        _check_finite(name, column)
         nulls = pc.list_flatten(column).null_count if is_list(kind) else 0
         if nulls:
             raise SchemaError(
@@ -95,6 +96,23 @@ def transformed(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
             )
         table = table.append_column(name, column)
     return table
+
+
+def _check_finite(name: str, column: pa.ChunkedArray) -> None:
+    """Refuse what no model can be trained on.
+
+    Raises:
+        SchemaError: a value is infinite or not a number; the first is named.
+    """
+    values = pc.list_flatten(column) if is_list(column.type) else column
+    if not pa.types.is_floating(values.type):
+        return
+    bad = values.filter(pc.invert(pc.is_finite(values)))
+    if len(bad):
+        raise SchemaError(
+            f"transform {name!r} must give finite numbers, got {bad[0].as_py()} in {len(bad)} of "
+            f"{len(values)} values; guard it with greatest, nullif or CASE"
+        )
 
 
 _OF_THREAD = threading.local()

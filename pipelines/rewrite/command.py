@@ -82,6 +82,11 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
     Raises:
         SchemaError: the input does not fit, or a row could not be kept; nothing is left then.
     """
+    if request.label is not None and request.layout == "flat":
+        raise SchemaError(
+            f"--label must come with --layout star, got --layout {request.layout!r}; leave it out: "
+            "a flat file keeps every column as it is"
+        )
     if request.output.exists() and any(request.output.iterdir()):
         raise SchemaError(
             "output must be empty, got a directory with files; choose another --output",

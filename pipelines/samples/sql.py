@@ -124,7 +124,7 @@ def run(
     for name, table in tables.items():
         connection.register(name, table)
     try:
-        return normalized(connection.execute(statement).to_arrow_table())
+        return normalized(connection.sql(statement).to_arrow_table())
     finally:
         for name in tables:
             connection.unregister(name)

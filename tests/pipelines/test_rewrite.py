@@ -247,6 +247,11 @@ REFUSED = {
         columns(), ("--label", "clik"),
         "error: --label must name a column, got 'clik'; use one of session_id, time",
     ),
+    "a label in a flat file": (
+        columns(), ("--layout", "flat", "--label", "clicked"),
+        "error: --label must come with --layout star, got --layout 'flat'; leave it out: a flat "
+        "file keeps every column as it is",
+    ),
     "an unknown option": (
         columns(), ("--sesion", "x"),
         "error: option must be known here or to Beam, got --sesion; see --help",

@@ -300,6 +300,17 @@ def test_nothing_to_learn_from_is_said_by_name_and_leaves_nothing(tmp_path: Path
     assert not (tmp_path / "dataset" / "learned").exists()
 
 
+def test_transform_that_gives_no_finite_number_is_named_with_its_value(tmp_path: Path) -> None:
+    log = jobs.write_log(tmp_path / "log", jobs.raw_rows(60, 0))
+    job = jobs.write_job(tmp_path / "job")
+    text = job.read_text()
+    assert "ln(1 + len(recent))" in text
+    job.write_text(text.replace("ln(1 + len(recent))", "CAST('inf' AS DOUBLE) * len(recent)"))
+    with pytest.raises(SchemaError, match=r"transform 'num_recent' must give finite numbers, got"):
+        build(request(job, log, tmp_path / "dataset"))
+    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+
+
 def test_manifest_holds_the_whole_hash_of_each_file(dataset: Path) -> None:
     body = json.loads(next(dataset.glob("segments/*/MANIFEST.json")).read_text())
     assert len(body["learned"]) == 3

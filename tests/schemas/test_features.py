@@ -96,6 +96,10 @@ ERRORS = {
         'feature { name: "a" type: INT annotation { tag: "dense" } }\n' * 2,
         "feature must appear once, got 'a' twice in @; keep one",
     ),
+    "domain": (
+        'feature { name: "a" type: INT annotation { tag: "dense" } int_domain { min: 3 max: 1 } }',
+        "feature 'a' must have a domain from min to max, got 3 to 1 in @; exchange them",
+    ),
     "no Schema": (
         "features { }",
         "schema must be a tensorflow-metadata Schema in text form, got 1:1 : Message type "
