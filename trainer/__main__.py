@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--dataset", type=Path, required=True, help="dataset folder")
     run.add_argument("--output", type=Path, required=True, help="run folder")
     run.add_argument("--steps", type=_positive, help="stop before this step")
-    run.add_argument("--embedding", choices=("plain", "cached"), default="plain")
+    run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")

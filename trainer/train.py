@@ -18,6 +18,7 @@ from trainer.cache import PlannedCache
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer.decode import spec_of
 from trainer.evaluate import Evaluation, evaluate, gauc_key
+from trainer.lru import LruCache
 from trainer.parts import Parts, build_parts, memory_stores, mmap_stores, order_of
 from trainer.planning import plans_of
 from trainer.reader import Reader, prefetched
@@ -38,7 +39,8 @@ class TrainOptions:
     """What the command line says beyond the job."""
 
     embedding: str = "plain"
-    """plain: all rows in memory; cached: the plan in front of a memory-mapped store."""
+    """plain: all rows in memory; cached: the plan in front of a store; lru: the rows used last in
+    front of the same store; uncached: that store alone."""
     expanded: bool = False
     """Undo the deduplication, for comparison."""
     steps: int | None = None
@@ -77,8 +79,8 @@ def train(
     spec = spec_of(dataset, config.dtype)
     reader = Reader(dataset, order, spec, expanded=options.expanded)
     checkpoint = _open_run(run, job_path, dataset, job, resume=options.resume)
-    cached = options.embedding == "cached"
-    stores = mmap_stores(spec, config, run / STORE) if cached else memory_stores(spec, config)
+    in_memory = options.embedding == "plain"
+    stores = memory_stores(spec, config) if in_memory else mmap_stores(spec, config, run / STORE)
     parts = build_parts(spec, config, stores)
     first = 0
     if checkpoint is not None:
@@ -156,9 +158,16 @@ def _source(
     first: int,
     last: int,
 ) -> RowSource:
-    if options.embedding != "cached":
-        return DirectSource(parts.stores)
     cache = job.train.cache
+    if options.embedding in ("plain", "uncached"):
+        return DirectSource(parts.stores)
+    if options.embedding == "lru":
+        if cache.rows is None:
+            raise SchemaError(
+                "train.cache.rows must be given for --embedding lru, got none; it knows no future "
+                "and keeps as many rows as it may"
+            )
+        return LruCache(parts.stores, cache.rows)
     return PlannedCache(
         parts.stores,
         plans_of(dataset, order, parts.stores, cache, first),
@@ -208,7 +217,7 @@ def _summary(
     metrics = read_metrics(run / METRICS)
     timed = metrics[1:] or metrics
     seconds = sum(m.num_samples / m.samples_per_sec for m in timed)
-    cached = options.embedding == "cached"
+    in_front = options.embedding != "plain"
     accesses = source.num_accesses
     return RunSummary(
         num_steps=len(metrics),
@@ -219,8 +228,8 @@ def _summary(
         auc=evaluation.auc,
         gauc=evaluation.gauc,
         samples_per_sec=sum(m.num_samples for m in timed) / seconds,
-        cache_hit_rate=1 - source.fetched_rows / accesses if cached and accesses else None,
-        fetched_rows=source.fetched_rows if cached else 0,
+        cache_hit_rate=1 - source.fetched_rows / accesses if in_front and accesses else None,
+        fetched_rows=source.fetched_rows if in_front else 0,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         embedding=options.embedding,
         expanded=options.expanded,

@@ -13,7 +13,8 @@ from schemas.jagged import Jagged, offsets_of
 from schemas.oracle import next_use, number_by_first_use
 from schemas.plan import plan_ttl
 from trainer.cache import PlannedCache, TablePlan
-from trainer.sources import DirectSource
+from trainer.lru import LruCache
+from trainer.sources import DirectSource, RowSource
 from trainer.stores.memory import memory_store
 from trainer.stores.store import Records, TableLayout
 
@@ -29,7 +30,7 @@ def plan_of(steps: Sequence[np.ndarray], lookahead: int, cache_rows: int | None)
     return TablePlan(plan_ttl(indexed, lookahead, cache_rows), rows)
 
 
-def run_source(source: DirectSource | PlannedCache, steps: Sequence[np.ndarray]) -> list[bytes]:
+def run_source(source: RowSource, steps: Sequence[np.ndarray]) -> list[bytes]:
     """Return what each step was handed; each adds something that depends on the step."""
     handed: list[bytes] = []
     for step, rows in enumerate(steps):
@@ -68,6 +69,61 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
     assert found.state.tobytes() == wanted.state.tobytes()
     assert cache.num_accesses == sum(len(r) for r in rows)
     assert cache.fetched_rows >= len(np.unique(np.concatenate(rows)))
+
+
+@given(
+    steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
+    capacity=st.integers(12, 31),
+)
+@settings(max_examples=80)
+def test_lru_hands_out_what_a_store_without_a_cache_does_and_counts_as_a_dictionary(
+    steps: list[set[int]], capacity: int
+) -> None:
+    rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
+    direct, cached = memory_store(LAYOUT), memory_store(LAYOUT)
+    cache = LruCache({"items": cached}, capacity)
+    assert run_source(DirectSource({"items": direct}), rows) == run_source(cache, rows)
+    (rows_found, found), (rows_wanted, wanted) = cached.contents(), direct.contents()
+    assert rows_found.tolist() == rows_wanted.tolist()
+    assert found.values.tobytes() == wanted.values.tobytes()
+    assert found.state.tobytes() == wanted.state.tobytes()
+    assert cache.num_accesses == sum(len(r) for r in rows)
+    assert len(np.unique(np.concatenate(rows))) <= cache.fetched_rows <= cache.num_accesses
+
+
+def slow_lru_misses(steps: Sequence[Sequence[int]], capacity: int) -> int:
+    """Count the rows that an LRU cache of steps reads: used rows move to the end of a dictionary.
+
+    Rows of one step have no order among each other, so traces here use one row a step.
+    """
+    cached: dict[int, None] = {}
+    misses = 0
+    for step in steps:
+        for row in step:
+            misses += row not in cached
+            cached.pop(row, None)
+            if len(cached) == capacity:
+                del cached[next(iter(cached))]
+            cached[row] = None
+    return misses
+
+
+@given(trace=st.lists(st.integers(0, 9), min_size=1, max_size=60), capacity=st.integers(1, 10))
+@settings(max_examples=80)
+def test_lru_reads_as_often_as_a_dictionary_in_order_of_use(
+    trace: list[int], capacity: int
+) -> None:
+    cache = LruCache({"items": memory_store(LAYOUT)}, capacity)
+    run_source(cache, [np.array([row], np.int64) for row in trace])
+    assert cache.fetched_rows == slow_lru_misses([[row] for row in trace], capacity)
+
+
+def test_lru_that_is_smaller_than_a_step_names_the_size_that_works() -> None:
+    cache = LruCache({"items": memory_store(LAYOUT)}, 2)
+    with pytest.raises(PlanError, match=r"got cache_rows=2 and 3 rows of table 'items'") as error:
+        run_source(cache, [np.array([1, 2]), np.array([1, 2, 3])])
+    assert error.value.required_rows == 3
+    cache.close()
 
 
 def cache_over(

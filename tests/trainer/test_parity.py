@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from schemas.errors import SchemaError
 from schemas.job import load_job
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import (
@@ -101,6 +102,27 @@ def test_train_cached_has_the_bits_of_plain(
     assert 0 < cached.cache_hit_rate < 1
 
 
+@pytest.mark.parametrize("embedding", ["lru", "uncached"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])
+def test_baselines_have_the_bits_of_plain(
+    embedding: str, optimizer: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", rows="203", optimizer=optimizer)
+    run_job(job, dataset, tmp_path / "plain")
+    found = run_job(job, dataset, tmp_path / "found", embedding=embedding)
+    assert losses_of(tmp_path / "plain").tobytes() == losses_of(tmp_path / "found").tobytes()
+    assert_same_rows(tmp_path / "plain", tmp_path / "found")
+    assert found.cache_hit_rate is not None
+    assert (found.cache_hit_rate > 0) == (embedding == "lru")
+    assert found.fetched_rows > num_rows(tmp_path / "plain")
+
+
+def test_lru_without_a_size_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job")
+    with pytest.raises(SchemaError, match=r"train\.cache\.rows must be given for --embedding lru"):
+        run_job(job, dataset, tmp_path / "run", embedding="lru")
+
+
 def test_train_cached_with_a_short_lookahead_fetches_more(dataset: Path, tmp_path: Path) -> None:
     fetched = []
     for lookahead in ("2", "50"):
@@ -114,12 +136,12 @@ def num_rows(run: Path) -> int:
     return sum(len(v) for name, v in final_rows(run).items() if name.endswith("rows.npy"))
 
 
-@pytest.mark.parametrize("embedding", ["plain", "cached"])
+@pytest.mark.parametrize("embedding", ["plain", "cached", "lru"])
 @pytest.mark.parametrize("stop", [1, 13, 31])
 def test_train_resumed_has_the_bits_of_a_run_that_never_stopped(
     embedding: str, stop: int, dataset: Path, tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", every_steps="5")
+    job = write_job(tmp_path / "job", dtype="float32", every_steps="5", rows="203")
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     run_job(job, dataset, straight, embedding=embedding)
     run_job(job, dataset, resumed, embedding=embedding, steps=stop)
