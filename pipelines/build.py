@@ -7,16 +7,14 @@ list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
-import pyarrow.compute as pc
 
 from pipelines.beam.context import BuildContext
-from pipelines.beam.ipc import from_bytes
 from pipelines.beam.runner import pipeline_options, run_pipeline
 from pipelines.beam.transforms import (
     BLOCKS,
@@ -39,13 +37,13 @@ from pipelines.learned.files import (
 )
 from pipelines.learned.inputs import learned_inputs
 from pipelines.learned.learn import Learn
-from pipelines.oracle.accesses import write_access
+from pipelines.oracle.stages import NumberAccesses
 from pipelines.parts.part import PartResult, unpacked
 from pipelines.prepare import BuildRequest, check_map, prepare
 from pipelines.progress import watched
 from pipelines.samples.sampling_units import MergeCounts, write_units
 from pipelines.segments.admit import admit, finished_segments, proposal_of
-from pipelines.segments.commit import finish_segment, join_blocks
+from pipelines.segments.commit import finish_segment
 from pipelines.segments.lock import workplace
 from pipelines.segments.pinned import identity_of
 from pipelines.segments.publish import publish, settle
@@ -56,7 +54,7 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, Job, load_job
-from schemas.layout import BLOCK, MANIFEST, SEGMENTS, TRAIN
+from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import InputFile, Reference, hash_of, read_dataset, read_segment
 
 PART_INPUT_BYTES = 28 << 20
@@ -75,19 +73,6 @@ class Built:
 
     reference: Reference
     built: bool
-
-
-class _NumberAccesses(beam.DoFn):
-    """Writes one table's access lists once all parts are known."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def process(self, table: str, parts: list[bytes]) -> Iterator[tuple[str, int]]:
-        if parts:
-            blocks = join_blocks(from_bytes(part) for part in parts)
-            training = blocks.filter(pc.equal(blocks["split"], TRAIN))
-            yield table, write_access(self.root, table, training[BLOCK].to_numpy())
 
 
 def segment_pipeline(
@@ -113,14 +98,8 @@ def segment_of_rows(
         learn = Learn(context.segment_root, context.data, context.learned)
         outputs["learned"] = samples[LEARNED] | "Learn" >> learn
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
-    joined = parts[BLOCKS] | "all blocks" >> beam.combiners.ToList()
-    tables = (
-        pipeline
-        | "list tables" >> beam.Create(sorted(context.data.tables))
-        | "spread tables" >> beam.Reshuffle()
-        | "number accesses"
-        >> beam.ParDo(_NumberAccesses(context.segment_root), beam.pvalue.AsSingleton(joined))
-    )
+    number = NumberAccesses(context.segment_root, context.data.tables)
+    tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())
     events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)

@@ -81,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--reindex", action="store_true", help="build an index for these settings")
     command.add_argument("--batch-samples", type=int, metavar="N")
     command.add_argument("--epochs", type=int, metavar="N")
+    command.add_argument("--shuffle", choices=("none", "blocks"), help="order of the blocks")
+    command.add_argument("--seed", type=int, metavar="N", help="of the shuffle")
     command.add_argument("--lookahead", type=int, metavar="N", help="steps; train.cache by default")
     command.add_argument("--cache-rows", type=int, metavar="N", help="most rows of each table")
     command.add_argument("--json", action="store_true")

@@ -93,11 +93,16 @@ def numbered_accesses(
 
     A segment that was built before any feature of the table was declared looks nothing up.
     """
-    absent = absent_columns(dataset, segment)
-    features = dataset.job.data.tables[table].features
-    if features and all(f in absent for f in features):
+    if not looks_up(dataset, segment, table):
         num_blocks = len(segment.positions(TRAIN))
         return Jagged(np.empty(0, np.int64), np.zeros(num_blocks + 1, np.int64)), np.empty(
             0, np.int64
         )
     return segment.access(table), segment.rows(table)
+
+
+def looks_up(dataset: Dataset, segment: Segment, table: str) -> bool:
+    """Tell whether a segment has access lists of a table: it has one of its features."""
+    absent = absent_columns(dataset, segment)
+    features = dataset.job.data.tables[table].features
+    return not features or not all(f in absent for f in features)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from schemas.absent import numbered_accesses
 from schemas.dataset import Dataset, Index
 from schemas.jagged import Jagged
-from schemas.oracle import merge_blocks
+from schemas.oracle import first_seen, merge_blocks
 from schemas.order import Order
 
 
@@ -29,14 +29,9 @@ def stitch(rows: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], 
         >>> [n.tolist() for n in numbers], all_rows.tolist()
         ([[0, 1], [2, 0]], [7, 3, 5])
     """
-    joined = np.concatenate(rows)
-    _, first, inverse = np.unique(joined, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    numbers = rank[inverse]
+    numbers, all_rows = first_seen(np.concatenate(rows))
     cuts = np.cumsum([len(r) for r in rows])[:-1]
-    return np.split(numbers, cuts), joined[first[order]]
+    return np.split(numbers, cuts), all_rows
 
 
 class TableAccesses:
@@ -55,6 +50,11 @@ class TableAccesses:
             for numbers, (lists, _) in zip(maps, found, strict=True)
         ]
         self._order = order
+
+    @property
+    def list_lengths(self) -> list[NDArray[np.int64]]:
+        """For each segment the distinct rows of each of its training blocks."""
+        return [blocks.lengths for blocks in self._blocks]
 
     def numbers(self, train_step: int) -> NDArray[np.int64]:
         """Return the ascending numbers of a step's rows: its entries."""

@@ -105,11 +105,16 @@ class CheckedFile:
 
     def __init__(self, root: Path, entry: FileEntry) -> None:
         """Remember what to open; nothing is opened yet."""
+        self._root = root
         self._path = root / entry.path
         self._entry = entry
         self._data: pa.Buffer | None = None
         self._parquet: pq.ParquetFile | None = None
         self._verified: set[int] = set()
+
+    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Path, FileEntry]]:
+        """Travel to other processes as a name: each opens and verifies the file itself."""
+        return CheckedFile, (self._root, self._entry)
 
     def _open(self) -> pq.ParquetFile:
         if self._parquet is None:
@@ -158,6 +163,13 @@ class CheckedFile:
     def num_row_groups(self) -> int:
         """Row groups of the file."""
         return self._open().metadata.num_row_groups
+
+    def num_values(self, column: str) -> int:
+        """Return the entries of a list column; an empty list counts one, as it does in Parquet."""
+        metadata = self._open().metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        return sum(c.num_values for c in chunks if c.path_in_schema.split(".")[0] == column)
 
     def read_row_group(self, row_group: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Read one row group, all columns or some.

@@ -99,7 +99,10 @@ class Segment:
 
     def rows(self, table: str) -> NDArray[np.int64]:
         """Return the row of each dense number."""
-        return self.file(edges_path(table)).read(["row"])["row"].to_numpy()
+        found = [self.file(edges_path(table, 0))]
+        while (path := edges_path(table, len(found))) in self.files:
+            found.append(self.file(path))
+        return np.concatenate([file.read(["row"])["row"].to_numpy() for file in found])
 
 
 @dataclass(frozen=True)

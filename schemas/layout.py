@@ -121,9 +121,9 @@ def access_path(table: str, file_index: int) -> str:
     return str(PurePosixPath("access", table, part_name(file_index)))
 
 
-def edges_path(table: str) -> str:
-    """Return a table's edges file, relative to the segment."""
-    return str(PurePosixPath("edges", f"{table}.parquet"))
+def edges_path(table: str, file_index: int) -> str:
+    """Return an edges file, relative to the segment: the rows that an access list file adds."""
+    return str(PurePosixPath("edges", table, part_name(file_index)))
 
 
 def rejects_path(file_index: int) -> str:

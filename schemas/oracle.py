@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.jagged import Jagged, offsets_of
@@ -64,12 +65,23 @@ def number_by_first_use(accesses: Jagged) -> tuple[Jagged, NDArray[np.int64]]:
         numbers: for each block its ascending dense numbers.
         rows: (num_unique_rows,) int64, the row of each number.
     """
-    _, first, inverse = np.unique(accesses.values, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    numbers = sort_each(Jagged(rank[inverse], accesses.offsets))
-    return numbers, accesses.values[first[order]].astype(np.int64)
+    codes, rows = first_seen(accesses.values)
+    return sort_each(Jagged(codes, accesses.offsets)), rows
+
+
+def first_seen(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number values in order of first appearance; a hash table, several times faster than sorting.
+
+    Returns:
+        numbers: (n,) int64, the number of each value.
+        distinct: the value of each number.
+
+    Example:
+        >>> first_seen(np.array([7, 3, 7, 5]))
+        (array([0, 1, 0, 2]), array([7, 3, 5]))
+    """
+    encoded = pa.array(rows, pa.int64()).dictionary_encode()
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_numpy()
 
 
 def first_and_last(
@@ -93,7 +105,53 @@ def first_and_last(
 
 def merge_blocks(numbers: Jagged, positions: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return the ascending distinct numbers of some blocks taken together: a step's entries."""
-    return np.unique(numbers.take(positions).values).astype(np.int64)
+    lists = numbers.take(positions)
+    return union([lists.values[a:b] for a, b in pairwise(lists.offsets.tolist())]).astype(np.int64)
+
+
+def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:
+    """Return the ascending distinct values of ascending lists, each without repetition.
+
+    Example:
+        >>> union([np.array([1, 4]), np.array([0, 4, 5])]).tolist()
+        [0, 1, 4, 5]
+    """
+    if len(lists) == 1:
+        return lists[0]
+    joined = np.concatenate([*lists, np.empty(0, np.int32)])
+    joined.sort()
+    new = np.ones(len(joined), bool)
+    np.not_equal(joined[1:], joined[:-1], out=new[1:])
+    return joined[new]
+
+
+class LastUses:
+    """Where each number was seen last, by one who goes through the steps backwards.
+
+    Each step takes one read and one write of the array per entry, so that links are linear in
+    entries and their memory follows the numbers alone.
+    """
+
+    def __init__(self, num_numbers: int) -> None:
+        """Know of no use.
+
+        Args:
+            num_numbers: size of the array, 4 bytes each.
+        """
+        self._later = np.zeros(num_numbers, np.int32)
+
+    def link(self, numbers: NDArray[np.integer], train_step: int) -> NDArray[np.int32]:
+        """Return how many steps later each number is used again, and remember this use.
+
+        Args:
+            numbers: distinct numbers of a step.
+            train_step: the step; below all that were linked before.
+        """
+        distances = self._later[numbers]
+        distances -= np.int32(train_step)
+        np.maximum(distances, NEVER, out=distances)  # a number that has no later step reads 0
+        self._later[numbers] = train_step
+        return distances
 
 
 def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArray[np.int32]]:
@@ -109,13 +167,9 @@ def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArr
     Returns:
         for each step (entries,) int32 distances, `NEVER` where there is no next use.
     """
-    seen = np.full(num_numbers, -1, np.int64)
-    distances: list[NDArray[np.int32]] = []
-    for step in range(len(steps) - 1, -1, -1):
-        later = seen[steps[step]]
-        distances.append(np.where(later < 0, NEVER, later - step).astype(np.int32))
-        seen[steps[step]] = step
-    return distances[::-1]
+    uses = LastUses(num_numbers)
+    found = [uses.link(steps[step], step) for step in range(len(steps) - 1, -1, -1)]
+    return found[::-1]
 
 
 def to_gaps(numbers: Jagged) -> NDArray[np.int64]:

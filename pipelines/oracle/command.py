@@ -33,8 +33,8 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     order = dataset.order(
         batch_samples,
         at_least_one(arguments.epochs, config.epochs, "epochs"),
-        config.order.shuffle,
-        config.order.seed,
+        arguments.shuffle or config.order.shuffle,
+        config.order.seed if arguments.seed is None else arguments.seed,
     )
     if arguments.reindex:
         dataset = add_index(dataset, order, beam_args, attempt)

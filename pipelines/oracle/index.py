@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import apache_beam as beam
 
+from pipelines.beam.memory import keep_freed_memory
 from pipelines.beam.runner import run_pipeline
-from pipelines.oracle.accesses import write_index
+from pipelines.oracle.index_table import SCRATCH, index_table
+from pipelines.oracle.linking import LINKING, LinkingPlan
+from pipelines.oracle.numbering import WORKER_ENTRIES
+from pipelines.oracle.rounds import InRounds
 from pipelines.segments.commit import describe_tree, reference_of
 from pipelines.segments.lock import locked, workplace
+from pipelines.segments.partial import remove_partial
 from schemas.checked import sha256_of, write_files
 from schemas.dataset import Dataset, open_dataset
 from schemas.layout import FILES, MANIFEST
 from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
 from schemas.order import Order
+
+_DONE, _PLANS = "done", "plans"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +38,27 @@ class TableTotals:
 
 
 class _IndexTable(beam.DoFn):
-    def __init__(self, root: Path, dataset: Path, order: Order) -> None:
+    """Links a small table; plans the rounds of a large one."""
+
+    def __init__(self, root: Path, dataset: Path, order: Order, worker_entries: int) -> None:
         self.root, self.path, self.order = root, dataset, order
+        self.worker_entries = worker_entries
 
     def setup(self) -> None:
+        keep_freed_memory()
         self.dataset = open_dataset(self.path)
 
-    def process(self, table: str) -> Iterator[TableTotals]:
-        yield TableTotals(table, *write_index(self.root, self.dataset, table, self.order))
+    def process(self, table: str) -> Iterator[Any]:
+        made = index_table(self.root, self.dataset, table, self.order, self.worker_entries)
+        if isinstance(made, LinkingPlan):
+            yield table, made
+        else:
+            yield beam.pvalue.TaggedOutput(_DONE, TableTotals(table, *made))
+
+
+def _totals(table: str, done: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
+    found = list(done)
+    return TableTotals(table, found[0][0].num_numbers, sum(entries for _, _, entries in found))
 
 
 def index_id(dataset: Dataset, order: Order) -> str:
@@ -74,17 +95,24 @@ def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[
 
 def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
     def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
-        tables = (
+        made = (
             pipeline
             | "list tables" >> beam.Create(sorted(dataset.job.data.tables))
             | "spread tables" >> beam.Reshuffle()
-            | "index table" >> beam.ParDo(_IndexTable(root, dataset.directory, order))
+            | "index tables"
+            >> beam.ParDo(_IndexTable(root, dataset.directory, order, WORKER_ENTRIES)).with_outputs(
+                _DONE, main=_PLANS
+            )
         )
-        return {"tables": tables}
+        linked = made[_PLANS] | "large tables" >> InRounds(LINKING)
+        totals = linked | "count entries" >> beam.MapTuple(_totals)
+        return {"tables": (made[_DONE], totals) | "join tables" >> beam.Flatten()}
 
     totals: list[TableTotals] = []
     if dataset.job.data.tables:
         totals = run_pipeline(make, beam_args, root).values["tables"]
+    shutil.rmtree(root / SCRATCH, ignore_errors=True)
+    remove_partial(root)
     entries = describe_tree(root)
     write_files(root / FILES, entries)
     manifest = IndexManifest(

@@ -97,4 +97,4 @@ def _values(
 def lookups_table(accesses: Jagged) -> pa.Table:
     """Return accesses as an Arrow table, one row per block."""
     rows = pa.LargeListArray.from_arrays(pa.array(accesses.offsets), pa.array(accesses.values))
-    return pa.table({"rows": rows})
+    return pa.table({"num_rows": pa.array(accesses.lengths), "rows": rows})

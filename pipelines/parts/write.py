@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +160,11 @@ def _blocks_table(
         **{num_unique_column(g): c.astype(np.int32) for g, c in star.unique_per_block.items()},
     }
     return pa.table({k: pa.array(v) for k, v in columns.items()}).cast(blocks_schema(star.groups))
+
+
+def join_blocks(parts: Iterable[pa.Table]) -> pa.Table:
+    """Return the rows of `blocks.parquet` of all parts, in training order."""
+    return in_training_order(pa.concat_tables(parts))
 
 
 def in_training_order(blocks: pa.Table) -> pa.Table:

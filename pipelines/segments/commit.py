@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 
 from pipelines.beam.shuffle import SHUFFLE
 from pipelines.gate.anomalies import anomalies_text
-from pipelines.oracle.accesses import write_file
+from pipelines.oracle.files import write_file
 from pipelines.parts.part import LOOKUPS, PartResult
 from pipelines.parts.slices import slices_of
-from pipelines.parts.write import in_training_order
+from pipelines.parts.write import join_blocks
 from pipelines.segments.partial import remove_partial
 from pipelines.sources.rejects import Reject, to_table
 from pipelines.statistics.text import statistics_text
@@ -58,11 +58,6 @@ from schemas.manifest import (
     write_manifest,
 )
 from schemas.stored import group_schema
-
-
-def join_blocks(parts: Iterable[pa.Table]) -> pa.Table:
-    """Return the rows of `blocks.parquet` of all parts, in training order."""
-    return in_training_order(pa.concat_tables(parts))
 
 
 def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:

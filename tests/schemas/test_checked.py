@@ -31,7 +31,7 @@ READ = (
     "groups/user/00000.parquet",
     "groups/histories/00001.parquet",
     "access/items/00000.parquet",
-    "edges/users.parquet",
+    "edges/users/00000.parquet",
 )
 
 

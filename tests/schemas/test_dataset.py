@@ -107,7 +107,7 @@ def test_accesses_follow_a_shuffled_order(dataset: Dataset) -> None:
 
 def test_edges_name_the_first_and_last_block_of_each_row(dataset: Dataset) -> None:
     segment = dataset.segments[0]
-    edges = segment.file("edges/items.parquet").read()
+    edges = segment.file("edges/items/00000.parquet").read()
     blocks = [
         set(np.concatenate(lookups_of(samples_of(0), "items")[s : s + 16]).tolist())
         for s in range(0, 64, 16)

@@ -188,9 +188,11 @@ def write_oracle(directory: Path, samples: pa.Table) -> dict[str, tuple[Jagged, 
             path = directory / layout.access_path(table, part)
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(pa.table([names[places], gaps], layout.access_schema()), path)
-        path = directory / layout.edges_path(table)
-        path.parent.mkdir(exist_ok=True)
-        pq.write_table(pa.table([rows, first, last], layout.EDGES_SCHEMA), path)
+            new = np.isin(first, positions)
+            edges = pa.table([rows[new], first[new], last[new]], layout.EDGES_SCHEMA)
+            path = directory / layout.edges_path(table, part)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(edges, path)
         found[table] = (numbers, rows)
     return found
 

@@ -312,7 +312,7 @@ def _write_access(
     gaps = large_list(to_gaps(numbers), numbers.offsets)
     pq.write_table(pa.table([np.arange(num_blocks), gaps], access_schema()), path)
     first, last = first_and_last(numbers, len(row_of_number))
-    path = root / edges_path(name)
+    path = root / edges_path(name, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(
         pa.table({"row": row_of_number, "first_position": first, "last_position": last}), path
