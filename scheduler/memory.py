@@ -109,9 +109,14 @@ def batch_bytes(facts: DataFacts, train: TrainConfig, num_replicas: int) -> int:
 
 
 def cache_rows(facts: DataFacts, train: TrainConfig) -> int:
-    """Return a bound on the rows of the plan's cache: those of all steps that it looks ahead."""
+    """Return a bound on the rows of the plan's cache: those of all steps that it looks ahead.
+
+    Belady's plan without a limit keeps what is used again, however late.
+    """
     steps = train.cache.lookahead + train.cache.prefetch_steps
-    bound = min(float(sum(facts.table_rows.values())), steps * facts.rows_per_step)
+    bound = float(sum(facts.table_rows.values()))
+    if train.cache.policy == "ttl":
+        bound = min(bound, steps * facts.rows_per_step)
     return math.ceil(bound) if train.cache.rows is None else train.cache.rows
 
 

@@ -67,19 +67,21 @@ class SparseOptimizerConfig:
 class CacheConfig:
     """The plan that `--embedding cached` obeys."""
 
-    policy: Literal["ttl"] = "ttl"
-    """`ttl`: a row stays while its next use lies within `lookahead` steps."""
+    policy: Literal["ttl", "belady"] = "ttl"
+    """`ttl`: a row stays while its next use lies within `lookahead` steps; `belady`: while there
+    is room, and then the row whose next use is farthest leaves."""
     lookahead: int = 50
-    """Steps that the plan looks ahead."""
+    """Steps that the plan of `ttl` looks ahead."""
     prefetch_steps: int = 2
-    """Steps before its use that a row is fetched; at most `lookahead`."""
+    """Steps before its use that a row is fetched; with `ttl` at most `lookahead`."""
     rows: int | None = None
-    """Most rows that the cache may hold; unbounded when null."""
+    """Most rows that the cache of each table may hold, those in flight included; unbounded when
+    null."""
 
     def __post_init__(self) -> None:
         """Keep every fetch after the write-back that it depends on."""
-        check_at_least_one(self, "rows")
-        if not 1 <= self.prefetch_steps <= self.lookahead:
+        check_at_least_one(self, "rows", "lookahead", "prefetch_steps")
+        if self.policy == "ttl" and self.prefetch_steps > self.lookahead:
             raise ValueError(
                 f"prefetch_steps must be in [1, lookahead], got {self.prefetch_steps} and "
                 f"{self.lookahead}; lower it"

@@ -1,25 +1,42 @@
 """What the cache does at each step: a pure streaming function of the index.
 
-Time-to-live policy (BagPipe's): after a step a row stays in the cache if and
-only if it is used again within the next `lookahead` steps; otherwise it is
-written back and its slot is free. Fetches for a step are issued at most
-`prefetch_steps` (at most `lookahead`) steps before it, and a fetched row was
-last used more than `lookahead` steps before, so its write-back always precedes
-its fetch.
+Time is that of training. Before step s runs, the reads for step
+s + `prefetch_steps` are issued, so during step s the cache holds the rows of the
+window s .. s + prefetch_steps, those in flight included, and rows that wait for
+a later use. After step s some rows leave, those that changed are written back,
+and only then the next reads are issued: a read always stands behind the
+write-back that it depends on.
 
-Source: BagPipe (SOSP 2023), the section on the oracle cacher.
+Two policies say which rows leave. A row that is never used again always does.
+
+- `ttl` (BagPipe's): a row leaves after its use when the next one is more than
+  `lookahead` steps away. The cache has the size that this takes.
+- `belady`: the cache has a given size, and when the rows that are read next do
+  not fit, those leave whose next use is farthest. No plan of that size and
+  prefetch reads fewer rows.
+
+Sources: BagPipe (SOSP 2023), the section on the oracle cacher; Belady, "A study
+of replacement algorithms" (1966).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import PlanError
+from schemas.job_train import CacheConfig
 from schemas.oracle import NEVER
+from schemas.plan_slots import ABSENT, NEVER_AGAIN, Keyframe, Residents
+from schemas.plan_split import Sharing, Split, share
+
+IndexStep = tuple[NDArray[np.int64], NDArray[np.int32]]
+"""A step's ascending numbers and their next-use distances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,130 +44,224 @@ class PlanStep:
     """What one step needs of one table's cache.
 
     Attributes:
+        train_step: the step.
         numbers: (entries,) ascending dense numbers of the step's rows.
         slots: (entries,) int64, where each row lies in the cache during the step.
-        fetch: (entries,) bool, rows that must be read from the store before the step.
-        evict: (entries,) bool, rows that are written back after the step, and leave.
-        resident_rows: rows in the cache during the step.
-        distances: (entries,) int32, steps until the row's next use, `NEVER` where there is none.
+        fetch: (entries,) bool, rows that are read for the step, `prefetch_steps` before it.
+        evict: (n,) int64, numbers of the rows that leave after the step, before the next reads.
+        evict_slots: (n,) int64, where they lie.
+        next_use: (n,) int64, step of their next use, `NEVER_AGAIN` where there is none.
+        write_back: (n,) bool, those that changed since they were last written.
+        resident_rows: rows in the cache during the step, those read for later steps included.
+        sharing: which rows several replicas share; None without splits.
     """
 
+    train_step: int
     numbers: NDArray[np.int64]
     slots: NDArray[np.int64]
     fetch: NDArray[np.bool_]
-    evict: NDArray[np.bool_]
+    evict: NDArray[np.int64]
+    evict_slots: NDArray[np.int64]
+    next_use: NDArray[np.int64]
+    write_back: NDArray[np.bool_]
     resident_rows: int
-    distances: NDArray[np.int32]
-
-
-class _Slots:
-    """Hands out cache slots: those given back first, oldest first, then new ones."""
-
-    def __init__(self) -> None:
-        self.free = np.empty(0, np.int64)
-        self.num_used = 0
-
-    def take(self, count: int) -> NDArray[np.int64]:
-        old, self.free = self.free[:count], self.free[count:]
-        missing = count - len(old)
-        new = np.arange(self.num_used, self.num_used + missing, dtype=np.int64)
-        self.num_used += missing
-        return np.concatenate([old, new])
-
-    def give_back(self, slots: NDArray[np.int64]) -> None:
-        self.free = np.concatenate([self.free, slots])
-
-
-def plan_ttl(
-    steps: Iterable[tuple[NDArray[np.int64], NDArray[np.int32]]],
-    lookahead: int,
-    cache_rows: int | None = None,
-) -> Iterator[PlanStep]:
-    """Plan a cache with a time to live, step by step.
-
-    Args:
-        steps: for each step, from the first of the run, its ascending numbers and their
-            next-use distances.
-        lookahead: steps that a row may wait for its next use in the cache, at least 1.
-        cache_rows: most rows the cache may hold, or None.
-
-    Raises:
-        PlanError: a step needs more rows than `cache_rows`.
-    """
-    slots = _Slots()
-    waiting: dict[int, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
-    num_waiting = 0
-    for step, (numbers, distances) in enumerate(steps):
-        cached_numbers, cached_slots = _arriving(waiting.pop(step, []))
-        at = np.searchsorted(numbers, cached_numbers)
-        fetch = np.ones(len(numbers), bool)
-        fetch[at] = False
-        resident = num_waiting + int(fetch.sum())
-        if cache_rows is not None and resident > cache_rows:
-            raise PlanError(
-                "cache must hold the rows that wait and those of the step, got "
-                f"cache_rows={cache_rows} and {resident} at step {step}; use at least {resident}, "
-                "or a smaller lookahead",
-                required_rows=resident,
-            )
-        taken = np.empty(len(numbers), np.int64)
-        taken[at] = cached_slots
-        taken[fetch] = slots.take(int(fetch.sum()))
-        evict = (distances == NEVER) | (distances > lookahead)
-        yield PlanStep(numbers, taken, fetch, evict, resident, distances)
-        slots.give_back(taken[evict])
-        num_waiting = resident - int(evict.sum())
-        keep = ~evict
-        for distance in np.unique(distances[keep]).tolist():
-            chosen = distances == distance
-            waiting.setdefault(step + distance, []).append((numbers[chosen], taken[chosen]))
-
-
-def _arriving(
-    parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the cached rows that a step uses, and their slots."""
-    if not parts:
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    sharing: Sharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PlanSummary:
-    """Totals of a plan over all steps.
+class _Admitted:
+    """A step whose reads are issued and that is not trained yet."""
 
-    Attributes:
-        num_accesses: entries, summed over steps.
-        fetched_rows: reads from the store, first uses included.
-        peak_cache_rows: most rows in the cache at once, with the rows prefetched for later steps.
-    """
-
-    num_accesses: int
-    fetched_rows: int
-    peak_cache_rows: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of accesses that need no read."""
-        return 1.0 - self.fetched_rows / self.num_accesses if self.num_accesses else 0.0
+    numbers: NDArray[np.int64]
+    distances: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    fetch: NDArray[np.bool_]
 
 
-def summarize(plan: Iterable[PlanStep], prefetch_steps: int) -> PlanSummary:
-    """Add up a plan.
+class Plan(Iterator[PlanStep]):
+    """The plan of one table, step by step; the index is read as far ahead as it must be."""
+
+    def __init__(
+        self,
+        steps: Iterable[IndexStep],
+        cache: CacheConfig,
+        *,
+        first_step: int = 0,
+        flush_every: int | None = None,
+        splits: Iterable[Split] | None = None,
+        start: Keyframe | None = None,
+    ) -> None:
+        """Keep the parts, see `plan`; nothing is read yet."""
+        self._steps = iter(steps)
+        self._cache = cache
+        self._flush_every = flush_every
+        self._splits = None if splits is None else iter(splits)
+        self._window: deque[_Admitted] = deque()  # steps whose reads are issued
+        self._next = first_step
+        self._start = start
+        self._residents = (
+            Residents() if start is None else Residents.restored(start, cache.prefetch_steps)
+        )
+
+    def __next__(self) -> PlanStep:
+        """Return the next step.
+
+        Raises:
+            PlanError: `cache.rows` is too small for a step from here on; names the size that works.
+        """
+        found = self._advance()
+        if found is None:
+            raise StopIteration
+        limit = self._cache.rows
+        if limit is not None and found.resident_rows > limit:
+            sizes = [found.resident_rows, *(s.resident_rows for s in iter(self._advance, None))]
+            at = f" and {sizes[0]} at step {found.train_step}"
+            raise too_small(self._cache, max(sizes), at=at)
+        return found
+
+    def keyframe(self) -> Keyframe:
+        """Return what a plan needs to start before the step that comes next.
+
+        At most `cache.rows` rows, and as many free slots.
+        """
+        self._fill()
+        return self._residents.keyframe(self._next)
+
+    def _advance(self) -> PlanStep | None:
+        self._fill()
+        if not self._window:
+            return None
+        step, oldest = self._next, self._window.popleft()
+        resident_rows = self._residents.num_rows
+        leaving = self._residents.leave(self._finish(step, oldest))
+        following = next(self._steps, None)
+        if following is not None:
+            found = self._residents.find(following[0])
+            pushed = self._make_room(found, step + self._cache.prefetch_steps + 1)
+            if len(pushed):
+                leaving = leaving.joined(self._residents.leave(pushed))
+            self._window.append(self._admit(following, found))
+        self._next += 1
+        return PlanStep(
+            train_step=step,
+            numbers=oldest.numbers,
+            slots=oldest.slots,
+            fetch=oldest.fetch,
+            evict=leaving.numbers,
+            evict_slots=leaving.slots,
+            next_use=leaving.next_use,
+            write_back=leaving.last_use >= self._flushed(step),
+            resident_rows=resident_rows,
+            sharing=self._sharing(oldest),
+        )
+
+    def _fill(self) -> None:
+        """Issue the reads of the first steps; from a keyframe, find those that are in flight."""
+        if self._window:
+            return
+        unused = None if self._start is None else self._residents.unused()
+        self._start = None
+        for step in islice(self._steps, self._cache.prefetch_steps + 1):
+            slots = self._residents.find(step[0])
+            if unused is None:
+                self._window.append(self._admit(step, slots))
+            else:
+                self._window.append(_Admitted(*step, slots, unused[slots]))
+                unused[slots] = False
+
+    def _admit(self, step: IndexStep, slots: NDArray[np.int64]) -> _Admitted:
+        """Issue the reads of a step into free slots."""
+        numbers, distances = step
+        fetch = slots == ABSENT
+        slots[fetch] = self._residents.enter(numbers[fetch])
+        return _Admitted(numbers, distances, slots, fetch)
+
+    def _finish(self, train_step: int, done: _Admitted) -> NDArray[np.int64]:
+        """Let the rows of a trained step wait; return the slots of those that leave at once."""
+        never = done.distances == NEVER
+        next_use = np.where(never, NEVER_AGAIN, train_step + done.distances.astype(np.int64))
+        self._residents.use(done.slots, train_step, next_use)
+        if self._cache.policy == "ttl":
+            return done.slots[never | (done.distances > self._cache.lookahead)]
+        if self._cache.rows is not None:
+            window_end = train_step + self._cache.prefetch_steps
+            waits = next_use > window_end  # the others are held by a step of the window
+            self._residents.wait(done.slots[waits], next_use[waits], window_end)
+        return done.slots[never]
+
+    def _make_room(self, found: NDArray[np.int64], train_step: int) -> NDArray[np.int64]:
+        """Return the slots of the rows that make place for the reads of a step."""
+        if self._cache.policy == "ttl" or self._cache.rows is None:
+            return np.empty(0, np.int64)
+        reads = int((found == ABSENT).sum())
+        return self._residents.farthest(
+            max(0, self._residents.num_rows + reads - self._cache.rows), train_step
+        )
+
+    def _flushed(self, train_step: int) -> int:
+        """Return the step from which on rows changed that are not written; all when 0."""
+        every = self._flush_every
+        return 0 if every is None else train_step // every * every
+
+    def _sharing(self, step: _Admitted) -> Sharing | None:
+        if self._splits is None:
+            return None
+        return share(step.numbers, step.distances, next(self._splits))
+
+
+def plan(
+    steps: Iterable[IndexStep],
+    cache: CacheConfig,
+    *,
+    first_step: int = 0,
+    flush_every: int | None = None,
+    splits: Iterable[Split] | None = None,
+    start: Keyframe | None = None,
+) -> Plan:
+    """Plan the cache of one table, linear in entries.
 
     Args:
-        plan: the plan of one table.
-        prefetch_steps: steps before its use that a row is fetched.
+        steps: for each step, from the first on, its ascending numbers and their next-use
+            distances.
+        cache: policy and limits; `rows` counts those in flight, too.
+        first_step: step that the plan starts at, with an empty cache.
+        flush_every: every so many steps all cached rows are written to their store, and stay.
+        splits: for each step how its blocks are dealt to replicas, when there are several.
+        start: state to go on from, of a plan with the same settings; `first_step` is then its own.
+
+    Raises:
+        PlanError: while the plan is read, a step does not fit `cache.rows`; it names the smallest
+            size with which all steps from `first_step` on work.
     """
-    resident: list[int] = []
-    fetched: list[int] = []
-    num_accesses = 0
-    for step in plan:
-        num_accesses += len(step.numbers)
-        resident.append(step.resident_rows)
-        fetched.append(int(step.fetch.sum()))
-    peak = max(
-        (r + sum(fetched[s + 1 : s + 1 + prefetch_steps]) for s, r in enumerate(resident)),
-        default=0,
+    return Plan(
+        steps,
+        cache,
+        first_step=first_step if start is None else start.train_step,
+        flush_every=flush_every,
+        splits=splits,
+        start=start,
     )
-    return PlanSummary(num_accesses, sum(fetched), peak)
+
+
+def too_small(
+    cache: CacheConfig, required_rows: int, *, table: str | None = None, at: str = ""
+) -> PlanError:
+    """Return the refusal of a cache that is too small.
+
+    Args:
+        cache: policy and limits.
+        required_rows: smallest size that works.
+        table: table name, when it is known.
+        at: what was found where, after the size that was given.
+    """
+    name = "cache" if table is None else f"cache of table {table!r}"
+    what, fewer = (
+        ("the rows that wait and those of the window", "lookahead or prefetch_steps")
+        if cache.policy == "ttl"
+        else ("the rows of the window", "prefetch_steps")
+    )
+    return PlanError(
+        f"{name} must hold {what}, got cache_rows={cache.rows}{at}; use at least {required_rows}, "
+        f"or a smaller {fewer}",
+        required_rows=required_rows,
+    )

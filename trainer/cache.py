@@ -1,10 +1,10 @@
 """The cache that obeys the plan: rows arrive before their step and leave when it says so.
 
 One background thread works through a queue. At the start of step s the fetches
-of step s + prefetch_steps join it, and at the end of s the write-backs of s. A
-fetched row was last used more than `lookahead` steps before, and prefetch_steps
-<= lookahead, so its write-back always stands before its fetch: rows are never
-stale, whatever the threads do.
+of step s + prefetch_steps join it, and at the end of s the write-backs of the
+rows that leave then. The plan lets no row leave that a fetch in the queue was
+issued for, so a write-back always stands before the next fetch of its row: rows
+are never stale, whatever the threads do.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
-from schemas.oracle import NEVER
 from schemas.plan import PlanStep
 from trainer.sources import RowsOfTables
-from trainer.stores.store import NEVER_AGAIN, Records, Store, TableLayout, WriteBack
+from trainer.stores.store import Records, Store, TableLayout, WriteBack
 from trainer.stores.together import fetch_rows, write_rows
 
 
@@ -33,17 +32,15 @@ class _Arrival:
         rows: (n,) ascending.
         slots: (n,) where each lies in the cache.
         fetch: (n,) bool, rows that were read.
-        evict: (n,) bool, rows that leave after the step.
-        next_use: (n,) int64, step of each row's next use, or `NEVER_AGAIN`.
         fetched: records of the rows in `fetch`.
+        leaving: the step of the plan, which says what leaves.
     """
 
     rows: NDArray[np.int64]
     slots: NDArray[np.int64]
     fetch: NDArray[np.bool_]
-    evict: NDArray[np.bool_]
-    next_use: NDArray[np.int64]
     fetched: Records
+    leaving: PlanStep
 
 
 class _Slots:
@@ -81,8 +78,12 @@ class _Slots:
     def take(self, slots: NDArray[np.int64]) -> Records:
         return Records(self.records.values[slots], self.records.state[slots])
 
-    def release(self, slots: NDArray[np.int64]) -> None:
-        self.rows[slots] = -1
+    def release(self, step: PlanStep) -> WriteBack:
+        """Free the slots of the rows that leave and return those that changed."""
+        changed = step.evict_slots[step.write_back]
+        rows = self.rows[changed]
+        self.rows[step.evict_slots] = -1
+        return WriteBack(rows, self.take(changed), step.next_use[step.write_back])
 
     def resident(self) -> tuple[NDArray[np.int64], Records]:
         slots = np.flatnonzero(self.rows >= 0)
@@ -121,7 +122,7 @@ class PlannedCache:
             plans: by table, beginning at `first_step`.
             first_step: first step that will be asked for.
             last_step: one after the last.
-            prefetch_steps: steps before its use that a row is read, at most the plan's lookahead.
+            prefetch_steps: steps before its use that a row is read, those of the plans.
         """
         self._stores = stores
         self._plans = plans
@@ -171,15 +172,13 @@ class PlannedCache:
 
     def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
         """Take a step's rows back; those that leave go to the store in the background."""
-        leaving: dict[str, WriteBack] = {}
         for table, updated in records.items():
-            arrival, slots = self._current[table], self._slots[table]
-            slots.put(arrival.slots, arrival.rows, updated)
-            slots.release(arrival.slots[arrival.evict])
-            out = Records(updated.values[arrival.evict], updated.state[arrival.evict])
-            leaving[table] = WriteBack(
-                arrival.rows[arrival.evict], out, arrival.next_use[arrival.evict]
-            )
+            arrival = self._current[table]
+            self._slots[table].put(arrival.slots, arrival.rows, updated)
+        leaving = {  # of all tables: rows may leave after a step that looks nothing up
+            table: self._slots[table].release(arrival.leaving)
+            for table, arrival in self._current.items()
+        }
         self._written = train_step
         self._submit_write(leaving)
         while self._writes and self._writes[0].done():
@@ -223,13 +222,8 @@ class PlannedCache:
                 rows[table][order],
                 planned[table].slots[order],
                 planned[table].fetch[order],
-                planned[table].evict[order],
-                _next_use(train_step, planned[table].distances[order]),
                 fetched[table],
+                planned[table],
             )
             for table, order in orders.items()
         }
-
-
-def _next_use(train_step: int, distances: NDArray[np.int32]) -> NDArray[np.int64]:
-    return np.where(distances == NEVER, NEVER_AGAIN, train_step + distances.astype(np.int64))

@@ -12,12 +12,18 @@ from schemas.dataset import Dataset
 from schemas.jagged import Jagged
 from schemas.job_train import CacheConfig
 from schemas.order import Order
-from schemas.plan import plan_ttl
+from schemas.plan import plan
+from schemas.plan_size import check_size
 from trainer.cache import TablePlan
 
 
 def plans_of(
-    dataset: Dataset, order: Order, tables: Iterable[str], config: CacheConfig, first_step: int
+    dataset: Dataset,
+    order: Order,
+    tables: Iterable[str],
+    config: CacheConfig,
+    first_step: int,
+    flush_every: int | None = None,
 ) -> dict[str, TablePlan]:
     """Return the plan of each table from a step on.
 
@@ -30,23 +36,28 @@ def plans_of(
         tables: table names.
         config: policy and limits; the limit holds for each table.
         first_step: first step to be trained.
+        flush_every: steps between checkpoints, which write all cached rows.
 
     Raises:
         SchemaError: the dataset has no index for this order; the message says how to build it.
-        PlanError: while the plan is followed, a step needs more rows than `config.rows`.
+        PlanError: `config.rows` is too small for a table; the message names the size that works.
     """
     index = dataset.index_for(order)
+    distances = {table: index.distances(table) for table in tables}
+    check_size({t: _distances_from(first_step, order, d) for t, d in distances.items()}, config)
     plans: dict[str, TablePlan] = {}
-    for table in tables:
+    for table, of_table in distances.items():
         accesses = TableAccesses(dataset, table, order)
-        steps = _steps_from(first_step, order, accesses, index.distances(table))
-        plans[table] = TablePlan(plan_ttl(steps, config.lookahead, config.rows), accesses.rows)
+        numbers = map(accesses.numbers, range(first_step, order.num_steps))
+        steps = zip(numbers, _distances_from(first_step, order, of_table), strict=True)
+        planned = plan(steps, config, first_step=first_step, flush_every=flush_every)
+        plans[table] = TablePlan(planned, accesses.rows)
     return plans
 
 
-def _steps_from(
-    first_step: int, order: Order, accesses: TableAccesses, distances: Jagged
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+def _distances_from(
+    first_step: int, order: Order, distances: Jagged
+) -> Iterator[NDArray[np.int32]]:
     for train_step in range(first_step, order.num_steps):
         start, end = distances.offsets[train_step : train_step + 2]
-        yield accesses.numbers(train_step), distances.values[start:end].astype(np.int32)
+        yield distances.values[start:end].astype(np.int32)

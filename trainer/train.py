@@ -170,7 +170,7 @@ def _source(
         return LruCache(parts.stores, cache.rows)
     return PlannedCache(
         parts.stores,
-        plans_of(dataset, order, parts.stores, cache, first),
+        plans_of(dataset, order, parts.stores, cache, first, job.train.checkpoint.every_steps),
         first_step=first,
         last_step=last,
         prefetch_steps=cache.prefetch_steps,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from pipelines.oracle.accesses import report_table
 from pipelines.oracle.index import build_index
+from pipelines.oracle.policies import policy_reports, table_report
 from pipelines.segments.commit import commit_root
 from pipelines.segments.lock import locked
 from schemas.dataset import Dataset, open_dataset, verified_version
+from schemas.job_train import CacheConfig
 from schemas.layout import JOB, SCHEMA
 from schemas.manifest import read_dataset
 from schemas.order import Order
@@ -38,12 +39,23 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     )
     if arguments.reindex:
         dataset = add_index(dataset, order, beam_args, attempt)
-    prefetch = min(cache.prefetch_steps, lookahead)
+    cache = replace(
+        cache,
+        lookahead=lookahead,
+        prefetch_steps=min(cache.prefetch_steps, lookahead),
+        rows=cache.rows if arguments.cache_rows is None else arguments.cache_rows,
+    )
     tables = {
-        name: asdict(report_table(dataset, name, order, lookahead, prefetch, arguments.cache_rows))
-        for name in sorted(dataset.job.data.tables)
+        name: _report(dataset, name, order, cache) for name in sorted(dataset.job.data.tables)
     }
     return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
+
+
+def _report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> dict[str, Any]:
+    policies = policy_reports(dataset, table, order, cache)
+    return asdict(table_report(dataset, table, order, cache, policies)) | {
+        "policies": {name: asdict(report) for name, report in policies.items()}
+    }
 
 
 def at_least_one(given: int | None, default: int, option: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipelines.oracle.accesses import TableReport
+from pipelines.oracle.policies import TableReport
 from pipelines.report.baselines import SHUFFLED
 from pipelines.report.html import Tile, paragraph
 from pipelines.report.numbers import count, digits, percent, ratio, size

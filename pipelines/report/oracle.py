@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.oracle.accesses import TableReport, flat_accesses, report_table
+from pipelines.oracle.accesses import flat_accesses
+from pipelines.oracle.policies import PolicyReport, TableReport, policy_reports, table_report
 from pipelines.report.curves import Line, Point, Scale, curve_chart
 from pipelines.report.html import Section, details, figure, side_by_side, table
 from pipelines.report.numbers import count, percent, ratio, short
@@ -17,7 +18,7 @@ from schemas.accesses import indexed_steps
 from schemas.curve import lru_hit_rates, optimal_hit_rates
 from schemas.dataset import Dataset
 from schemas.order import Order
-from schemas.plan import PlanStep, plan_ttl
+from schemas.plan import PlanStep, plan
 
 MOST_TABLES = 10
 """Tables that are shown at once; the others open on a click."""
@@ -32,7 +33,8 @@ class OracleFacts:
     """Everything the section shows.
 
     Attributes:
-        tables: table to what the plan does with it, most accesses first.
+        tables: table to what the job's plan does with it, most accesses first.
+        policies: table to what each policy would do with it, in caches of one size.
         num_steps: steps of the run.
         lookahead: steps that the plan looks ahead.
         largest: name of the table with the most accesses.
@@ -43,6 +45,7 @@ class OracleFacts:
     """
 
     tables: Mapping[str, TableReport]
+    policies: Mapping[str, Mapping[str, PolicyReport]]
     num_steps: int
     lookahead: int
     largest: str
@@ -81,10 +84,12 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     Returns:
         The facts, or None when training looks nothing up.
     """
-    order, cache = default_order(dataset), dataset.job.train.cache
+    order, cache = default_order(dataset), replace(dataset.job.train.cache, rows=None)
+    policies = {
+        name: policy_reports(dataset, name, order, cache) for name in dataset.job.data.tables
+    }
     tables = {
-        name: report_table(dataset, name, order, cache.lookahead, cache.prefetch_steps, None)
-        for name in dataset.job.data.tables
+        name: table_report(dataset, name, order, cache, found) for name, found in policies.items()
     }
     tables = dict(sorted(tables.items(), key=lambda t: (-t[1].num_accesses, t[0])))
     largest = next((name for name, report in tables.items() if report.num_accesses), None)
@@ -96,13 +101,14 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     steps = indexed_steps(dataset, index, largest, order)
     return OracleFacts(
         tables=tables,
+        policies=policies,
         num_steps=order.num_steps,
         lookahead=cache.lookahead,
         largest=largest,
         capacities=capacities,
         lru=lru_hit_rates(accesses),
         optimal=optimal_hit_rates(accesses, capacities.tolist()),
-        plan=tuple(map(_step, plan_ttl(steps, cache.lookahead))),
+        plan=tuple(map(_step, plan(steps, cache))),
     )
 
 

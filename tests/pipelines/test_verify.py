@@ -200,7 +200,10 @@ def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["oracle", str(dataset), "--cache-rows", "3"]) == 1
-    assert "cache must hold the rows that wait and those of the step" in capsys.readouterr().err
+    assert (
+        "cache of table 'items' must hold the rows that wait and those of the window"
+        in capsys.readouterr().err
+    )
 
 
 CLAIMS = {

@@ -76,6 +76,8 @@ def test_cache_rows_is_what_the_job_says_or_the_rows_of_all_steps_ahead() -> Non
     assert cache_rows(FACTS, train) == 12 * 5_000
     assert cache_rows(replace(FACTS, table_rows={"items": 7_000}), train) == 7_000
     assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=123))) == 123
+    best = replace(TRAIN, cache=CacheConfig(policy="belady", lookahead=10))
+    assert cache_rows(FACTS, best) == sum(FACTS.table_rows.values())
 
 
 @given(st.floats(1.0, 1e9), st.integers(1, 63))

@@ -1,20 +1,38 @@
-"""Time-to-live plans against a brute-force cache, and what a cache that is too small is told."""
+"""Plans against slow and obvious ones, and against every cache that could have been."""
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import PlanError
+from schemas.job_train import CacheConfig
 from schemas.oracle import next_use
-from schemas.plan import PlanStep, PlanSummary, plan_ttl, summarize
+from schemas.plan import PlanStep, plan
+from schemas.plan_ref import fewest_fetches, next_step, plan_ref
+from schemas.plan_size import check_size, required_rows, summarize
+from schemas.reference import lru_hits
 
 NUM_NUMBERS = 9
 STEPS = st.lists(st.frozensets(st.integers(0, NUM_NUMBERS - 1), max_size=6), max_size=25)
-LOOKAHEADS = st.integers(1, 8)
+Steps = list[frozenset[int]]
+
+
+@st.composite
+def configs(draw: st.DrawFn, *, limited: bool = False) -> CacheConfig:
+    """Any policy with any limits; `limited` gives a cache that may be too small."""
+    prefetch_steps = draw(st.integers(1, 4))
+    policies: list[Literal["ttl", "belady"]] = ["ttl", "belady"]
+    policy = draw(st.sampled_from(policies))
+    rows = draw(st.integers(1, 10)) if limited or policy == "belady" else None
+    lookahead = prefetch_steps + draw(st.integers(0, 5))
+    return CacheConfig(policy=policy, lookahead=lookahead, prefetch_steps=prefetch_steps, rows=rows)
 
 
 def indexed(steps: Sequence[frozenset[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -23,172 +41,320 @@ def indexed(steps: Sequence[frozenset[int]]) -> list[tuple[np.ndarray, np.ndarra
     return list(zip(ascending, next_use(ascending, NUM_NUMBERS), strict=True))
 
 
-def next_step_of(steps: Sequence[frozenset[int]], number: int, now: int) -> int | None:
-    """The first step after `now` that uses the number."""
-    return next((s for s in range(now + 1, len(steps)) if number in steps[s]), None)
+def fitting(steps: Steps, cache: CacheConfig) -> CacheConfig:
+    """The same settings, with a cache large enough."""
+    if cache.rows is None:
+        return cache
+    needed = required_rows([d for _, d in indexed(steps)], cache)
+    return replace(cache, rows=max(1, needed, cache.rows))
 
 
-def residents(steps: Sequence[frozenset[int]], lookahead: int) -> list[set[int]]:
-    """Rows in the cache during each step, by the rule alone.
-
-    A row is in the cache during a step when the step uses it, or when it was used before and
-    waits: its last use and its next one are at most `lookahead` steps apart.
-    """
-    found: list[set[int]] = []
-    for now, used in enumerate(steps):
-        waiting: set[int] = set()
-        for number in range(NUM_NUMBERS):
-            before = [s for s in range(now) if number in steps[s]]
-            after = next_step_of(steps, number, now)
-            if before and after is not None and after - before[-1] <= lookahead:
-                waiting.add(number)
-        found.append(set(used) | waiting)
-    return found
-
-
-def replay(plan: Sequence[PlanStep]) -> Iterator[dict[int, int]]:
-    """Obey a plan literally and yield slot by resident number during each step."""
-    slot_of: dict[int, int] = {}
-    for step in plan:
-        for number, slot, fetch in zip(step.numbers, step.slots, step.fetch, strict=True):
-            if fetch:
-                assert number not in slot_of, "a resident row is fetched"
-                assert slot not in slot_of.values(), "a slot is taken twice"
-                slot_of[int(number)] = int(slot)
-            assert slot_of[int(number)] == slot, "a resident row moved"
-        yield dict(slot_of)
-        for number in step.numbers[step.evict]:
-            del slot_of[int(number)]
-
-
-@given(STEPS, LOOKAHEADS)
-def test_plan_keeps_exactly_the_rows_of_the_rule(
-    steps: list[frozenset[int]], lookahead: int
-) -> None:
-    plan = list(plan_ttl(indexed(steps), lookahead))
-    caches = list(replay(plan))
-    assert [set(cache) for cache in caches] == residents(steps, lookahead)
-    assert [step.resident_rows for step in plan] == [len(cache) for cache in caches]
-    for cache in caches:
-        assert len(set(cache.values())) == len(cache)
-
-
-@given(STEPS, LOOKAHEADS)
-def test_plan_fetches_a_row_exactly_when_it_is_not_resident(
-    steps: list[frozenset[int]], lookahead: int
-) -> None:
-    present: set[int] = set()
-    for now, step in enumerate(plan_ttl(indexed(steps), lookahead)):
-        assert step.numbers.tolist() == sorted(steps[now])
-        assert step.fetch.tolist() == [n not in present for n in step.numbers.tolist()]
-        present |= set(step.numbers.tolist())
-        present -= set(step.numbers[step.evict].tolist())
-    assert not present  # after the last step everything was written back
-
-
-@given(STEPS, LOOKAHEADS)
-def test_plan_evicts_exactly_what_waits_longer_than_the_lookahead(
-    steps: list[frozenset[int]], lookahead: int
-) -> None:
-    for now, step in enumerate(plan_ttl(indexed(steps), lookahead)):
-        for number, evict in zip(step.numbers.tolist(), step.evict.tolist(), strict=True):
-            after = next_step_of(steps, number, now)
-            assert evict == (after is None or after - now > lookahead)
-
-
-@given(STEPS, LOOKAHEADS)
-def test_write_back_of_a_row_precedes_its_next_fetch_even_when_prefetched(
-    steps: list[frozenset[int]], lookahead: int
-) -> None:
-    """A fetch is issued up to `prefetch_steps` <= lookahead steps ahead of its step."""
-    written: dict[int, int] = {}
-    for now, step in enumerate(plan_ttl(indexed(steps), lookahead)):
-        for number in step.numbers[step.fetch].tolist():
-            earliest_issue = now - lookahead
-            assert number not in written or written[number] < earliest_issue
-        written |= dict.fromkeys(step.numbers[step.evict].tolist(), now)
-
-
-@given(STEPS, LOOKAHEADS)
-def test_slots_are_reused_so_that_no_more_than_the_peak_are_named(
-    steps: list[frozenset[int]], lookahead: int
-) -> None:
-    plan = list(plan_ttl(indexed(steps), lookahead))
-    named = {slot for step in plan for slot in step.slots.tolist()}
-    peak = max((step.resident_rows for step in plan), default=0)
-    assert named == set(range(peak))
-
-
-@given(STEPS, LOOKAHEADS, st.integers(1, 9))
-def test_cache_that_is_too_small_names_the_rows_of_the_first_step_that_does_not_fit(
-    steps: list[frozenset[int]], lookahead: int, cache_rows: int
-) -> None:
-    index = indexed(steps)
-    sizes = [len(rows) for rows in residents(steps, lookahead)]
-    too_large = [step for step, size in enumerate(sizes) if size > cache_rows]
-    assume(too_large)
-    at = too_large[0]
-    message = (
-        "cache must hold the rows that wait and those of the step, got "
-        f"cache_rows={cache_rows} and {sizes[at]} at step {at}; use at least {sizes[at]}, "
-        "or a smaller lookahead"
+def reference(steps: Steps, cache: CacheConfig, policy: str | None = None) -> list:
+    return plan_ref(
+        steps,
+        policy or cache.policy,
+        lookahead=cache.lookahead,
+        prefetch_steps=cache.prefetch_steps,
+        rows=cache.rows,
     )
-    with pytest.raises(PlanError, match=f"^{re.escape(message)}$") as caught:
-        list(plan_ttl(index, lookahead, cache_rows))
-    assert caught.value.required_rows == sizes[at]
 
 
-def required_rows(
-    index: list[tuple[np.ndarray, np.ndarray]], lookahead: int, cache_rows: int
-) -> int | None:
-    """What the refusal of a cache names, None when the cache works."""
-    try:
-        list(plan_ttl(index, lookahead, cache_rows))
-    except PlanError as error:
-        return error.required_rows
-    return None
+def as_lists(step: PlanStep) -> tuple[object, ...]:
+    """Everything a step says, to be compared."""
+    arrays = (step.numbers, step.slots, step.fetch, step.evict, step.evict_slots, step.write_back)
+    return (step.train_step, step.resident_rows, *(a.tolist() for a in arrays))
 
 
-@given(STEPS, LOOKAHEADS)
-def test_required_rows_lead_to_a_cache_that_works_and_no_smaller_one_does(
-    steps: list[frozenset[int]], lookahead: int
+@given(STEPS, configs())
+def test_plan_of_time_to_live_is_that_of_the_reference(steps: Steps, cache: CacheConfig) -> None:
+    cache = replace(cache, policy="ttl", rows=None)
+    found = list(plan(indexed(steps), cache))
+    wanted = reference(steps, cache)
+    assert len(found) == len(steps)
+    for step, ref in zip(found, wanted, strict=True):
+        assert set(step.numbers[step.fetch].tolist()) == ref.fetch
+        assert set(step.evict.tolist()) == ref.evict
+        assert step.resident_rows == len(ref.cache)
+
+
+@given(STEPS, configs())
+def test_belady_reads_as_often_as_the_reference(steps: Steps, cache: CacheConfig) -> None:
+    """Rows with the same next use are equally good; which of them leaves is free."""
+    cache = fitting(steps, replace(cache, policy="belady", rows=cache.rows or 4))
+    found = list(plan(indexed(steps), cache))
+    wanted = reference(steps, cache)
+    assert sum(int(s.fetch.sum()) for s in found) == sum(len(s.fetch) for s in wanted)
+    assert [s.resident_rows for s in found] == [len(s.cache) for s in wanted]
+
+
+@given(
+    st.lists(st.frozensets(st.integers(0, 6), max_size=3), max_size=14),
+    st.integers(1, 3),
+    st.integers(1, 7),
+)
+def test_belady_reads_as_few_rows_as_any_cache_could(
+    steps: Steps, prefetch_steps: int, rows: int
 ) -> None:
-    index = indexed(steps)
-    unlimited = list(plan_ttl(index, lookahead))
-    peak = max((step.resident_rows for step in unlimited), default=0)
-    assume(peak > 1)
-    tried = [1]
-    while (needed := required_rows(index, lookahead, tried[-1])) is not None:
-        assert needed > tried[-1]
-        tried.append(needed)
-    assert tried[-1] == peak
-    limited = plan_ttl(index, lookahead, peak)
-    for a, b in zip(limited, unlimited, strict=True):
-        np.testing.assert_array_equal(a.slots, b.slots)
+    cache = CacheConfig(policy="belady", prefetch_steps=prefetch_steps, rows=rows)
+    fewest = fewest_fetches(steps, prefetch_steps=prefetch_steps, rows=rows)
+    fits = required_rows([d for _, d in indexed(steps)], cache) <= rows
+    assert (fewest is not None) == fits
+    if fits:
+        assert summarize(plan(indexed(steps), cache)).fetched_rows == fewest
 
 
-@given(STEPS, LOOKAHEADS, st.integers(0, 8))
-def test_summarize_equals_a_count_of_rows_in_flight_and_in_cache(
-    steps: list[frozenset[int]], lookahead: int, prefetch_steps: int
+@given(STEPS, configs())
+def test_plan_obeyed_literally_finds_every_row_in_its_slot(
+    steps: Steps, cache: CacheConfig
 ) -> None:
-    plan = list(plan_ttl(indexed(steps), lookahead))
-    caches = residents(steps, lookahead)
-    fetched = [set(step.numbers[step.fetch].tolist()) for step in plan]
-    present = [
-        len(cache) + sum(len(rows) for rows in fetched[now + 1 : now + 1 + prefetch_steps])
-        for now, cache in enumerate(caches)
-    ]
-    assert summarize(plan, prefetch_steps) == PlanSummary(
-        num_accesses=sum(len(step) for step in steps),
-        fetched_rows=sum(len(rows) for rows in fetched),
-        peak_cache_rows=max(present, default=0),
+    cache = fitting(steps, cache)
+    issued: dict[int, int] = {}  # slot to number, from the issue of its read on
+    planned = list(plan(indexed(steps), cache))
+    written = dict.fromkeys(range(NUM_NUMBERS), -1)
+    peak = max((s.resident_rows for s in planned), default=0)
+    reads = 0
+    for now, step in enumerate(planned):
+        while reads < min(len(planned), now + cache.prefetch_steps + 1):
+            coming = planned[reads]
+            for slot, number in zip(
+                coming.slots[coming.fetch].tolist(), coming.numbers[coming.fetch].tolist(),
+                strict=True,
+            ):  # fmt: skip
+                assert slot not in issued, "a slot is taken twice"
+                assert number not in issued.values(), "a row in the cache is read"
+                assert written[number] < now, "a row is read before it is written"
+                issued[slot] = number
+            reads += 1
+        assert len(issued) == step.resident_rows <= (cache.rows or NUM_NUMBERS)
+        assert [issued[slot] for slot in step.slots.tolist()] == sorted(steps[now])
+        assert set(step.slots.tolist()) | set(step.evict_slots.tolist()) <= set(range(peak))
+        for slot, number in zip(step.evict_slots.tolist(), step.evict.tolist(), strict=True):
+            assert issued.pop(slot) == number
+            written[number] = now
+    assert not issued  # after the last step everything was written back
+
+
+@given(STEPS, configs())
+def test_no_row_leaves_before_its_last_planned_use_inside_the_window(
+    steps: Steps, cache: CacheConfig
+) -> None:
+    cache = fitting(steps, cache)
+    window = cache.lookahead if cache.policy == "ttl" else cache.prefetch_steps
+    for step in plan(indexed(steps), cache):
+        for number in step.evict.tolist():
+            later = next_step(steps, number, step.train_step)
+            assert later is None or later - step.train_step > window
+
+
+@given(STEPS, configs())
+def test_hits_of_belady_are_those_of_lru_or_more(steps: Steps, cache: CacheConfig) -> None:
+    cache = fitting(steps, replace(cache, policy="belady", rows=cache.rows or 4))
+    fetched = summarize(plan(indexed(steps), cache)).fetched_rows
+    lru = sum(len(step.fetch) for step in reference(steps, cache, "lru"))
+    assert fetched <= lru <= sum(map(len, steps))
+    accesses = [row for step in steps for row in sorted(step)]
+    window = max(  # rows that lie ready for later steps are not free to answer others
+        (
+            len(frozenset().union(*steps[s : s + cache.prefetch_steps + 1]))
+            for s in range(len(steps))
+        ),
+        default=0,
     )
+    small = max(1, (cache.rows or 0) - window)
+    assert len(accesses) - fetched >= lru_hits(accesses, small)
+
+
+@given(STEPS, configs())
+def test_belady_of_the_size_of_a_time_to_live_reads_no_more(
+    steps: Steps, cache: CacheConfig
+) -> None:
+    ttl = replace(cache, policy="ttl", rows=None)
+    found = summarize(plan(indexed(steps), ttl))
+    best = replace(cache, policy="belady", rows=max(1, found.peak_cache_rows))
+    assert summarize(plan(indexed(steps), best)).fetched_rows <= found.fetched_rows
+
+
+@given(STEPS, configs(), st.data())
+def test_plan_from_a_keyframe_is_the_rest_of_the_plan(
+    steps: Steps, cache: CacheConfig, data: st.DataObject
+) -> None:
+    cache = fitting(steps, cache)
+    every = data.draw(st.sampled_from([None, 1, 3]))
+    start = data.draw(st.integers(0, len(steps)))
+    whole = plan(indexed(steps), cache, flush_every=every)
+    for _ in range(start):
+        next(whole)
+    keyframe = whole.keyframe()
+    assert keyframe.train_step == start
+    assert len(keyframe.numbers) <= (cache.rows or NUM_NUMBERS)
+    assert keyframe.num_slots <= (cache.rows or NUM_NUMBERS)
+    again = plan(indexed(steps)[start:], cache, flush_every=every, start=keyframe)
+    same = again.keyframe()
+    for name in ("numbers", "slots", "last_use", "next_use", "free"):
+        assert getattr(same, name).tolist() == getattr(keyframe, name).tolist(), name
+    assert [as_lists(s) for s in again] == [as_lists(s) for s in whole]
+
+
+@given(STEPS, configs(), st.integers(1, 4))
+def test_only_rows_that_changed_since_the_last_flush_are_written_back(
+    steps: Steps, cache: CacheConfig, every: int
+) -> None:
+    cache = fitting(steps, cache)
+    for step in plan(indexed(steps), cache, flush_every=every):
+        flushed = step.train_step // every * every  # all steps before it are in the store
+        for number, write in zip(step.evict.tolist(), step.write_back.tolist(), strict=True):
+            changed = any(number in steps[s] for s in range(flushed, step.train_step + 1))
+            assert write == changed
+    for step in plan(indexed(steps), cache):
+        assert step.write_back.all()
+
+
+@given(STEPS, configs(limited=True))
+def test_cache_that_is_too_small_names_the_smallest_size_of_the_whole_run(
+    steps: Steps, cache: CacheConfig
+) -> None:
+    distances = [d for _, d in indexed(steps)]
+    sizes = [len(step.cache) for step in reference(steps, replace(cache, rows=1 << 30))]
+    if cache.policy == "belady":  # rows that wait may leave; those of a window may not
+        reach = cache.prefetch_steps + 1
+        sizes = [len(frozenset().union(*steps[s : s + reach])) for s in range(len(steps))]
+    needed = max(sizes, default=0)
+    assert required_rows(distances, cache) == needed
+    assert cache.rows is not None
+    if needed <= cache.rows:
+        check_size({"few": [], "items": distances}, cache)
+        assert len(list(plan(indexed(steps), cache))) == len(steps)
+        return
+    with pytest.raises(PlanError) as early:
+        check_size({"few": [], "items": distances}, cache)
+    with pytest.raises(PlanError) as late:
+        list(plan(indexed(steps), cache))
+    assert early.value.required_rows == late.value.required_rows == needed
+    works = replace(cache, rows=needed)
+    assert len(list(plan(indexed(steps), works))) == len(steps)
+    if needed > 1:
+        with pytest.raises(PlanError):
+            list(plan(indexed(steps), replace(cache, rows=needed - 1)))
+
+
+REFUSALS = {
+    "ttl": (
+        "cache must hold the rows that wait and those of the window, got cache_rows=2 and 3 at "
+        "step 0; use at least 4, or a smaller lookahead or prefetch_steps"
+    ),
+    "belady": (
+        "cache must hold the rows of the window, got cache_rows=2 and 3 at step 0; use at least 4, "
+        "or a smaller prefetch_steps"
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", REFUSALS)
+def test_refusal_names_the_first_step_and_the_size_that_all_need(policy: str) -> None:
+    steps = [frozenset({0}), frozenset({1, 2}), frozenset({3, 4}), frozenset({5})]
+    cache = CacheConfig(policy=policy, lookahead=1, prefetch_steps=1, rows=2)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=f"^{re.escape(REFUSALS[policy])}$"):
+        list(plan(indexed(steps), cache))
+    named = REFUSALS[policy].replace("cache must", "cache of table 'items' must")
+    named = named.replace(" and 3 at step 0", "")
+    with pytest.raises(PlanError, match=f"^{re.escape(named)}$"):
+        check_size({"items": [d for _, d in indexed(steps)]}, cache)
+
+
+@given(STEPS, st.integers(0, 20), configs())
+def test_first_step_only_shifts_the_names_of_steps(
+    steps: Steps, first_step: int, cache: CacheConfig
+) -> None:
+    cache = fitting(steps, cache)
+    shifted = [as_lists(s) for s in plan(indexed(steps), cache, first_step=first_step)]
+    plain = [as_lists(s) for s in plan(indexed(steps), cache)]
+    assert shifted == [(step[0] + first_step, *step[1:]) for step in plain]  # type: ignore[operator]
+
+
+@given(STEPS, configs())
+def test_plan_reads_the_index_no_farther_than_a_window_ahead(
+    steps: Steps, cache: CacheConfig
+) -> None:
+    cache = fitting(steps, cache)
+    read = 0
+
+    def counted() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        nonlocal read
+        for step in indexed(steps):
+            read += 1
+            yield step
+
+    for step in plan(counted(), cache):
+        assert read <= step.train_step + cache.prefetch_steps + 2
+
+
+@pytest.mark.parametrize("rows", [64, 500, 4000])
+def test_belady_over_a_published_trace_beats_lru_of_half_the_size(
+    rows: int, published: tuple[list[tuple[np.ndarray, np.ndarray]], list[int]]
+) -> None:
+    steps, trace = published
+    cache = CacheConfig(policy="belady", prefetch_steps=1, rows=rows)
+    found = summarize(plan(steps, cache))
+    hits = found.num_accesses - found.fetched_rows
+    assert found.num_accesses == 113_872
+    assert found.peak_cache_rows == rows
+    assert hits >= sum(lru_hits_fast(trace, rows - 1))
+    assert found.fetched_rows >= 48_974
+
+
+def lru_hits_fast(trace: list[int], capacity: int) -> list[bool]:
+    """The same as `lru_hits`, with a dictionary for the list."""
+    cache: dict[int, None] = {}
+    hits: list[bool] = []
+    for row in trace:
+        hits.append(row in cache)
+        cache.pop(row, None)
+        cache[row] = None
+        if len(cache) > capacity:
+            cache.pop(next(iter(cache)))
+    return hits
+
+
+@pytest.fixture(scope="module")
+def published(
+    shared_data: Path,
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[int]]:
+    """Each request is one step with one row; next requests are those of the trace's authors."""
+    record = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
+    trace = np.fromfile(
+        shared_data / "cache_oracle_ref" / "cloudPhysicsIO.oracleGeneral.bin", record
+    )
+    _, numbers = np.unique(trace["id"], return_inverse=True)
+    position = np.arange(1, len(trace) + 1)
+    distances = np.where(trace["next"] < 0, 0, trace["next"] - position).astype(np.int32)
+    steps = list(zip(numbers.reshape(-1, 1), distances.reshape(-1, 1), strict=True))
+    return steps, numbers.tolist()
 
 
 def test_hit_rate_is_the_share_of_accesses_that_need_no_read() -> None:
     steps = [frozenset({0, 1}), frozenset({0}), frozenset({1}), frozenset({0})]
-    summary = summarize(plan_ttl(indexed(steps), 2), 1)
-    assert summary.fetched_rows == 2  # both rows once, then within two steps each time
-    assert summary.hit_rate == 1 - 2 / 5
-    assert summarize(plan_ttl(indexed(steps), 1), 1).fetched_rows == 4
-    assert summarize([], 1).hit_rate == 0.0
+    ttl = CacheConfig(lookahead=2, prefetch_steps=1)
+    found = summarize(plan(indexed(steps), ttl))
+    assert found.fetched_rows == found.written_rows == 2  # both once, then within two steps
+    assert found.hit_rate == 1 - 2 / 5
+    short = replace(ttl, lookahead=1)
+    assert summarize(plan(indexed(steps), short)).fetched_rows == 4
+    assert summarize([]).hit_rate == 0.0
+
+
+def test_belady_without_a_limit_reads_every_row_once() -> None:
+    rng = np.random.default_rng(3)
+    steps = [frozenset(rng.integers(0, NUM_NUMBERS, 3).tolist()) for _ in range(40)]
+    found = summarize(plan(indexed(steps), CacheConfig(policy="belady")))
+    assert found.fetched_rows == len(frozenset().union(*steps))
+
+
+def test_belady_of_a_skewed_trace_over_many_merged_runs_is_that_of_the_reference() -> None:
+    rng = np.random.default_rng(11)
+    steps = [np.unique(rng.zipf(1.2, 200) % 2000) for _ in range(80)]
+    index = list(zip(steps, next_use(steps, 2000), strict=True))
+    cache = CacheConfig(policy="belady", prefetch_steps=2, rows=450)
+    wanted = reference([frozenset(s.tolist()) for s in steps], cache)
+    found = list(plan(index, cache))
+    assert [int(s.fetch.sum()) for s in found] == [len(s.fetch) for s in wanted]
+    assert 0 < sum(len(s.fetch) for s in wanted) < sum(map(len, steps))

@@ -74,7 +74,7 @@ train:
   num_threads: 2
   dense_optimizer: {{learning_rate: 0.003}}
   sparse_optimizer: {{name: {optimizer}, learning_rate: 0.05}}
-  cache: {{lookahead: {lookahead}, prefetch_steps: 2, rows: {rows}}}
+  cache: {{policy: {policy}, lookahead: {lookahead}, prefetch_steps: 2, rows: {rows}}}
   checkpoint: {{every_steps: {every_steps}, keep: 20}}
 """
 
@@ -97,6 +97,7 @@ _DEFAULTS = {
     "dtype": "float64",
     "pooling": "mean",
     "optimizer": "rowwise_adagrad",
+    "policy": "ttl",
     "lookahead": "3",
     "rows": "null",
     "every_steps": "null",

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from schemas.errors import PlanError, SchemaError
 from schemas.jagged import Jagged, offsets_of
+from schemas.job_train import CacheConfig
 from schemas.oracle import next_use, number_by_first_use
-from schemas.plan import plan_ttl
+from schemas.plan import plan
+from schemas.plan_size import required_rows
 from trainer.cache import PlannedCache, TablePlan
 from trainer.lru import LruCache
 from trainer.sources import DirectSource, RowSource
@@ -21,16 +24,26 @@ from trainer.stores.store import Records, TableLayout
 LAYOUT = TableLayout(table="items", dim=2, state_width=1, dtype="float64", seed=0)
 
 
-def plan_of(steps: Sequence[np.ndarray], lookahead: int, cache_rows: int | None) -> TablePlan:
-    """Plan a table from the rows of each step, as the dataset's oracle does."""
+def index_of(steps: Sequence[np.ndarray]) -> tuple[list, list, np.ndarray]:
+    """Return numbers and distances of each step, and the rows, as the dataset's oracle has them."""
     accesses = Jagged(np.concatenate(steps), offsets_of(np.array([len(s) for s in steps])))
     numbers, rows = number_by_first_use(accesses)
     lists = [numbers.take(np.array([i])).values for i in range(len(steps))]
-    indexed = zip(lists, next_use(lists, len(rows)), strict=True)
-    return TablePlan(plan_ttl(indexed, lookahead, cache_rows), rows)
+    return lists, next_use(lists, len(rows)), rows
 
 
-def run_source(source: RowSource, steps: Sequence[np.ndarray]) -> list[bytes]:
+def plan_of(
+    steps: Sequence[np.ndarray], cache: CacheConfig, flush_every: int | None = None
+) -> TablePlan:
+    """Plan a table from the rows of each step."""
+    numbers, distances, rows = index_of(steps)
+    indexed = zip(numbers, distances, strict=True)
+    return TablePlan(plan(indexed, cache, flush_every=flush_every), rows)
+
+
+def run_source(
+    source: RowSource, steps: Sequence[np.ndarray], flush_every: int | None = None
+) -> list[bytes]:
     """Return what each step was handed; each adds something that depends on the step."""
     handed: list[bytes] = []
     for step, rows in enumerate(steps):
@@ -38,6 +51,8 @@ def run_source(source: RowSource, steps: Sequence[np.ndarray]) -> list[bytes]:
         handed.append(records.values.tobytes() + records.state.tobytes())
         updated = Records(records.values * 1.25 + step, records.state + rows[:, None] + 1)
         source.write(step, {"items": rows}, {"items": updated})
+        if flush_every is not None and (step + 1) % flush_every == 0:
+            source.flush()
     source.flush()
     source.close()
     return handed
@@ -45,24 +60,34 @@ def run_source(source: RowSource, steps: Sequence[np.ndarray]) -> list[bytes]:
 
 @given(
     steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
+    policy=st.sampled_from(["ttl", "belady"]),
     lookahead=st.integers(1, 8),
+    flush_every=st.sampled_from([None, 1, 3]),
     data=st.data(),
 )
-@settings(max_examples=80)
+@settings(max_examples=150)
 def test_cache_hands_out_what_a_store_without_a_cache_does(
-    steps: list[set[int]], lookahead: int, data: st.DataObject
+    steps: list[set[int]],
+    policy: str,
+    lookahead: int,
+    flush_every: int | None,
+    data: st.DataObject,
 ) -> None:
     prefetch_steps = data.draw(st.integers(1, lookahead))
     rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
+    config = CacheConfig(policy=policy, lookahead=lookahead, prefetch_steps=prefetch_steps)  # type: ignore[arg-type]
+    needed = required_rows(index_of(rows)[1], config)
+    config = replace(config, rows=max(1, needed + data.draw(st.integers(0, 4))))
     direct, cached = memory_store(LAYOUT), memory_store(LAYOUT)
     cache = PlannedCache(
         {"items": cached},
-        {"items": plan_of(rows, lookahead, None)},
+        {"items": plan_of(rows, config, flush_every)},
         first_step=0,
         last_step=len(rows),
         prefetch_steps=prefetch_steps,
     )
-    assert run_source(DirectSource({"items": direct}), rows) == run_source(cache, rows)
+    handed = run_source(cache, rows, flush_every)
+    assert run_source(DirectSource({"items": direct}), rows) == handed
     (rows_found, found), (rows_wanted, wanted) = cached.contents(), direct.contents()
     assert rows_found.tolist() == rows_wanted.tolist()
     assert found.values.tobytes() == wanted.values.tobytes()
@@ -131,7 +156,7 @@ def cache_over(
 ) -> PlannedCache:
     return PlannedCache(
         {"items": memory_store(LAYOUT)},
-        {"items": plan_of(planned, 2, cache_rows)},
+        {"items": plan_of(planned, CacheConfig(lookahead=2, prefetch_steps=1, rows=cache_rows))},
         first_step=0,
         last_step=len(steps),
         prefetch_steps=1,
@@ -153,7 +178,34 @@ def test_cache_with_the_plan_of_other_rows_names_table_and_step() -> None:
 def test_cache_that_is_too_small_names_the_size_that_works() -> None:
     steps = [np.array([1, 2]), np.array([1, 2, 3])]
     cache = cache_over(steps, steps, 2)
-    with pytest.raises(PlanError, match=r"got cache_rows=2 and 3 at step 1; use at least 3") as e:
+    with pytest.raises(PlanError, match=r"got cache_rows=2 and 3 at step 0; use at least 3") as e:
         run_source(cache, steps)
     assert e.value.required_rows == 3
     cache.close()
+
+
+def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
+    """Two tables, one of them idle while its cache makes room for rows of a later step."""
+    steps = [np.array([1, 2]), np.empty(0, np.int64), np.empty(0, np.int64), np.array([3, 4])]
+    steps = [*steps, np.array([1]), np.array([2])]
+    config = CacheConfig(policy="belady", prefetch_steps=1, rows=3)
+    stores = [memory_store(LAYOUT), memory_store(LAYOUT)]
+    cache = PlannedCache(
+        {"items": stores[0]},
+        {"items": plan_of(steps, config)},
+        first_step=0,
+        last_step=len(steps),
+        prefetch_steps=1,
+    )
+    direct = DirectSource({"items": stores[1]})
+    for step, rows in enumerate(steps):
+        given = {"items": rows} if len(rows) else {}
+        found, wanted = cache.fetch(step, given), direct.fetch(step, given)
+        for table in given:
+            assert found[table].values.tobytes() == wanted[table].values.tobytes()
+        changed = {t: Records(r.values * 1.25 + step, r.state + 1) for t, r in wanted.items()}
+        cache.write(step, given, changed)
+        direct.write(step, given, changed)
+    cache.flush()
+    cache.close()
+    assert stores[0].contents()[1].values.tobytes() == stores[1].contents()[1].values.tobytes()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.errors import SchemaError
+from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import (
@@ -87,12 +87,21 @@ def test_one_step_from_one_state_has_the_gradients_of_expanded(
             torch.testing.assert_close(gradient, expanded_[name], rtol=1e-5, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("lookahead", ["2", "3", "50"])
+PLANS = {
+    "ttl of 2 steps": {"lookahead": "2"},
+    "ttl of 3 steps": {"lookahead": "3"},
+    "ttl of 50 steps": {"lookahead": "50"},
+    "belady in a small cache": {"policy": "belady", "rows": "204", "every_steps": "7"},
+    "belady without a limit": {"policy": "belady"},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
 def test_train_cached_has_the_bits_of_plain(
-    lookahead: str, optimizer: str, dataset: Path, tmp_path: Path
+    plan: str, optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", lookahead=lookahead, optimizer=optimizer)
+    job = write_job(tmp_path / "job", dtype="float32", optimizer=optimizer, **PLANS[plan])
     plain = run_job(job, dataset, tmp_path / "plain")
     cached = run_job(job, dataset, tmp_path / "cached", embedding="cached")
     assert losses_of(tmp_path / "plain").tobytes() == losses_of(tmp_path / "cached").tobytes()
@@ -132,16 +141,45 @@ def test_train_cached_with_a_short_lookahead_fetches_more(dataset: Path, tmp_pat
     assert fetched[0] > fetched[1] == num_rows(tmp_path / "run50")
 
 
+def test_train_with_beladys_plan_fetches_less_the_more_room_it_has(
+    dataset: Path, tmp_path: Path
+) -> None:
+    fetched = []
+    for rows in ("204", "null"):  # items are 206, and 204 of them in one window
+        job = write_job(tmp_path / rows, policy="belady", rows=rows)
+        summary = run_job(job, dataset, tmp_path / f"run-{rows}", embedding="cached")
+        fetched.append(summary.fetched_rows)
+    assert fetched[0] > fetched[1] == num_rows(tmp_path / "run-null")
+
+
+@pytest.mark.parametrize("policy", ["ttl", "belady"])
+def test_train_with_a_cache_that_is_too_small_is_refused_before_the_first_step(
+    policy: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", policy=policy, rows="20")
+    with pytest.raises(PlanError, match=r"cache of table 'items' must .* cache_rows=20; ") as found:
+        run_job(job, dataset, tmp_path / "run", embedding="cached")
+    assert losses_of(tmp_path / "run").tolist() == []
+    needed = found.value.required_rows
+    assert needed is not None
+    job = write_job(tmp_path / "enough", policy=policy, rows=str(needed))
+    run_job(job, dataset, tmp_path / "again", embedding="cached", steps=3)
+
+
 def num_rows(run: Path) -> int:
     return sum(len(v) for name, v in final_rows(run).items() if name.endswith("rows.npy"))
 
 
-@pytest.mark.parametrize("embedding", ["plain", "cached", "lru"])
+@pytest.mark.parametrize(
+    ("embedding", "policy"),
+    [("plain", "ttl"), ("cached", "ttl"), ("cached", "belady"), ("lru", "ttl")],
+)
 @pytest.mark.parametrize("stop", [1, 13, 31])
 def test_train_resumed_has_the_bits_of_a_run_that_never_stopped(
-    embedding: str, stop: int, dataset: Path, tmp_path: Path
+    embedding: str, policy: str, stop: int, dataset: Path, tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", every_steps="5", rows="203")
+    rows = "null" if (embedding, policy) == ("cached", "ttl") else "204"
+    job = write_job(tmp_path / "job", dtype="float32", every_steps="5", policy=policy, rows=rows)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     run_job(job, dataset, straight, embedding=embedding)
     run_job(job, dataset, resumed, embedding=embedding, steps=stop)
