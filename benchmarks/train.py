@@ -1,0 +1,247 @@
+"""Training steps of ours against TorchRec fed plain KeyedJaggedTensors.
+
+`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--top 256-64,64-32] [--rounds N]`
+
+Both sides train the same model (TorchRec's DLRM) on the same samples in the same batches, which
+are in memory before the clock starts. TorchRec's side is its best on CPU: tables in FBGEMM's fused
+kernel with row-wise Adagrad, bags repeated for every sample. `unchanged` is the same model on our
+reader's deduplicated batches and our embedding module. `bound` is TorchRec's time over the time
+of its dense part alone with embeddings that cost nothing: no embedding, however fast, gets a model
+that is left as it is beyond that. Sides take turns; `parity` is the largest relative difference
+of losses in the steps before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.models.dlrm import DLRM
+
+from benchmarks.order import built
+from benchmarks.storage import SHARED_DATA, job_path, raw_log
+from benchmarks.train_peer import FreeTables, FusedTables, by_table
+from schemas.dataset import Dataset, open_dataset
+from schemas.job_train import ModelConfig, SparseOptimizerConfig, TrainConfig
+from trainer.batch import Batch
+from trainer.collate import features_of_tables
+from trainer.decode import BatchSpec, spec_of
+from trainer.embedding import TableSpec
+from trainer.optimizer import dense_optimizer
+from trainer.parts import build_parts, memory_stores, order_of
+from trainer.reader import Reader
+from trainer.step import PhaseTimer, loss_of, train_step
+
+LOGS = ("mind", "kuairand", "demo")
+DIM, BATCH, THREADS, STEPS = 64, 4096, 2, 12
+BOTTOM = (64,)
+PARITY_STEPS = 3
+
+Step = Callable[[int], float]
+"""Trains the batch of that number and returns its loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """What is timed.
+
+    Attributes:
+        steps: by name, `torchrec` and `dense` among them.
+        phases: of our sides, by name.
+    """
+
+    steps: Mapping[str, Step]
+    phases: Mapping[str, PhaseTimer]
+
+
+def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
+    """Return the train section that both sides follow."""
+    return replace(
+        dataset.job.train,
+        model=ModelConfig(name="dlrm", bottom_layers=BOTTOM, top_layers=top),
+        embedding_dim=DIM,
+        batch_samples=BATCH,
+        pooling="sum",
+        sparse_optimizer=SparseOptimizerConfig(name="rowwise_adagrad"),
+        dtype="float32",
+        epochs=1,
+    )
+
+
+def batches(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> list[Batch]:
+    """Return the first full batches of a run."""
+    order = order_of(replace(dataset.job, train=config), dataset)
+    reader = Reader(dataset, order, spec_of(dataset, config.dtype), expanded=expanded)
+    found = [reader.read(step) for step in range(min(STEPS, order.num_steps))]
+    return [batch for batch in found if batch.num_samples == found[0].num_samples]
+
+
+def unchanged(
+    spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]
+) -> tuple[Step, PhaseTimer]:
+    """Return our steps with TorchRec's model as it is."""
+    parts = build_parts(spec, config, memory_stores(spec, config))
+    timer = PhaseTimer(time.perf_counter)
+
+    def step(number: int) -> float:
+        return train_step(parts.model, parts.embedding, parts.optimizer, given[number], timer)
+
+    return step, timer
+
+
+def peer(spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]) -> tuple[Step, Step]:
+    """Return TorchRec's steps, and those of its dense part alone."""
+    tables = FusedTables(
+        [
+            TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
+            for name, features in features_of_tables(spec).items()
+        ],
+        config,
+    )
+    sparse = [by_table(batch.sparse, tables.features) for batch in given]
+    free = FreeTables(tables, given[0].num_samples)
+    return _peer_step(tables, spec, config, given, sparse), _peer_step(
+        free, spec, config, given, sparse
+    )
+
+
+def _peer_step(
+    tables: nn.Module, spec: BatchSpec, config: TrainConfig, given: Sequence[Batch], sparse: Any
+) -> Step:
+    num_dense = max(1, len(spec.dense))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(config.seed)
+        model = DLRM(
+            tables,  # type: ignore[arg-type] # has the two members that DLRM uses
+            num_dense,
+            [*config.model.bottom_layers, config.embedding_dim],
+            [*config.model.top_layers, 1],
+        )
+    optimizer = dense_optimizer(config.dense_optimizer, list(model.parameters()))
+
+    def step(number: int) -> float:
+        batch = given[number]
+        dense = batch.dense if spec.dense else batch.dense.new_ones(batch.num_samples, 1)
+        loss = loss_of(model(dense, sparse[number]).squeeze(1), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def timed(step: Step, count: int) -> float:
+    """Return the seconds of a step, over one pass through the batches."""
+    start = time.perf_counter()
+    for number in range(count):
+        step(number)
+    return (time.perf_counter() - start) / count
+
+
+def measure(dataset: Dataset, top: tuple[int, ...], rounds: int) -> dict[str, Any]:
+    """Time all sides in turns on one dataset.
+
+    Args:
+        dataset: with its samples.
+        top: widths of the top MLP.
+        rounds: that count, after one that does not.
+    """
+    config = config_of(dataset, top)
+    spec = spec_of(dataset, config.dtype)
+    ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
+    step, timer = unchanged(spec, config, ours)
+    torchrec, dense = peer(spec, config, plain)
+    differences = []
+    for number in range(min(PARITY_STEPS, len(ours))):
+        a, b = step(number), torchrec(number)
+        differences.append(abs(a - b) / abs(b))
+    sides: dict[str, Step] = {"torchrec": torchrec, "unchanged": step, "dense": dense}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        timer.finish()
+        for name in sides if number % 2 else reversed(sides):
+            seconds[name].append(timed(sides[name], len(ours)))
+    counted = {name: values[1:] for name, values in seconds.items()}
+    _, phases = timer.finish()
+    bound = _ratios(counted, "dense")
+    return {
+        "num_samples": sum(b.num_samples for b in ours),
+        "num_steps": len(ours),
+        "parity": max(differences),
+        "milliseconds": {n: round(statistics.median(v) * 1e3, 2) for n, v in counted.items()},
+        "bound": round(statistics.median(bound), 3),
+        "phases_ms": {n: round(s / len(ours) * 1e3, 2) for n, s in phases.items() if s},
+        "unchanged": _shown(_ratios(counted, "unchanged")),
+        "share_of_bound": round(
+            statistics.median(_ratios(counted, "unchanged")) / statistics.median(bound), 3
+        ),
+    }
+
+
+def _ratios(seconds: Mapping[str, Sequence[float]], name: str) -> list[float]:
+    return [a / b for a, b in zip(seconds["torchrec"], seconds[name], strict=True)]
+
+
+def _shown(ratios: Sequence[float]) -> dict[str, Any]:
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "rounds": [round(r, 3) for r in ratios],
+    }
+
+
+def dataset_of(name: str, shared: Path, scratch: Path) -> Dataset | None:
+    """Build a shipped job's log; None where the log is not there."""
+    log = raw_log(name, shared, scratch)
+    return None if log is None else open_dataset(built(job_path(name), log, scratch / "dataset"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print it, the headline first."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
+    parser.add_argument("--top", default="256-64,64-32", help="widths of top MLPs")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(THREADS)
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.datasets.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            dataset = dataset_of(name, options.shared_data, Path(scratch))
+            if dataset is None:
+                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
+                continue
+            for widths in options.top.split(","):
+                top = tuple(int(w) for w in widths.split("-"))
+                found[f"{name} {widths}"] = taken = measure(dataset, top, options.rounds)
+                sys.stderr.write(f"{name} {widths}: {json.dumps(taken)}\n")
+    if not found:
+        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
+        return 1
+    first = next(iter(found))
+    milliseconds = found[first]["milliseconds"]
+    result = {
+        "ours": round(BATCH / milliseconds["unchanged"] * 1e3, 1),
+        "peer": round(BATCH / milliseconds["torchrec"] * 1e3, 1),
+        **found[first]["unchanged"],
+        "unit": f"samples/s, {first}, TorchRec's DLRM as it is, dim {DIM}, batch {BATCH}",
+        "details": found,
+    }
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

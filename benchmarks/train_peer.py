@@ -1,0 +1,119 @@
+"""TorchRec's DLRM fed plain KeyedJaggedTensors, in its best configuration on CPU.
+
+The tables lie in FBGEMM's fused kernel, which updates rows in its backward. Row
+values start as ours do, so that losses can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    ComputeDevice,
+    EmbeddingLocation,
+    PoolingMode,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from schemas.job_train import TrainConfig
+from trainer.embedding import TableSpec
+from trainer.rows import initial_rows
+
+_ROWS_AT_ONCE = 1 << 18
+
+
+class FusedTables(nn.Module):
+    """An EmbeddingBagCollection over FBGEMM's fused kernel; it has no dense parameters."""
+
+    def __init__(self, tables: Sequence[TableSpec], config: TrainConfig) -> None:
+        """Make the tables and fill every row with its first values.
+
+        Args:
+            tables: names, sizes and features.
+            config: train section: dim, pooling, row-wise Adagrad's constants, seed.
+        """
+        super().__init__()
+        self._tables = tuple(tables)
+        self._dim = config.embedding_dim
+        self.features = [feature for table in tables for feature in table.features]
+        optimizer = config.sparse_optimizer
+        self._kernel = SplitTableBatchedEmbeddingBagsCodegen(
+            [(t.num_rows, self._dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for t in tables],
+            feature_table_map=[i for i, t in enumerate(tables) for _ in t.features],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=optimizer.learning_rate,
+            eps=optimizer.eps,
+            pooling_mode=PoolingMode.MEAN if config.pooling == "mean" else PoolingMode.SUM,
+        )
+        for table, weights in zip(tables, self._kernel.split_embedding_weights(), strict=True):
+            for start in range(0, table.num_rows, _ROWS_AT_ONCE):
+                rows = np.arange(start, min(start + _ROWS_AT_ONCE, table.num_rows))
+                first = initial_rows(
+                    rows, table=table.name, seed=config.seed, dim=self._dim, dtype="float32"
+                )
+                weights[start : start + len(rows)] = torch.from_numpy(first)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Return one config per table, as TorchRec's collection does."""
+        return [
+            EmbeddingBagConfig(
+                name=t.name,
+                num_embeddings=t.num_rows,
+                embedding_dim=self._dim,
+                feature_names=list(t.features),
+            )
+            for t in self._tables
+        ]
+
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """Pool the rows of each bag."""
+        values = self._kernel(sparse.values(), sparse.offsets())
+        return KeyedTensor(self.features, [self._dim] * len(self.features), values)
+
+
+class FreeTables(nn.Module):
+    """Embeddings that cost nothing: the same vectors at every call, with a gradient."""
+
+    def __init__(self, tables: FusedTables, num_samples: int) -> None:
+        """Take the interface of `tables`; vectors are random.
+
+        Args:
+            tables: whose features and widths.
+            num_samples: rows of what `forward` returns.
+        """
+        super().__init__()
+        self._configs = tables.embedding_bag_configs()
+        self.features = tables.features
+        dims = [self._configs[0].embedding_dim] * len(self.features)
+        self._dims = dims
+        self._vectors = [torch.randn(num_samples, sum(dims)).requires_grad_()]  # no parameter
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Return what the tables would."""
+        return self._configs
+
+    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the vectors; a batch that is shorter gets the first of them."""
+        vectors = self._vectors[0]
+        vectors.grad = None
+        return KeyedTensor(self.features, self._dims, vectors[: sparse.stride()])
+
+
+def by_table(sparse: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:
+    """Return the bags in the order of the tables' features, as FBGEMM wants them."""
+    order = [sparse.keys().index(feature) for feature in features]
+    return sparse.permute(order)
+
+
+def weights_of(model: nn.Module) -> dict[str, Any]:
+    """Return copies of the dense parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
