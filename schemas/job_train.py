@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 from schemas.errors import check_at_least_one
@@ -89,6 +91,36 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoresConfig:
+    """Store processes that run elsewhere, started with `python -m trainer store`."""
+
+    addresses: tuple[str, ...] = ()
+    """`grpc://host:port` or `grpc+tls://host:port` of each; together they serve every slot once."""
+    token_file: str | None = None
+    """File with the token that they ask for, relative to the job file."""
+    certificates: str | None = None
+    """PEM file of the authorities to be trusted, relative to the job file; the system's when
+    null."""
+    timeout: timedelta = timedelta(seconds=30)
+    """Longest wait for an answer; a store that died has so long to come back."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no address, and stores without a token."""
+        for address in self.addresses:
+            if re.fullmatch(r"grpc(\+tls)?://[^/]+:\d+", address) is None:
+                raise ValueError(
+                    f"addresses must be grpc://host:port or grpc+tls://host:port, got {address!r}; "
+                    "write what the store announced"
+                )
+        if self.addresses and self.token_file is None:
+            raise ValueError(
+                "token_file must be given with addresses, got null; name the stores' own"
+            )
+        if not self.timeout:
+            raise ValueError("timeout must be longer than nothing, got 0s; write 30s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
     """What is measured on the evaluation split besides NE and AUC."""
 
@@ -134,6 +166,8 @@ class TrainConfig:
     """Optimizer of the embedding rows."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """Plan of the cached embedding."""
+    stores: StoresConfig = field(default_factory=StoresConfig)
+    """Store processes that hold the rows."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """Evaluation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

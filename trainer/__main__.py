@@ -28,15 +28,34 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    run.add_argument(
+        "--stores", type=_positive, help="keep rows in so many store processes on this machine"
+    )
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
     score.add_argument("--dataset", type=Path, required=True, help="dataset folder")
     score.add_argument("--run", type=Path, required=True, help="run folder")
     check = commands.add_parser("verify", help="every sample of every epoch trained exactly once")
     check.add_argument("run", type=Path, help="run folder")
+    _add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     for command in (run, score, check):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--directory", type=Path, required=True, help="where its log lies")
+    parser.add_argument("--token-file", type=Path, required=True, help="what callers must present")
+    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--slots", type=_slots, default="0:4096", help="START:END of 4,096")
+    parser.add_argument("--tls-cert", type=Path, help="certificate chain, PEM")
+    parser.add_argument("--tls-key", type=Path, help="its key, PEM")
+    parser.add_argument("--fsync", choices=("checkpoint", "write"), default="checkpoint")
+    parser.add_argument("--message-bytes", type=_positive, default=4 << 20)
+    parser.add_argument("--in-flight-bytes", type=_positive, default=64 << 20)
+    parser.add_argument("--delay-sec", type=float, default=0.0, help="hold every answer back")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torchrec asks torch an old question while it is imported; torch's warning is not for the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    command = {"train": _train, "evaluate": _evaluate, "verify": _verify}[arguments.command]
+    command = {"train": _train, "evaluate": _evaluate, "verify": _verify, "store": _store}[
+        arguments.command
+    ]
     try:
         return command(arguments)
     except (SchemaError, PlanError, ValueError, OSError) as error:
@@ -60,6 +81,11 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def _slots(text: str) -> tuple[int, int]:
+    start, _, end = text.partition(":")
+    return int(start), int(end)
 
 
 def _set_threads(job: Path) -> None:
@@ -80,6 +106,7 @@ def _train(arguments: argparse.Namespace) -> int:
         expanded=arguments.expanded,
         steps=arguments.steps,
         resume=arguments.resume,
+        stores=arguments.stores,
     )
     with show_progress() as on_step:
         summary = train(
@@ -111,6 +138,34 @@ def _verify(arguments: argparse.Namespace) -> int:
     for problem in report.problems[:1]:
         print(f"{problem}; train on with --resume, or train again", file=sys.stderr)
     return 1 if report.problems else 0
+
+
+def _store(arguments: argparse.Namespace) -> int:
+    from trainer.stores.flight_server import Limits
+    from trainer.stores.serve import StoreOptions, run_store
+
+    if (arguments.tls_cert is None) != (arguments.tls_key is None):
+        raise ValueError("TLS must have both files, got one; give --tls-cert and --tls-key")
+    options = StoreOptions(
+        directory=arguments.directory,
+        token_file=arguments.token_file,
+        host=arguments.host,
+        port=arguments.port,
+        slots=arguments.slots,
+        certificate=arguments.tls_cert and (arguments.tls_cert, arguments.tls_key),
+        sync=arguments.fsync == "write",
+        limits=Limits(
+            message_bytes=arguments.message_bytes,
+            in_flight_bytes=arguments.in_flight_bytes,
+            delay_sec=arguments.delay_sec,
+        ),
+    )
+    run_store(
+        options,
+        announce=lambda line: print(line, flush=True),
+        end_with=sys.stdin.buffer if arguments.end_with_stdin else None,
+    )
+    return 0
 
 
 def _show(arguments: argparse.Namespace, line: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,7 +19,6 @@ from trainer.models import attention, dlrm
 from trainer.optimizer import dense_optimizer, state_width
 from trainer.sources import DirectSource
 from trainer.stores.memory import memory_store
-from trainer.stores.mmap import mmap_store
 from trainer.stores.store import Store, TableLayout
 
 
@@ -57,32 +54,24 @@ def order_of(job: Job, dataset: Dataset) -> Order:
     return order
 
 
-def memory_stores(spec: BatchSpec, config: TrainConfig) -> dict[str, Store]:
-    """Return an empty store in memory for each table."""
-    return _stores(spec, config, memory_store)
-
-
-def mmap_stores(spec: BatchSpec, config: TrainConfig, directory: Path) -> dict[str, Store]:
-    """Return an empty memory-mapped store for each table."""
-    return _stores(spec, config, lambda layout: mmap_store(layout, directory))
-
-
-def _stores(
-    spec: BatchSpec, config: TrainConfig, make: Callable[[TableLayout], Store]
-) -> dict[str, Store]:
+def layouts_of(spec: BatchSpec, config: TrainConfig) -> dict[str, TableLayout]:
+    """Return what the rows of each table look like."""
     width = state_width(config.sparse_optimizer, config.embedding_dim)
     return {
-        table: make(
-            TableLayout(
-                table=table,
-                dim=config.embedding_dim,
-                state_width=width,
-                dtype=config.dtype,
-                seed=config.seed,
-            )
+        table: TableLayout(
+            table=table,
+            dim=config.embedding_dim,
+            state_width=width,
+            dtype=config.dtype,
+            seed=config.seed,
         )
         for table in features_of_tables(spec)
     }
+
+
+def memory_stores(spec: BatchSpec, config: TrainConfig) -> dict[str, Store]:
+    """Return an empty store in memory for each table."""
+    return {table: memory_store(layout) for table, layout in layouts_of(spec, config).items()}
 
 
 def build_parts(spec: BatchSpec, config: TrainConfig, stores: dict[str, Store]) -> Parts:

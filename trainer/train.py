@@ -19,17 +19,17 @@ from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoi
 from trainer.decode import spec_of
 from trainer.evaluate import Evaluation, evaluate, gauc_key
 from trainer.lru import LruCache
-from trainer.parts import Parts, build_parts, memory_stores, mmap_stores, order_of
+from trainer.opening import open_stores
+from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.planning import plans_of
 from trainer.reader import Reader, prefetched
 from trainer.run import RunLog, check_run, cut_run, start_run, write_summary
 from trainer.sources import DirectSource, RowSource
 from trainer.step import Clock, PhaseTimer, train_step
+from trainer.stores.together import checkpointed
 
 READ_AHEAD = 2
 """Batches that are read beside training."""
-STORE = "store"
-"""Folder of the memory-mapped store in the run."""
 REPLICA = "0"
 """Name of the only replica in the ledger."""
 
@@ -47,6 +47,16 @@ class TrainOptions:
     """Stop before this step; the whole run when None."""
     resume: bool = False
     """Go on from the newest checkpoint of the run."""
+    stores: int | None = None
+    """Store processes to start on this machine; those of the job when None."""
+
+    def __post_init__(self) -> None:
+        """Refuse stores that nothing would be kept in."""
+        if self.stores is not None and self.embedding == "plain":
+            raise ValueError(
+                f"stores must hold the rows, got stores={self.stores} and the embedding 'plain', "
+                "which has all rows in memory; use --embedding cached"
+            )
 
 
 def train(
@@ -75,13 +85,38 @@ def train(
     job = load_job(job_path)
     config = job.train
     dataset = open_dataset(dataset_path)
-    order = order_of(job, dataset)
     spec = spec_of(dataset, config.dtype)
-    reader = Reader(dataset, order, spec, expanded=options.expanded)
+    reader = Reader(dataset, order_of(job, dataset), spec, expanded=options.expanded)
     checkpoint = _open_run(run, job_path, dataset, job, resume=options.resume)
-    in_memory = options.embedding == "plain"
-    stores = memory_stores(spec, config) if in_memory else mmap_stores(spec, config, run / STORE)
-    parts = build_parts(spec, config, stores)
+    with open_stores(
+        run,
+        layouts_of(spec, config),
+        config.stores,
+        job=job_path,
+        in_memory=options.embedding == "plain",
+        num_processes=options.stores,
+    ) as stores:
+        parts = build_parts(spec, config, stores)
+        source = _train(run, job, dataset, options, reader, parts, checkpoint, clock, on_step)
+        evaluation = evaluate_parts(job, dataset, parts)
+    summary = _summary(run, options, evaluation, source)
+    write_summary(run, summary)
+    return summary
+
+
+def _train(
+    run: Path,
+    job: Job,
+    dataset: Dataset,
+    options: TrainOptions,
+    reader: Reader,
+    parts: Parts,
+    checkpoint: Path | None,
+    clock: Clock,
+    on_step: Callable[[StepMetric, int], None],
+) -> RowSource:
+    """Train all steps, save, and return the row source with its counts."""
+    config, order = job.train, order_of(job, dataset)
     first = 0
     if checkpoint is not None:
         first = load_checkpoint(checkpoint, parts.model, parts.optimizer, parts.stores)
@@ -107,10 +142,7 @@ def train(
             _save(run, last, parts, source, config.checkpoint.keep)
     finally:
         source.close()
-    evaluation = evaluate_parts(job, dataset, parts)
-    summary = _summary(run, options, evaluation, source)
-    write_summary(run, summary)
-    return summary
+    return source
 
 
 def evaluate_parts(job: Job, dataset: Dataset, parts: Parts) -> Evaluation:
@@ -180,6 +212,7 @@ def _source(
 def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> int:
     source.flush()
     save_checkpoint(run, step, parts.model, parts.optimizer, parts.stores, keep=keep)
+    checkpointed(parts.stores, step)
     return step
 
 

@@ -1,0 +1,96 @@
+"""Real store processes, for tests."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.stores.flight_client import FlightStore, open_group
+from trainer.stores.peer import Access
+from trainer.stores.store import TableLayout
+
+TOKEN = "a-token-of-tests"
+ACCESS = Access(token=TOKEN, timeout_sec=20.0)
+LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=3)
+
+
+@dataclass(slots=True)
+class StoreProcess:
+    """One that runs."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    @property
+    def port(self) -> str:
+        return self.address.rpartition(":")[2]
+
+    def kill(self) -> None:
+        """End it as a lack of memory would."""
+        self.process.kill()
+        self.process.wait()
+
+
+def start_store(
+    directory: Path, *options: str, token: str = TOKEN, file_bytes: int | None = None
+) -> StoreProcess:
+    """Start `python -m trainer store` and wait for its announcement.
+
+    Args:
+        directory: of the store; the token file lies beside it.
+        options: more of the command line.
+        token: what callers must present.
+        file_bytes: limit of the size of its files.
+    """
+    token_file = directory.with_suffix(".token")
+    token_file.parent.mkdir(parents=True, exist_ok=True)
+    token_file.write_text(f"{token}\n")
+
+    def limit() -> None:
+        if file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+
+    arguments = ["--directory", str(directory), "--token-file", str(token_file), *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "store", *arguments],
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=limit,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "a store announces itself"
+    return StoreProcess(process, json.loads(line)["address"])
+
+
+@contextmanager
+def running(*stores: StoreProcess) -> Iterator[tuple[StoreProcess, ...]]:
+    """End processes after a test, by their ids."""
+    try:
+        yield stores
+    finally:
+        for store in stores:
+            store.process.kill()
+            store.process.wait()
+            if store.process.stdout is not None:
+                store.process.stdout.close()
+
+
+def group_over(
+    *addresses: str,
+    layouts: Mapping[str, TableLayout] | None = None,
+    access: Access = ACCESS,
+    owner: str = "run",
+    session: str = "process",
+    reset: bool = True,
+) -> dict[str, FlightStore]:
+    """Open stores of one table, or of `layouts`."""
+    tables = layouts or {LAYOUT.table: LAYOUT}
+    return open_group(addresses, access, tables, owner=owner, session=session, reset=reset)

@@ -1,0 +1,267 @@
+"""Store processes against a store in memory: real processes, real Flight calls."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.hashing import MAX_ROW, slot_of_row
+from tests.trainer.stores import (
+    ACCESS,
+    LAYOUT,
+    TOKEN,
+    group_over,
+    running,
+    start_store,
+)
+from trainer.__main__ import main
+from trainer.rows import initial_rows
+from trainer.stores.memory import memory_store
+from trainer.stores.peer import Access
+from trainer.stores.store import Records, TableLayout
+from trainer.stores.wire import slots_of_part
+
+SHAPES = {
+    "float32 with row state": LAYOUT,
+    "float32 without state": replace(LAYOUT, state_width=0),
+    "float64 with a state as wide": replace(LAYOUT, dim=3, state_width=3, dtype="float64"),
+}
+
+
+def random_rows(rng: np.random.Generator) -> np.ndarray:
+    return np.unique(rng.integers(0, MAX_ROW, 400) % rng.integers(1, 4000))
+
+
+def one_record(layout: TableLayout, value: float, count: int = 1) -> Records:
+    return Records(
+        np.full((count, layout.dim), value, layout.dtype),
+        np.full((count, layout.state_width), value, layout.dtype),
+    )
+
+
+def assert_same(found: Records, wanted: Records) -> None:
+    assert found.values.tobytes() == wanted.values.tobytes()
+    assert found.state.tobytes() == wanted.state.tobytes()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_store_processes_hold_what_a_store_in_memory_does(
+    shape: str, count: int, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    layouts = {name: replace(SHAPES[shape], table=name) for name in ("items", "users")}
+    started = []
+    for part in range(count):
+        first, end = slots_of_part(part, count)
+        # messages of few rows, so that requests are split
+        options = ("--slots", f"{first}:{end}", "--message-bytes", "4096")
+        started.append(start_store(tmp_path / f"store{part}", *options))
+    with running(*started):
+        stores = group_over(*(s.address for s in started), layouts=layouts)
+        wanted = {name: memory_store(layout) for name, layout in layouts.items()}
+        for step in range(8):
+            rows = {name: random_rows(rng) for name in layouts}
+            found = stores["items"].group.fetch(step, rows)
+            for name, records in found.items():
+                assert_same(records, wanted[name].fetch(rows[name]))
+                updated = Records(records.values * 1.5 + step, records.state + 1)
+                wanted[name].write(rows[name], updated)
+                stores[name].write(rows[name], updated, step)
+        for name, store in stores.items():
+            (rows_found, found), (rows_wanted, expected) = store.contents(), wanted[name].contents()
+            assert rows_found.tolist() == rows_wanted.tolist()
+            assert_same(found, expected)
+
+
+def test_store_keeps_of_two_writes_the_one_of_the_later_step(tmp_path: Path) -> None:
+    with running(start_store(tmp_path / "store")) as (process,):
+        store, rows = group_over(process.address)["items"], np.array([5, 9])
+        store.write(rows, one_record(LAYOUT, 1.0, 2), 7)
+        store.write(rows[:1], one_record(LAYOUT, 2.0), 6)
+        assert_same(store.fetch(rows), one_record(LAYOUT, 1.0, 2))
+        store.write(rows[:1], one_record(LAYOUT, 3.0), 7)  # a repeated call of the same step
+        assert store.fetch(rows).values[:, 0].tolist() == [3.0, 1.0]
+
+
+def test_rows_of_a_huge_table_cost_nothing_until_they_are_written(tmp_path: Path) -> None:
+    with running(start_store(tmp_path / "store")) as (process,):
+        store = group_over(process.address)["items"]
+        log = next((tmp_path / "store").glob("log-*.bin"))
+        empty = log.stat().st_size
+        rows = np.random.default_rng(0).integers(0, 10_000_000_000, 50_000)
+        first = initial_rows(rows, table="items", seed=3, dim=4, dtype="float32")
+        assert store.fetch(rows).values.tobytes() == first.tobytes()
+        assert not store.fetch(rows).state.any()
+        assert store.contents()[0].tolist() == []
+        assert log.stat().st_size == empty
+
+
+OTHER_TABLES = {
+    "another seed": ({"seed": 4}, "table 'items' of seed=3, got seed=4"),
+    "another dimension": ({"dim": 8}, "table 'items' of dim=4, got dim=8"),
+    "another dtype": ({"dtype": "float64"}, "table 'items' of dtype=float32, got dtype=float64"),
+    "another state": ({"state_width": 4}, "table 'items' of state_width=1, got state_width=4"),
+    "another table": ({"table": "users"}, "tables ['items'], got ['users']"),
+}
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of a store with a row of run `run`, and its directory."""
+    directory = tmp_path_factory.mktemp("filled") / "store"
+    with running(start_store(directory)) as (started,):
+        group_over(started.address)["items"].write(np.array([5]), one_record(LAYOUT, 1.0), 0)
+        yield started.address, directory
+
+
+@pytest.mark.parametrize("case", OTHER_TABLES)
+def test_store_with_rows_refuses(case: str, filled: tuple[str, Path]) -> None:
+    change, text = OTHER_TABLES[case]
+    address, directory = filled
+    layout = replace(LAYOUT, **change)
+    message = (
+        f"store must hold {text} in {directory} in {address}; train the job that filled it, "
+        "or start the store with an empty --directory"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        group_over(address, layouts={layout.table: layout}, session="other")
+    rows = group_over(address, session=case, reset=False)["items"].contents()[0]
+    assert rows.tolist() == [5]
+
+
+def test_store_with_rows_refuses_another_run(filled: tuple[str, Path]) -> None:
+    address, directory = filled
+    message = (
+        f"store must be empty or of this run, got rows of run 'run' in {directory} in {address}; "
+        "resume that run, or start the store with an empty --directory"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        group_over(address, owner="another", session="other")
+
+
+@pytest.mark.parametrize("token", ["", "a-token-of-test", TOKEN + "s"])
+def test_store_refuses_a_wrong_token(token: str, filled: tuple[str, Path]) -> None:
+    address, _ = filled
+    message = (
+        f"token must be that of the store's --token-file, got another or none in {address}; "
+        "use the same token file for both"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        group_over(address, access=Access(token=token))
+
+
+def test_store_answers_the_newest_training_process_only(tmp_path: Path) -> None:
+    with running(start_store(tmp_path / "store")) as (process,):
+        old = group_over(process.address, session="old")["items"]
+        new = group_over(process.address, session="new")["items"]
+        message = (
+            "session must be the newest that opened the store, got 'old' in "
+            f"{tmp_path / 'store'} in {process.address}; another process trains on it, "
+            "end one of the two"
+        )
+        with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+            old.write(np.array([1]), one_record(LAYOUT, 1.0))
+        assert new.contents()[0].tolist() == []
+
+
+def test_stores_that_leave_slots_out_are_refused(tmp_path: Path) -> None:
+    half = start_store(tmp_path / "half", "--slots", "0:2048")
+    whole = start_store(tmp_path / "whole")
+    with running(half, whole):
+        for addresses, found in (
+            ([half.address], "slot 2048 served 0 times"),
+            ([half.address, whole.address], "slot 0 served 2 times"),
+        ):
+            message = (
+                f"stores must serve each of 4096 slots once, got {found} by "
+                f"{', '.join(addresses)}; start them with other --slots"
+            )
+            with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+                group_over(*addresses)
+        rows = np.arange(100)
+        foreign = rows[slot_of_row(rows) >= 2048]
+        store = group_over(whole.address)["items"]
+        store.group._peers = [type(store.group._peers[0])(half.address, ACCESS)]
+        group = {"owner": "run", "session": "process", "reset": True}
+        layouts = [{"table": "items", "dim": 4, "state_width": 1, "dtype": "float32", "seed": 3}]
+        store.group._peers[0].action("open", {**group, "layouts": layouts})
+        with pytest.raises(SchemaError, match=r"^rows must be of slots 0 to 2047, got others in "):
+            store.fetch(foreign)
+
+
+def test_store_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+    with running(start_store(tmp_path / "store")) as (process,):
+        process.kill()
+        pattern = (
+            rf"^store must answer within 0\.3 s, got '.+' in {re.escape(process.address)}; "
+            r"start it with its --port and --directory, it has every write that it acknowledged$"
+        )
+        with pytest.raises(SchemaError, match=pattern) as caught:
+            group_over(process.address, access=replace(ACCESS, timeout_sec=0.3))
+        assert "\n" not in str(caught.value)
+
+
+def test_store_over_tls_answers_who_trusts_its_certificate(tmp_path: Path) -> None:
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(
+        ["openssl", "req", "-x509", *made, *names], cwd=tmp_path, check=True, capture_output=True
+    )
+    files = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    with running(start_store(tmp_path / "store", *files)) as (process,):
+        assert process.address.startswith("grpc+tls://127.0.0.1:")
+        trusted = (tmp_path / "cert.pem").read_bytes()
+        store = group_over(process.address, access=replace(ACCESS, certificates=trusted))["items"]
+        store.write(np.array([5]), one_record(LAYOUT, 1.0), 0)
+        assert store.contents()[0].tolist() == [5]
+        for access in (ACCESS, replace(ACCESS, certificates=trusted)):
+            address = process.address if access is ACCESS else process.address.replace("+tls", "")
+            with pytest.raises(SchemaError, match=r"^store must answer within"):
+                group_over(address, access=replace(access, timeout_sec=0.5))
+
+
+COMMANDS = {
+    "no TLS beyond loopback": (
+        ["--host", "0.0.0.0"],
+        "host must be loopback without TLS, got host='0.0.0.0'; give --tls-cert and --tls-key",
+    ),
+    "a certificate without its key": (
+        ["--tls-cert", "cert.pem"],
+        "TLS must have both files, got one; give --tls-cert and --tls-key",
+    ),
+    "slots that there are not": (
+        ["--slots", "0:5000"],
+        "slots must lie in [0, 4096], got 0:5000; write 0:4096 for all",
+    ),
+    "messages beyond what may be under way": (
+        ["--message-bytes", "8192", "--in-flight-bytes", "10000"],
+        "message_bytes must be in [4096, in_flight_bytes / 2], got 8192 and 10000; "
+        "raise in_flight_bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_store_is_not_started_with(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, message = COMMANDS[case]
+    (tmp_path / "token").write_text(TOKEN)
+    arguments = ["--directory", str(tmp_path / "d"), "--token-file", str(tmp_path / "token")]
+    assert main(["store", *arguments, *options]) == 1
+    assert capsys.readouterr().err.strip() == f"error: {message}"
+
+
+def test_store_without_a_token_is_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text(" \n")
+    arguments = ["--directory", str(tmp_path / "d"), "--token-file", str(tmp_path / "token")]
+    assert main(["store", *arguments]) == 1
+    assert capsys.readouterr().err.startswith("error: token must be one line of printable ASCII")

@@ -1,0 +1,65 @@
+"""Records are whole or absent, whatever cuts the file."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.errors import SchemaError
+from trainer.stores.redo_log import RedoLog, replay
+
+
+def payloads_of(path: Path) -> list[bytes]:
+    return [bytes(payload) for payload in replay(path)]
+
+
+def write_log(path: Path, payloads: list[bytes]) -> list[int]:
+    """Append payloads and return where each record ends."""
+    log, ends = RedoLog(path, sync=False), []
+    for payload in payloads:
+        log.append([payload[:3], b"", payload[3:]])
+        ends.append(log.num_bytes)
+    log.close()
+    return ends
+
+
+@given(payloads=st.lists(st.binary(max_size=60), max_size=6), data=st.data())
+def test_log_cut_anywhere_replays_its_whole_records_and_goes_on(
+    payloads: list[bytes], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log.bin"
+    ends = write_log(path, payloads)
+    cut = data.draw(st.integers(0, path.stat().st_size))
+    with path.open("r+b") as file:
+        file.truncate(cut)
+        if data.draw(st.booleans()):  # a file system may have made room that was never filled
+            file.seek(0, 2)
+            file.write(bytes(data.draw(st.integers(0, 40))))
+    whole = sum(end <= cut for end in ends)
+    assert payloads_of(path) == payloads[:whole]
+    assert path.stat().st_size == ([0, *ends][whole])
+    write_log(path, [b"more"])
+    assert payloads_of(path) == [*payloads[:whole], b"more"]
+
+
+def test_log_damaged_before_a_good_record_is_refused_by_its_place(tmp_path: Path) -> None:
+    for place in range(80):
+        path = tmp_path / f"{place}.bin"
+        ends = write_log(path, [b"first record", b"second record", b"third record"])
+        data = bytearray(path.read_bytes())
+        data[place] ^= 0x55
+        path.write_bytes(data)
+        if place >= ends[1]:
+            assert payloads_of(path) == [b"first record", b"second record"]
+            continue
+        start = 0 if place < ends[0] else ends[0]
+        message = (
+            f"record must have its checksum, got other bytes before a good record in {path}:"
+            f"byte {start}; restore the file, or go on from the run's checkpoint with an empty "
+            "directory"
+        )
+        with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+            payloads_of(path)
+        assert path.read_bytes() == data

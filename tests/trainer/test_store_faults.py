@@ -1,0 +1,268 @@
+"""Store processes that are killed, that have no room, or whose callers are too many."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.errors import SchemaError
+from tests.trainer.stores import ACCESS, LAYOUT, TOKEN, group_over, running, start_store
+from trainer.stores.budget import Budget, BusyError
+from trainer.stores.flight_client import FlightStore
+from trainer.stores.flight_server import Limits, StoreServer
+from trainer.stores.shard import Shard
+from trainer.stores.store import Records
+from trainer.stores.wire import Request, record_bytes, rows_batch
+
+NUM_ROWS = 200
+
+
+def record_of(value: float, count: int) -> Records:
+    state = np.full((count, 1), value, np.float32)
+    return Records(np.repeat(state, 4, axis=1), state)
+
+
+def write_step(store: FlightStore, step: int) -> np.ndarray:
+    """Write what a step makes of its rows, and return these."""
+    rows = np.flatnonzero(np.random.default_rng(step).random(NUM_ROWS) < 0.3)
+    store.write(rows, record_of(step, len(rows)), step)
+    return rows
+
+
+def assert_holds(store: FlightStore, last_step: dict[int, int], maybe: int = -1) -> None:
+    """Compare all rows with the last step that wrote each; `maybe` may or may not be written."""
+    rows, records = store.contents()
+    assert (records.values == records.state).all()
+    found = dict(zip(rows.tolist(), records.state[:, 0].astype(int).tolist(), strict=True))
+    untold = {row for row, step in found.items() if step == maybe}
+    assert {r: s for r, s in found.items() if r not in untold} == {
+        r: s for r, s in last_step.items() if r not in untold
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
+    seed: int, tmp_path: Path
+) -> None:
+    rng, directory = np.random.default_rng(seed), tmp_path / "store"
+    last_step: dict[int, int] = {}
+    begun = [0]
+    process = start_store(directory)
+    with running(process):
+        store = group_over(process.address)["items"]
+        store.group._peers[0]._access = type(ACCESS)(token=TOKEN, timeout_sec=1.5)
+
+        def write_until_it_dies() -> None:
+            for step in range(100_000):
+                begun[0] = step
+                if step % 50 == 49:
+                    store.group.checkpointed(step)
+                rows = write_step(store, step)
+                last_step.update(dict.fromkeys(rows.tolist(), step))
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write_until_it_dies)
+            kill_at = rng.integers(20, 160)
+            while begun[0] < kill_at and not writing.done():
+                time.sleep(0.001)
+            process.kill()
+            with pytest.raises(SchemaError, match=r"^store must answer within 1\.5 s"):
+                writing.result()
+    assert len(last_step) > 100
+    with running(start_store(directory)) as (again,):
+        store = group_over(again.address, session="process", reset=False)["items"]
+        assert_holds(store, last_step, maybe=begun[0])
+
+
+def test_writer_goes_on_when_its_store_is_killed_and_started_again(tmp_path: Path) -> None:
+    directory, last_step = tmp_path / "store", {}
+    process = start_store(directory)
+    port = process.port
+    with running(process):
+        store = group_over(process.address)["items"]
+        for step in range(300):
+            if step % 100 == 50:
+                process.process.kill()  # without waiting: the next write meets a dying process
+                waiting = threading.Thread(target=process.process.wait)
+                waiting.start()
+                waiting.join()
+                process.process = start_store(directory, "--port", port).process
+            rows = write_step(store, step)
+            last_step.update(dict.fromkeys(rows.tolist(), step))
+        assert_holds(store, last_step)
+
+
+def test_checkpoint_truncates_the_log_and_keeps_the_rows(tmp_path: Path) -> None:
+    directory, last_step = tmp_path / "store", {}
+    with running(start_store(directory)) as (process,):
+        store = group_over(process.address)["items"]
+        for step in range(200):
+            last_step.update(dict.fromkeys(write_step(store, step).tolist(), step))
+        (long,) = directory.glob("log-*.bin")
+        long_bytes = long.stat().st_size
+        store.group.checkpointed(200)
+        (short,) = directory.glob("log-*.bin")
+        assert short != long
+        assert short.stat().st_size < long_bytes / 20
+        last_step.update(dict.fromkeys(write_step(store, 200).tolist(), 200))
+        process.kill()
+    with running(start_store(directory)) as (again,):
+        store = group_over(again.address, reset=False)["items"]
+        assert_holds(store, last_step)
+        store.write(np.array([0]), record_of(1, 1), 1)  # steps are known after a restart, too
+        assert store.fetch(np.array([0])).state[0, 0] == last_step[0]
+
+
+def test_store_on_a_full_disk_refuses_by_name_and_loses_nothing(tmp_path: Path) -> None:
+    directory, last_step = tmp_path / "store", {}
+    with running(start_store(directory, file_bytes=20_000)) as (process,):
+        store = group_over(process.address)["items"]
+        (log,) = directory.glob("log-*.bin")
+        message = (
+            f"disk must have room for a record, got File too large in {log} in {process.address}; "
+            "free some and go on, the record was not taken and nothing before it is lost"
+        )
+
+        def write_until_full() -> None:
+            for step in range(100):
+                last_step.update(dict.fromkeys(write_step(store, step).tolist(), step))
+
+        with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+            write_until_full()
+        assert len(last_step) > 100
+        assert_holds(store, last_step)
+        process.kill()
+    with running(start_store(directory)) as (again,):
+        store = group_over(again.address, reset=False)["items"]
+        assert_holds(store, last_step)
+        last_step.update(dict.fromkeys(write_step(store, 101).tolist(), 101))
+        assert_holds(store, last_step)
+
+
+def test_checkpoint_on_a_full_disk_keeps_the_old_log(tmp_path: Path) -> None:
+    directory, rows = tmp_path / "store", np.arange(600)
+    with running(start_store(directory, file_bytes=24_000)) as (process,):
+        store = group_over(process.address)["items"]
+        store.write(rows, record_of(1, 600), 1)  # 36 bytes a row
+        with pytest.raises(SchemaError, match=r"^disk must have room for a record, got File too"):
+            store.write(rows, record_of(2, 600), 2)
+        assert_holds(store, dict.fromkeys(range(600), 1))
+        store.group.checkpointed(2)
+        assert_holds(store, dict.fromkeys(range(600), 1))
+
+
+def test_directory_of_a_running_store_is_refused_to_another(tmp_path: Path) -> None:
+    with running(start_store(tmp_path / "store")):
+        message = (
+            "directory must be of one store, got one that another process holds in "
+            f"{tmp_path / 'store'}; end it or use another --directory"
+        )
+        with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+            Shard(tmp_path / "store", (0, 4096), sync=False).load()
+
+
+def test_store_restarted_with_other_slots_is_refused(tmp_path: Path) -> None:
+    shard = Shard(tmp_path / "store", (0, 2048), sync=True)
+    shard.load()
+    shard.open("run", "process", {"items": LAYOUT}, reset=True)
+    shard.close()
+    other = Shard(tmp_path / "store", (0, 4096), sync=True)
+    with pytest.raises(
+        SchemaError, match=r"^store must serve the slots of its log, got --slots 0:4096 for 0:2048 "
+    ):
+        other.load()
+    other.close()
+
+
+def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
+    budget, held = Budget(100, 5.0), []
+
+    def take(num_bytes: int) -> None:
+        with budget.reserve(num_bytes):
+            held.append(num_bytes)
+            time.sleep(0.002)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(take, [30, 70, 10, 60, 50, 100] * 10))
+    assert sum(held) == 3200
+    assert 50 < budget.peak_bytes <= 100
+    short = Budget(100, 0.01)
+    message = "^60 of 100 bytes are under way$"
+    with short.reserve(60), pytest.raises(BusyError, match=message), short.reserve(50):
+        pytest.fail("there is no room")
+    with short.reserve(60), short.reserve(40):
+        pass
+
+
+def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path: Path) -> None:
+    shard = Shard(tmp_path / "store", (0, 4096), sync=False)
+    shard.load()
+    limits = Limits(message_bytes=4096, in_flight_bytes=3 * 2 * 4096, delay_sec=0.02)
+    server = StoreServer(shard, "grpc://127.0.0.1:0", token=TOKEN, limits=limits)
+    try:
+        store = group_over(f"grpc://127.0.0.1:{server.port}")["items"]
+        rows = np.arange(4096 // record_bytes(LAYOUT))
+        with ThreadPoolExecutor(12) as pool:
+            steps = range(48)
+            list(pool.map(lambda s: store.write(rows, record_of(s, len(rows)), s), steps))
+        assert server.budget.peak_bytes == 3 * 2 * 4096
+        assert store.fetch(rows).state.tolist() == [[47.0]] * len(rows)
+        large = np.arange(500)
+        request = Request(op="fetch", session="process", tables=(("items", 500),))
+        with pytest.raises(
+            SchemaError, match=r"^message must have at most 4096 bytes, got 500 rows"
+        ):
+            store.group._peers[0].exchange(request, rows_batch(large), LAYOUT)
+    finally:
+        server.shutdown()
+        shard.close()
+
+
+PARENT = """\
+import sys
+from pathlib import Path
+from trainer.stores.processes import LocalStores
+with LocalStores(2, Path(sys.argv[1])) as stores:
+    print(*stores.pids, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_local_stores_end_with_their_parent(killed: bool, tmp_path: Path, repository: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "stores")],
+        cwd=repository,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(is_running(pid) for pid in pids)
+    if killed:
+        parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_running(pid) for pid in pids)
+    assert (tmp_path / "stores" / "token").stat().st_mode & 0o777 == 0o600
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"

@@ -1,0 +1,114 @@
+"""Rows in memory, in mapped files and in store processes: the same bits."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, final_rows, losses_of, run_job
+from tests.trainer.stores import TOKEN, running, start_store
+from trainer.run import RunLog
+from trainer.train import TrainOptions
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert losses_of(one).tobytes() == losses_of(other).tobytes()
+    a, b = final_rows(one), final_rows(other)
+    assert a.keys() == b.keys()
+    assert len(a) == 3 * 3
+    for name, array in a.items():
+        assert array.tobytes() == b[name].tobytes(), name
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
+def test_train_over_store_processes_has_the_bits_of_plain_and_of_mapped_files(
+    optimizer: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", optimizer=optimizer, every_steps="12")
+    plain = run_job(job, dataset, tmp_path / "plain")
+    mapped = run_job(job, dataset, tmp_path / "mapped", embedding="cached")
+    served = run_job(job, dataset, tmp_path / "served", embedding="cached", stores=2)
+    direct = run_job(job, dataset, tmp_path / "direct", embedding="uncached", stores=1)
+    assert_same_run(tmp_path / "plain", tmp_path / "direct")
+    assert_same_run(tmp_path / "plain", tmp_path / "mapped")
+    assert_same_run(tmp_path / "plain", tmp_path / "served")
+    for other in (mapped, served, direct):
+        assert (plain.ne, plain.auc, plain.gauc) == (other.ne, other.auc, other.gauc)
+    assert mapped.fetched_rows == served.fetched_rows
+
+
+def stores_of_this_process() -> list[int]:
+    """Return the ids of the store processes that this one has started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            if b"--end-with-stdin" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
+
+
+def test_train_goes_on_with_the_same_bits_when_store_processes_are_killed(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", every_steps="9")
+    run_job(job, dataset, tmp_path / "plain")
+    killed: list[int] = []
+    whole = RunLog.commit
+
+    def commit_and_kill(log: RunLog, *arguments: object) -> None:
+        whole(log, *arguments)  # type: ignore[arg-type]
+        if len(losses_of(tmp_path / "served")) in (5, 14):
+            pid = sorted(stores_of_this_process())[0]
+            os.kill(pid, 9)
+            killed.append(pid)
+
+    monkeypatch.setattr(RunLog, "commit", commit_and_kill)
+    run_job(job, dataset, tmp_path / "served", embedding="cached", stores=2)
+    assert len(set(killed)) == 2
+    assert_same_run(tmp_path / "plain", tmp_path / "served")
+    assert stores_of_this_process() == []
+
+
+def test_train_resumed_over_store_processes_has_the_bits_of_a_run_that_never_stopped(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", every_steps="5")
+    run_job(job, dataset, tmp_path / "plain")
+    run_job(job, dataset, tmp_path / "served", embedding="cached", stores=2, steps=13)
+    run_job(job, dataset, tmp_path / "served", embedding="cached", stores=3, resume=True)
+    assert_same_run(tmp_path / "plain", tmp_path / "served")
+
+
+def test_train_over_the_stores_of_the_job_refuses_those_of_another_run(
+    dataset: Path, tmp_path: Path
+) -> None:
+    plain = write_job(tmp_path / "plain_job", dtype="float32")
+    run_job(plain, dataset, tmp_path / "plain")
+    job = write_job(tmp_path / "job", dtype="float32")
+    with running(start_store(tmp_path / "store")) as (process,):
+        (tmp_path / "job" / "token").write_text(TOKEN)
+        with job.open("a") as file:
+            file.write(f"  stores: {{addresses: ['{process.address}'], token_file: token}}\n")
+        run_job(job, dataset, tmp_path / "served", embedding="cached", steps=20)
+        with pytest.raises(SchemaError, match=r"^store must be empty or of this run, got rows of "):
+            run_job(job, dataset, tmp_path / "other", embedding="cached")
+        run_job(job, dataset, tmp_path / "served", embedding="cached", resume=True)
+    assert_same_run(tmp_path / "plain", tmp_path / "served")
+
+
+def test_train_plain_with_stores_is_refused() -> None:
+    message = (
+        "stores must hold the rows, got stores=2 and the embedding 'plain', which has all rows in "
+        "memory; use --embedding cached"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TrainOptions(stores=2)

@@ -1,0 +1,94 @@
+"""Where the rows of a run lie, from its start to its end."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from schemas.job_train import StoresConfig
+from schemas.manifest import canonical_json, replace_bytes
+from trainer.stores.flight_client import open_group
+from trainer.stores.memory import memory_store
+from trainer.stores.mmap import mmap_store
+from trainer.stores.peer import Access
+from trainer.stores.processes import LocalStores
+from trainer.stores.serve import read_token
+from trainer.stores.store import Store, TableLayout
+from trainer.stores.together import close_stores
+
+STORE = "store"
+"""Folder of the run for rows outside memory."""
+OWNER = "store.json"
+"""File of the run with the name that its store processes know it by."""
+
+
+@contextmanager
+def open_stores(
+    run: Path,
+    layouts: Mapping[str, TableLayout],
+    config: StoresConfig,
+    *,
+    job: Path,
+    in_memory: bool,
+    num_processes: int | None,
+) -> Iterator[dict[str, Store]]:
+    """Open empty stores of all tables; what they hold open is given back at the end.
+
+    Args:
+        run: run folder.
+        layouts: tables by name.
+        config: store processes of the job, for rows that are not all in memory.
+        job: job file; its paths are relative to it.
+        in_memory: all rows in this process.
+        num_processes: store processes to be started here, in the place of those of the job.
+
+    Raises:
+        SchemaError: a store refuses or cannot be reached.
+    """
+    if in_memory:
+        yield {table: memory_store(layout) for table, layout in layouts.items()}
+    elif num_processes:
+        with LocalStores(num_processes, run / STORE) as local:
+            access = Access(token=local.token, timeout_sec=config.timeout.total_seconds())
+            with _opened(run, layouts, tuple(local.addresses), access) as stores:
+                yield stores
+    elif config.addresses:
+        access = _access(config, job.parent)
+        with _opened(run, layouts, config.addresses, access) as stores:
+            yield stores
+    else:
+        yield {table: mmap_store(layout, run / STORE) for table, layout in layouts.items()}
+
+
+@contextmanager
+def _opened(
+    run: Path, layouts: Mapping[str, TableLayout], addresses: tuple[str, ...], access: Access
+) -> Iterator[dict[str, Store]]:
+    session = secrets.token_hex(8)
+    group = open_group(addresses, access, layouts, owner=_owner(run), session=session, reset=True)
+    stores: dict[str, Store] = dict(group)
+    try:
+        yield stores
+    finally:
+        close_stores(stores)
+
+
+def _access(config: StoresConfig, folder: Path) -> Access:
+    assert config.token_file is not None, "a job with addresses has a token file"
+    trusted = config.certificates
+    return Access(
+        token=read_token(folder / config.token_file),
+        certificates=None if trusted is None else (folder / trusted).read_bytes(),
+        timeout_sec=config.timeout.total_seconds(),
+    )
+
+
+def _owner(run: Path) -> str:
+    """Return the name of a run, given once and kept beside it."""
+    path = run / OWNER
+    if not path.is_file():
+        replace_bytes(path, canonical_json({"owner": secrets.token_hex(8)}).encode())
+    return str(json.loads(path.read_text(encoding="utf-8"))["owner"])

@@ -1,0 +1,142 @@
+"""Store processes on this machine: started, started again when they die, ended by pid."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from schemas.errors import SchemaError
+from trainer.stores.wire import slots_of_part
+
+_START_SEC = 60.0
+_END_SEC = 10.0
+_MAX_STARTS = 5
+_ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "token"
+
+
+class LocalStores:
+    """As many store processes as wanted; a context in which they run.
+
+    One that dies is started again on its port and directory, where it replays
+    its log; callers repeat their calls meanwhile. All end when this process
+    does, however that happens: each reads a pipe that only this process holds.
+    """
+
+    def __init__(self, count: int, directory: Path) -> None:
+        """Remember what to start.
+
+        Args:
+            count: processes.
+            directory: for token and logs; those of an earlier run are removed.
+        """
+        self._count = count
+        self._directory = directory
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._watchers: list[threading.Thread] = []
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self.addresses: list[str] = []
+        self.token = ""
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run now."""
+        with self._lock:
+            return [process.pid for process in self._processes]
+
+    def __enter__(self) -> LocalStores:
+        """Start all, and wait until they answer."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        self.token = secrets.token_urlsafe(32)
+        with os.fdopen(
+            os.open(self._directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+        ) as file:
+            file.write(self.token)
+        try:
+            self._processes = [self._start(index, 0) for index in range(self._count)]
+            self.addresses = [_announced(process) for process in self._processes]
+        except BaseException:
+            self._end()
+            raise
+        for index in range(self._count):
+            watcher = threading.Thread(target=self._watch, args=(index,), daemon=True)
+            watcher.start()
+            self._watchers.append(watcher)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End all, and wait for them."""
+        self._end()
+
+    def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
+        first, end = slots_of_part(index, self._count)
+        command = [sys.executable, "-m", "trainer", "store", "--port", str(port)]
+        command += ["--slots", f"{first}:{end}", "--end-with-stdin"]
+        command += ["--directory", str(self._directory / f"store-{index:03d}")]
+        command += ["--token-file", str(self._directory / TOKEN)]
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def _watch(self, index: int) -> None:
+        port = int(self.addresses[index].rpartition(":")[2])
+        for _ in range(_MAX_STARTS):
+            self._processes[index].wait()
+            with self._lock:
+                if self._ending.is_set():
+                    return
+                _close_pipes(self._processes[index])
+                self._processes[index] = self._start(index, port)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ending.set()
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_END_SEC)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            _close_pipes(process)
+        for watcher in self._watchers:
+            watcher.join()
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _announced(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None, "a store process announces itself on its output"
+    ready, _, _ = select.select([process.stdout], [], [], _START_SEC)
+    line = process.stdout.readline() if ready else b""
+    if not line:
+        raise SchemaError(
+            f"store process {process.pid} must announce its address within {_START_SEC:g} s, "
+            "got nothing; see its error above"
+        )
+    return str(json.loads(line)["address"])

@@ -1,0 +1,121 @@
+"""A store process: one shard behind Flight, from its announcement until it is told to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from schemas.errors import SchemaError
+from schemas.hashing import NUM_SLOTS
+from trainer.stores.flight_server import Limits, StoreServer
+from trainer.stores.shard import Shard
+
+_SHUTDOWN_SEC = 5.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What a store process is told on its command line."""
+
+    directory: Path
+    """Where its log lies."""
+    token_file: Path
+    """File whose text callers must present."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """Port to listen on; a free one when 0."""
+    slots: tuple[int, int] = (0, NUM_SLOTS)
+    """First slot that it serves and the one after its last."""
+    certificate: tuple[Path, Path] | None = None
+    """PEM files of certificate chain and key, for TLS."""
+    sync: bool = False
+    """Whether each write waits for the device."""
+    limits: Limits = field(default_factory=Limits)
+    """Of messages."""
+
+    def __post_init__(self) -> None:
+        """Refuse to send rows over a network in the clear, and slots that there are not."""
+        if self.host not in LOOPBACK and self.certificate is None:
+            raise ValueError(
+                f"host must be loopback without TLS, got host={self.host!r}; "
+                "give --tls-cert and --tls-key"
+            )
+        if not 0 <= self.slots[0] < self.slots[1] <= NUM_SLOTS:
+            raise ValueError(
+                f"slots must lie in [0, {NUM_SLOTS}], got {self.slots[0]}:{self.slots[1]}; "
+                f"write 0:{NUM_SLOTS} for all"
+            )
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file, without the spaces around it.
+
+    Raises:
+        SchemaError: it is empty, or no line of printable ASCII.
+    """
+    token = path.read_text(encoding="utf-8").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise SchemaError(
+            "token must be one line of printable ASCII, got another text; "
+            "write one with head -c 32 /dev/urandom | base64",
+            file=str(path),
+        )
+    return token
+
+
+def run_store(
+    options: StoreOptions, announce: Callable[[str], None], end_with: BinaryIO | None
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until a pipe ends.
+
+    Args:
+        options: what to serve.
+        announce: called with one JSON line when calls are answered: address, pid and slots.
+        end_with: a pipe that the parent holds open; None to outlive the parent.
+
+    Raises:
+        SchemaError: the directory or the token cannot be used.
+    """
+    token = read_token(options.token_file)
+    scheme = "grpc" if options.certificate is None else "grpc+tls"
+    certificate = None
+    if options.certificate is not None:
+        chain, key = options.certificate
+        certificate = (chain.read_bytes(), key.read_bytes())
+    shard = Shard(options.directory, options.slots, sync=options.sync)
+    try:
+        shard.load()
+        server = StoreServer(
+            shard,
+            f"{scheme}://{options.host}:{options.port}",
+            token=token,
+            limits=options.limits,
+            certificate=certificate,
+        )
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        if end_with is not None:
+            threading.Thread(target=_wait_for_end, args=(end_with, ended), daemon=True).start()
+        address = f"{scheme}://{options.host}:{server.port}"
+        announce(json.dumps({"address": address, "pid": os.getpid(), "slots": options.slots}))
+        ended.wait()
+        stopping = threading.Thread(target=server.shutdown, daemon=True)
+        stopping.start()
+        stopping.join(_SHUTDOWN_SEC)
+    finally:
+        shard.close()
+
+
+def _wait_for_end(pipe: BinaryIO, ended: threading.Event) -> None:
+    while pipe.read(1024):
+        pass
+    ended.set()

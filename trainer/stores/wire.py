@@ -1,0 +1,180 @@
+"""What a trainer and its store processes say to each other: JSON around Arrow, never pickle.
+
+A call is one message there and one back, each a record batch with JSON beside
+it. A request names tables and how many of its rows belong to each, one table
+after the other; `record` is a row's values followed by its state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from schemas.errors import SchemaError
+from schemas.hashing import NUM_SLOTS
+from schemas.jagged import Array
+from trainer.stores.store import TableLayout
+
+FETCH, WRITE, CONTENTS = "fetch", "write", "contents"
+"""Exchanges."""
+DESCRIBE, OPEN, CHECKPOINTED = "describe", "open", "checkpointed"
+"""Actions."""
+AUTHORIZATION = "authorization"
+"""Header that carries `Bearer <token>`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The JSON beside the rows of one exchange."""
+
+    op: str
+    """fetch, write or contents."""
+    session: str
+    """Names the training process; the store answers the newest only."""
+    train_step: int = -1
+    """Step that made the values, for write."""
+    tables: tuple[tuple[str, int], ...] = ()
+    """Table names, each with its number of rows."""
+    start: int = 0
+    """First place in the ascending rows, for contents."""
+
+    def to_bytes(self) -> bytes:
+        """Return canonical JSON."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Request:
+        """Read JSON.
+
+        Raises:
+            SchemaError: it is no such request.
+        """
+        try:
+            body = json.loads(data)
+            tables = tuple((str(name), int(count)) for name, count in body["tables"])
+            request = Request(
+                op=str(body["op"]),
+                session=str(body["session"]),
+                train_step=int(body["train_step"]),
+                tables=tables,
+                start=int(body["start"]),
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise SchemaError(
+                f"request must be JSON with op, session and tables, got {data[:80]!r}; "
+                "use a trainer of the store's release"
+            ) from error
+        if request.start < 0 or any(count < 0 for _, count in tables):
+            raise SchemaError(f"counts must not be negative, got {data[:80]!r}; send others")
+        return request
+
+
+def record_width(layout: TableLayout) -> int:
+    """Return the numbers of a record: values, then state."""
+    return layout.dim + layout.state_width
+
+
+def record_bytes(layout: TableLayout) -> int:
+    """Return the bytes of one row on the wire, with its id."""
+    return 8 + record_width(layout) * np.dtype(layout.dtype).itemsize
+
+
+def rows_schema() -> pa.Schema:
+    """Return the columns of rows that are asked for."""
+    return pa.schema([pa.field("row", pa.int64(), nullable=False)])
+
+
+def records_schema(layout: TableLayout) -> pa.Schema:
+    """Return the columns of rows with their records."""
+    record = pa.list_(pa.from_numpy_dtype(layout.dtype), record_width(layout))
+    return rows_schema().append(pa.field("record", record, nullable=False))
+
+
+def rows_batch(rows: NDArray[np.int64]) -> pa.RecordBatch:
+    """Return rows as a batch."""
+    return pa.record_batch([pa.array(rows)], schema=rows_schema())
+
+
+def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) -> pa.RecordBatch:
+    """Return rows and their records as a batch, without copying contiguous ones.
+
+    Args:
+        rows: (n,).
+        block: (n, record_width).
+        layout: shape and type of the records.
+    """
+    flat = pa.array(np.ascontiguousarray(block).reshape(-1))
+    records = pa.FixedSizeListArray.from_arrays(flat, record_width(layout))
+    return pa.record_batch([pa.array(rows), records], schema=records_schema(layout))
+
+
+def rows_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
+    """Return the rows of a batch."""
+    return batch.column("row").to_numpy()
+
+
+def block_of(batch: pa.RecordBatch, layout: TableLayout) -> Array:
+    """Return the records of a batch, (n, record_width), a view."""
+    return batch.column("record").flatten().to_numpy().reshape(-1, record_width(layout))
+
+
+def slots_of_part(index: int, count: int) -> tuple[int, int]:
+    """Return the first slot of a part and the one after its last.
+
+    Example:
+        >>> [slots_of_part(k, 3) for k in range(3)]
+        [(0, 1365), (1365, 2730), (2730, 4096)]
+    """
+    return NUM_SLOTS * index // count, NUM_SLOTS * (index + 1) // count
+
+
+def check_same_layouts(
+    held: Mapping[str, TableLayout], wanted: Mapping[str, TableLayout], where: str
+) -> None:
+    """Refuse to mix rows of tables that differ.
+
+    Raises:
+        SchemaError: naming the first table and field that differ.
+    """
+    advice = "train the job that filled it, or start the store with an empty --directory"
+    if held.keys() != wanted.keys():
+        raise SchemaError(
+            f"store must hold tables {sorted(held)}, got {sorted(wanted)}; {advice}", file=where
+        )
+    for table, layout in held.items():
+        for field, value in asdict(layout).items():
+            got = getattr(wanted[table], field)
+            if got != value:
+                raise SchemaError(
+                    f"store must hold table {table!r} of {field}={value}, got {field}={got}; "
+                    f"{advice}",
+                    file=where,
+                )
+
+
+def layouts_from(body: Any) -> dict[str, TableLayout]:
+    """Read the layouts of tables from JSON.
+
+    Raises:
+        SchemaError: they are none, or records of tables differ in shape.
+    """
+    try:
+        layouts = {str(each["table"]): TableLayout(**each) for each in body}
+        shapes = {(each.dim, each.state_width, np.dtype(each.dtype)) for each in layouts.values()}
+    except (TypeError, KeyError) as error:
+        raise SchemaError(
+            f"layouts must name table, dim, state_width, dtype and seed, got {str(body)[:80]!r}; "
+            "use a trainer of the store's release"
+        ) from error
+    if len(shapes) != 1:
+        raise SchemaError(
+            f"tables must have records of one shape, got {len(shapes)} shapes; "
+            "use one store for each"
+        )
+    return layouts
