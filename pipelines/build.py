@@ -98,7 +98,7 @@ def segment_of_rows(
         learn = Learn(context.segment_root, context.data, context.learned)
         outputs["learned"] = samples[LEARNED] | "Learn" >> learn
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
-    number = NumberAccesses(context.segment_root, context.data.tables)
+    number = NumberAccesses(context.segment_root, context.data.tables, context.num_parts)
     tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())

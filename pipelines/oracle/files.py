@@ -26,8 +26,8 @@ from schemas.oracle import to_gaps
 
 LISTS_PER_FILE = 1 << 20
 """Access lists, and steps, of one file at most."""
-ENTRIES_PER_FILE = 1 << 22
-"""Entries after which a file ends: 32 MiB as int64, so that a worker holds all of one."""
+ENTRIES_PER_FILE = 1 << 21
+"""Entries after which a file ends: 16 MiB as int64, so that a worker holds all of one."""
 
 
 def write_file(root: Path, path: str, table: pa.Table) -> None:

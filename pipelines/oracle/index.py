@@ -25,6 +25,9 @@ from schemas.layout import FILES, MANIFEST
 from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
 from schemas.order import Order
 
+PIECE_BYTES = 4 << 20
+"""Bytes of access lists, over all epochs, that are a worker's share; above, rounds spread."""
+
 _DONE, _PLANS = "done", "plans"
 
 
@@ -94,6 +97,9 @@ def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[
 
 
 def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
+    size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
+    pieces = size // PIECE_BYTES
+
     def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         made = (
             pipeline
@@ -104,13 +110,13 @@ def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], nam
                 _DONE, main=_PLANS
             )
         )
-        linked = made[_PLANS] | "large tables" >> InRounds(LINKING)
+        linked = made[_PLANS] | "large tables" >> InRounds(LINKING, spread=pieces > 0)
         totals = linked | "count entries" >> beam.MapTuple(_totals)
         return {"tables": (made[_DONE], totals) | "join tables" >> beam.Flatten()}
 
     totals: list[TableTotals] = []
     if dataset.job.data.tables:
-        totals = run_pipeline(make, beam_args, root).values["tables"]
+        totals = run_pipeline(make, beam_args, root, 1 + pieces).values["tables"]
     shutil.rmtree(root / SCRATCH, ignore_errors=True)
     remove_partial(root)
     entries = describe_tree(root)

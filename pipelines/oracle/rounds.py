@@ -70,16 +70,34 @@ def _begin(key: str, plan: Any) -> tuple[str, list[Any]]:
     return key, [(plan, 0, None)]
 
 
+class _OneByOne(beam.DoFn):
+    def __init__(self, rounds: Sequence[Round]) -> None:
+        self.rounds = rounds
+
+    def process(self, element: tuple[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+        key, plan = element
+        results = run_rounds(plan, self.rounds)
+        yield key, [(plan, index, result) for index, result in enumerate(results)]
+
+
 class InRounds(beam.PTransform):
     """Do rounds for many plans at once: (key, plan) to (key, [(plan, index, result), ...])."""
 
-    def __init__(self, rounds: Sequence[Round]) -> None:
-        """Take the rounds in order."""
+    def __init__(self, rounds: Sequence[Round], spread: bool) -> None:
+        """Take the rounds in order.
+
+        Args:
+            rounds: at least one.
+            spread: whether tasks spread over workers. If not, one worker does all of a plan, and
+                the pipeline is spared the stages, which cost a small build a second.
+        """
         super().__init__()
-        self.rounds = rounds
+        self.rounds, self.spread = rounds, spread
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Add the stages of every round."""
+        if not self.spread:
+            return input_or_inputs | "one by one" >> beam.ParDo(_OneByOne(self.rounds))
         done = input_or_inputs | "begin" >> beam.MapTuple(
             lambda key, plan: (key, [(plan, 0, None)])
         )

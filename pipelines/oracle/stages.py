@@ -16,6 +16,9 @@ from pipelines.oracle.rounds import InRounds
 from pipelines.parts.write import join_blocks
 from schemas.layout import BLOCK, TRAIN
 
+SPREAD_PARTS = 4
+"""Parts from which on the rounds of large tables spread over workers."""
+
 _DONE, _PLANS = "done", "plans"
 
 
@@ -42,14 +45,16 @@ class _NumberTable(beam.DoFn):
 class NumberAccesses(beam.PTransform):
     """From blocks of all parts, as bytes, to (table, distinct rows) of tables that are numbered."""
 
-    def __init__(self, root: Path, tables: Iterable[str]) -> None:
+    def __init__(self, root: Path, tables: Iterable[str], num_parts: int) -> None:
         """Name the tables.
 
         Args:
             root: directory of the segment being built.
             tables: names.
+            num_parts: parts of the segment.
         """
         super().__init__()
+        self.spread = num_parts >= SPREAD_PARTS
         self.root, self.tables = root, sorted(tables)
 
     def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
@@ -66,7 +71,7 @@ class NumberAccesses(beam.PTransform):
         )
         counted = (
             made[_PLANS]
-            | "large tables" >> InRounds(NUMBERING)
+            | "large tables" >> InRounds(NUMBERING, self.spread)
             | "count rows" >> beam.MapTuple(_total)
         )
         return (made[_DONE], counted) | "join tables" >> beam.Flatten()

@@ -1,5 +1,8 @@
 """Tables that do not fit a worker go in rounds, to the same bytes, with memory that is bounded."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +39,7 @@ def in_rounds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.oracle.stages.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.oracle.index.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.oracle.linking.RANGE_ENTRIES", 100)
+    patch.setattr("pipelines.oracle.index.PIECE_BYTES", 1 << 12)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,18 @@ def test_build_and_append_in_rounds_give_the_bytes_of_tables_made_at_once(
     assert sum("/access/items/" in path for path in found) > 4
     assert sum(path.startswith("index-") and "/items/" in path for path in found) > 2
     assert not verify(tmp_path / "dataset")["problems"]
+
+
+def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
+    at_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_files(monkeypatch)
+    in_rounds(monkeypatch)
+    monkeypatch.setattr("pipelines.oracle.stages.SPREAD_PARTS", 1_000)
+    monkeypatch.setattr("pipelines.oracle.index.PIECE_BYTES", 1 << 30)
+    built(tmp_path)
+    build(addition(tmp_path / "job" / "job.yaml", at_once / "log-1", tmp_path / "dataset"))
+    assert bytes_of(tmp_path / "dataset") == bytes_of(at_once / "dataset")
 
 
 @pytest.mark.parametrize("shuffle", ["none", "blocks"])
@@ -147,3 +163,14 @@ def test_ranges_of_numbers_hold_about_equal_entries(monkeypatch: pytest.MonkeyPa
     assert cuts[:5] == [0, 20, 30, 40, 440]
     assert cuts[-1] == 10_240
     assert number_cuts(counts, 3) == [0, 2, 3]
+
+
+@pytest.mark.slow
+def test_rounds_of_a_large_table_take_less_than_512_mib(tmp_path: Path, repository: Path) -> None:
+    """A worker's imports count, too: the most that any round takes, all in one process."""
+    command = [sys.executable, "-m", "tests.pipelines.large_table", str(tmp_path)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["num_rows"] > 4_000_000
+    assert found["num_entries"] > 14_000_000
+    assert found["peak_bytes"] < 512 << 20
