@@ -26,8 +26,10 @@ HEADROOM = 1.2
 ROW_NUMBER_BYTES = 8
 """One int64 per touched row: which row of the table it is."""
 
-OPTIMIZER_VALUES = {"sgd": 0, "rowwise_adagrad": 1}
-"""State values per embedding row; `adagrad` keeps one per value."""
+ROW_STATE_VALUES = {"rowwise_adagrad": 1}
+"""State values per embedding row."""
+VALUE_STATE_VALUES = {"adagrad": 1, "adam": 2}
+"""State values per value of an embedding row."""
 DENSE_COPIES = {"sgd": 2, "adam": 4}
 """Value, gradient, and for Adam two moments, of each dense parameter."""
 
@@ -59,7 +61,8 @@ def value_bytes(train: TrainConfig) -> int:
 
 def bytes_per_row(train: TrainConfig) -> int:
     """Return the bytes of one embedding row with its optimizer state and its number."""
-    state = OPTIMIZER_VALUES.get(train.sparse_optimizer.name, train.embedding_dim)
+    name = train.sparse_optimizer.name
+    state = ROW_STATE_VALUES.get(name, 0) + VALUE_STATE_VALUES.get(name, 0) * train.embedding_dim
     return (train.embedding_dim + state) * value_bytes(train) + ROW_NUMBER_BYTES
 
 

@@ -57,12 +57,22 @@ class DenseOptimizerConfig:
 class SparseOptimizerConfig:
     """Optimizer of the embedding rows, fused into their update."""
 
-    name: Literal["rowwise_adagrad", "adagrad", "sgd"] = "rowwise_adagrad"
+    name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
     """Update rule; the state travels with the row."""
     learning_rate: float = 0.02
     """Step size."""
     eps: float = 1e-8
     """Added to the root of the accumulated squares."""
+    beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+    beta2: float = 0.999
+    """Decay of Adam's mean of their squares."""
+
+    def __post_init__(self) -> None:
+        """Check that what decays does."""
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}; lower it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +174,8 @@ class TrainConfig:
     """Optimizer of the dense parameters."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Optimizer of the embedding rows."""
+    kernels: Literal["compiled", "torch"] = "compiled"
+    """What looks up and updates rows: C++ compiled on first use, or torch operators."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """Plan of the cached embedding."""
     stores: StoresConfig = field(default_factory=StoresConfig)

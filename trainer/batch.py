@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from schemas.jagged import Array
 from schemas.order import Step
 from trainer.lookup import TableLookup
+from trainer.places import Places, places_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class Inverse:
 
     Attributes:
         indices: (num_samples,) int64, the tuple of each sample.
-        order: (num_samples,) int64, samples sorted by their tuple, in batch order within one.
-        offsets: (num_unique + 1,) int64, where each tuple's samples lie in `order`.
+        order: (num_samples,) int32, samples sorted by their tuple, in batch order within one.
+        offsets: (num_unique + 1,) int32, where each tuple's samples lie in `order`.
     """
 
     indices: torch.Tensor
@@ -56,6 +57,12 @@ class Batch:
     groups: Mapping[str, Inverse]
     group_of: Mapping[str, str | None]
     keys: Array | None = None
+
+    @property
+    def places(self) -> Places:
+        """Return where the pooled vector of each bag lies; `lookups` speak of these places."""
+        num_tuples = {group: len(i.offsets) - 1 for group, i in self.groups.items()}
+        return places_of(self.group_of, num_tuples, self.num_samples)
 
     def inverse_of(self, feature: str) -> torch.Tensor:
         """Return (B,) int64, the bag of `feature` that each sample has."""

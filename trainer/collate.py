@@ -15,7 +15,8 @@ from schemas.order import Step
 from trainer.batch import Batch, Inverse
 from trainer.decode import BatchSpec, RowGroup
 from trainer.lookup import table_lookup
-from trainer.pooling import cuts
+from trainer.places import places_of
+from trainer.taking import cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ def collate(spec: BatchSpec, step: Step, pieces: Sequence[Piece], *, expanded: b
         g: Inverse(torch.from_numpy(indices), *cuts(indices, num_unique))
         for g, (indices, num_unique) in inverse.items()
     }
+    num_tuples = {group: len(i.offsets) - 1 for group, i in groups.items()}
+    places = places_of(owner, num_tuples, len(labels))
     return Batch(
         step=step,
         num_samples=len(labels),
@@ -70,6 +73,7 @@ def collate(spec: BatchSpec, step: Step, pieces: Sequence[Piece], *, expanded: b
                 features,
                 [bags[f].values for f in features],
                 [bags[f].lengths for f in features],
+                [places.of(f) for f in features],
             )
             for table, features in features_of_tables(spec).items()
         },

@@ -21,11 +21,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
-from trainer.lookup import TableLookup
-from trainer.optimizer import update_rows
-from trainer.pooling import pool, take, take_unsorted
+from trainer.kernels.build import kernels_of
+from trainer.kernels.contract import PlaceGradients, RowRule, TableRows
+from trainer.optimizer import rule_at
+from trainer.pooling import Pooling
 from trainer.sources import RowSource
 from trainer.stores.store import Records
+from trainer.taking import take_unsorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class _Open:
     """Rows of the step that is being trained, by table."""
 
     batch: Batch
+    pooling: Pooling
     weights: dict[str, torch.Tensor]
     states: dict[str, torch.Tensor]
 
@@ -64,6 +67,7 @@ class Embedding(nn.Module):
         self._config = config
         self._source = source
         self._table_of = {f: t.name for t in tables for f in t.features}
+        self._mean = config.pooling == "mean"
         self._open: _Open | None = None
 
     def read_from(self, source: RowSource) -> None:
@@ -73,14 +77,13 @@ class Embedding(nn.Module):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return one config per table, as TorchRec's collection does."""
-        mean = self._config.pooling == "mean"
         return [
             EmbeddingBagConfig(
                 name=table.name,
                 num_embeddings=table.num_rows,
                 embedding_dim=self._config.embedding_dim,
                 feature_names=list(table.features),
-                pooling=PoolingType.MEAN if mean else PoolingType.SUM,
+                pooling=PoolingType.MEAN if self._mean else PoolingType.SUM,
             )
             for table in self._tables
         ]
@@ -91,6 +94,7 @@ class Embedding(nn.Module):
         records = self._source.fetch(batch.step.train_step, rows)
         self._open = _Open(
             batch,
+            Pooling(kernels_of(self._config.kernels), batch, mean=self._mean),
             {t: torch.from_numpy(r.values).requires_grad_() for t, r in records.items()},
             {t: torch.from_numpy(r.state) for t, r in records.items()},
         )
@@ -98,28 +102,20 @@ class Embedding(nn.Module):
     def close(self) -> None:
         """Update the rows by their gradients and give them back to the source."""
         opened = self._opened()
-        records: dict[str, Records] = {}
-        rows: dict[str, NDArray[np.int64]] = {}
-        with torch.no_grad():
-            for table, weight in opened.weights.items():
-                values, state = weight.detach(), opened.states[table]
-                if weight.grad is not None:
-                    update_rows(self._config.sparse_optimizer, values, state, weight.grad)
-                records[table] = Records(values.numpy(), state.numpy())
-                rows[table] = opened.batch.lookups[table].rows
-        self._source.write(opened.batch.step.train_step, rows, records)
+        step = opened.batch.step.train_step
+        weights = {table: weight.detach() for table, weight in opened.weights.items()}
+        self._sum(weights, opened.states, rule_at(self._config.sparse_optimizer, step))
+        records = {t: Records(w.numpy(), opened.states[t].numpy()) for t, w in weights.items()}
+        rows = {table: opened.batch.lookups[table].rows for table in weights}
+        self._source.write(step, rows, records)
         self._open = None
 
     def gradients(self) -> Mapping[str, tuple[NDArray[np.int64], torch.Tensor]]:
         """Return by table the rows of the open step and the gradient of each."""
         opened = self._opened()
-        return {
-            table: (
-                opened.batch.lookups[table].rows,
-                torch.zeros_like(weight) if weight.grad is None else weight.grad,
-            )
-            for table, weight in opened.weights.items()
-        }
+        sums = {table: torch.zeros_like(weight) for table, weight in opened.weights.items()}
+        self._sum(sums, opened.states, RowRule(name="sum"))
+        return {table: (opened.batch.lookups[table].rows, sums[table]) for table in sums}
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pool the rows of each bag and give each sample its bag's vector.
@@ -130,25 +126,11 @@ class Embedding(nn.Module):
         Returns:
             (num_samples, dim) for each key.
         """
-        batch = self._batch_of(sparse)
-        pooled: dict[str, torch.Tensor] = {}
-        for table in self._tables:
-            pooled.update(self._pooled(table.name, batch.lookups[table.name]))
-        keys: list[str] = []
-        parts: list[torch.Tensor] = []
-        for group in (None, *batch.groups):
-            # Features of a group have the same inverse: they are expanded as one wide row.
-            members = [f for f in pooled if batch.group_of[f] == group]
-            if not members:
-                continue
-            wide = torch.cat([pooled[f] for f in members], dim=1)
-            if group is not None:
-                inverse = batch.groups[group]
-                wide = take(wide, inverse.indices, inverse.order, inverse.offsets)
-            keys.extend(members)
-            parts.append(wide)
-        values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), values)
+        self._batch_of(sparse)
+        opened = self._opened()
+        keys = list(opened.pooling.keys)
+        pooled = opened.pooling(opened.weights)
+        return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), pooled)
 
     def sequence(
         self, sparse: KeyedJaggedTensor, feature: str
@@ -167,19 +149,35 @@ class Embedding(nn.Module):
         values, bags = lookup.part(feature)
         offsets = lookup.bag_offsets[bags.start : bags.stop + 1]
         weight = self._opened().weights[self._table_of[feature]]
-        return take_unsorted(weight, lookup.positions[values]), offsets - offsets[0]
+        positions = lookup.positions[values].long()
+        return take_unsorted(weight, positions), (offsets - offsets[0]).long()
 
-    def _pooled(self, table: str, lookup: TableLookup) -> dict[str, torch.Tensor]:
-        pooled = pool(
-            self._opened().weights[table],
-            lookup.positions,
-            lookup.bag_offsets,
-            lookup.readers,
-            lookup.reader_offsets,
-            mean=self._config.pooling == "mean",
-        )
-        parts = pooled.split(list(lookup.bags_per_feature))
-        return dict(zip(lookup.features, parts, strict=True))
+    def _sum(
+        self, values: dict[str, torch.Tensor], states: dict[str, torch.Tensor], rule: RowRule
+    ) -> None:
+        """Sum the gradients of each row over its readers and apply a rule to it, in place."""
+        opened = self._opened()
+        pooled = opened.pooling.gradients
+        tables: list[TableRows] = []
+        for table, lookup in opened.batch.lookups.items():
+            more = opened.weights[table].grad
+            if pooled is None and more is None:
+                continue
+            tables.append(
+                TableRows(
+                    values=values[table],
+                    state=states[table],
+                    rows=None,
+                    readers=lookup.readers,
+                    reader_offsets=_none_of(lookup.reader_offsets, pooled),
+                    factors=lookup.reader_factors,
+                    more=more,
+                )
+            )
+        if tables:
+            none = tables[0].values[:0]
+            empty = PlaceGradients(outputs=none, bags=none, scales=None)
+            kernels_of(self._config.kernels).update(tables, pooled or empty, rule)
 
     def _opened(self) -> _Open:
         assert self._open is not None, "rows are looked up and updated between open and close"
@@ -189,3 +187,8 @@ class Embedding(nn.Module):
         opened = self._opened()
         assert sparse is opened.batch.sparse, "look-ups are of the batch that was opened"
         return opened.batch
+
+
+def _none_of(reader_offsets: torch.Tensor, pooled: PlaceGradients | None) -> torch.Tensor:
+    """Return offsets that leave all readers out where nothing came back for them."""
+    return torch.zeros_like(reader_offsets) if pooled is None else reader_offsets

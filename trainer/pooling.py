@@ -1,110 +1,125 @@
-"""Look-ups whose backward is a look-up over the transposed indices.
+"""The pooled look-ups of one step, and what came back for them.
 
-Source: the backward of a sum is a sum of gradients over the transpose; FBGEMM's
-table-batched embeddings do the same on GPUs.
+The gradient of a pooled output is kept where it is: the update sums it over
+the readers of each row and changes the row in the same pass, so that the
+gradient of a row is never stored.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
-from trainer.lookup import transpose
+from trainer.batch import Batch
+from trainer.kernels.contract import FeatureBags, GroupSamples, Kernels, PlaceGradients
+from trainer.lookup import TableLookup
 
 
-def _sum_rows(source: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return F.embedding_bag(indices, source, offsets, mode="sum", include_last_offset=True)
+class Pooling:
+    """Pools the rows of an open step and collects the gradients of its places."""
+
+    def __init__(self, kernels: Kernels, batch: Batch, *, mean: bool) -> None:
+        """Keep what is needed.
+
+        Args:
+            kernels: what computes.
+            batch: look-ups of the step.
+            mean: divide by the length of each bag.
+        """
+        self._kernels = kernels
+        self._batch = batch
+        self._mean = mean and any(t.longest_bag > 1 for t in batch.lookups.values())
+        self._places = batch.places
+        self._scales: torch.Tensor | None = None
+        self._gradients: PlaceGradients | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Features in the order of the output."""
+        return self._places.keys
+
+    @property
+    def gradients(self) -> PlaceGradients | None:
+        """The gradient of each place, None when no backward came by."""
+        return self._gradients
+
+    def __call__(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return (num_samples, num_features * dim), features in the order of `keys`.
+
+        Args:
+            weights: by table, (num_rows, dim).
+        """
+        return _Pool.apply(self, tuple(weights), *weights.values())
+
+    def pool(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the output without a way back."""
+        first = next(iter(weights.values()))
+        places, dim = self._places, first.shape[1]
+        out = first.new_empty(places.num_samples, len(places.keys), dim)
+        self._scales = first.new_ones(places.num_places) if self._mean else None
+        bags = [
+            self._bags(feature, lookup, weights[table])
+            for table, lookup in self._batch.lookups.items()
+            for feature in lookup.features
+        ]
+        self._kernels.pool(bags, out, self._scales)
+        return out.flatten(1)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Take the gradient of an output; several outputs of one step add up."""
+        places = self._places
+        dim = gradient.shape[1] // len(places.keys)
+        outputs = gradient.contiguous().view(-1, dim)
+        bags = gradient.new_empty(places.num_places - places.num_outputs, dim)
+        if places.groups:
+            wide = outputs.view(places.num_samples, -1, dim)
+            self._kernels.contract(self._groups(), wide, bags)
+        earlier = self._gradients
+        if earlier is not None:
+            outputs, bags = outputs + earlier.outputs, bags + earlier.bags
+        self._gradients = PlaceGradients(outputs=outputs, bags=bags, scales=self._scales)
+
+    def _bags(self, feature: str, lookup: TableLookup, weight: torch.Tensor) -> FeatureBags:
+        _, bags = lookup.part(feature)
+        place, step = self._places.of(feature)
+        group = self._places.group_of[feature]
+        inverse = None if group is None else self._batch.groups[group]
+        return FeatureBags(
+            weight=weight,
+            positions=lookup.positions,
+            offsets=lookup.bag_offsets[bags.start : bags.stop + 1],
+            factors=lookup.factors,
+            column=self._places.keys.index(feature),
+            place=place,
+            place_step=step,
+            order=None if inverse is None else inverse.order,
+            sample_offsets=None if inverse is None else inverse.offsets,
+        )
+
+    def _groups(self) -> list[GroupSamples]:
+        return [
+            GroupSamples(
+                order=self._batch.groups[name].order,
+                sample_offsets=self._batch.groups[name].offsets,
+                column=block.column,
+                num_features=block.num_features,
+                place=block.first - self._places.num_outputs,
+            )
+            for name, block in self._places.groups.items()
+        ]
 
 
 class _Pool(torch.autograd.Function):
-    """out[b] = sum of weight[indices[offsets[b] : offsets[b + 1]]]; and its transpose."""
+    """The output depends on the weights; their gradient stays with the pooling."""
 
     @staticmethod
-    def forward(ctx: Any, *args: torch.Tensor) -> torch.Tensor:
-        weight, indices, offsets, readers, reader_offsets = args
-        ctx.save_for_backward(readers, reader_offsets)
-        return _sum_rows(weight, indices, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        readers, reader_offsets = ctx.saved_tensors
-        return _sum_rows(grads[0].contiguous(), readers, reader_offsets), None, None, None, None
-
-
-class _Take(torch.autograd.Function):
-    """out[i] = source[indices[i]]; the backward sums over `order` cut at `offsets`."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: torch.Tensor) -> torch.Tensor:
-        source, indices, order, offsets = args
-        ctx.save_for_backward(order, offsets)
-        return source.index_select(0, indices)
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        pooling, tables, *weights = args
+        ctx.pooling, ctx.num_weights = pooling, len(weights)
+        return pooling.pool(dict(zip(tables, weights, strict=True)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        order, offsets = ctx.saved_tensors
-        return _sum_rows(grads[0].contiguous(), order, offsets), None, None, None
-
-
-def pool(
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    readers: torch.Tensor,
-    reader_offsets: torch.Tensor,
-    *,
-    mean: bool,
-) -> torch.Tensor:
-    """Return the sum or mean of the rows of each bag; an empty bag gives zeros.
-
-    Args:
-        weight: (num_rows, dim).
-        indices: (num_values,) int64 into `weight`.
-        offsets: (num_bags + 1,) int64.
-        readers: (num_values,) int64, bags sorted by the row that they read.
-        reader_offsets: (num_rows + 1,) int64, where each row's readers lie.
-        mean: divide by the number of rows in the bag.
-    """
-    if weight.shape[0] == 0:
-        return weight.new_zeros(len(offsets) - 1, weight.shape[1])
-    pooled = _Pool.apply(weight, indices, offsets, readers, reader_offsets)
-    if not mean:
-        return pooled
-    lengths = (offsets[1:] - offsets[:-1]).clamp_(min=1)
-    return pooled / lengths.to(weight.dtype).unsqueeze(1)
-
-
-def take(
-    source: torch.Tensor, indices: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
-    """Return rows of `source`, so that each sample has its own again.
-
-    Args:
-        source: (num_unique, dim).
-        indices: (n,) int64 into `source`.
-        order: (n,) int64, the stable order of `indices`.
-        offsets: (num_unique + 1,) int64, where each row of `source` lies in `order`.
-    """
-    return _Take.apply(source, indices, order, offsets)
-
-
-def take_unsorted(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Return rows of `source` when no transpose of `indices` is at hand.
-
-    Args:
-        source: (num_rows, dim).
-        indices: (n,) int64 into `source`.
-    """
-    order, offsets = cuts(indices.numpy(), source.shape[0])
-    return take(source, indices, order, offsets)
-
-
-def cuts(indices: np.ndarray, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stable order of `indices` and where each of num_rows rows lies in it."""
-    _, _, order, _ = transpose(indices)
-    offsets = np.zeros(num_rows + 1, np.int64)
-    np.cumsum(np.bincount(indices, minlength=num_rows), out=offsets[1:])
-    return torch.from_numpy(order), torch.from_numpy(offsets)
+        ctx.pooling.add(grads[0])
+        return None, None, *([None] * ctx.num_weights)

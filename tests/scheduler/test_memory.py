@@ -25,6 +25,7 @@ TRAIN = TrainConfig(embedding_dim=16, batch_samples=1024)
 ROW_BYTES = {
     "a row with one value of state": ("rowwise_adagrad", "float32", 17 * 4 + 8),
     "a row with as much state as values": ("adagrad", "float32", 32 * 4 + 8),
+    "a row with twice as much": ("adam", "float32", 48 * 4 + 8),
     "a row without state": ("sgd", "float32", 16 * 4 + 8),
     "a row of wide values": ("sgd", "float64", 16 * 8 + 8),
 }

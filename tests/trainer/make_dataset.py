@@ -74,6 +74,7 @@ train:
   num_threads: 2
   dense_optimizer: {{learning_rate: 0.003}}
   sparse_optimizer: {{name: {optimizer}, learning_rate: 0.05}}
+  kernels: {kernels}
   cache: {{policy: {policy}, lookahead: {lookahead}, prefetch_steps: 2, rows: {rows}}}
   checkpoint: {{every_steps: {every_steps}, keep: 20}}
 """
@@ -98,6 +99,7 @@ _DEFAULTS = {
     "pooling": "mean",
     "optimizer": "rowwise_adagrad",
     "policy": "ttl",
+    "kernels": "compiled",
     "lookahead": "3",
     "rows": "null",
     "every_steps": "null",

@@ -12,9 +12,9 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, parts_of, reader_of
 from trainer.batch import Batch
 from trainer.embedding import Embedding
-from trainer.optimizer import state_width, update_rows
-from trainer.pooling import pool, take_unsorted
+from trainer.optimizer import rule_at, state_width, update_rows
 from trainer.stores.store import Store
+from trainer.taking import take_unsorted
 
 NUM_ITEMS = 300
 
@@ -93,12 +93,6 @@ def test_sequence_gives_the_rows_of_each_unique_list(dataset: Path, tmp_path: Pa
     torch.testing.assert_close(gradient, whole.grad[torch.from_numpy(rows)])
 
 
-def test_pool_of_no_rows_gives_zeros() -> None:
-    none, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    pooled = pool(torch.zeros(0, 8), none, offsets, none, offsets[:1], mean=True)
-    assert torch.equal(pooled, torch.zeros(3, 8))
-
-
 def test_backward_of_look_ups_is_their_derivative() -> None:
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     indices = torch.tensor([4, 0, 4, 2, 2, 4])
@@ -110,7 +104,8 @@ def test_update_rows_rowwise_adagrad_divides_by_the_root_of_summed_mean_squares(
     values = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     state = torch.zeros(1, state_width(config, 2), dtype=torch.float64)
     for gradient in ([3.0, 4.0], [0.0, 2.0]):
-        update_rows(config, values, state, torch.tensor([gradient], dtype=torch.float64))
+        gradients = torch.tensor([gradient], dtype=torch.float64)
+        update_rows(rule_at(config, 0), values, state, gradients)
     # s = (9 + 16) / 2 = 12.5, then 12.5 + 4 / 2 = 14.5
     assert state.item() == pytest.approx(14.5)
     assert values[0, 0].item() == pytest.approx(1 - 0.1 * 3 / 12.5**0.5)

@@ -122,18 +122,24 @@ def test_evaluation_batches_give_the_evaluation_split_once(job: Path, dataset: P
     assert found == expected
 
 
+def places_of_bags(batch: Batch, feature: str) -> np.ndarray:
+    first, step = batch.places.of(feature)
+    return first + step * np.arange(len(batch.jagged_of(feature).lengths()))
+
+
 def test_lookups_hold_the_distinct_rows_of_every_feature(job: Path, dataset: Path) -> None:
     batch = reader_of(job, dataset).read(0)
     for lookup in batch.lookups.values():
         values = np.concatenate([batch.jagged_of(f).values().numpy() for f in lookup.features])
         assert lookup.rows.tolist() == sorted(set(values.tolist()))
         assert lookup.rows[lookup.positions.numpy()].tolist() == values.tolist()
+        places = np.concatenate([places_of_bags(batch, f) for f in lookup.features])
         readers = Jagged(lookup.readers.numpy(), lookup.reader_offsets.numpy())
         offsets = lookup.bag_offsets.numpy()
         for place, row in enumerate(lookup.rows.tolist()):
             bag_of_value = np.searchsorted(offsets, np.flatnonzero(values == row), "right") - 1
             start, end = readers.offsets[place : place + 2]
-            assert readers.values[start:end].tolist() == bag_of_value.tolist()
+            assert readers.values[start:end].tolist() == places[bag_of_value].tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""Jagged steps over two tables, and how they are expanded for a reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from schemas.order import Step
+from trainer.batch import Batch, Inverse
+from trainer.lookup import table_lookup
+from trainer.places import places_of
+from trainer.taking import cuts
+
+NUM_ROWS = 6
+TABLES = {"items": ("item", "clicked"), "users": ("user",)}
+FEATURES = ("item", "clicked", "user")
+GROUP_OF: dict[str, str | None] = {"item": None, "clicked": "session", "user": "session"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: bags of each feature, those of the group once per tuple."""
+
+    bags: dict[str, list[list[int]]]
+    inverse: list[int]
+    dim: int
+    seed: int
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.inverse)
+
+    def rng(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def expanded(self, feature: str) -> list[list[int]]:
+        bags = self.bags[feature]
+        return bags if GROUP_OF[feature] is None else [bags[i] for i in self.inverse]
+
+    def factors_of(self, feature: str) -> list[list[float]]:
+        """Return a weight of each look-up, made from its row and its place in the bag."""
+        return [[(row + 1) / (at + 2) for at, row in enumerate(b)] for b in self.bags[feature]]
+
+    def batch(self, *, weighted: torch.dtype | None = None, expanded: bool = False) -> Batch:
+        """Return what the reader makes of it."""
+        group_of: dict[str, str | None] = dict.fromkeys(FEATURES) if expanded else GROUP_OF
+        bags = {f: self.expanded(f) if expanded else self.bags[f] for f in FEATURES}
+        indices = np.array(self.inverse, np.int64)
+        num_tuples = len(self.bags["user"])
+        places = places_of(group_of, {"session": num_tuples}, self.num_samples)
+        inverse = Inverse(torch.from_numpy(indices), *cuts(indices, num_tuples))
+        factors = {
+            table: np.array([x for f in features for bag in self.factors_of(f) for x in bag])
+            for table, features in TABLES.items()
+        }
+        dtype = {None: None, torch.float32: np.float32, torch.float64: np.float64}[weighted]
+        return Batch(
+            step=Step(0, 0, 0, np.arange(1)),
+            num_samples=self.num_samples,
+            labels=torch.zeros(self.num_samples),
+            weights=torch.ones(self.num_samples),
+            dense=torch.zeros(self.num_samples, 0),
+            sparse=KeyedJaggedTensor.empty(),
+            lookups={
+                table: table_lookup(
+                    features,
+                    [flat(bags[f]) for f in features],
+                    [np.array([len(b) for b in bags[f]], np.int64) for f in features],
+                    [places.of(f) for f in features],
+                    None if dtype is None else factors[table].astype(dtype),
+                )
+                for table, features in TABLES.items()
+            },
+            groups={} if expanded else {"session": inverse},
+            group_of=group_of,
+        )
+
+
+def flat(bags: list[list[int]]) -> np.ndarray:
+    """Return all look-ups end to end."""
+    return np.array([row for bag in bags for row in bag], np.int64)
+
+
+@st.composite
+def cases(draw: st.DrawFn, dims: tuple[int, ...] = (4, 8, 12, 16, 20, 32, 64, 128, 148)) -> Case:
+    """Draw a step: empty bags, repeated rows, one row, no row."""
+    num_tuples = draw(st.integers(1, 5))
+    rest = draw(st.lists(st.integers(0, num_tuples - 1), max_size=8))
+    inverse = draw(st.permutations([*range(num_tuples), *rest]))
+    bag = st.lists(st.integers(0, draw(st.integers(0, NUM_ROWS - 1))), max_size=6)
+    bags = {
+        f: draw(st.lists(bag, min_size=n, max_size=n))
+        for f, n in (("item", len(inverse)), ("clicked", num_tuples), ("user", num_tuples))
+    }
+    return Case(bags, list(inverse), draw(st.sampled_from(dims)), draw(st.integers(0, 99)))

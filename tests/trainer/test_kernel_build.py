@@ -1,0 +1,99 @@
+"""The kernel is compiled once, by whoever comes first, and never in the way."""
+
+import logging
+import multiprocessing
+import os
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import pytest
+
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, run_job
+from trainer.kernels import build
+from trainer.kernels.build import COMPILERS, cache_folder, kernels_of, library
+from trainer.kernels.compiled import CompiledKernels
+from trainer.kernels.operators import TorchKernels
+
+
+def build_into(folder: str) -> str:
+    return str(library(Path(folder), COMPILERS))
+
+
+def test_library_is_made_once_and_found_again(tmp_path: Path) -> None:
+    made = library(tmp_path / "cache", COMPILERS)
+    first = made.stat().st_mtime_ns
+    assert library(tmp_path / "cache", ("no-such-compiler",)) == made
+    assert made.stat().st_mtime_ns == first
+    assert list((tmp_path / "cache").iterdir()) == [made]
+    CompiledKernels(made)
+
+
+def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.map(build_into, [str(tmp_path)] * 2)
+    assert len(set(found)) == 1
+    assert [str(path) for path in tmp_path.iterdir()] == found[:1]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_library_is_made_elsewhere_when_the_cache_is_not_ours(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert library(tmp_path / "cache", COMPILERS).is_file()
+
+
+def test_library_is_made_elsewhere_when_the_cache_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    assert library(tmp_path / "cache", COMPILERS).is_file()
+
+
+def test_library_of_another_source_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = library(tmp_path, COMPILERS)
+    monkeypatch.setattr(build, "EXACT", ("-ffp-contract=off", "-DOTHER"))
+    assert library(tmp_path, COMPILERS) != first
+
+
+def test_cache_folder_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder().is_relative_to(tmp_path)
+
+
+def test_without_a_compiler_torch_is_used_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = make_dataset(tmp_path / "dataset", write_job(tmp_path / "job"), SEGMENTS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kernels_of.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            run_job(tmp_path / "job" / "job.yaml", dataset, tmp_path / "run", steps=3)
+        assert isinstance(kernels_of("compiled"), TorchKernels)
+    finally:
+        kernels_of.cache_clear()
+    assert [r.getMessage() for r in caplog.records if r.name == build.__name__] == [
+        "kernel must be compiled, got no compiler among g++, c++, clang++; slower torch operators "
+        "are used, install g++, or set train.kernels to torch"
+    ]
+
+
+def test_compiler_that_refuses_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "EXACT", ("-fno-such-flag",))
+    with pytest.raises(CalledProcessError):
+        library(tmp_path, COMPILERS)
+    kernels_of.cache_clear()
+    try:
+        assert isinstance(kernels_of("compiled"), TorchKernels)
+    finally:
+        kernels_of.cache_clear()
+    assert "no-such-flag" in caplog.text
+
+
+def test_torch_is_used_when_the_job_says_so() -> None:
+    assert isinstance(kernels_of("torch"), TorchKernels)
+    assert isinstance(kernels_of("compiled"), CompiledKernels)

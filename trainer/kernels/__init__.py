@@ -1,0 +1,1 @@
+"""Pooled look-ups with the row update fused into their backward: compiled, or torch operators."""

@@ -1,0 +1,141 @@
+"""What the embedding asks of a kernel; `compiled.py` and `operators.py` answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureBags:
+    """The bags of one feature.
+
+    Attributes:
+        weight: (num_rows, dim), rows of its table.
+        positions: (num_values,) int32 into `weight`, of all features of the table.
+        offsets: (num_bags + 1,) int32, where the bags of this feature lie in `positions`.
+        factors: (num_values,) weight of each look-up, None for ones.
+        column: of the feature in the output.
+        place: of its first bag, see `Places.of`.
+        place_step: from a bag's place to the next one's.
+        order: (num_samples,) int32, samples sorted by their bag; None: sample i has bag i.
+        sample_offsets: (num_bags + 1,) int32, where each bag's samples lie in `order`.
+    """
+
+    weight: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor
+    factors: torch.Tensor | None
+    column: int
+    place: int
+    place_step: int
+    order: torch.Tensor | None
+    sample_offsets: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSamples:
+    """Which samples have which bag of the features of one dedup group.
+
+    Attributes:
+        order: (num_samples,) int32, samples sorted by their bag.
+        sample_offsets: (num_bags + 1,) int32, where each bag's samples lie in `order`.
+        column: of the group's first feature in the output.
+        num_features: of the group.
+        place: its first place, counted behind those of the output.
+    """
+
+    order: torch.Tensor
+    sample_offsets: torch.Tensor
+    column: int
+    num_features: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRows:
+    """The rows of one table that a step reads, and who reads them.
+
+    Attributes:
+        values: (n, dim), updated in place.
+        state: (n, state_width), updated in place.
+        rows: (num_rows,) int32, where each row that is read lies in `values`; None: in order.
+        readers: (num_values,) int32, places sorted by the row that they read.
+        reader_offsets: (num_rows + 1,) int32, where each row's readers lie.
+        factors: (num_values,) weight of each reader, None for ones.
+        more: (num_rows, dim) gradient that came another way, None for zeros.
+    """
+
+    values: torch.Tensor
+    state: torch.Tensor
+    rows: torch.Tensor | None
+    readers: torch.Tensor
+    reader_offsets: torch.Tensor
+    factors: torch.Tensor | None
+    more: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceGradients:
+    """The gradient of each place.
+
+    Attributes:
+        outputs: (num_outputs, dim).
+        bags: (num_places - num_outputs, dim).
+        scales: (num_places,) factor of each, None for ones.
+    """
+
+    outputs: torch.Tensor
+    bags: torch.Tensor
+    scales: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRule:
+    """One step of an update rule; see `trainer.optimizer.update_rows`."""
+
+    name: str
+    """sgd, adagrad, rowwise_adagrad, adam; or sum: values become the gradient."""
+    learning_rate: float = 0.0
+    """Step size, with Adam's bias corrections in it."""
+    eps: float = 0.0
+    """Added to the root."""
+    beta1: float = 0.0
+    """Adam's decay of the mean."""
+    beta2: float = 0.0
+    """Adam's decay of the squares."""
+
+
+class Kernels(Protocol):
+    """Pooled look-ups of all tables of a step, and their backward."""
+
+    def pool(
+        self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None
+    ) -> None:
+        """Write the sum or mean of each bag's rows to all samples that have it.
+
+        Args:
+            features: one per column of `out`.
+            out: (num_samples, num_features, dim).
+            scales: (num_places,), made one over each bag's length: means; None: sums.
+        """
+        ...
+
+    def contract(
+        self, groups: Sequence[GroupSamples], gradient: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Sum the gradients of the samples that share a bag.
+
+        Args:
+            groups: dedup groups.
+            gradient: (num_samples, num_features, dim).
+            out: (num_places - num_outputs, dim).
+        """
+        ...
+
+    def update(self, tables: Sequence[TableRows], gradients: PlaceGradients, rule: RowRule) -> None:
+        """Sum the gradients of each row over its readers, in order, and update it."""
+        ...

@@ -1,0 +1,82 @@
+"""The kernel made of torch operators: where nothing was compiled, and to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from trainer.kernels.contract import (
+    FeatureBags,
+    GroupSamples,
+    PlaceGradients,
+    RowRule,
+    TableRows,
+)
+from trainer.optimizer import update_rows
+
+
+class TorchKernels:
+    """Sums by torch's embedding_bag, whose rows are each summed by one thread in order."""
+
+    def pool(
+        self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None
+    ) -> None:
+        """Write the sum or mean of each bag's rows to all samples that have it."""
+        for f in features:
+            bags = _sums(f.weight, f.positions, f.offsets, f.factors)
+            if scales is not None:
+                one_over = 1 / f.offsets.diff().clamp(min=1).to(out.dtype)
+                scales[f.place :: f.place_step][: len(one_over)] = one_over
+                bags *= one_over.unsqueeze(1)
+            if f.order is None or f.sample_offsets is None:
+                out[:, f.column] = bags
+                continue
+            samples = bags.repeat_interleave(f.sample_offsets.diff(), 0)
+            out[:, f.column].index_copy_(0, f.order.long(), samples)
+
+    def contract(
+        self, groups: Sequence[GroupSamples], gradient: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Sum the gradients of the samples that share a bag."""
+        for g in groups:
+            wide = gradient[:, g.column : g.column + g.num_features].flatten(1)
+            bags = _sums(wide.contiguous(), g.order, g.sample_offsets)
+            out[g.place : g.place + len(bags) * g.num_features] = bags.view(-1, out.shape[1])
+
+    def update(self, tables: Sequence[TableRows], gradients: PlaceGradients, rule: RowRule) -> None:
+        """Sum the gradients of each row over its readers, in order, and update it."""
+        places = torch.cat([gradients.outputs, gradients.bags])
+        if gradients.scales is not None:
+            places *= gradients.scales.unsqueeze(1)
+        for t in tables:
+            gradient = _sums(places, t.readers, t.reader_offsets, t.factors)
+            if t.more is not None:
+                gradient += t.more
+            if t.rows is None:
+                update_rows(rule, t.values, t.state, gradient)
+                continue
+            values, state = t.values[t.rows], t.state[t.rows]
+            update_rows(rule, values, state, gradient)
+            t.values[t.rows], t.state[t.rows] = values, state
+
+
+def _sums(
+    source: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the sums of rows of `source`, `indices` cut at `offsets`."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first == last:
+        return source.new_zeros(len(offsets) - 1, source.shape[1])
+    return F.embedding_bag(
+        indices[first:last],
+        source,
+        offsets - first,
+        mode="sum",
+        include_last_offset=True,
+        per_sample_weights=None if factors is None else factors[first:last],
+    )

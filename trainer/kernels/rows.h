@@ -1,0 +1,134 @@
+// Sums of rows, and work cut into equal parts. See README.md.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace presage {
+
+constexpr int kAhead = 8;             // look-ups that rows are fetched ahead of their use
+constexpr int64_t kLine = 64;         // bytes of a cache line
+constexpr int64_t kParts = 8;         // parts per thread, so that no thread waits long for another
+constexpr int64_t kSmall = 1 << 14;   // numbers that are not worth waking another thread
+
+template <typename T>
+struct Vector;
+template <>
+struct Vector<float> {
+  typedef float type __attribute__((vector_size(64), aligned(4)));
+};
+template <>
+struct Vector<double> {
+  typedef double type __attribute__((vector_size(64), aligned(8)));
+};
+template <typename T>
+constexpr int kLanes = 64 / sizeof(T);
+
+template <typename T>
+inline void fetch(const T* row, int64_t dim) {
+  const char* line = reinterpret_cast<const char*>(row);
+  for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += kLine) __builtin_prefetch(line + at);
+}
+
+// The factor of a look-up where there is none: the product is then left out.
+struct One {};
+
+// out[0 : N * lanes] = sum of factor(k) * row(k)[0 : N * lanes], k ascending, in registers.
+template <typename T, int N, typename Row, typename Factor>
+inline void sum_block(const Row& row, const Factor& factor, int64_t first, int64_t last,
+                      int64_t column, T* out) {
+  using V = typename Vector<T>::type;
+  V sums[N] = {};
+  for (int64_t k = first; k < last; k++) {
+    const T* from = row(k) + column;
+    for (int i = 0; i < N; i++) {
+      V lanes = *reinterpret_cast<const V*>(from + i * kLanes<T>);
+      if constexpr (!std::is_same_v<Factor, One>) lanes *= factor(k);
+      sums[i] += lanes;
+    }
+  }
+  for (int i = 0; i < N; i++) *reinterpret_cast<V*>(out + i * kLanes<T>) = sums[i];
+}
+
+// out[0 : dim] = sum of factor(k) * row(k), k ascending. `ahead(k)` fetches what k + kAhead reads.
+template <typename T, typename Row, typename Factor, typename Ahead>
+inline void sum_rows(const Row& row, const Factor& factor, const Ahead& ahead, int64_t first,
+                     int64_t last, int64_t dim, T* out) {
+  constexpr int64_t lanes = kLanes<T>;
+  const auto fetching = [&](int64_t k) {
+    ahead(k);
+    return row(k);
+  };
+  int64_t column = 0;
+  const auto blocks = [&](const auto& rows) {
+    switch (std::min<int64_t>((dim - column) / lanes, 8)) {
+      case 8: sum_block<T, 8>(rows, factor, first, last, column, out + column); return 8 * lanes;
+      case 7: case 6: case 5:
+      case 4: sum_block<T, 4>(rows, factor, first, last, column, out + column); return 4 * lanes;
+      case 3:
+      case 2: sum_block<T, 2>(rows, factor, first, last, column, out + column); return 2 * lanes;
+      default: sum_block<T, 1>(rows, factor, first, last, column, out + column); return lanes;
+    }
+  };
+  if (dim >= lanes) column += blocks(fetching);
+  while (dim - column >= lanes) column += blocks(row);
+  for (; column < dim; column++) {
+    T sum = 0;
+    for (int64_t k = first; k < last; k++) {
+      if constexpr (std::is_same_v<Factor, One>)
+        sum += row(k)[column];
+      else
+        sum += factor(k) * row(k)[column];
+    }
+    out[column] = sum;
+  }
+}
+
+// The first of `count` items before which at least `wanted` work lies; `work(i)` ascends.
+template <typename Work>
+inline int64_t item_at(const Work& work, int64_t count, int64_t wanted) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (work(middle) < wanted)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// Cut segments of items into parts of equal work and run `body(segment, first, last)` on threads.
+// Each item is in one part and its result depends on no other, so parts decide no bit.
+template <typename Count, typename Work, typename Body>
+void for_parts(int64_t num_segments, const Count& count, const Work& work, int64_t width,
+               int threads, const Body& body) {
+  std::vector<int64_t> before(num_segments + 1, 0);
+  for (int64_t s = 0; s < num_segments; s++) before[s + 1] = before[s] + work(s, count(s));
+  const int64_t total = before[num_segments];
+  if (total * width < kSmall) threads = 1;
+  const int64_t parts = threads == 1 ? 1 : threads * kParts;
+  const auto run = [&](int64_t part) {
+    const int64_t begin = total * part / parts, end = total * (part + 1) / parts;
+    for (int64_t s = 0; s < num_segments; s++) {
+      const bool final_part = part == parts - 1;
+      if (before[s] >= end && !final_part) break;
+      if (before[s + 1] < begin) continue;
+      const auto inside = [&](int64_t i) { return before[s] + work(s, i); };
+      const int64_t first = part == 0 ? 0 : item_at(inside, count(s), begin);
+      const int64_t last = final_part ? count(s) : item_at(inside, count(s), end);
+      if (first < last) body(s, first, last);
+    }
+  };
+  if (threads == 1) {
+    run(0);
+    return;
+  }
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t part = 0; part < parts; part++) run(part);
+}
+
+}  // namespace presage
