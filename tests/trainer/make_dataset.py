@@ -329,9 +329,12 @@ def _write_index(folder: Path, job: Job) -> Reference:
         oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
     )
     root = folder / "index-small"
+    num_rows: dict[str, int] = {}
+    num_accesses: dict[str, int] = {}
     for name in job.data.tables:
         accesses = TableAccesses(dataset, name, order)
         distances = next_use(list(accesses.steps()), len(accesses.rows))
+        num_rows[name], num_accesses[name] = len(accesses.rows), sum(map(len, distances))
         lists = Jagged(np.concatenate(distances), offsets_of(np.array([*map(len, distances)])))
         path = root / index_path(name, 0)
         path.parent.mkdir(parents=True)
@@ -347,8 +350,8 @@ def _write_index(folder: Path, job: Job) -> Reference:
         shuffle=oracle.order.shuffle,
         seed=oracle.order.seed,
         num_steps=order.num_steps,
-        num_rows={},
-        num_accesses={},
+        num_rows=num_rows,
+        num_accesses=num_accesses,
         oracle_bytes=0,
         files_sha256=sha256_of(root / FILES),
     )

@@ -1,0 +1,31 @@
+"""The benchmark of plans runs both policies on one dataset and adds spans up."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan import main, overlap_sec
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS
+
+
+def test_benchmark_states_the_share_of_a_step_and_the_time_of_an_access(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = make_dataset(tmp_path / "dataset", write_job(tmp_path / "job"), SEGMENTS)
+    assert main(["--json", "--rounds", "1", "--steps", "3", "--dataset", str(dataset)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ratio"] == pytest.approx(found["peer"] / found["ours"])
+    assert len(found["rounds"]) == 1
+    for details in found["details"].values():
+        assert details["ns_per_access"] > 0
+        assert 0 <= details["critical_share"] <= 1
+    hits = {name: details["hit_rate"] for name, details in found["details"].items()}
+    assert 0 < hits["ttl"] < 1
+    assert 0 < hits["belady"] < 1
+
+
+def test_overlap_counts_time_in_which_both_run() -> None:
+    assert overlap_sec([], [(0.0, 1.0)]) == 0
+    assert overlap_sec([(0.0, 1.0), (4.0, 9.0)], [(1.0, 4.0), (5.0, 6.0), (8.0, 20.0)]) == 2.0
