@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.oracle.accesses import flat_accesses
 from pipelines.oracle.policies import PolicyReport, TableReport, policy_reports, table_report
 from pipelines.report.curves import Line, Point, Scale, curve_chart
 from pipelines.report.html import Section, details, figure, side_by_side, table
 from pipelines.report.numbers import count, percent, ratio, short
 from pipelines.report.svg import ACCENT, HALF, OTHER, OURS
-from schemas.accesses import indexed_steps
-from schemas.curve import lru_hit_rates, optimal_hit_rates
+from schemas.accesses import TableAccesses, indexed_steps
+from schemas.curve_points import Curve, lru_curve, optimal_curve
 from schemas.dataset import Dataset
 from schemas.order import Order
 from schemas.plan import PlanStep, plan
@@ -38,9 +37,8 @@ class OracleFacts:
         num_steps: steps of the run.
         lookahead: steps that the plan looks ahead.
         largest: name of the table with the most accesses.
-        capacities: rows of the caches on the optimal curve.
-        lru: (num_unique_rows,) hit rate of the least recently used rows at every capacity.
-        optimal: best possible hit rate at each capacity.
+        lru: hit rates of the least recently used rows.
+        optimal: best possible hit rates.
         plan: the plan of the largest table.
     """
 
@@ -49,9 +47,8 @@ class OracleFacts:
     num_steps: int
     lookahead: int
     largest: str
-    capacities: NDArray[np.int64]
-    lru: NDArray[np.float64]
-    optimal: NDArray[np.float64]
+    lru: Curve
+    optimal: Curve
     plan: tuple[tuple[int, int, int], ...]
 
     @property
@@ -95,8 +92,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     largest = next((name for name, report in tables.items() if report.num_accesses), None)
     if largest is None:
         return None
-    accesses = flat_accesses(dataset, largest, order)
-    capacities = curve_capacities(tables[largest].num_unique_rows, len(accesses))
+    report, trace = tables[largest], TableAccesses(dataset, largest, order)
     index = dataset.index_for(order)
     steps = indexed_steps(dataset, index, largest, order)
     return OracleFacts(
@@ -105,23 +101,16 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
         num_steps=order.num_steps,
         lookahead=cache.lookahead,
         largest=largest,
-        capacities=capacities,
-        lru=lru_hit_rates(accesses),
-        optimal=optimal_hit_rates(accesses, capacities.tolist()),
+        lru=lru_curve(trace.steps(), report.num_accesses, report.num_unique_rows),
+        optimal=_optimal(trace.steps(), report.num_accesses),
         plan=tuple(map(_step, plan(steps, cache))),
     )
 
 
-def curve_capacities(num_rows: int, num_accesses: int) -> NDArray[np.int64]:
-    """Return the cache sizes of a curve: evenly spaced, with more of them at the small end.
-
-    Args:
-        num_rows: distinct rows, the largest useful size.
-        num_accesses: length of the trace, which bounds how many sizes can be tried.
-    """
-    points = int(np.clip(OPTIMAL_WORK // max(1, num_accesses), 8, 32))
-    shares = np.linspace(0, 1, points + 1)[1:] ** 1.5
-    return np.unique(np.maximum(1, np.round(shares * num_rows))).astype(np.int64)
+def _optimal(steps: Iterator[NDArray[np.int64]], num_accesses: int) -> Curve:
+    """Return the best possible curve, with as many points as the work allows."""
+    points = int(np.clip(OPTIMAL_WORK // max(1, num_accesses), 8, 64))
+    return optimal_curve(np.concatenate([*steps, np.empty(0, np.int64)]), points)
 
 
 def _step(step: PlanStep) -> tuple[int, int, int]:
@@ -144,21 +133,20 @@ def oracle_section(facts: OracleFacts) -> Section:
         f"look-ups, and because the future is known, a cache of "
         f"{percent(total.peak_cache_rows / total.num_unique_rows)} of the touched rows answers "
         f"{percent(total.hit_rate)} of all accesses: {most}, since every row must be read once.",
-        side_by_side(_cache_curve(facts), _over_time(facts)) + _tables(facts),
+        side_by_side(_cache_curve(facts), _over_time(facts)) + _policies(facts) + _tables(facts),
     )
 
 
 def _cache_curve(facts: OracleFacts) -> str:
     report = facts.tables[facts.largest]
-    x = facts.capacities / report.num_unique_rows
-    sizes = np.unique(np.linspace(1, len(facts.lru), LRU_POINTS).astype(np.int64))
-    share = report.peak_cache_rows / report.num_unique_rows
+    rows = report.num_unique_rows
+    drawn = np.unique(np.linspace(0, len(facts.lru.capacities) - 1, LRU_POINTS).astype(np.int64))
+    share = report.peak_cache_rows / rows
     lines = [
-        Line("best possible", x, facts.optimal, OURS),
-        Line("LRU", sizes / report.num_unique_rows, facts.lru[sizes - 1], OTHER),
+        Line("best possible", facts.optimal.capacities / rows, facts.optimal.hit_rates, OURS),
+        Line("LRU", facts.lru.capacities[drawn] / rows, facts.lru.hit_rates[drawn], OTHER),
     ]
-    lru = float(facts.lru[min(report.peak_cache_rows, len(facts.lru)) - 1])
-    best = float(np.interp(share, x, facts.optimal))
+    lru, best = facts.lru.at(report.peak_cache_rows), facts.optimal.at(report.peak_cache_rows)
     label = (
         f"Hit rate over cache size for table {facts.largest}: at {percent(share)} of the touched "
         f"rows the plan reaches {percent(report.hit_rate)}, the best possible cache "
@@ -175,8 +163,16 @@ def _cache_curve(facts: OracleFacts) -> str:
         chart,
         f"Table {facts.largest}, {count(report.num_unique_rows)} rows touched. The plan keeps a "
         f"row while its next use is at most {facts.lookahead} steps away{_whole(facts)}; at its "
-        f"size LRU would answer {percent(lru)} and the best possible cache {percent(best)}.",
+        f"size LRU would answer {percent(lru)} and the best possible cache {percent(best)}."
+        f"{_errors(facts)}",
     )
+
+
+def _errors(facts: OracleFacts) -> str:
+    lru, best = facts.lru, facts.optimal
+    sampled = f" LRU from {percent(lru.share)} of the rows, to {percent(lru.error)}."
+    between = f" The best possible lies at most {percent(best.error)} above its line."
+    return (sampled if lru.share < 1 else "") + (between if best.error > 0 else "")
 
 
 def _whole(facts: OracleFacts) -> str:
@@ -202,6 +198,28 @@ def _over_time(facts: OracleFacts) -> str:
         chart,
         f"Table {facts.largest}, every step of the run, known before it starts: "
         f"{count(accessed.mean())} rows accessed and {count(fetched.mean())} fetched on average.",
+    )
+
+
+def _policies(facts: OracleFacts) -> str:
+    """Return what both policies read in caches of one size, over all tables."""
+    names = {"ttl": f"time to live, {count(facts.lookahead)} steps", "belady": "Belady's optimum"}
+    rows: list[tuple[str, ...]] = []
+    for policy, name in names.items():
+        found = [reports[policy] for reports in facts.policies.values()]
+        fetched = sum(f.fetched_rows or 0 for f in found)
+        rows.append(
+            (
+                name, count(sum(f.peak_cache_rows or 0 for f in found)), count(fetched),
+                count(sum(f.written_rows or 0 for f in found)),
+                percent(1 - fetched / facts.total.num_accesses),
+                count(sum(f.required_rows for f in found)),
+            )
+        )  # fmt: skip
+    return table(
+        "What each policy does in caches of the size that a time to live takes, all tables",
+        ["policy", "cache rows", "fetched rows", "written back", "hit rate", "smallest cache"],
+        rows,
     )
 
 

@@ -6,7 +6,6 @@ import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -15,7 +14,6 @@ from pipelines.parts.expand import expanded_tables
 from pipelines.parts.sessions import session_lengths
 from pipelines.report.dedup import unique_without_cuts
 from pipelines.report.numbers import count, percent, size
-from pipelines.report.oracle import curve_capacities
 from pipelines.report.runs import mean_phases, read_runs
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
@@ -289,12 +287,21 @@ def test_unique_without_cuts_counts_distinct_tuples_of_the_samples(tmp_path: Pat
     assert unique_without_cuts(opened, "user") == len(distinct)
 
 
-@pytest.mark.parametrize("num_accesses", [10, 1_000_000, 10**10])
-def test_curve_capacities_end_with_all_rows(num_accesses: int) -> None:
-    capacities = curve_capacities(5000, num_accesses)
-    assert capacities[-1] == 5000
-    assert (np.diff(capacities) > 0).all()
-    assert capacities[0] >= 1
+def test_report_shows_what_both_policies_do_at_one_size(
+    page: str, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["oracle", str(dataset), "--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)["tables"].values()
+    shown = Page(page).table("What each policy does")
+    accesses = sum(t["num_accesses"] for t in tables)
+    for policy, name in (("ttl", "time to live, 50 steps"), ("belady", "Belady's optimum")):
+        found = [t["policies"][policy] for t in tables]
+        fetched = sum(f["fetched_rows"] for f in found)
+        assert shown[name] == [
+            count(sum(f["peak_cache_rows"] for f in found)), count(fetched),
+            count(sum(f["written_rows"] for f in found)), percent(1 - fetched / accesses),
+            count(sum(f["required_rows"] for f in found)),
+        ]  # fmt: skip
 
 
 def test_mean_phases_leave_out_the_first_step_and_name_the_rest(runs: Path) -> None:

@@ -1,0 +1,185 @@
+"""Hit-rate curves of long traces: from a sample of rows, and from few sizes with a known error.
+
+A least-recently-used cache of long traces is judged by the rows whose hash falls
+into a share of all hashes: among them every row keeps all its accesses, so a
+stack distance in the sample times 1 / share is one of the trace. The error is
+stated from eight disjoint parts of the sample.
+
+The hits of the best cache are a concave function of its size: an access hits
+when its row was kept since the one before, and which of these spans can be kept
+in a given number of places is a flow through time, whose gain falls with every
+place more. So between two known sizes the curve lies above their chord, and below
+the chords of their neighbours: the best cache is computed where these are farthest
+apart, until they are close.
+
+Source: Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with
+SHARDS" (FAST 2015), with its correction for hot rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.curve import lru_hit_rates, optimal_hit_rates, stack_distances
+from schemas.hashing import splitmix64
+
+EXACT_ACCESSES = 10**9
+"""Longest trace whose LRU curve is computed from every access."""
+SAMPLED_ACCESSES = 10**7
+"""Accesses that are sampled of a longer one."""
+NUM_PARTS = 8
+"""Disjoint parts of a sample, from which its error is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Hit rates over cache sizes.
+
+    Attributes:
+        capacities: (n,) int64, ascending, the last holds every row.
+        hit_rates: (n,) shares of all accesses.
+        error: largest error of a hit rate read off the straight lines between the points: a
+            bound for the best cache, two standard errors for a sample, 0 for every size exactly.
+        share: share of the rows that were looked at.
+    """
+
+    capacities: NDArray[np.int64]
+    hit_rates: NDArray[np.float64]
+    error: float
+    share: float
+
+    def at(self, capacity: float) -> float:
+        """Return the hit rate of a cache size."""
+        return float(np.interp(capacity, self.capacities, self.hit_rates))
+
+
+def lru_curve(
+    steps: Iterable[NDArray[np.int64]],
+    num_accesses: int,
+    num_rows: int,
+    *,
+    exact: int = EXACT_ACCESSES,
+    sampled: int = SAMPLED_ACCESSES,
+) -> Curve:
+    """Return the curve of the least recently used rows; a sampled one has no smallest sizes.
+
+    Args:
+        steps: for each step its ascending numbers.
+        num_accesses: of all steps together.
+        num_rows: distinct numbers.
+        exact: longest trace of which every access is counted.
+        sampled: accesses wanted of a longer one.
+    """
+    if num_accesses <= exact:
+        rates = lru_hit_rates(np.concatenate([*steps, np.empty(0, np.int64)]))
+        return Curve(np.arange(1, len(rates) + 1), rates, 0.0, 1.0)
+    share = sampled / num_accesses
+    chosen = [s[_unit_hash(s) < share] for s in steps]
+    trace = np.concatenate([*chosen, np.empty(0, np.int64)])
+    smallest = min(num_rows, int(np.ceil(NUM_PARTS / share)))  # a row in each part
+    capacities = np.unique(np.geomspace(smallest, num_rows, 400).round()).astype(np.int64)
+    rates = _sampled_rates(trace, num_accesses, share, capacities)
+    part = (_unit_hash(trace) / share * NUM_PARTS).astype(np.int64)
+    of_parts = np.array(
+        [
+            _sampled_rates(trace[part == p], num_accesses, share / NUM_PARTS, capacities)
+            for p in range(NUM_PARTS)
+        ]
+    )
+    error = 2 * of_parts.std(axis=0, ddof=1).max() / np.sqrt(NUM_PARTS)
+    return Curve(capacities, rates, float(error), share)
+
+
+def optimal_curve(accesses: NDArray[np.int64], num_points: int, tolerance: float = 1e-3) -> Curve:
+    """Return the curve of the best possible cache.
+
+    Args:
+        accesses: (n,) row numbers, steps one after the other.
+        num_points: most sizes that are computed, at least 2; each takes a loop over all accesses.
+        tolerance: error at which no more sizes are computed.
+    """
+    num_rows = len(np.unique(accesses))
+    if num_rows == 0:
+        return Curve(np.empty(0, np.int64), np.empty(0), 0.0, 1.0)
+
+    def rate(capacity: int) -> float:
+        return float(optimal_hit_rates(accesses, [capacity])[0])
+
+    return concave_curve(rate, num_rows, num_points, tolerance)
+
+
+def concave_curve(
+    rate: Callable[[int], float], last: int, num_points: int, tolerance: float
+) -> Curve:
+    """Return a never falling concave function from 1 to `last`, asked for few values.
+
+    Args:
+        rate: the function.
+        last: largest argument.
+        num_points: most values asked for, at least 2.
+        tolerance: error at which no more are asked for.
+
+    Example:
+        >>> found = concave_curve(lambda size: min(size, 10) / 10, 1000, 30, 0.01)
+        >>> round(found.at(5), 2), found.error <= 0.01, len(found.capacities) <= 30
+        (0.5, True, True)
+    """
+    known = {size: rate(size) for size in {1, last}}
+    while True:
+        sizes = np.array(sorted(known), np.int64)
+        rates = np.array([known[int(size)] for size in sizes], np.float64)
+        gaps = _gaps(sizes, rates)
+        widest = int(np.argmax([error for error, _ in gaps])) if gaps else 0
+        error = gaps[widest][0] if gaps else 0.0
+        if error <= tolerance or len(known) >= num_points:
+            return Curve(sizes, rates, error, 1.0)
+        size = gaps[widest][1]
+        known[size] = rate(size)
+
+
+def _gaps(sizes: NDArray[np.int64], rates: NDArray[np.float64]) -> list[tuple[float, int]]:
+    """Return for each gap between sizes how far bound and chord are apart, and the size where."""
+    slopes = np.diff(rates) / np.diff(sizes)
+    found: list[tuple[float, int]] = []
+    for place, (a, b) in enumerate(pairwise(sizes.tolist())):
+        low, high = rates[place], rates[place + 1]
+        # lines: value at `a` and slope, each above the curve between the two sizes
+        lines = [(high, 0.0)]
+        if place > 0:
+            lines.append((low, slopes[place - 1]))
+        if place + 1 < len(slopes):
+            lines.append((high - slopes[place + 1] * (b - a), slopes[place + 1]))
+        crossings = [
+            (v - w) / (t - s) for (v, s), (w, t) in combinations(lines, 2) if abs(t - s) > 0
+        ]
+        at = np.clip([1.0, *crossings], 1, max(1, b - a - 1))
+        bound = np.min([value + slope * at for value, slope in lines], axis=0)
+        apart = np.where(b - a > 1, bound - low - slopes[place] * at, 0.0)
+        best = int(np.argmax(apart))
+        found.append((max(0.0, float(apart[best])), a + round(float(at[best]))))
+    return found
+
+
+def _unit_hash(numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each row."""
+    return splitmix64(numbers).astype(np.float64) / 2.0**64
+
+
+def _sampled_rates(
+    trace: NDArray[np.int64], num_accesses: int, share: float, capacities: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return hit rates of the whole trace from the accesses of a share of its rows.
+
+    A share of the rows has more or fewer accesses than its share, for it caught a hot row or
+    missed it. What lacks or is too much counts as hits in the smallest cache.
+    """
+    expected = num_accesses * share
+    distances = np.sort(stack_distances(trace))
+    first_uses = np.searchsorted(distances, 1)
+    hits = np.searchsorted(distances, capacities * share, side="right") - first_uses
+    return np.clip((hits + expected - len(trace)) / expected, 0.0, 1.0).astype(np.float64)

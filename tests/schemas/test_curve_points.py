@@ -1,0 +1,86 @@
+"""Curves from few points and from samples against simulated caches of every size."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.curve import lru_hit_rates
+from schemas.curve_points import concave_curve, lru_curve, optimal_curve
+from schemas.reference import belady_hits, lru_hits
+
+TRACES = st.lists(st.integers(0, 12), min_size=1, max_size=60)
+
+
+@given(TRACES)
+def test_hits_of_the_best_cache_are_concave_in_its_size(trace: list[int]) -> None:
+    sizes = range(1, len(set(trace)) + 2)
+    gains = np.diff([belady_hits(trace, size) for size in sizes])
+    assert (np.diff(gains) <= 0).all()
+
+
+@given(TRACES, st.integers(2, 6))
+def test_optimal_curve_is_that_of_a_simulated_cache_of_every_size_up_to_its_error(
+    trace: list[int], num_points: int
+) -> None:
+    curve = optimal_curve(np.array(trace), num_points, tolerance=0.0)
+    assert len(curve.capacities) <= num_points
+    for size in range(1, len(set(trace)) + 1):
+        rate = belady_hits(trace, size) / len(trace)
+        assert curve.at(size) - 1e-9 <= rate <= curve.at(size) + curve.error + 1e-9
+        if size in curve.capacities:
+            assert curve.at(size) == rate
+
+
+@given(TRACES)
+def test_optimal_curve_with_a_point_for_each_size_is_exact(trace: list[int]) -> None:
+    curve = optimal_curve(np.array(trace), 60, tolerance=0.0)
+    assert curve.error <= 1e-9
+    rates = [belady_hits(trace, size) / len(trace) for size in range(1, len(set(trace)) + 1)]
+    np.testing.assert_allclose([curve.at(s + 1) for s in range(len(rates))], rates, atol=1e-9)
+
+
+@given(TRACES, st.data())
+def test_lru_curve_below_the_limit_is_that_of_a_simulated_cache_of_every_size(
+    trace: list[int], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(trace)))
+    steps = [np.array(trace[:cut], np.int64), np.array(trace[cut:], np.int64)]
+    curve = lru_curve(steps, len(trace), len(set(trace)))
+    assert (curve.error, curve.share) == (0.0, 1.0)
+    hits = [lru_hits(trace, size) for size in curve.capacities.tolist()]
+    np.testing.assert_array_equal(curve.hit_rates, np.array(hits) / len(trace))
+
+
+def test_sampled_lru_curve_keeps_to_its_stated_error() -> None:
+    """Skewed rows, with a hot one that has a fifth of all accesses; several samples."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        trace = (20_000 * rng.random(200_000) ** 3).astype(np.int64) * 7 + seed
+        trace[rng.random(len(trace)) < 0.2] = 3
+        steps = np.array_split(trace, 50)
+        num_rows = len(np.unique(trace))
+        curve = lru_curve(steps, len(trace), num_rows, exact=1000, sampled=40_000)
+        exact = lru_hit_rates(trace)
+        assert curve.share == 0.2
+        apart = np.abs(curve.hit_rates - exact[curve.capacities - 1])
+        assert 0 < curve.error < 0.1
+        assert apart.max() <= curve.error
+
+
+def test_concave_curve_asks_for_few_values_where_the_function_is_straight() -> None:
+    asked: list[int] = []
+
+    def rate(size: int) -> float:
+        asked.append(size)
+        return min(size / 1000, 0.5 + size / 1e6)
+
+    curve = concave_curve(rate, 100_000, 100, 0.01)
+    assert len(asked) < 25
+    for size in (1, 200, 499, 501, 50_000):
+        exact = min(size / 1000, 0.5 + size / 1e6)
+        assert abs(curve.at(size) - exact) <= 0.01
+
+
+def test_curves_of_an_empty_trace_are_empty() -> None:
+    assert len(optimal_curve(np.empty(0, np.int64), 5).capacities) == 0
+    assert len(lru_curve([], 0, 0).capacities) == 0
