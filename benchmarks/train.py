@@ -68,7 +68,7 @@ def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
     """Return the train section that both sides follow."""
     return replace(
         dataset.job.train,
-        model=ModelConfig(name="dlrm", bottom_layers=BOTTOM, top_layers=top),
+        model=ModelConfig(name="dlrm", bottom_layers=BOTTOM, top_layers=top, dedup_compute=False),
         embedding_dim=DIM,
         batch_samples=BATCH,
         pooling="sum",

@@ -20,6 +20,8 @@ class ModelConfig:
     """Widths of the MLP over dense features, before the one of `embedding_dim`."""
     top_layers: tuple[int, ...] = (256, 64)
     """Widths of the MLP over the interactions, before the one of 1."""
+    dedup_compute: bool = True
+    """Of `dlrm`: what depends on a unique tuple alone is computed once; equal up to rounding."""
     history: str | None = None
     """List feature that the attention model reads."""
     target: str | None = None

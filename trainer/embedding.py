@@ -132,6 +132,18 @@ class Embedding(nn.Module):
         pooled = opened.pooling(opened.weights)
         return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), pooled)
 
+    def unique(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
+
+        Args:
+            sparse: `batch.sparse` of the open batch.
+        """
+        batch = self._batch_of(sparse)
+        pooled: dict[str, torch.Tensor] = {}
+        for table in self._tables:
+            pooled.update(self._pooled(table.name, batch.lookups[table.name]))
+        return pooled
+
     def sequence(
         self, sparse: KeyedJaggedTensor, feature: str
     ) -> tuple[torch.Tensor, torch.Tensor]:

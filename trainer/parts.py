@@ -16,6 +16,7 @@ from trainer.collate import features_of_tables
 from trainer.decode import BatchSpec
 from trainer.embedding import Embedding, TableSpec
 from trainer.models import attention, dlrm
+from trainer.models.dedup_dlrm import DedupDlrm
 from trainer.optimizer import dense_optimizer, state_width
 from trainer.sources import DirectSource
 from trainer.stores.memory import memory_store
@@ -91,6 +92,8 @@ def build_parts(spec: BatchSpec, config: TrainConfig, stores: dict[str, Store]) 
         model = attention.build(config, spec.sparse, len(spec.dense), embedding)
     else:
         model = dlrm.build(config, len(spec.dense), embedding)
+        if config.model.dedup_compute:
+            model = DedupDlrm(model)
     return Parts(
         stores, embedding, model, dense_optimizer(config.dense_optimizer, list(model.parameters()))
     )
