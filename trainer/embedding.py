@@ -138,11 +138,9 @@ class Embedding(nn.Module):
         Args:
             sparse: `batch.sparse` of the open batch.
         """
-        batch = self._batch_of(sparse)
-        pooled: dict[str, torch.Tensor] = {}
-        for table in self._tables:
-            pooled.update(self._pooled(table.name, batch.lookups[table.name]))
-        return pooled
+        self._batch_of(sparse)
+        opened = self._opened()
+        return opened.pooling.unique(opened.weights)
 
     def sequence(
         self, sparse: KeyedJaggedTensor, feature: str

@@ -7,6 +7,7 @@ gradient of a row is never stored.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,57 @@ class Pooling:
         self._kernels.pool(bags, out, self._scales)
         return out.flatten(1)
 
+    def unique(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
+
+        Args:
+            weights: by table, (num_rows, dim).
+        """
+        parts = _PoolUnique.apply(self, tuple(weights), *weights.values())
+        found: dict[str, torch.Tensor] = {}
+        for members, part in zip(self._members(), parts, strict=True):
+            found.update(zip(members, part.unbind(1), strict=True))
+        return found
+
+    def pool_unique(self, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return (num_bags, num_features, dim) by `_members`, without a way back."""
+        first = next(iter(weights.values()))
+        places = self._places
+        self._scales = first.new_ones(places.num_places) if self._mean else None
+        tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
+        counts = [places.num_samples, *(block.num_tuples for block in places.groups.values())]
+        found: list[torch.Tensor] = []
+        for members, count in zip(self._members(), counts, strict=True):
+            out = first.new_empty(count, len(members), first.shape[1])
+            bags = [
+                replace(
+                    self._bags(feature, tables[feature][1], weights[tables[feature][0]]),
+                    column=column,
+                    order=None,
+                    sample_offsets=None,
+                )
+                for column, feature in enumerate(members)
+            ]
+            if bags:
+                self._kernels.pool(bags, out, self._scales)
+            found.append(out)
+        return tuple(found)
+
+    def add_unique(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        """Take the gradients of what `pool_unique` returned."""
+        own, *groups = gradients
+        places, dim = self._places, own.shape[2]
+        outputs = own.new_zeros(places.num_samples, len(places.keys), dim)
+        outputs[:, : own.shape[1]] = own  # features of no group come first; no one reads the rest
+        bags = torch.cat([own.new_empty(0, dim), *(g.reshape(-1, dim) for g in groups)])
+        self._keep(outputs.view(-1, dim), bags)
+
+    def _members(self) -> list[tuple[str, ...]]:
+        """Return the features of no group, then those of each group, in the order of `keys`."""
+        groups = (None, *self._places.groups)
+        of = self._places.group_of
+        return [tuple(f for f in self.keys if of[f] == group) for group in groups]
+
     def add(self, gradient: torch.Tensor) -> None:
         """Take the gradient of an output; several outputs of one step add up."""
         places = self._places
@@ -75,6 +127,9 @@ class Pooling:
         if places.groups:
             wide = outputs.view(places.num_samples, -1, dim)
             self._kernels.contract(self._groups(), wide, bags)
+        self._keep(outputs, bags)
+
+    def _keep(self, outputs: torch.Tensor, bags: torch.Tensor) -> None:
         earlier = self._gradients
         if earlier is not None:
             outputs, bags = outputs + earlier.outputs, bags + earlier.bags
@@ -108,6 +163,21 @@ class Pooling:
             )
             for name, block in self._places.groups.items()
         ]
+
+
+class _PoolUnique(torch.autograd.Function):
+    """As `_Pool`, with one output for each dedup group."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        pooling, tables, *weights = args
+        ctx.pooling, ctx.num_weights = pooling, len(weights)
+        return pooling.pool_unique(dict(zip(tables, weights, strict=True)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.pooling.add_unique(grads)
+        return None, None, *([None] * ctx.num_weights)
 
 
 class _Pool(torch.autograd.Function):

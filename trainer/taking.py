@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from trainer.batch import Inverse
 from trainer.lookup import transpose
 
 
@@ -27,6 +28,16 @@ class _Take(torch.autograd.Function):
             order, grads[0].contiguous(), offsets, mode="sum", include_last_offset=True
         )
         return sums, None, None, None
+
+
+def take(source: torch.Tensor, inverse: Inverse) -> torch.Tensor:
+    """Return (num_samples, dim): each sample's row of `source`.
+
+    Args:
+        source: (num_unique, dim).
+        inverse: which row a sample has.
+    """
+    return _Take.apply(source, inverse.indices, inverse.order, inverse.offsets)
 
 
 def take_unsorted(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from trainer.models.dedup_dlrm import DedupDlrm, columns_of
 from trainer.models.dlrm import DlrmModel
 from trainer.models.sides import sides_of
 from trainer.parts import build_parts, memory_stores
-from trainer.pooling import cuts
 from trainer.step import loss_of
+from trainer.taking import cuts
 
 
 @pytest.fixture(scope="module")

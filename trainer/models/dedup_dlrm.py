@@ -29,7 +29,7 @@ from trainer.batch import Batch
 from trainer.models.dlrm import DlrmModel
 from trainer.models.query_buckets import bucket_queries
 from trainer.models.sides import Sides, sides_of
-from trainer.pooling import take, take_unsorted
+from trainer.taking import take, take_unsorted
 
 
 class UniqueEmbedding(Protocol):
@@ -156,8 +156,7 @@ def _by_sample(
         if members:
             wide = torch.cat([pooled[f] for f in members], dim=1)
             if group is not None:
-                inverse = batch.groups[group]
-                wide = take(wide, inverse.indices, inverse.order, inverse.offsets)
+                wide = take(wide, batch.groups[group])
             found.update(zip(members, wide.chunk(len(members), dim=1), strict=True))
     return found
 
@@ -176,8 +175,7 @@ def _first_sums(
     inputs.append(_products(rows, columns.row_pairs))
     weight = layer.weight
     by_row = F.linear(torch.cat(inputs, dim=1), weight.index_select(1, columns.rows), layer.bias)
-    inverse = sides.rows
-    sums = take(by_row, inverse.indices, inverse.order, inverse.offsets)
+    sums = take(by_row, sides.rows)
     if not own_vectors:
         return sums
     own = torch.stack(list(own_vectors), dim=1)

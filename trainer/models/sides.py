@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.batch import Batch, Inverse
-from trainer.pooling import cuts
+from trainer.taking import cuts
 
 
 @dataclass(frozen=True, slots=True)
