@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from schemas.distinct import distinct
 from schemas.jagged import Jagged, offsets_of
 
 NEVER = 0
@@ -37,11 +38,10 @@ def unique_per_block(
     if np.any(blocks[1:] < blocks[:-1]):
         order = np.argsort(blocks, kind="stable")
         rows, blocks = rows[order], blocks[order]
-    offsets = offsets_of(np.bincount(blocks, minlength=num_blocks))
-    rows = sort_each(Jagged(rows, offsets)).values
-    new = np.ones(len(rows), bool)
-    new[1:] = (rows[1:] != rows[:-1]) | (blocks[1:] != blocks[:-1])
-    return Jagged(rows[new], offsets_of(np.bincount(blocks[new], minlength=num_blocks)))
+    lists = Jagged(rows, offsets_of(np.bincount(blocks, minlength=num_blocks)))
+    span = (int(rows.min()), int(rows.max()) + 1) if len(rows) else (0, 0)
+    found = distinct(lists, span[1] if span[0] >= 0 else 1 << 63)
+    return Jagged(found.values.astype(np.int64, copy=False), found.offsets)
 
 
 def sort_each(lists: Jagged) -> Jagged:
