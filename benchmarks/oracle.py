@@ -1,0 +1,155 @@
+"""Accesses a second that the oracle decides: distinct rows of each step, and each one's next use.
+
+`python -m benchmarks.oracle [--json] [--samples N] [--rounds N] [--shared-data DIR]`
+
+`ours` is `schemas.distinct` and `schemas.oracle.next_use`; the peer is the obvious way in numpy,
+one sort of all accesses by (row, step). Both answer the same and run in as many threads as there
+are processors, in alternating rounds. Uniform ids over 10 M rows are the worst case. Beside that
+stand the rate end to end, from look-ups to files by the Beam stages, and the bytes that shipped
+jobs take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.oracle_beam import through_beam
+from benchmarks.oracle_bytes import GOALS, measure_bytes
+from benchmarks.oracle_tables import NUM_ROWS, skewed, uniform
+from benchmarks.storage import SHARED_DATA
+from schemas.distinct import distinct
+from schemas.jagged import Jagged
+from schemas.oracle import next_use
+
+BATCHES = 2_048, 16_384
+Kernel = Callable[[NDArray[np.int32], int, int], NDArray[np.int32]]
+
+
+def ours(rows: NDArray[np.int32], batch: int, num_rows: int) -> NDArray[np.int32]:
+    """Return the next-use distances of all entries, step by step."""
+    offsets = np.append(np.arange(0, len(rows), batch), len(rows))
+    found = distinct(Jagged(rows, offsets), num_rows)
+    steps = [found.values[a:b] for a, b in pairwise(found.offsets.tolist())]
+    return np.concatenate(next_use(steps, num_rows))
+
+
+def obvious(rows: NDArray[np.int32], batch: int, num_rows: int) -> NDArray[np.int32]:
+    """Return the same by one sort by (row, step) and one back to (step, row)."""
+    del num_rows
+    step = np.arange(len(rows)) // batch
+    keys = np.sort(rows.astype(np.int64) << 32 | step)
+    keys = keys[np.diff(keys, prepend=-1) != 0]
+    row, step = keys >> 32, keys & 0xFFFFFFFF
+    distances = np.zeros(len(keys), np.int32)
+    again = row[1:] == row[:-1]
+    distances[:-1][again] = np.diff(step)[again]
+    return distances[np.argsort(step, kind="stable")]
+
+
+def rate(
+    kernel: Kernel, columns: Sequence[NDArray[np.int32]], batch: int, num_rows: Sequence[int]
+) -> tuple[float, float]:
+    """Return accesses a second by the clock, and a second of one processor's time."""
+    work = list(zip(columns, num_rows, strict=True))[::-1]  # the largest table first
+    started, used = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        list(threads.map(lambda w: kernel(w[0], batch, w[1]), work))
+    total = sum(map(len, columns))
+    return total / (time.perf_counter() - started), total / (time.process_time() - used)
+
+
+def compare(
+    columns: Sequence[NDArray[np.int32]], num_rows: Sequence[int], batch: int, rounds: int
+) -> dict[str, Any]:
+    """Run both kernels in alternating rounds."""
+    kernels: dict[str, Kernel] = {"ours": ours, "peer": obvious}
+    clock: dict[str, list[float]] = {name: [] for name in kernels}
+    cpu: dict[str, list[float]] = {name: [] for name in kernels}
+    assert np.array_equal(
+        *(kernel(columns[-1], batch, num_rows[-1]) for kernel in kernels.values())
+    )
+    for _ in range(rounds):
+        for name, kernel in kernels.items():
+            by_clock, by_cpu = rate(kernel, columns, batch, num_rows)
+            clock[name].append(by_clock)
+            cpu[name].append(by_cpu)
+    return {
+        **{name: round(statistics.median(found) / 1e6, 1) for name, found in clock.items()},
+        "per_cpu_second": {
+            name: round(statistics.median(found) / 1e6, 1) for name, found in cpu.items()
+        },
+        "rounds": [round(a / b, 2) for a, b in zip(clock["ours"], clock["peer"], strict=True)],
+    }
+
+
+def end_to_end(columns: list[NDArray[np.int32]], batch: int) -> dict[str, float]:
+    """Return the rate of the Beam stages, start of the pipeline included."""
+    with tempfile.TemporaryDirectory() as root:
+        seconds = through_beam(columns, batch, Path(root))
+    accesses = sum(map(len, columns))
+    return {"seconds": round(seconds, 2), "M_per_sec": round(accesses / seconds / 1e6, 2)}
+
+
+def measure(samples: int, rounds: int, shared_data: Path) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        samples: accesses of each of the tables.
+        rounds: of the kernels.
+        shared_data: directory of logs.
+    """
+    columns = [skewed(num_rows, samples, 0) for num_rows in NUM_ROWS]
+    worst = [uniform(NUM_ROWS[-1], samples * 4, seed) for seed in range(2)]
+    found: dict[str, Any] = {}
+    for batch in BATCHES:
+        found[f"batch {batch}"] = compare(columns, NUM_ROWS, batch, rounds)
+        found[f"batch {batch}, uniform"] = compare(worst, [NUM_ROWS[-1]] * 2, batch, rounds)
+        found[f"batch {batch}, end to end"] = end_to_end(columns, batch)
+        sys.stderr.write(f"batch {batch}: {found[f'batch {batch}']}\n")
+    for name in GOALS:
+        with tempfile.TemporaryDirectory() as scratch:
+            measured = measure_bytes(name, shared_data, Path(scratch))
+        if measured is None:
+            sys.stderr.write(f"skipped {name}, its log is not in {shared_data}\n")
+        else:
+            found[f"bytes of {name}"] = measured
+    head = found[f"batch {BATCHES[0]}"]
+    return {
+        "ours": head["ours"],
+        "peer": head["peer"],
+        "ratio": round(statistics.median(head["rounds"]), 2),
+        "unit": f"million accesses a second, 26 tables, batch {BATCHES[0]}, against one sort",
+        "rounds": head["rounds"],
+        "details": found,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.oracle", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--samples", type=int, default=1 << 20, help="accesses of each table")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
+    options = parser.parse_args(argv)
+    result = measure(options.samples, options.rounds, options.shared_data)
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
