@@ -85,6 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, metavar="N", help="of the shuffle")
     command.add_argument("--lookahead", type=int, metavar="N", help="steps; train.cache by default")
     command.add_argument("--cache-rows", type=int, metavar="N", help="most rows of each table")
+    command.add_argument(
+        "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
+    )
     command.add_argument("--json", action="store_true")
     return parser
 

@@ -6,11 +6,13 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
+from pipelines.oracle.hints import hints_of
 from pipelines.oracle.index import build_index
 from pipelines.oracle.policies import policy_reports, table_report
 from pipelines.segments.commit import commit_root
 from pipelines.segments.lock import locked
 from schemas.dataset import Dataset, open_dataset, verified_version
+from schemas.hints import write_hints
 from schemas.job_train import CacheConfig
 from schemas.layout import JOB, SCHEMA
 from schemas.manifest import read_dataset
@@ -39,6 +41,8 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     )
     if arguments.reindex:
         dataset = add_index(dataset, order, beam_args, attempt)
+    if arguments.hints is not None:
+        write_hints(arguments.hints, hints_of(dataset, order))
     cache = replace(
         cache,
         lookahead=lookahead,

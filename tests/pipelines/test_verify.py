@@ -1,6 +1,7 @@
 """`verify` and `oracle`: what a dataset claims about itself is recomputed by other means."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from schemas import reference
 from schemas.checked import describe_file, read_files, sha256_of, write_files
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.hints import read_hints
 from schemas.layout import FILES, MANIFEST, SEGMENTS
 from schemas.manifest import DatasetManifest, read_dataset, read_segment, write_manifest
 from tests.pipelines.logs import built, copy_of
@@ -187,6 +189,33 @@ def test_oracle_counts_lookups_with_and_without_deduplication(
     assert tables["users"]["num_lookups_dedup"] == sum(len(u) for u in unique)
     stored = training.num_rows + sum(len(h) for u in unique for _, _, h in u)
     assert tables["items"]["num_lookups_dedup"] == stored
+
+
+def test_oracle_writes_hints_that_agree_with_a_plain_scan(dataset: Path, tmp_path: Path) -> None:
+    path = tmp_path / "hints.json"
+    assert main(["oracle", str(dataset), "--json", "--hints", str(path)]) == 0
+    opened = open_dataset(dataset)
+    job = opened.job
+    steps = steps_of(dataset, ["item", "history"], job.data.oracle.batch_samples)
+    items = read_hints(path)["items"]
+    assert set(read_hints(path)) == set(job.data.tables)
+    assert items.feature_names == job.data.tables["items"].features
+    assert items.unique_rows_per_step == pytest.approx(sum(map(len, steps)) / len(steps))
+    assert items.num_unique_rows == len({i for s in steps for i in s})
+    everything = pa.concat_tables(expanded_tables(opened))
+    unique = sum(s.manifest.groups["user"].num_unique for s in opened.segments)
+    history = dict(zip(items.feature_names, items.num_poolings, strict=True))["history"]
+    assert history == pytest.approx(unique / everything.num_rows)
+    counts = Counter(i for s in steps for i in s)
+    most = sorted(counts.values(), reverse=True)
+    share, hot = items.hot_rows[3]
+    assert share == 0.1
+    assert hot == pytest.approx(sum(most[: max(1, round(0.1 * len(most)))]) / sum(most))
+    shares, misses = zip(*items.lru_misses, strict=True)
+    assert misses[0] == 1
+    assert misses[-1] == pytest.approx(0, abs=1e-9)
+    assert list(shares) == sorted(shares)
+    assert list(misses) == sorted(misses, reverse=True)
 
 
 def test_oracle_without_an_index_for_the_batch_names_the_command(
