@@ -91,6 +91,9 @@ class CacheConfig:
     rows: int | None = None
     """Most rows that the cache of each table may hold, those in flight included; unbounded when
     null."""
+    files: Literal["log", "mmap"] = "log"
+    """How other rows lie without store processes. `log`: in the order of their next use, read and
+    written sequentially; `mmap`: in mapped files, in place, as for `lru` and `uncached`."""
 
     def __post_init__(self) -> None:
         """Keep every fetch after the write-back that it depends on."""

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from schemas.checked import sha256_of
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import canonical_json, replace_bytes
-from trainer.stores.store import Records, Store
+from trainer.stores.store import Records, Store, WriteBack
+from trainer.stores.together import write_rows
 
 CHECKPOINTS = "checkpoints"
 _DENSE = "dense.pt"
 _PARTIAL = ".partial"
+_ROWS_AT_ONCE = 1 << 16
+NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
+"""(table, train_step, rows) to the first step from that one on that uses each row."""
 
 
 def save_checkpoint(
@@ -79,8 +84,16 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     stores: Mapping[str, Store],
+    next_use: NextUseOf | None = None,
 ) -> int:
     """Load a checkpoint into fresh parts.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        model: dense parameters.
+        optimizer: of the dense parameters, None to leave it out.
+        stores: rows by table.
+        next_use: when rows are used next, for stores that are ordered by it.
 
     Returns:
         The next step to train.
@@ -103,10 +116,15 @@ def load_checkpoint(
         optimizer.load_state_dict(dense["optimizer"])
     for table, store in stores.items():
         rows, values, state = (
-            np.load(checkpoint / table / f"{name}.npy", allow_pickle=False)
+            np.load(checkpoint / table / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in ("rows", "values", "state")
         )
-        store.write(rows, Records(values, state))
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            found = np.array(rows[part])
+            steps = None if next_use is None else next_use(table, train_step, found)
+            records = Records(np.array(values[part]), np.array(state[part]))
+            write_rows({table: store}, train_step - 1, {table: WriteBack(found, records, steps)})
     return train_step
 
 

@@ -7,17 +7,20 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from schemas.job_train import StoresConfig
 from schemas.manifest import canonical_json, replace_bytes
+from trainer.stores.checkpoint_store import CheckpointStore
 from trainer.stores.flight_client import open_group
+from trainer.stores.future_log import FutureLog, log_stores
 from trainer.stores.memory import memory_store
 from trainer.stores.mmap import mmap_store
 from trainer.stores.peer import Access
 from trainer.stores.processes import LocalStores
 from trainer.stores.serve import read_token
 from trainer.stores.store import Store, TableLayout
-from trainer.stores.together import close_stores
+from trainer.stores.together import close_stores, group_of
 
 STORE = "store"
 """Folder of the run for rows outside memory."""
@@ -32,7 +35,7 @@ def open_stores(
     config: StoresConfig,
     *,
     job: Path,
-    in_memory: bool,
+    kind: Literal["memory", "mmap", "log"],
     num_processes: int | None,
 ) -> Iterator[dict[str, Store]]:
     """Open empty stores of all tables; what they hold open is given back at the end.
@@ -42,13 +45,13 @@ def open_stores(
         layouts: tables by name.
         config: store processes of the job, for rows that are not all in memory.
         job: job file; its paths are relative to it.
-        in_memory: all rows in this process.
+        kind: where rows lie without store processes; `memory` holds with them, too.
         num_processes: store processes to be started here, in the place of those of the job.
 
     Raises:
         SchemaError: a store refuses or cannot be reached.
     """
-    if in_memory:
+    if kind == "memory":
         yield {table: memory_store(layout) for table, layout in layouts.items()}
     elif num_processes:
         with LocalStores(num_processes, run / STORE) as local:
@@ -59,8 +62,22 @@ def open_stores(
         access = _access(config, job.parent)
         with _opened(run, layouts, config.addresses, access) as stores:
             yield stores
+    elif kind == "log":
+        yield dict(log_stores(layouts, run / STORE))
     else:
         yield {table: mmap_store(layout, run / STORE) for table, layout in layouts.items()}
+
+
+def readable(stores: Mapping[str, Store], checkpoint: Path | None) -> dict[str, Store]:
+    """Return stores that give any row after training.
+
+    Args:
+        stores: of the run.
+        checkpoint: the newest; read in the place of a log, which gives rows by their step only.
+    """
+    if checkpoint is None or not isinstance(group_of(stores), FutureLog):
+        return dict(stores)
+    return {t: CheckpointStore(store.layout, checkpoint / t) for t, store in stores.items()}
 
 
 @contextmanager

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.events import METRICS, LedgerEntry, RunSummary, StepMetric, read_metrics
 from schemas.job import Job, load_job
+from schemas.job_train import TrainConfig
 from schemas.order import Order
 from trainer.batch import Batch
 from trainer.cache import PlannedCache
@@ -19,14 +21,16 @@ from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoi
 from trainer.decode import spec_of
 from trainer.evaluate import Evaluation, evaluate, gauc_key
 from trainer.lru import LruCache
-from trainer.opening import open_stores
+from trainer.next_use import NextUse
+from trainer.opening import open_stores, readable
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.planning import plans_of
 from trainer.reader import Reader, prefetched
 from trainer.run import RunLog, check_run, cut_run, start_run, write_summary
 from trainer.sources import DirectSource, RowSource
 from trainer.step import Clock, PhaseTimer, train_step
-from trainer.stores.together import checkpointed
+from trainer.stores.future_log import FutureLog
+from trainer.stores.together import checkpointed, group_of
 
 READ_AHEAD = 2
 """Batches that are read beside training."""
@@ -93,12 +97,13 @@ def train(
         layouts_of(spec, config),
         config.stores,
         job=job_path,
-        in_memory=options.embedding == "plain",
+        kind=_kind_of_store(options, config),
         num_processes=options.stores,
     ) as stores:
         parts = build_parts(spec, config, stores)
         source = _train(run, job, dataset, options, reader, parts, checkpoint, clock, on_step)
-        evaluation = evaluate_parts(job, dataset, parts)
+        found = readable(stores, newest_checkpoint(run))
+        evaluation = evaluate_parts(job, dataset, replace(parts, stores=found))
     summary = _summary(run, options, evaluation, source)
     write_summary(run, summary)
     return summary
@@ -119,7 +124,9 @@ def _train(
     config, order = job.train, order_of(job, dataset)
     first = 0
     if checkpoint is not None:
-        first = load_checkpoint(checkpoint, parts.model, parts.optimizer, parts.stores)
+        ordered = isinstance(group_of(parts.stores), FutureLog)
+        next_use = NextUse(dataset, order) if ordered else None
+        first = load_checkpoint(checkpoint, parts.model, parts.optimizer, parts.stores, next_use)
     cut_run(run, first)
     last = min(order.num_steps, options.steps or order.num_steps)
     source = _source(options, dataset, order, job, parts, first, last)
@@ -200,13 +207,22 @@ def _source(
                 "and keeps as many rows as it may"
             )
         return LruCache(parts.stores, cache.rows)
+    # a log takes copies at a checkpoint, and every row when it leaves
+    ordered = isinstance(group_of(parts.stores), FutureLog)
+    flush_every = None if ordered else job.train.checkpoint.every_steps
     return PlannedCache(
         parts.stores,
-        plans_of(dataset, order, parts.stores, cache, first, job.train.checkpoint.every_steps),
+        plans_of(dataset, order, parts.stores, cache, first, flush_every),
         first_step=first,
         last_step=last,
         prefetch_steps=cache.prefetch_steps,
     )
+
+
+def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memory", "mmap", "log"]:
+    if options.embedding == "plain":
+        return "memory"
+    return config.cache.files if options.embedding == "cached" else "mmap"
 
 
 def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> int:

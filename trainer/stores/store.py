@@ -13,9 +13,6 @@ from schemas.jagged import Array
 from trainer.rows import initial_rows
 from trainer.stores.row_map import RowMap
 
-NEVER_AGAIN = -1
-"""Step of the next use of a row that no later step uses."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:

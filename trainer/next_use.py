@@ -1,0 +1,53 @@
+"""When the rows of a checkpoint are used next: what a store ordered by the future must know."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.accesses import TableAccesses
+from schemas.dataset import Dataset
+from schemas.errors import SchemaError
+from schemas.order import Order
+from schemas.plan_slots import NEVER_AGAIN
+
+
+class NextUse:
+    """Answers for one table after the other, from the access lists of the steps to come."""
+
+    def __init__(self, dataset: Dataset, order: Order) -> None:
+        """Keep the parts; lists are read when a table is asked for."""
+        self._dataset = dataset
+        self._order = order
+        self._of = ("", -1)
+        self._rows = np.empty(0, np.int64)
+        self._steps = np.empty(0, np.int64)
+
+    def __call__(self, table: str, first_step: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first step from `first_step` on that uses each row, or `NEVER_AGAIN`.
+
+        Linear in the accesses of these steps, once for a table; 16 bytes for each of its rows.
+
+        Raises:
+            SchemaError: the dataset never uses a row.
+        """
+        if self._of != (table, first_step):
+            self._read(table, first_step)
+        at = np.searchsorted(self._rows, rows)
+        if len(rows) and (
+            int(at.max()) >= len(self._rows) or not np.array_equal(self._rows[at], rows)
+        ):
+            raise SchemaError(
+                f"rows of the checkpoint must be of the dataset, got others in {table!r}; "
+                "resume the run with the dataset that it was trained on"
+            )
+        return self._steps[at]
+
+    def _read(self, table: str, first_step: int) -> None:
+        accesses = TableAccesses(self._dataset, table, self._order)
+        steps = np.full(len(accesses.rows), NEVER_AGAIN, np.int64)
+        for step in range(self._order.num_steps - 1, first_step - 1, -1):
+            steps[accesses.numbers(step)] = step
+        order = np.argsort(accesses.rows)
+        self._rows, self._steps = accesses.rows[order], steps[order]
+        self._of = (table, first_step)

@@ -1,0 +1,283 @@
+"""A store for tables larger than memory, ordered by the future: all its I/O is sequential.
+
+The plan knows when a row that leaves the cache is used next. Rows are appended
+to one file per bucket of such steps, and a bucket is read whole when its first
+step comes due; then its space is given back. A row that no file holds for a
+step was never used: its first values are made, not read. Rows that no step
+uses again go to a file that only checkpoints read.
+
+Rows can only be fetched at the step that they were written for. What is here
+is lost with the process, and a run goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.errors import PlanError
+from schemas.plan_slots import NEVER_AGAIN
+from trainer.rows import initial_rows
+from trainer.stores.bucket_file import BucketFiles, Entries, Traffic, joined
+from trainer.stores.store import Records, TableLayout, WriteBack
+
+BUCKET_STEPS = 16
+"""Steps of one file: what they fetch is in memory at once."""
+BUFFER_BYTES = 64 << 20
+"""Most bytes that wait in memory for a long write; the fullest bucket is written first."""
+_FINAL, _RESIDENT = "final.bin", "resident.bin"
+
+
+class FutureLog:
+    """Rows of all tables, each written down for one later step; one thread at a time calls."""
+
+    def __init__(
+        self,
+        layouts: Mapping[str, TableLayout],
+        directory: Path,
+        *,
+        bucket_steps: int = BUCKET_STEPS,
+        buffer_bytes: int = BUFFER_BYTES,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            layouts: tables by name, all of one shape.
+            directory: an empty folder.
+            bucket_steps: steps of one file.
+            buffer_bytes: most bytes that wait for a long write.
+        """
+        first = next(iter(layouts.values()))
+        self._layouts = layouts
+        self._index = {table: index for index, table in enumerate(layouts)}
+        self._dim, self._dtype = first.dim, first.dtype
+        self._width = first.dim + first.state_width
+        self._files = BucketFiles(directory, self._width, first.dtype)
+        self._bucket_steps = bucket_steps
+        self._buffer_bytes = buffer_bytes
+        self._buffers: dict[int, list[Entries]] = defaultdict(list)
+        self._buffered: dict[int, int] = defaultdict(int)
+        self._due: dict[int, list[Entries]] = defaultdict(list)  # of the buckets in memory
+        self._handed: dict[int, Entries] = {}  # fetched, and not yet used
+        self._read_until = 0  # buckets before are in memory, or over
+        self._num_buckets = 0  # that may have a file
+        self._spooled: set[str] = set()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was read and written so far."""
+        return self._files.traffic
+
+    def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
+        """Return the rows of a step: those written down for it, and first values for the others.
+
+        Args:
+            train_step: the step, ascending from call to call.
+            rows: table to distinct rows.
+
+        Raises:
+            PlanError: a row that was written down for this step is not asked for.
+        """
+        self._read_buckets(train_step)
+        due = joined(self._due.pop(train_step, []), self._width, self._dtype)
+        due = due.take(np.lexsort((due.rows, due.tables)))
+        self._handed[train_step] = due
+        found = {table: self._records(table, due, wanted) for table, wanted in rows.items()}
+        num_found = sum(count for _, count in found.values())
+        if num_found != len(due):
+            raise PlanError(
+                f"plan must fetch the rows written down for step {train_step}, got {num_found} of "
+                f"{len(due)}; rebuild the dataset's index"
+            )
+        return {table: records for table, (records, _) in found.items()}
+
+    def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
+        """Take the rows that leave the cache after a step, or copies of those that stay.
+
+        Args:
+            train_step: the step.
+            leaving: rows by table. Where the next use is not known they are copies of what stays
+                cached, for the checkpoint that follows; they replace those of the last time.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
+        for step in [step for step in self._handed if step <= train_step]:
+            del self._handed[step]
+        self._drop_spool()
+        copies = {t: back for t, back in leaving.items() if back.next_use is None}
+        self._files.remove(_RESIDENT)
+        if copies:
+            self._files.append(_RESIDENT, self._entries(copies))
+        entries = self._entries({t: b for t, b in leaving.items() if b.next_use is not None})
+        buckets = entries.next_use // self._bucket_steps  # NEVER_AGAIN is bucket -1
+        order = np.argsort(buckets, kind="stable")
+        entries, buckets = entries.take(order), buckets[order]
+        cuts = np.flatnonzero(np.diff(buckets, prepend=-2, append=-2)[:-1]) if len(buckets) else []
+        ends = [*cuts[1:], len(buckets)] if len(buckets) else []
+        for start, end in zip(cuts, ends, strict=True):
+            self._keep(int(buckets[start]), entries.take(slice(start, end)))
+        self._write_long_ones()
+
+    def contents(self, table: str) -> tuple[NDArray[np.int64], Records]:
+        """Return all rows of a table and their records, after `write` of what stays cached.
+
+        The files are read once for all tables, into one file per table; only one table is
+        in memory.
+        """
+        if not self._spooled:
+            self._spool()
+        self._spooled.discard(table)
+        name = _spool_name(self._index[table])
+        entries = joined(self._files.read(name), self._width, self._dtype)
+        self._files.remove(name)
+        order = np.argsort(entries.rows)
+        rows, block = entries.rows[order], entries.block[order]
+        return rows, Records(block[:, : self._dim].copy(), block[:, self._dim :].copy())
+
+    def checkpointed(self, train_step: int) -> None:
+        """Do nothing: a checkpoint has its own copy of all rows."""
+
+    def close(self) -> None:
+        """Do nothing: no file is open between calls."""
+
+    def _records(self, table: str, due: Entries, wanted: NDArray[np.int64]) -> tuple[Records, int]:
+        index, layout = self._index[table], self._layouts[table]
+        start, end = np.searchsorted(due.tables, [index, index + 1])
+        written = due.rows[start:end]
+        at = np.searchsorted(written, wanted)
+        hit = np.zeros(len(wanted), bool)
+        inside = at < len(written)
+        hit[inside] = written[at[inside]] == wanted[inside]
+        records = Records(
+            np.empty((len(wanted), self._dim), self._dtype),
+            np.zeros((len(wanted), self._width - self._dim), self._dtype),
+        )
+        block = due.block[start + at[hit]]
+        records.values[hit], records.state[hit] = block[:, : self._dim], block[:, self._dim :]
+        records.values[~hit] = initial_rows(
+            wanted[~hit], table=table, seed=layout.seed, dim=self._dim, dtype=self._dtype
+        )
+        return records, int(hit.sum())
+
+    def _entries(self, leaving: Mapping[str, WriteBack]) -> Entries:
+        parts: list[Entries] = []
+        for table, back in leaving.items():
+            count = len(back.rows)
+            tables = np.full(count, self._index[table], np.int32)
+            known = back.next_use is not None
+            next_use = back.next_use if known else np.full(count, NEVER_AGAIN)
+            block = np.concatenate([back.records.values, back.records.state], axis=1)
+            parts.append(Entries(tables, back.rows, np.asarray(next_use, np.int64), block))
+        return joined(parts, self._width, self._dtype)
+
+    def _keep(self, bucket: int, entries: Entries) -> None:
+        if 0 <= bucket < self._read_until:
+            self._come_due(entries)
+            return
+        self._buffers[bucket].append(entries)
+        self._buffered[bucket] += entries.num_bytes
+
+    def _come_due(self, entries: Entries) -> None:
+        order = np.argsort(entries.next_use, kind="stable")
+        steps, starts = np.unique(entries.next_use[order], return_index=True)
+        for step, start, end in zip(steps.tolist(), starts, [*starts[1:], len(order)], strict=True):
+            self._due[step].append(entries.take(order[start:end]))
+
+    def _read_buckets(self, train_step: int) -> None:
+        bucket = train_step // self._bucket_steps
+        for number in range(self._read_until, bucket + 1):
+            for entries in self._files.read(_bucket_name(number)):
+                self._come_due(entries)
+            self._files.remove(_bucket_name(number))
+            for entries in self._buffers.pop(number, []):
+                self._come_due(entries)
+            self._buffered.pop(number, None)
+        self._read_until = max(self._read_until, bucket + 1)
+
+    def _write_long_ones(self) -> None:
+        while sum(self._buffered.values()) > self._buffer_bytes:
+            bucket = max(self._buffered, key=lambda number: self._buffered[number])
+            name = _FINAL if bucket == NEVER_AGAIN else _bucket_name(bucket)
+            self._files.append(name, joined(self._buffers[bucket], self._width, self._dtype))
+            del self._buffers[bucket], self._buffered[bucket]
+            self._num_buckets = max(self._num_buckets, bucket + 1)
+
+    def _spool(self) -> None:
+        """Copy what all tables hold into one file per table, reading each file once."""
+        waiting = sorted(self._buffers.items())
+        in_memory = [entries for _, parts in waiting for entries in parts]
+        in_memory += [entries for parts in self._due.values() for entries in parts]
+        in_memory += self._handed.values()
+        names = [_bucket_name(number) for number in range(self._read_until, self._num_buckets)]
+        for entries in in_memory:
+            self._spool_part(entries)
+        for name in (_FINAL, _RESIDENT, *names):
+            for entries in self._files.read(name):
+                self._spool_part(entries)
+        self._spooled = set(self._layouts)
+
+    def _spool_part(self, entries: Entries) -> None:
+        entries = entries.take(np.argsort(entries.tables, kind="stable"))
+        tables, starts = np.unique(entries.tables, return_index=True)
+        for table, start, end in zip(
+            tables.tolist(), starts, [*starts[1:], len(entries)], strict=True
+        ):
+            self._files.append(_spool_name(table), entries.take(slice(start, end)))
+
+    def _drop_spool(self) -> None:
+        for table in self._spooled:
+            self._files.remove(_spool_name(self._index[table]))
+        self._spooled = set()
+
+
+class LogStore:
+    """One table of the log."""
+
+    def __init__(self, log: FutureLog, layout: TableLayout) -> None:
+        """Keep the parts."""
+        self._log = log
+        self._layout = layout
+
+    @property
+    def layout(self) -> TableLayout:
+        """What the rows look like."""
+        return self._layout
+
+    @property
+    def group(self) -> FutureLog:
+        """All tables together."""
+        return self._log
+
+    def fetch(self, rows: NDArray[np.int64]) -> Records:
+        """Refuse: a row is found by the step that uses it."""
+        raise PlanError("rows of a log must be fetched with their step, got rows alone; ask all")
+
+    def write(self, rows: NDArray[np.int64], records: Records) -> None:
+        """Refuse: a row is written down for the step that uses it."""
+        raise PlanError("rows of a log must be written with their next use, got none; write all")
+
+    def contents(self) -> tuple[NDArray[np.int64], Records]:
+        """Return all rows ever written, ascending, and their records."""
+        return self._log.contents(self._layout.table)
+
+
+def log_stores(layouts: Mapping[str, TableLayout], directory: Path) -> dict[str, LogStore]:
+    """Return an empty log of all tables in a folder, replacing that of an earlier run."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    log = FutureLog(layouts, directory)
+    return {table: LogStore(log, layout) for table, layout in layouts.items()}
+
+
+def _bucket_name(bucket: int) -> str:
+    return f"bucket-{bucket:08d}.bin"
+
+
+def _spool_name(table: int) -> str:
+    return f"table-{table:05d}.bin"
