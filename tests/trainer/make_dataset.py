@@ -75,7 +75,7 @@ train:
   dense_optimizer: {{learning_rate: 0.003}}
   sparse_optimizer: {{name: {optimizer}, learning_rate: 0.05}}
   kernels: {kernels}
-  cache: {{policy: {policy}, lookahead: {lookahead}, prefetch_steps: 2, rows: {rows}}}
+  cache: {{policy: {policy}, lookahead: {lookahead}, rows: {rows}, files: {files}}}
   checkpoint: {{every_steps: {every_steps}, keep: 20}}
 """
 
@@ -103,6 +103,7 @@ _DEFAULTS = {
     "lookahead": "3",
     "rows": "null",
     "every_steps": "null",
+    "files": "log",
 }
 
 

@@ -1,4 +1,4 @@
-"""Rows in memory, in mapped files and in store processes: the same bits."""
+"""Rows in memory, in mapped files, in a log and in store processes: the same bits."""
 
 import os
 import re
@@ -29,21 +29,41 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert array.tobytes() == b[name].tobytes(), name
 
 
+@pytest.mark.parametrize("policy", ["ttl", "belady"])
+@pytest.mark.parametrize("files", ["log", "mmap"])
+def test_train_resumed_from_files_has_the_bits_of_a_run_that_never_stopped(
+    files: str, policy: str, dataset: Path, tmp_path: Path
+) -> None:
+    rows = "210" if policy == "belady" else "null"
+    settings = {"dtype": "float32", "every_steps": "5", "policy": policy, "rows": rows}
+    job = write_job(tmp_path / "job", files=files, lookahead="2", **settings)
+    run_job(job, dataset, tmp_path / "plain")
+    run_job(job, dataset, tmp_path / "cached", embedding="cached", steps=13)
+    other = write_job(tmp_path / "other", files="log", lookahead="2", **settings)
+    run_job(other, dataset, tmp_path / "cached", embedding="cached", resume=True)
+    assert_same_run(tmp_path / "plain", tmp_path / "cached")
+
+
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
-def test_train_over_store_processes_has_the_bits_of_plain_and_of_mapped_files(
+def test_train_has_the_bits_of_plain_in_a_log_in_mapped_files_and_in_store_processes(
     optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", dtype="float32", optimizer=optimizer, every_steps="12")
     plain = run_job(job, dataset, tmp_path / "plain")
-    mapped = run_job(job, dataset, tmp_path / "mapped", embedding="cached")
+    in_place = write_job(
+        tmp_path / "mmap", dtype="float32", optimizer=optimizer, every_steps="12", files="mmap"
+    )
+    mapped = run_job(in_place, dataset, tmp_path / "mapped", embedding="cached")
+    logged = run_job(job, dataset, tmp_path / "logged", embedding="cached")
+    assert_same_run(tmp_path / "plain", tmp_path / "logged")
     served = run_job(job, dataset, tmp_path / "served", embedding="cached", stores=2)
     direct = run_job(job, dataset, tmp_path / "direct", embedding="uncached", stores=1)
     assert_same_run(tmp_path / "plain", tmp_path / "direct")
     assert_same_run(tmp_path / "plain", tmp_path / "mapped")
     assert_same_run(tmp_path / "plain", tmp_path / "served")
-    for other in (mapped, served, direct):
+    for other in (mapped, logged, served, direct):
         assert (plain.ne, plain.auc, plain.gauc) == (other.ne, other.auc, other.gauc)
-    assert mapped.fetched_rows == served.fetched_rows
+    assert mapped.fetched_rows == served.fetched_rows == logged.fetched_rows
 
 
 def stores_of_this_process() -> list[int]:

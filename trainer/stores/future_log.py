@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -116,12 +116,8 @@ class FutureLog:
             self._files.append(_RESIDENT, self._entries(copies))
         entries = self._entries({t: b for t, b in leaving.items() if b.next_use is not None})
         buckets = entries.next_use // self._bucket_steps  # NEVER_AGAIN is bucket -1
-        order = np.argsort(buckets, kind="stable")
-        entries, buckets = entries.take(order), buckets[order]
-        cuts = np.flatnonzero(np.diff(buckets, prepend=-2, append=-2)[:-1]) if len(buckets) else []
-        ends = [*cuts[1:], len(buckets)] if len(buckets) else []
-        for start, end in zip(cuts, ends, strict=True):
-            self._keep(int(buckets[start]), entries.take(slice(start, end)))
+        for bucket, part in _by(buckets, entries):
+            self._keep(bucket, part)
         self._write_long_ones()
 
     def contents(self, table: str) -> tuple[NDArray[np.int64], Records]:
@@ -184,10 +180,8 @@ class FutureLog:
         self._buffered[bucket] += entries.num_bytes
 
     def _come_due(self, entries: Entries) -> None:
-        order = np.argsort(entries.next_use, kind="stable")
-        steps, starts = np.unique(entries.next_use[order], return_index=True)
-        for step, start, end in zip(steps.tolist(), starts, [*starts[1:], len(order)], strict=True):
-            self._due[step].append(entries.take(order[start:end]))
+        for step, part in _by(entries.next_use, entries):
+            self._due[step].append(part)
 
     def _read_buckets(self, train_step: int) -> None:
         bucket = train_step // self._bucket_steps
@@ -223,12 +217,8 @@ class FutureLog:
         self._spooled = set(self._layouts)
 
     def _spool_part(self, entries: Entries) -> None:
-        entries = entries.take(np.argsort(entries.tables, kind="stable"))
-        tables, starts = np.unique(entries.tables, return_index=True)
-        for table, start, end in zip(
-            tables.tolist(), starts, [*starts[1:], len(entries)], strict=True
-        ):
-            self._files.append(_spool_name(table), entries.take(slice(start, end)))
+        for table, part in _by(entries.tables, entries):
+            self._files.append(_spool_name(table), part)
 
     def _drop_spool(self) -> None:
         for table in self._spooled:
@@ -273,6 +263,15 @@ def log_stores(layouts: Mapping[str, TableLayout], directory: Path) -> dict[str,
     directory.mkdir(parents=True)
     log = FutureLog(layouts, directory)
     return {table: LogStore(log, layout) for table, layout in layouts.items()}
+
+
+def _by(keys: NDArray[np.integer], entries: Entries) -> Iterator[tuple[int, Entries]]:
+    """Yield the entries of each key, keys ascending."""
+    order = np.argsort(keys, kind="stable")
+    found, starts = np.unique(keys[order], return_index=True)
+    # not strict: no entries are split into one part of none
+    for key, chosen in zip(found.tolist(), np.split(order, starts[1:]), strict=False):
+        yield key, entries.take(chosen)
 
 
 def _bucket_name(bucket: int) -> str:

@@ -1,0 +1,185 @@
+"""The log ordered by the future against a store in memory, and what it reads and writes."""
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import PlanError, SchemaError
+from schemas.job_train import CacheConfig
+from schemas.plan_size import required_rows
+from schemas.plan_slots import NEVER_AGAIN
+from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
+from trainer.cache import PlannedCache
+from trainer.rows import initial_rows
+from trainer.sources import DirectSource
+from trainer.stores.future_log import FutureLog, LogStore
+from trainer.stores.memory import memory_store
+from trainer.stores.store import Records, Store, WriteBack
+
+
+def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> dict[str, Store]:
+    log = FutureLog({"items": LAYOUT}, folder, bucket_steps=bucket_steps, buffer_bytes=buffer_bytes)
+    return {"items": LogStore(log, LAYOUT)}
+
+
+def cache_over(
+    stores: dict[str, Store], steps: list[np.ndarray], config: CacheConfig
+) -> PlannedCache:
+    return PlannedCache(
+        stores,
+        {"items": plan_of(steps, config)},
+        first_step=0,
+        last_step=len(steps),
+        prefetch_steps=config.prefetch_steps,
+    )
+
+
+class Checked:
+    """A source whose store must hold, after each flush, what a reference store does."""
+
+    def __init__(self, source: PlannedCache, store: Store, reference: DirectSource) -> None:
+        self.source, self.store, self.reference = source, store, reference
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.source, name)
+
+    def write(self, step: int, rows: object, records: dict[str, Records]) -> None:
+        self.source.write(step, rows, records)  # type: ignore[arg-type]
+        self.reference.write(step, rows, records)  # type: ignore[arg-type]
+
+    def flush(self) -> None:
+        self.source.flush()
+        (rows, found), (wanted_rows, wanted) = (
+            self.store.contents(),
+            self.reference._stores["items"].contents(),
+        )
+        assert rows.tolist() == wanted_rows.tolist()
+        assert found.values.tobytes() == wanted.values.tobytes()
+        assert found.state.tobytes() == wanted.state.tobytes()
+
+
+@given(
+    steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
+    policy=st.sampled_from(["ttl", "belady"]),
+    lookahead=st.integers(1, 8),
+    bucket_steps=st.integers(1, 7),
+    buffer_bytes=st.sampled_from([0, 300, 1 << 20]),
+    flush_every=st.sampled_from([None, 1, 4]),
+    data=st.data(),
+)
+@settings(max_examples=150)
+def test_log_hands_out_and_holds_what_a_store_in_memory_does(
+    steps: list[set[int]],
+    policy: str,
+    lookahead: int,
+    bucket_steps: int,
+    buffer_bytes: int,
+    flush_every: int | None,
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
+    prefetch_steps = data.draw(st.integers(1, lookahead))
+    config = CacheConfig(policy=policy, lookahead=lookahead, prefetch_steps=prefetch_steps)  # type: ignore[arg-type]
+    needed = required_rows(index_of(rows)[1], config)
+    config = replace(config, rows=max(1, needed + data.draw(st.integers(0, 4))))
+    folder = tmp_path_factory.mktemp("log")
+    stores = log_in(folder, bucket_steps, buffer_bytes)
+    reference = DirectSource({"items": memory_store(LAYOUT)})
+    checked = Checked(cache_over(stores, rows, config), stores["items"], reference)
+    handed = run_source(checked, rows, flush_every)  # type: ignore[arg-type]
+    assert handed == run_source(DirectSource({"items": memory_store(LAYOUT)}), rows)
+    assert not list(folder.glob("bucket-*"))  # the space of buckets that are over is given back
+
+
+def big_steps(num_steps: int, rows_per_step: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    return [np.unique(rng.integers(0, 20_000, rows_per_step)) for _ in range(num_steps)]
+
+
+def test_log_reads_each_bucket_once_and_in_long_pieces(tmp_path: Path) -> None:
+    steps = big_steps(200, 2000)
+    config = CacheConfig(lookahead=2, prefetch_steps=1)
+    stores = log_in(tmp_path, 10, 400_000)
+    cache = cache_over(stores, steps, config)
+    run_source(cache, steps)
+    log = stores["items"].group  # type: ignore[attr-defined]
+    entry_bytes = 4 + 8 + 8 + 8 * 3
+    refetched = cache.fetched_rows - len(np.unique(np.concatenate(steps)))
+    assert refetched > 290_000
+    traffic = log.traffic
+    # every fetched row that was ever written is read once, but for those that never left memory
+    assert 0.5 * refetched * entry_bytes < traffic.read_bytes <= 1.001 * refetched * entry_bytes
+    assert traffic.read_bytes / traffic.num_reads > 100 * entry_bytes
+    assert traffic.num_reads < traffic.read_bytes / 20_000
+    assert traffic.written_bytes < 1.3 * traffic.read_bytes
+    assert traffic.num_writes < traffic.written_bytes / 20_000
+
+
+def test_log_makes_first_values_and_keeps_nothing_for_rows_that_are_read_only(
+    tmp_path: Path,
+) -> None:
+    (store,) = log_in(tmp_path, 4, 0).values()
+    log = store.group  # type: ignore[attr-defined]
+    rows = np.random.default_rng(0).integers(0, 10_000_000_000, 1000)
+    found = log.fetch(0, {"items": np.unique(rows)})["items"]
+    first = initial_rows(np.unique(rows), table="items", seed=0, dim=2, dtype="float64")
+    assert found.values.tobytes() == first.tobytes()
+    assert not found.state.any()
+    assert list(tmp_path.iterdir()) == []
+    assert store.contents()[0].tolist() == []
+
+
+def back_of(rows: list[int], next_use: list[int]) -> dict[str, WriteBack]:
+    records = Records(np.ones((len(rows), 2)), np.ones((len(rows), 1)))
+    return {"items": WriteBack(np.array(rows), records, np.array(next_use))}
+
+
+def test_log_refuses_a_plan_that_leaves_written_rows_out(tmp_path: Path) -> None:
+    (store,) = log_in(tmp_path, 4, 0).values()
+    log = store.group  # type: ignore[attr-defined]
+    log.write(0, back_of([5, 7, 9], [6, 6, NEVER_AGAIN]))
+    message = (
+        "plan must fetch the rows written down for step 6, got 1 of 2; rebuild the dataset's index"
+    )
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
+        log.fetch(6, {"items": np.array([5, 9])})
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    (store,) = log_in(tmp_path, 4, 0).values()
+    log = store.group  # type: ignore[attr-defined]
+    log.write(0, back_of(list(range(10)), [6] * 10))
+    path = tmp_path / "bucket-00000001.bin"
+    size = path.stat().st_size
+    message = (
+        f"disk must have room for the rows that leave the cache, got File too large in {path}; "
+        "free some and train on with --resume"
+    )
+    with (
+        largest_file(size + 100),
+        pytest.raises(SchemaError, match=f"^{re.escape(message)}$"),
+    ):
+        log.write(1, back_of(list(range(10, 20)), [7] * 10))
+    assert path.stat().st_size == size
+    log.write(2, {})
+    for step, rows in ((6, range(10)), (7, range(10, 20))):
+        assert (log.fetch(step, {"items": np.array(rows)})["items"].values == 1).all()
