@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from schemas.absent import numbered_accesses
 from schemas.dataset import Dataset, Index
 from schemas.jagged import Jagged
+from schemas.load import TableLoad, table_load
 from schemas.oracle import first_seen, merge_blocks
 from schemas.order import Order
 
@@ -83,3 +84,16 @@ def indexed_steps(
     for train_step, numbers in enumerate(accesses.steps()):
         start, end = distances.offsets[train_step : train_step + 2]
         yield numbers, distances.values[start:end].astype(np.int32)
+
+
+def index_load(dataset: Dataset, table: str, order: Order) -> TableLoad:
+    """Return what a run asks of a table's slots, when, and how soon rows come back.
+
+    Raises:
+        SchemaError: there is no index of the order.
+    """
+    index = dataset.index_for(order)
+    accesses, distances = TableAccesses(dataset, table, order), index.distances(table)
+    cuts = zip(distances.offsets[:-1].tolist(), distances.offsets[1:].tolist(), strict=True)
+    parts = (distances.values[start:end] for start, end in cuts)
+    return table_load(zip(accesses.steps(), parts, strict=True), accesses.rows, order.num_steps)

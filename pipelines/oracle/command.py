@@ -6,11 +6,14 @@ import argparse
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from pipelines.oracle.hints import hints_of
 from pipelines.oracle.index import build_index
 from pipelines.oracle.policies import policy_reports, table_report
 from pipelines.segments.commit import commit_root
 from pipelines.segments.lock import locked
+from schemas.accesses import index_load
 from schemas.dataset import Dataset, open_dataset, verified_version
 from schemas.hints import write_hints
 from schemas.job_train import CacheConfig
@@ -57,8 +60,15 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
 
 def _report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> dict[str, Any]:
     policies = policy_reports(dataset, table, order, cache)
+    load = index_load(dataset, table, order)
     return asdict(table_report(dataset, table, order, cache, policies)) | {
-        "policies": {name: asdict(report) for name, report in policies.items()}
+        "policies": {name: asdict(report) for name, report in policies.items()},
+        "load": {
+            "most_rows_per_step": int(load.rows_per_step.max(initial=0)),
+            "slots": load.slots.tolist(),
+            "reuse": load.reuse[: int(np.flatnonzero(load.reuse).max(initial=-1)) + 1].tolist(),
+            "never": load.never,
+        },
     }
 
 

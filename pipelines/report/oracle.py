@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from pipelines.oracle.policies import PolicyReport, TableReport, policy_reports, table_report
 from pipelines.report.curves import Line, Point, Scale, curve_chart
 from pipelines.report.html import Section, details, figure, side_by_side, table
+from pipelines.report.load import load_tables
 from pipelines.report.numbers import count, percent, ratio, short
 from pipelines.report.svg import ACCENT, HALF, OTHER, OURS
-from schemas.accesses import TableAccesses, indexed_steps
+from schemas.accesses import TableAccesses, index_load, indexed_steps
 from schemas.curve_points import Curve, lru_curve, optimal_curve
 from schemas.dataset import Dataset
+from schemas.load import TableLoad
 from schemas.order import Order
 from schemas.plan import PlanStep, plan
 
@@ -40,6 +42,7 @@ class OracleFacts:
         lru: hit rates of the least recently used rows.
         optimal: best possible hit rates.
         plan: the plan of the largest table.
+        load: of the largest table.
     """
 
     tables: Mapping[str, TableReport]
@@ -50,6 +53,7 @@ class OracleFacts:
     lru: Curve
     optimal: Curve
     plan: tuple[tuple[int, int, int], ...]
+    load: TableLoad
 
     @property
     def total(self) -> TableReport:
@@ -104,6 +108,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
         lru=lru_curve(trace.steps(), report.num_accesses, report.num_unique_rows),
         optimal=_optimal(trace.steps(), report.num_accesses),
         plan=tuple(map(_step, plan(steps, cache))),
+        load=index_load(dataset, largest, order),
     )
 
 
@@ -133,7 +138,10 @@ def oracle_section(facts: OracleFacts) -> Section:
         f"look-ups, and because the future is known, a cache of "
         f"{percent(total.peak_cache_rows / total.num_unique_rows)} of the touched rows answers "
         f"{percent(total.hit_rate)} of all accesses: {most}, since every row must be read once.",
-        side_by_side(_cache_curve(facts), _over_time(facts)) + _policies(facts) + _tables(facts),
+        side_by_side(_cache_curve(facts), _over_time(facts))
+        + _policies(facts)
+        + _tables(facts)
+        + load_tables(facts.largest, facts.load),
     )
 
 

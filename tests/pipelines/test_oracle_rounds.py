@@ -174,3 +174,15 @@ def test_rounds_of_a_large_table_take_less_than_512_mib(tmp_path: Path, reposito
     assert found["num_rows"] > 4_000_000
     assert found["num_entries"] > 14_000_000
     assert found["peak_bytes"] < 512 << 20
+
+
+def test_oracle_prints_the_load_of_each_table(
+    at_once: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["oracle", str(at_once / "dataset"), "--json"]) == 0
+    for table in json.loads(capsys.readouterr().out)["tables"].values():
+        load = table["load"]
+        assert sum(map(sum, load["slots"])) == table["num_accesses"]
+        assert sum(load["reuse"]) + load["never"] == table["num_accesses"]
+        assert load["never"] == table["num_unique_rows"]
+        assert 0 < load["most_rows_per_step"] <= table["num_unique_rows"]

@@ -1,0 +1,54 @@
+"""Load of a table against a scan of its accesses, over random orders of several epochs."""
+
+import numpy as np
+import pytest
+
+from schemas import reference
+from schemas.hashing import slot_of_row
+from schemas.jagged import Jagged, offsets_of
+from schemas.job import OrderConfig
+from schemas.load import REUSE_BINS, table_load
+from schemas.oracle import merge_blocks, next_use
+from schemas.order import Order
+
+
+@pytest.mark.parametrize("shuffle", ["none", "blocks"])
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(5))
+def test_load_equals_a_scan_and_epochs_link_until_the_last(
+    seed: int, epochs: int, shuffle: str
+) -> None:
+    rng = np.random.default_rng([seed, epochs])
+    lists = [np.flatnonzero(rng.random(12) < 0.4) for _ in range(rng.integers(1, 9))]
+    blocks = Jagged(np.concatenate(lists), offsets_of(np.array([len(a) for a in lists])))
+    config = OrderConfig(shuffle="blocks" if shuffle == "blocks" else "none", seed=seed)
+    order = Order((len(lists),), int(rng.integers(1, 4)), epochs, config)
+    entries = [merge_blocks(blocks, order.step(s).positions) for s in range(order.num_steps)]
+    distances = next_use(entries, 12)
+    assert [d.tolist() for d in distances] == reference.next_use([e.tolist() for e in entries])
+    per_epoch = order.num_steps // epochs
+    for train_step, found in enumerate(distances):  # a row comes back in every epoch but the last
+        assert (found > 0).all() or train_step >= order.num_steps - per_epoch
+
+    rows = rng.integers(0, 2**60, 12)
+    load = table_load(zip(entries, distances, strict=True), rows, order.num_steps, 3, 4)
+    periods = min(3, order.num_steps)
+    slots = np.zeros((periods, 4), int)
+    reuse, never = np.zeros(REUSE_BINS, int), 0
+    for train_step, (numbers, found) in enumerate(zip(entries, distances, strict=True)):
+        for number, distance in zip(numbers.tolist(), found.tolist(), strict=True):
+            slot = int(slot_of_row(rows[number : number + 1])[0])
+            slots[train_step * periods // order.num_steps, slot // 1024] += 1
+            if distance:
+                reuse[distance.bit_length() - 1] += 1
+            never += not distance
+    assert np.array_equal(load.slots, slots)
+    assert np.array_equal(load.reuse, reuse)
+    assert load.never == never
+    assert load.rows_per_step.tolist() == [len(e) for e in entries]
+    assert load.imbalance >= 1
+
+
+def test_load_of_a_table_that_nothing_looks_into_is_even() -> None:
+    load = table_load([], np.empty(0, np.int64), 0)
+    assert (load.never, load.reuse.sum(), load.imbalance) == (0, 0, 1.0)
