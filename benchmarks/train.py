@@ -5,7 +5,8 @@
 Both sides train the same model (TorchRec's DLRM) on the same samples in the same batches, which
 are in memory before the clock starts. TorchRec's side is its best on CPU: tables in FBGEMM's fused
 kernel with row-wise Adagrad, bags repeated for every sample. `unchanged` is the same model on our
-reader's deduplicated batches and our embedding module. `bound` is TorchRec's time over the time
+reader's deduplicated batches and our embedding module; `dedup` computes what depends on a unique
+tuple alone once per tuple, with the same parameters. `bound` is TorchRec's time over the time
 of its dense part alone with embeddings that cost nothing: no embedding, however fast, gets a model
 that is left as it is beyond that. Sides take turns; `parity` is the largest relative difference
 of losses in the steps before the clock starts.
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +53,6 @@ Step = Callable[[int], float]
 """Trains the batch of that number and returns its loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sides:
-    """What is timed.
-
-    Attributes:
-        steps: by name, `torchrec` and `dense` among them.
-        phases: of our sides, by name.
-    """
-
-    steps: Mapping[str, Step]
-    phases: Mapping[str, PhaseTimer]
-
-
 def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
     """Return the train section that both sides follow."""
     return replace(
@@ -86,10 +75,10 @@ def batches(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> list[Ba
     return [batch for batch in found if batch.num_samples == found[0].num_samples]
 
 
-def unchanged(
+def ours_of(
     spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]
 ) -> tuple[Step, PhaseTimer]:
-    """Return our steps with TorchRec's model as it is."""
+    """Return our steps, with TorchRec's model as it is or computed once per unique tuple."""
     parts = build_parts(spec, config, memory_stores(spec, config))
     timer = PhaseTimer(time.perf_counter)
 
@@ -160,20 +149,28 @@ def measure(dataset: Dataset, top: tuple[int, ...], rounds: int) -> dict[str, An
     config = config_of(dataset, top)
     spec = spec_of(dataset, config.dtype)
     ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
-    step, timer = unchanged(spec, config, ours)
+    step, timer = ours_of(spec, config, ours)
+    deduplicating = replace(config, model=replace(config.model, dedup_compute=True))
+    dedup, dedup_timer = ours_of(spec, deduplicating, ours)
     torchrec, dense = peer(spec, config, plain)
     differences = []
     for number in range(min(PARITY_STEPS, len(ours))):
-        a, b = step(number), torchrec(number)
-        differences.append(abs(a - b) / abs(b))
-    sides: dict[str, Step] = {"torchrec": torchrec, "unchanged": step, "dense": dense}
+        losses = step(number), dedup(number), torchrec(number)
+        differences += [abs(loss - losses[-1]) / abs(losses[-1]) for loss in losses[:-1]]
+    sides: dict[str, Step] = {
+        "torchrec": torchrec,
+        "unchanged": step,
+        "dedup": dedup,
+        "dense": dense,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         timer.finish()
+        dedup_timer.finish()
         for name in sides if number % 2 else reversed(sides):
             seconds[name].append(timed(sides[name], len(ours)))
     counted = {name: values[1:] for name, values in seconds.items()}
-    _, phases = timer.finish()
+    phases = {"unchanged": timer.finish()[1], "dedup": dedup_timer.finish()[1]}
     bound = _ratios(counted, "dense")
     return {
         "num_samples": sum(b.num_samples for b in ours),
@@ -181,8 +178,12 @@ def measure(dataset: Dataset, top: tuple[int, ...], rounds: int) -> dict[str, An
         "parity": max(differences),
         "milliseconds": {n: round(statistics.median(v) * 1e3, 2) for n, v in counted.items()},
         "bound": round(statistics.median(bound), 3),
-        "phases_ms": {n: round(s / len(ours) * 1e3, 2) for n, s in phases.items() if s},
+        "phases_ms": {
+            side: {n: round(s / len(ours) * 1e3, 2) for n, s in taken.items() if s}
+            for side, taken in phases.items()
+        },
         "unchanged": _shown(_ratios(counted, "unchanged")),
+        "dedup": _shown(_ratios(counted, "dedup")),
         "share_of_bound": round(
             statistics.median(_ratios(counted, "unchanged")) / statistics.median(bound), 3
         ),
@@ -215,6 +216,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
+    if "OMP_WAIT_POLICY" not in os.environ:  # read once, when torch is loaded: begin again
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.execv(
+            sys.executable, [sys.executable, "-m", "benchmarks.train", *(argv or sys.argv[1:])]
+        )
     torch.set_num_threads(THREADS)
     found: dict[str, dict[str, Any]] = {}
     for name in options.datasets.split(","):
