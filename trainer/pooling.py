@@ -59,10 +59,10 @@ class Pooling:
         places, dim = self._places, first.shape[1]
         out = first.new_empty(places.num_samples, len(places.keys), dim)
         self._scales = first.new_ones(places.num_places) if self._mean else None
+        table_of = {f: t for t, lookup in self._batch.lookups.items() for f in lookup.features}
         bags = [
-            self._bags(feature, lookup, weights[table])
-            for table, lookup in self._batch.lookups.items()
-            for feature in lookup.features
+            self._bags(feature, self._batch.lookups[table_of[feature]], weights[table_of[feature]])
+            for feature in places.keys
         ]
         self._kernels.pool(bags, out, self._scales)
         return out.flatten(1)

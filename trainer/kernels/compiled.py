@@ -22,7 +22,7 @@ KINDS = {"sum": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ENTRIES = {
-    "pool": (_POINTER, _WORD, _WORD, _WORD, _POINTER, _WORD),
+    "pool": (_POINTER, _WORD, _WORD, _WORD, _WORD, _POINTER, _WORD),
     "contract": (_POINTER, _WORD, _WORD, _WORD, _POINTER, _POINTER, _WORD),
     "update": (_POINTER, _WORD, _POINTER, _POINTER, _WORD, _POINTER, _WORD, _POINTER, _WORD),
 }
@@ -56,7 +56,7 @@ class CompiledKernels:
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
         """Write the sum or mean of each bag's rows to all samples that have it."""
-        _, stride, dim = out.shape
+        num_samples, stride, dim = out.shape
         words = [
             (
                 _at(f.weight, out.dtype),
@@ -72,7 +72,9 @@ class CompiledKernels:
             )
             for f in features
         ]
-        self._call("pool", out, _words(words), len(words), dim, stride, _at(out, out.dtype))
+        self._call(
+            "pool", out, _words(words), len(words), dim, num_samples, stride, _at(out, out.dtype)
+        )
 
     def contract(
         self, groups: Sequence[GroupSamples], gradient: torch.Tensor, out: torch.Tensor

@@ -118,7 +118,7 @@ class Kernels(Protocol):
         """Write the sum or mean of each bag's rows to all samples that have it.
 
         Args:
-            features: one per column of `out`.
+            features: one per column of `out`, in that order.
             out: (num_samples, num_features, dim).
             scales: (num_places,), made one over each bag's length: means; None: sums.
         """

@@ -47,13 +47,14 @@ struct Group {
   int64_t place;   // first of its places in the second block
 };
 
-template <typename T>
-void pool_bags(const Feature<T>& f, int64_t first, int64_t last, int64_t dim, int64_t stride,
-               T* out) {
-  const int64_t end = f.offsets[f.num_bags];
+constexpr int64_t kBlock = 16;  // bags of all features of a group that are pooled together
+
+template <typename T, typename Dim>
+void pool_bags(const Feature<T>& f, int64_t first, int64_t last, Dim dim, int64_t stride, T* out) {
+  const int64_t end = f.offsets[f.num_bags], distance = rows_ahead<T>(dim);
   const auto row = [&](int64_t k) { return f.weight + int64_t(f.positions[k]) * dim; };
   const auto ahead = [&](int64_t k) {
-    if (k + kAhead < end) fetch(row(k + kAhead), dim);
+    if (k + distance < end) fetch(row(k + distance), dim);
   };
   const auto factor = [&](int64_t k) { return f.factors[k]; };
   for (int64_t bag = first; bag < last; bag++) {
@@ -77,17 +78,31 @@ void pool_bags(const Feature<T>& f, int64_t first, int64_t last, int64_t dim, in
   }
 }
 
-template <typename T>
-void pool(const Feature<T>* features, int64_t num_features, int64_t dim, int64_t stride, T* out,
-          int threads) {
-  const auto count = [&](int64_t f) { return features[f].num_bags; };
-  const auto work = [&](int64_t f, int64_t bag) {
-    const Feature<T>& feature = features[f];
-    const int64_t written = feature.order ? feature.samples[bag] : bag;
-    return int64_t(feature.offsets[bag] - feature.offsets[0]) + bag + written;
+// Features of a group lie side by side in the output and are pooled block by block, so that what
+// is written together lies together.
+template <typename T, typename Dim>
+void pool(const Feature<T>* features, int64_t num_features, Dim dim, int64_t num_samples,
+          int64_t stride, T* out, int threads) {
+  std::vector<int64_t> begin;  // first feature of each group, and the end
+  for (int64_t f = 0; f < num_features; f++)
+    if (f == 0 || features[f].order != features[f - 1].order) begin.push_back(f);
+  begin.push_back(num_features);
+  const auto count = [&](int64_t g) { return features[begin[g]].num_bags; };
+  const auto work = [&](int64_t g, int64_t bag) {
+    int64_t sum = 0;
+    for (int64_t f = begin[g]; f < begin[g + 1]; f++) {
+      const Feature<T>& feature = features[f];
+      const int64_t written = feature.order ? feature.samples[bag] : bag;
+      sum += int64_t(feature.offsets[bag] - feature.offsets[0]) + bag + written;
+    }
+    return sum;
   };
-  for_parts(num_features, count, work, dim, threads, [&](int64_t f, int64_t first, int64_t last) {
-    pool_bags(features[f], first, last, dim, stride, out);
+  const int64_t num_groups = int64_t(begin.size()) - 1;
+  large_pages(out, num_samples * stride * dim * int64_t(sizeof(T)));
+  for_parts(num_groups, count, work, dim, threads, [&](int64_t g, int64_t first, int64_t last) {
+    for (int64_t bag = first; bag < last; bag += kBlock)
+      for (int64_t f = begin[g]; f < begin[g + 1]; f++)
+        pool_bags(features[f], bag, std::min(bag + kBlock, last), dim, stride, out);
   });
 }
 
@@ -102,11 +117,12 @@ void contract(const Group* groups, int64_t num_groups, int64_t dim, int64_t stri
   for_parts(num_groups, count, work, dim, threads, [&](int64_t s, int64_t first, int64_t last) {
     const Group& g = groups[s];
     const int64_t width = g.width * dim, end = g.samples[g.num_bags];
+    const int64_t distance = rows_ahead<T>(width);
     const auto row = [&](int64_t k) {
       return gradient + (g.order[k] * stride + g.column) * dim;
     };
     const auto ahead = [&](int64_t k) {
-      if (k + kAhead < end) fetch(row(k + kAhead), width);
+      if (k + distance < end) fetch(row(k + distance), width);
     };
     for (int64_t bag = first; bag < last; bag++) {
       T* mine = out + g.place * dim + bag * width;
@@ -124,30 +140,33 @@ struct Gradients {
   const T* scales;  // of each place, or null
   int64_t dim;
 
-  const T* of(int64_t place) const {
+  template <typename Dim>
+  const T* of(int64_t place, Dim dim) const {
     return place < num_outputs ? outputs + place * dim : bags + (place - num_outputs) * dim;
   }
 };
 
-template <typename T>
-void sum_readers(const Table<T>& t, const Gradients<T>& gradients, int64_t first, int64_t last,
-                 T* sum) {
-  const int64_t end = t.reader_offsets[t.num_rows];
-  const auto row = [&](int64_t k) { return gradients.of(t.readers[k]); };
+template <typename T, typename Dim>
+__attribute__((always_inline)) inline void sum_readers(const Table<T>& t,
+                                                       const Gradients<T>& gradients,
+                                                       int64_t first, int64_t last, Dim dim,
+                                                       T* sum) {
+  const int64_t end = t.reader_offsets[t.num_rows], distance = rows_ahead<T>(dim);
+  const auto row = [&](int64_t k) { return gradients.of(t.readers[k], dim); };
   const auto ahead = [&](int64_t k) {
-    if (k + kAhead < end) fetch(row(k + kAhead), gradients.dim);
+    if (k + distance < end) fetch(row(k + distance), dim);
   };
   const auto scale = [&](int64_t k) { return gradients.scales[t.readers[k]]; };
   const auto factor = [&](int64_t k) { return t.factors[k]; };
   const auto both = [&](int64_t k) { return t.factors[k] * gradients.scales[t.readers[k]]; };
   if (t.factors && gradients.scales)
-    sum_rows<T>(row, both, ahead, first, last, gradients.dim, sum);
+    sum_rows<T>(row, both, ahead, first, last, dim, sum);
   else if (t.factors)
-    sum_rows<T>(row, factor, ahead, first, last, gradients.dim, sum);
+    sum_rows<T>(row, factor, ahead, first, last, dim, sum);
   else if (gradients.scales)
-    sum_rows<T>(row, scale, ahead, first, last, gradients.dim, sum);
+    sum_rows<T>(row, scale, ahead, first, last, dim, sum);
   else
-    sum_rows<T>(row, One{}, ahead, first, last, gradients.dim, sum);
+    sum_rows<T>(row, One{}, ahead, first, last, dim, sum);
 }
 
 constexpr int64_t kPiece = 4096;  // readers of one row that one thread sums
@@ -178,7 +197,7 @@ struct Hot {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (pieces.size() > 1)
     for (size_t p = 0; p < pieces.size(); p++)
       sum_readers(tables[pieces[p].table], gradients, pieces[p].first, pieces[p].last,
-                  sums.data() + p * gradients.dim);
+                  gradients.dim, sums.data() + p * gradients.dim);
   }
 
   void total(int64_t table, int64_t row, int64_t num_readers, int64_t dim, T* sum) const {
@@ -191,10 +210,10 @@ struct Hot {
   }
 };
 
-template <typename T>
-void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& gradients,
+template <typename T, typename Dim>
+void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& gradients, Dim dim,
             const Rule& rule, int threads) {
-  const int64_t dim = gradients.dim, width = state_width(rule, dim);
+  const int64_t width = state_width(rule, dim), distance = rows_ahead<T>(dim);
   const Hot<T> hot(tables, num_tables, gradients, threads);
   const auto count = [&](int64_t s) { return tables[s].num_rows; };
   const auto work = [&](int64_t s, int64_t u) {
@@ -205,8 +224,8 @@ void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& grad
     std::vector<T> sum(dim);
     const auto place = [&](int64_t u) { return t.rows ? int64_t(t.rows[u]) : u; };
     for (int64_t u = first; u < last; u++) {
-      if (t.rows && u + kAhead < last) {
-        const int64_t next = place(u + kAhead);
+      if (t.rows && u + distance < last) {
+        const int64_t next = place(u + distance);
         fetch(t.values + next * dim, dim);
         fetch(t.state + next * width, width);
       }
@@ -214,7 +233,7 @@ void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& grad
       if (high - low > kPiece)
         hot.total(s, u, high - low, dim, sum.data());
       else
-        sum_readers(t, gradients, low, high, sum.data());
+        sum_readers(t, gradients, low, high, dim, sum.data());
       if (t.more)
         for (int64_t d = 0; d < dim; d++) sum[d] += t.more[u * dim + d];
       apply(rule, t.values + place(u) * dim, t.state + place(u) * width, sum.data(), dim);
@@ -228,9 +247,12 @@ using namespace presage;
 
 #define PRESAGE_ENTRIES(T, suffix)                                                              \
   extern "C" void presage_pool_##suffix(const void* features, int64_t num_features, int64_t dim, \
-                                        int64_t stride, void* out, int64_t threads) {            \
-    pool(static_cast<const Feature<T>*>(features), num_features, dim, stride,                   \
-         static_cast<T*>(out), int(threads));                                                   \
+                                        int64_t num_samples, int64_t stride, void* out,          \
+                                        int64_t threads) {                                       \
+    with_width(dim, [&](auto width) {                                                           \
+      pool(static_cast<const Feature<T>*>(features), num_features, width, num_samples, stride,  \
+           static_cast<T*>(out), int(threads));                                                 \
+    });                                                                                         \
   }                                                                                             \
   extern "C" void presage_contract_##suffix(const void* groups, int64_t num_groups, int64_t dim, \
                                             int64_t stride, const void* gradient, void* out,     \
@@ -244,8 +266,10 @@ using namespace presage;
                                           const void* rule, int64_t threads) {                  \
     const Gradients<T> gradients{static_cast<const T*>(outputs), static_cast<const T*>(bags),   \
                                  num_outputs, static_cast<const T*>(scales), dim};              \
-    update(static_cast<const Table<T>*>(tables), num_tables, gradients,                         \
-           *static_cast<const Rule*>(rule), int(threads));                                      \
+    with_width(dim, [&](auto width) {                                                           \
+      update(static_cast<const Table<T>*>(tables), num_tables, gradients, width,                \
+             *static_cast<const Rule*>(rule), int(threads));                                    \
+    });                                                                                         \
   }
 
 PRESAGE_ENTRIES(float, float32)

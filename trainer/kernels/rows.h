@@ -1,6 +1,8 @@
 // Sums of rows, and work cut into equal parts. See README.md.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -9,8 +11,9 @@
 
 namespace presage {
 
-constexpr int kAhead = 8;             // look-ups that rows are fetched ahead of their use
 constexpr int64_t kLine = 64;         // bytes of a cache line
+constexpr int64_t kLinesAhead = 32;   // fetched ahead of their use, about what a core has open
+constexpr int64_t kRowsAhead = 4;     // at least
 constexpr int64_t kParts = 8;         // parts per thread, so that no thread waits long for another
 constexpr int64_t kSmall = 1 << 14;   // numbers that are not worth waking another thread
 
@@ -27,10 +30,39 @@ struct Vector<double> {
 template <typename T>
 constexpr int kLanes = 64 / sizeof(T);
 
+// Run `body(dim)`, with the widths that are common known to the compiler.
+template <typename Body>
+void with_width(int64_t dim, const Body& body) {
+  switch (dim) {
+    case 16: return body(std::integral_constant<int64_t, 16>());
+    case 32: return body(std::integral_constant<int64_t, 32>());
+    case 64: return body(std::integral_constant<int64_t, 64>());
+    case 128: return body(std::integral_constant<int64_t, 128>());
+    default: return body(dim);
+  }
+}
+
+// Rows of `dim` numbers that are fetched ahead of their use.
+template <typename T>
+inline int64_t rows_ahead(int64_t dim) {
+  return std::max(kRowsAhead, kLinesAhead * kLine / std::max<int64_t>(dim * sizeof(T), kLine));
+}
+
 template <typename T>
 inline void fetch(const T* row, int64_t dim) {
+  asm volatile("");  // a function that only prefetches counts as pure, and GCC 12 drops its calls
   const char* line = reinterpret_cast<const char*>(row);
   for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += kLine) __builtin_prefetch(line + at);
+}
+
+// Ask for large pages where a block was not touched yet: a fresh output costs a fault per page.
+inline void large_pages(void* block, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t page = uintptr_t(1) << 21;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(block) + page - 1) & ~(page - 1);
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(block) + bytes) & ~(page - 1);
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
 }
 
 // The factor of a look-up where there is none: the product is then left out.
@@ -53,10 +85,11 @@ inline void sum_block(const Row& row, const Factor& factor, int64_t first, int64
   for (int i = 0; i < N; i++) *reinterpret_cast<V*>(out + i * kLanes<T>) = sums[i];
 }
 
-// out[0 : dim] = sum of factor(k) * row(k), k ascending. `ahead(k)` fetches what k + kAhead reads.
-template <typename T, typename Row, typename Factor, typename Ahead>
-inline void sum_rows(const Row& row, const Factor& factor, const Ahead& ahead, int64_t first,
-                     int64_t last, int64_t dim, T* out) {
+// out[0 : dim] = sum of factor(k) * row(k), k ascending. `ahead(k)` fetches what a later k reads.
+template <typename T, typename Row, typename Factor, typename Ahead, typename Dim>
+__attribute__((always_inline)) inline void sum_rows(const Row& row, const Factor& factor,
+                                                    const Ahead& ahead, int64_t first,
+                                                    int64_t last, Dim dim, T* out) {
   constexpr int64_t lanes = kLanes<T>;
   const auto fetching = [&](int64_t k) {
     ahead(k);

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 namespace presage {
 
@@ -26,22 +27,42 @@ inline int64_t state_width(const Rule& rule, int64_t dim) {
   }
 }
 
-// Sixteen partial sums, added in order: the same bits whatever the width of a register.
-template <typename T>
-inline T mean_of_squares(const T* g, int64_t dim) {
-  T sums[16] = {};
-  int64_t d = 0;
-  for (; d + 16 <= dim; d += 16)
-    for (int i = 0; i < 16; i++) sums[i] += g[d + i] * g[d + i];
-  for (int i = 0; d < dim; d++, i++) sums[i] += g[d] * g[d];
-  T sum = 0;
-  for (int i = 0; i < 16; i++) sum += sums[i];
-  return sum / T(dim);
+// The sum of a power of two of lanes: the upper half is added to the lower until one is left.
+template <typename T, int N>
+inline T sum_of_lanes(const T* lanes) {
+  typedef T Half __attribute__((vector_size(N / 2 * sizeof(T)), aligned(alignof(T)), may_alias));
+  const Half* halves = reinterpret_cast<const Half*>(lanes);
+  const Half sum = halves[0] + halves[1];
+  if constexpr (N == 4) {
+    return sum[0] + sum[1];
+  } else {
+    T half[N / 2];
+    std::memcpy(half, &sum, sizeof(half));
+    return sum_of_lanes<T, N / 2>(half);
+  }
 }
 
-template <typename T>
-inline void apply(const Rule& rule, T* __restrict w, T* __restrict s, const T* __restrict g,
-                  int64_t dim) {
+// Sixteen partial sums: the same bits whatever a register's width.
+template <typename T, typename Dim>
+inline T mean_of_squares(const T* g, Dim dim) {
+  constexpr int lanes = 64 / sizeof(T), blocks = 16 / lanes;
+  typedef T Lanes __attribute__((vector_size(64), aligned(alignof(T)), may_alias));
+  Lanes sums[blocks] = {};
+  int64_t d = 0;
+  for (; d + 16 <= dim; d += 16)
+    for (int b = 0; b < blocks; b++) {
+      const Lanes block = *reinterpret_cast<const Lanes*>(g + d + b * lanes);
+      sums[b] += block * block;
+    }
+  T all[16];
+  std::memcpy(all, sums, sizeof(all));
+  for (int i = 0; i < 16 && d < dim; d++, i++) all[i] += g[d] * g[d];
+  return sum_of_lanes<T, 16>(all) / T(dim);
+}
+
+template <typename T, typename Dim>
+__attribute__((always_inline)) inline void apply(const Rule& rule, T* __restrict w,
+                                                 T* __restrict s, const T* __restrict g, Dim dim) {
   const T rate = T(rule.learning_rate), eps = T(rule.eps);
   switch (rule.kind) {
     case kSgd:

@@ -1,0 +1,35 @@
+"""The benchmark of the embedding draws what it says, and all sides do the same work."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.embedding import main
+from benchmarks.embedding_step import HOT_ROWS, HOT_SHARE, draw, shapes, step_of
+
+
+def test_draw_heavy_gives_the_hot_rows_their_share() -> None:
+    ids = draw(100_000, 200_000, "heavy", np.random.default_rng(0))
+    counts = np.sort(np.bincount(ids, minlength=100_000))[::-1]
+    assert counts[: int(100_000 * HOT_ROWS)].sum() / len(ids) == pytest.approx(HOT_SHARE, abs=0.01)
+
+
+@pytest.mark.parametrize("skew", ["uniform", "mild", "heavy"])
+def test_steps_look_up_rows_of_whole_tables(skew: str) -> None:
+    for shape in shapes(32):
+        step = step_of(shape, skew, np.random.default_rng(1))
+        assert step.num_lookups == 32 * len(shape.num_rows) * shape.length
+        for ids, lookup in zip(step.ids, step.batch.lookups.values(), strict=True):
+            assert lookup.positions.tolist() == ids.ravel().tolist()
+            assert ids.max() < shape.num_rows[-1]
+
+
+def test_main_prints_the_smallest_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--json --rounds 2 --dims 16 --skews heavy --samples 64"
+    assert main(options.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"ours", "peer", "ratio", "unit", "rounds"} <= found.keys()
+    assert found["num_configurations"] == len(found["details"]) == 2
+    assert found["ratio"] == min(c["ratio"] for c in found["details"])
+    assert [c["num_lookups"] for c in found["details"]] == [64 * 26, 64 * 35]
