@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas import order
 from trainer.batch import Batch
+from trainer.kernels.build import kernels_of
 from trainer.kernels.contract import Kernels, TableRows
 from trainer.lookup import TableLookup, table_lookup
 from trainer.places import places_of
@@ -85,7 +86,7 @@ class Step:
 
     def transpose(self) -> None:
         """Find again what the reader's thread finds for each batch."""
-        _lookups(self.ids, self.batch)
+        _lookups(self.ids, self.batch, kernels_of("compiled"))
 
     def table_rows(
         self, weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]
@@ -130,7 +131,7 @@ def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
         groups={},
         group_of=dict.fromkeys(names),
     )
-    found = _lookups(ids, batch)
+    found = _lookups(ids, batch, kernels_of("compiled"))
     whole = {
         table: replace(
             lookup, positions=torch.from_numpy(lookup.rows[lookup.positions.numpy()]).int()
@@ -141,7 +142,9 @@ def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
     return Step(shape, ids, replace(batch, lookups=whole), rows)
 
 
-def _lookups(ids: tuple[NDArray[np.int64], ...], batch: Batch) -> dict[str, TableLookup]:
+def _lookups(
+    ids: tuple[NDArray[np.int64], ...], batch: Batch, kernels: Kernels
+) -> dict[str, TableLookup]:
     places = places_of(batch.group_of, {}, batch.num_samples)
     return {
         name: table_lookup(
@@ -149,6 +152,7 @@ def _lookups(ids: tuple[NDArray[np.int64], ...], batch: Batch) -> dict[str, Tabl
             [part.ravel()],
             [np.full(len(part), part.shape[1], np.int64)],
             [places.of(name)],
+            transpose=kernels.transpose,
         )
         for name, part in zip(batch.group_of, ids, strict=True)
     }

@@ -14,7 +14,7 @@ from schemas.jagged import Array, Jagged, concat, offsets_of
 from schemas.order import Step
 from trainer.batch import Batch, Inverse
 from trainer.decode import BatchSpec, RowGroup
-from trainer.lookup import table_lookup
+from trainer.lookup import Transpose, table_lookup, transpose
 from trainer.places import places_of
 from trainer.taking import cuts
 
@@ -39,7 +39,14 @@ class Piece:
         return slice(int(offsets[self.start]), int(offsets[self.end]))
 
 
-def collate(spec: BatchSpec, step: Step, pieces: Sequence[Piece], *, expanded: bool) -> Batch:
+def collate(
+    spec: BatchSpec,
+    step: Step,
+    pieces: Sequence[Piece],
+    *,
+    expanded: bool,
+    transpose: Transpose = transpose,
+) -> Batch:
     """Return the batch of some blocks.
 
     Args:
@@ -47,6 +54,7 @@ def collate(spec: BatchSpec, step: Step, pieces: Sequence[Piece], *, expanded: b
         step: which blocks these are.
         pieces: the blocks, in batch order.
         expanded: one bag per sample instead of one per unique tuple.
+        transpose: how look-ups are sorted.
     """
     inverse = {group: _joined_inverse(pieces, group) for group in spec.groups}
     owner = {f: spec.owner.get(f) for f in spec.sparse}
@@ -74,6 +82,7 @@ def collate(spec: BatchSpec, step: Step, pieces: Sequence[Piece], *, expanded: b
                 [bags[f].values for f in features],
                 [bags[f].lengths for f in features],
                 [places.of(f) for f in features],
+                transpose=transpose,
             )
             for table, features in features_of_tables(spec).items()
         },

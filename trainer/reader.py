@@ -22,6 +22,7 @@ from schemas.stored import read_group
 from trainer.batch import Batch
 from trainer.collate import Piece, collate
 from trainer.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode
+from trainer.lookup import Transpose, transpose
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that are kept; training order reads each row group from start to end."""
@@ -66,7 +67,13 @@ class Reader:
     """
 
     def __init__(
-        self, dataset: Dataset, order: Order, spec: BatchSpec, *, expanded: bool = False
+        self,
+        dataset: Dataset,
+        order: Order,
+        spec: BatchSpec,
+        *,
+        expanded: bool = False,
+        transpose: Transpose = transpose,
     ) -> None:
         """Find out where the blocks lie; no data file is opened yet.
 
@@ -75,7 +82,9 @@ class Reader:
             order: global order of the run.
             spec: what a batch is made of.
             expanded: undo the deduplication, for comparison.
+            transpose: how look-ups are sorted.
         """
+        self._transpose = transpose
         self._spec = spec
         self._order = order
         self._expanded = expanded
@@ -120,7 +129,7 @@ class Reader:
                 pieces[-1] = Piece(row_group, pieces[-1].start, index + 1)
             else:
                 pieces.append(Piece(row_group, index, index + 1))
-        return collate(self._spec, step, pieces, expanded=self._expanded)
+        return collate(self._spec, step, pieces, expanded=self._expanded, transpose=self._transpose)
 
     def _row_group(self, segment: int, file: int, row_group: int) -> RowGroup:
         place = (segment, file, row_group)

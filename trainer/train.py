@@ -20,6 +20,7 @@ from trainer.cache import PlannedCache
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer.decode import spec_of
 from trainer.evaluate import Evaluation, evaluate, gauc_key
+from trainer.kernels.build import kernels_of
 from trainer.lru import LruCache
 from trainer.next_use import NextUse
 from trainer.opening import open_stores, readable
@@ -90,7 +91,10 @@ def train(
     config = job.train
     dataset = open_dataset(dataset_path)
     spec = spec_of(dataset, config.dtype)
-    reader = Reader(dataset, order_of(job, dataset), spec, expanded=options.expanded)
+    sort = kernels_of(config.kernels).transpose
+    reader = Reader(
+        dataset, order_of(job, dataset), spec, expanded=options.expanded, transpose=sort
+    )
     checkpoint = _open_run(run, job_path, dataset, job, resume=options.resume)
     with open_stores(
         run,

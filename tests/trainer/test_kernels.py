@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -20,6 +21,7 @@ from trainer.kernels.build import COMPILERS, cache_folder, library
 from trainer.kernels.compiled import CompiledKernels
 from trainer.kernels.contract import Kernels, RowRule, TableRows
 from trainer.kernels.operators import TorchKernels
+from trainer.lookup import transpose
 from trainer.optimizer import rule_at, state_width
 from trainer.pooling import Pooling
 
@@ -305,3 +307,11 @@ def test_deduplicated_step_gives_what_the_expanded_one_gives(
         pooled = run_step(kernels, batch, tables, gradient, rule, mean=mean)
         found.append([pooled, *(array for pair in tables.values() for array in pair)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+@given(values=st.lists(st.integers(0, 2**62) | st.integers(0, 5000), max_size=60))
+def test_transpose_gives_what_the_sort_gives(kernels: Kernels, values: list[int]) -> None:
+    for limit in (2**63, 2**40, 2**11, 1):
+        array = np.array([value % limit for value in values], np.int64)
+        found, expected = kernels.transpose(array), transpose(array)
+        assert [part.tolist() for part in found] == [part.tolist() for part in expected]

@@ -24,7 +24,7 @@ from trainer.kernels.operators import TorchKernels
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("embedding.cpp", "rows.h", "rules.h")
+SOURCES = ("embedding.cpp", "rows.h", "rules.h", "transpose.h")
 """Files of the library beside this one; the first is compiled, the others are its headers."""
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")

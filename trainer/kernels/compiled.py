@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer.kernels.contract import (
     FeatureBags,
@@ -15,11 +16,14 @@ from trainer.kernels.contract import (
     PlaceGradients,
     RowRule,
     TableRows,
+    Transposed,
 )
+from trainer.lookup import transpose
 
 KINDS = {"sum": 0, "sgd": 1, "adagrad": 2, "rowwise_adagrad": 3, "adam": 4}
 """Numbers of the rules in `rules.h`."""
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+_WORD_BITS, _MOST = 64, 2**31 - 1
 _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ENTRIES = {
     "pool": (_POINTER, _WORD, _WORD, _WORD, _WORD, _POINTER, _WORD),
@@ -51,6 +55,25 @@ class CompiledKernels:
         }
         for (name, _), entry in self._entries.items():
             entry.argtypes, entry.restype = _ENTRIES[name], None
+        self._transpose = loaded.presage_transpose
+        self._transpose.argtypes = (_POINTER, _WORD, _WORD, _WORD, *[_POINTER] * 5)
+        self._transpose.restype = _WORD
+
+    def transpose(self, values: NDArray[np.int64]) -> Transposed:
+        """Sort by digits; numpy's sort where value and place do not fit one word."""
+        count = len(values)
+        value_bits, place_bits = int(values.max(initial=0)).bit_length(), count.bit_length()
+        if value_bits + place_bits > _WORD_BITS or count > _MOST:
+            return transpose(values)
+        values = np.ascontiguousarray(values, np.int64)
+        distinct, words = np.empty(count, np.int64), np.empty(2 * count, np.uint64)
+        positions, order = np.empty(count, np.int32), np.empty(count, np.int32)
+        offsets = np.empty(count + 1, np.int32)
+        arrays = (distinct, positions, order, offsets, words)
+        found = self._transpose(
+            values.ctypes.data, count, value_bits, place_bits, *(a.ctypes.data for a in arrays)
+        )
+        return distinct[:found].copy(), positions, order, offsets[: found + 1].copy()
 
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Transposed = tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]
+"""Distinct values, the position of each value in them, the order and its cuts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +115,11 @@ class RowRule:
 
 
 class Kernels(Protocol):
-    """Pooled look-ups of all tables of a step, and their backward."""
+    """Pooled look-ups of all tables of a step, their backward, and the transpose of both."""
+
+    def transpose(self, values: NDArray[np.int64]) -> Transposed:
+        """Return what `trainer.lookup.transpose` says, in integers of 32 or 64 bits."""
+        ...
 
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None

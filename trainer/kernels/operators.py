@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from trainer.kernels.contract import (
     FeatureBags,
@@ -13,12 +15,18 @@ from trainer.kernels.contract import (
     PlaceGradients,
     RowRule,
     TableRows,
+    Transposed,
 )
+from trainer.lookup import transpose
 from trainer.optimizer import update_rows
 
 
 class TorchKernels:
     """Sums by torch's embedding_bag, whose rows are each summed by one thread in order."""
+
+    def transpose(self, values: NDArray[np.int64]) -> Transposed:
+        """Sort by numpy."""
+        return transpose(values)
 
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None
