@@ -52,21 +52,18 @@ def start_store(
     token_file.parent.mkdir(parents=True, exist_ok=True)
     token_file.write_text(f"{token}\n")
 
-    def limit() -> None:
-        if file_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-
     arguments = ["--directory", str(directory), "--token-file", str(token_file), *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer", "store", *arguments],
         cwd=Path(__file__).resolve().parents[2],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=limit,
     )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "a store announces itself"
+    if file_bytes is not None:  # from outside: a hook after fork crashes where threads run
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     return StoreProcess(process, json.loads(line)["address"])
 
 
