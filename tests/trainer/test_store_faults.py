@@ -58,7 +58,7 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
     process = start_store(directory)
     with running(process):
         store = group_over(process.address)["items"]
-        store.group._peers[0]._access = type(ACCESS)(token=TOKEN, timeout_sec=1.5)
+        store.group._peers[0]._access = type(ACCESS)(token=TOKEN, timeout_sec=6)
 
         def write_until_it_dies() -> None:
             for step in range(100_000):
@@ -74,7 +74,7 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
             while begun[0] < kill_at and not writing.done():
                 time.sleep(0.001)
             process.kill()
-            with pytest.raises(SchemaError, match=r"^store must answer within 1\.5 s"):
+            with pytest.raises(SchemaError, match=r"^store must answer within 6 s"):
                 writing.result()
     assert len(last_step) > 100
     with running(start_store(directory)) as (again,):
