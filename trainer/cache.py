@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,8 @@ from schemas.errors import SchemaError
 from schemas.plan import PlanStep
 from trainer.sources import RowsOfTables
 from trainer.stores.store import Records, Store, TableLayout, WriteBack
-from trainer.stores.together import fetch_rows, write_rows
+from trainer.stores.thread import StoreThread
+from trainer.stores.together import fetch_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,8 @@ class PlannedCache:
         self._next = first_step
         self._last = last_step
         self._prefetch_steps = prefetch_steps
-        self._pool: ThreadPoolExecutor | None = None
+        self._thread = StoreThread(stores, "cache")
         self._arrivals: deque[Future[dict[str, _Arrival]]] = deque()
-        self._writes: deque[Future[None]] = deque()
         self._current: dict[str, _Arrival] = {}
         self._written = first_step - 1
         self._num_accesses = 0
@@ -180,35 +180,23 @@ class PlannedCache:
             for table, arrival in self._current.items()
         }
         self._written = train_step
-        self._submit_write(leaving)
-        while self._writes and self._writes[0].done():
-            self._writes.popleft().result()
+        self._thread.write(train_step, leaving)
+        self._thread.check()
 
     def flush(self) -> None:
         """Write every cached row to its store; the rows stay cached."""
         resident = {table: WriteBack(*slots.resident()) for table, slots in self._slots.items()}
-        self._submit_write(resident)
-        while self._writes:
-            self._writes.popleft().result()
+        self._thread.write(self._written, resident)
+        self._thread.finish_writes()
 
     def close(self) -> None:
         """Stop the background thread; rows that were not flushed are lost."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def _worker(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="cache")
-        return self._pool
+        self._thread.close()
 
     def _submit_reads(self, until: int) -> None:
         while self._next < until:
-            self._arrivals.append(self._worker().submit(self._read_next, self._next))
+            self._arrivals.append(self._thread.read(self._read_next, self._next))
             self._next += 1
-
-    def _submit_write(self, leaving: Mapping[str, WriteBack]) -> None:
-        step = self._written
-        self._writes.append(self._worker().submit(write_rows, self._stores, step, leaving))
 
     def _read_next(self, train_step: int) -> dict[str, _Arrival]:
         planned = {table: next(plan.steps) for table, plan in self._plans.items()}

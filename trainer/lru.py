@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,8 @@ from schemas.errors import PlanError
 from trainer.sources import RowsOfTables
 from trainer.stores.row_map import RowMap
 from trainer.stores.store import Records, Store, TableLayout, WriteBack
-from trainer.stores.together import fetch_rows, write_rows
+from trainer.stores.thread import StoreThread
+from trainer.stores.together import fetch_rows
 
 _NOWHERE = -1
 
@@ -141,8 +141,7 @@ class LruCache:
         self._stores = stores
         self._tables = {table: _Table(s.layout, cache_rows) for table, s in stores.items()}
         self._current: dict[str, NDArray[np.int64]] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._writes: deque[Future[None]] = deque()
+        self._thread = StoreThread(stores, "lru")
         self._num_accesses = 0
         self._fetched_rows = 0
         self._written = _NOWHERE
@@ -166,9 +165,10 @@ class LruCache:
         admitted = {t: self._tables[t].admit(train_step, wanted) for t, wanted in rows.items()}
         missing = {table: rows[table][a.missing] for table, a in admitted.items()}
         # One thread does both in turn: a row that left before is in its store when it is read.
-        reading = self._worker().submit(fetch_rows, self._stores, train_step, missing)
+        reading = self._thread.read(lambda s: fetch_rows(self._stores, s, missing), train_step)
         leaving = {table: a.leaving for table, a in admitted.items()}
-        self._submit_write(train_step - 1, leaving)
+        if any(len(back.rows) for back in leaving.values()):
+            self._thread.write(train_step - 1, leaving)
         fetched = reading.result()
         self._current = {table: a.slots for table, a in admitted.items()}
         found: dict[str, Records] = {}
@@ -184,27 +184,13 @@ class LruCache:
         for table, updated in records.items():
             self._tables[table].put(self._current[table], updated)
         self._written = train_step
-        while self._writes and self._writes[0].done():
-            self._writes.popleft().result()
+        self._thread.check()
 
     def flush(self) -> None:
         """Write every cached row to its store; the rows stay cached."""
-        self._submit_write(self._written, {t: c.resident() for t, c in self._tables.items()})
-        while self._writes:
-            self._writes.popleft().result()
+        self._thread.write(self._written, {t: c.resident() for t, c in self._tables.items()})
+        self._thread.finish_writes()
 
     def close(self) -> None:
         """Stop the background thread; rows that were not flushed are lost."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def _worker(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="lru")
-        return self._pool
-
-    def _submit_write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        if any(len(back.rows) for back in leaving.values()):
-            self._writes.append(
-                self._worker().submit(write_rows, self._stores, train_step, leaving)
-            )
+        self._thread.close()
