@@ -15,7 +15,7 @@ Sources: DLRM (2019) for the model, RecD (MLSys 2023) for computing on unique ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -135,28 +135,40 @@ def _by_tuple(
     tuples: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Return (num_rows, dim) for each feature of the row side."""
-    found: dict[str, torch.Tensor] = {}
-    for group, of_row in tuples.items():
-        members = [f for f in features if batch.group_of[f] == group]
-        if members:
-            wide = torch.cat([pooled[f] for f in members], dim=1)
-            same = len(of_row) == len(wide) and torch.equal(of_row, torch.arange(len(wide)))
-            wide = wide if same else take_unsorted(wide, of_row)
-            found.update(zip(members, wide.chunk(len(members), dim=1), strict=True))
-    return found
+
+    def of_rows(group: str | None, wide: torch.Tensor) -> torch.Tensor:
+        assert group is not None, "features of no group are not known once per row"
+        of_row = tuples[group]
+        same = len(of_row) == len(wide) and torch.equal(of_row, torch.arange(len(wide)))
+        return wide if same else take_unsorted(wide, of_row)
+
+    return _spread(batch, features, pooled, tuples, of_rows)
 
 
 def _by_sample(
     batch: Batch, features: Sequence[str], pooled: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return (num_samples, dim) for each feature of the sample side."""
+
+    def of_samples(group: str | None, wide: torch.Tensor) -> torch.Tensor:
+        return wide if group is None else take(wide, batch.groups[group])
+
+    return _spread(batch, features, pooled, (None, *batch.groups), of_samples)
+
+
+def _spread(
+    batch: Batch,
+    features: Sequence[str],
+    pooled: Mapping[str, torch.Tensor],
+    groups: Iterable[str | None],
+    spread: Callable[[str | None, torch.Tensor], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Spread the features of each group as one wide vector; return them one by one again."""
     found: dict[str, torch.Tensor] = {}
-    for group in (None, *batch.groups):
+    for group in groups:
         members = [f for f in features if batch.group_of[f] == group]
         if members:
-            wide = torch.cat([pooled[f] for f in members], dim=1)
-            if group is not None:
-                wide = take(wide, batch.groups[group])
+            wide = spread(group, torch.cat([pooled[f] for f in members], dim=1))
             found.update(zip(members, wide.chunk(len(members), dim=1), strict=True))
     return found
 

@@ -52,8 +52,7 @@ def sides_of(batch: Batch, features: tuple[str, ...], dense: torch.Tensor) -> Si
     best: Sides | None = None
     groups = list(batch.groups)
     while groups:
-        held = [] if best is None else list(best.tuples)
-        tried = [_side(batch, features, dense, [*held, group]) for group in groups]
+        tried = [_side(batch, features, dense, best, group) for group in groups]
         costs = [_cost(side, batch.num_samples) for side in tried]
         least = min(costs)
         if best is not None and least >= _cost(best, batch.num_samples):
@@ -63,17 +62,20 @@ def sides_of(batch: Batch, features: tuple[str, ...], dense: torch.Tensor) -> Si
     return best
 
 
-def _side(batch: Batch, features: tuple[str, ...], dense: torch.Tensor, groups: list[str]) -> Sides:
-    rows = batch.groups[groups[0]]
-    for group in groups[1:]:
-        rows = _together(rows, batch.groups[group])
+def _side(
+    batch: Batch, features: tuple[str, ...], dense: torch.Tensor, held: Sides | None, group: str
+) -> Sides:
+    """Return the cut with one more group on the side of the rows."""
+    groups, rows = [group], batch.groups[group]
+    if held is not None:
+        groups, rows = [*held.tuples, group], _together(held.rows, rows)
     # The first sample of each row stands for it; a tuple without samples borrows the next one's.
     first = rows.order[rows.offsets[:-1].clamp(max=batch.num_samples - 1)]
     by_row = dense[first]
     known = tuple(f for f in features if batch.group_of[f] in groups)
-    tuples = {group: batch.groups[group].indices[first] for group in groups}
-    if len(groups) == 1:
-        tuples[groups[0]] = torch.arange(len(first))
+    tuples = {name: batch.groups[name].indices[first] for name in groups}
+    if held is None:
+        tuples[group] = torch.arange(len(first))
     return Sides(
         rows,
         tuples,
