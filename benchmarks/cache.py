@@ -31,12 +31,12 @@ from benchmarks.order import built
 from pipelines.generator.log import GeneratorConfig, write_log
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, SUMMARY, read_metrics
+from trainer.stores.wire import slots_of_part
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo"
 MODES = ("plain", "cached", "lru", "uncached")
 DIM, BATCH, NUM_STORES, RATE = 64, 4096, 2, "2gbit"
-SLOTS = 4096
 
 INSIDE = """
 ip link set lo up
@@ -93,7 +93,7 @@ def inside(folder: Path) -> int:
 
 
 def _store(folder: Path, number: int, token: Path, delay_sec: float) -> subprocess.Popen[bytes]:
-    start, end = (SLOTS * n // NUM_STORES for n in (number, number + 1))
+    start, end = slots_of_part(number, NUM_STORES)
     command = [sys.executable, "-m", "trainer", "store", "--token-file", str(token)]
     command += ["--directory", str(folder / f"store-{number}"), "--slots", f"{start}:{end}"]
     command += ["--delay-sec", str(delay_sec), "--end-with-stdin"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage import job_path, raw_log
-from pipelines.build import build
+from benchmarks.storage import build_job, job_path, raw_log
 from pipelines.oracle.command import add_index
-from pipelines.prepare import BuildRequest
 from pipelines.report.storage import dataset_bytes
 from pipelines.segments.commit import bytes_below
 from schemas.dataset import open_dataset
@@ -30,15 +28,8 @@ def measure_bytes(name: str, shared_data: Path, scratch: Path) -> dict[str, Any]
     log = raw_log(name, shared_data, scratch)
     if log is None:
         return None
-    request = BuildRequest(
-        job_path=job_path(name),
-        input_root=log,
-        dataset=scratch / "dataset",
-        beam_args=[],
-        attempt="benchmark",
-    )
-    build(request)
-    dataset = open_dataset(request.dataset)
+    build_job(job_path(name), log, scratch / "dataset")
+    dataset = open_dataset(scratch / "dataset")
     block = dataset.job.data.block_samples
     order = dataset.order(-(-BATCH_SAMPLES // block) * block, 1, "none", 0)
     dataset = add_index(dataset, order, [], "benchmark")

@@ -27,10 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from benchmarks.storage import SHARED_DATA, job_path, raw_log
-from pipelines.build import build
+from benchmarks.storage import SHARED_DATA, build_job, job_path, raw_log
 from pipelines.parts.expand import expand
-from pipelines.prepare import BuildRequest
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
 from trainer.train import TrainOptions, train
@@ -88,11 +86,7 @@ def with_seed(body: Mapping[str, Any], path: Path, seed: int) -> Path:
 
 def built(job: Path, log: Path, dataset: Path) -> Path:
     """Build a dataset on the local runner and return it."""
-    build(
-        BuildRequest(
-            job_path=job, input_root=log, dataset=dataset, beam_args=[], attempt="benchmark"
-        )
-    )
+    build_job(job, log, dataset)
     return dataset
 
 

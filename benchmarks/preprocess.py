@@ -22,11 +22,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.storage import LOGS, SHARED_DATA, job_path, raw_log
-from pipelines.build import build
+from benchmarks.storage import LOGS, SHARED_DATA, build_job, job_path, raw_log
 from pipelines.learned.apply import with_transforms
 from pipelines.parts.expand import joined_row_group, row_groups
-from pipelines.prepare import BuildRequest
 from schemas.dataset import Dataset, open_dataset
 from schemas.job import SAMPLES, DataConfig
 from schemas.learned import Learned, load_learned
@@ -153,14 +151,7 @@ def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
 
 def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
     """Build one log and measure its transforms."""
-    request = BuildRequest(
-        job_path=job_path(name),
-        input_root=log,
-        dataset=scratch / "dataset",
-        beam_args=[],
-        attempt="benchmark",
-    )
-    build(request)
+    build_job(job_path(name), log, scratch / "dataset")
     return measure(open_dataset(scratch / "dataset"), rounds)
 
 

@@ -155,17 +155,19 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
     )
 
 
+def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
+    """Build a dataset on the local runner and return what `build --json` prints of it."""
+    return build(
+        BuildRequest(
+            job_path=job, input_root=log, dataset=dataset, beam_args=[], attempt="benchmark"
+        )
+    )
+
+
 def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
     """Build one log and measure it."""
     start = time.perf_counter()
-    request = BuildRequest(
-        job_path=job_path(name),
-        input_root=log,
-        dataset=scratch / "dataset",
-        beam_args=[],
-        attempt="benchmark",
-    )
-    built = build(request)
+    built = build_job(job_path(name), log, scratch / "dataset")
     seconds = time.perf_counter() - start
     sizes = measure(open_dataset(scratch / "dataset"), rounds, scratch)
     best = min(sizes.peers, key=lambda peer: sizes.peers[peer])

@@ -7,7 +7,6 @@ values start as ours do, so that losses can be compared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -112,8 +111,3 @@ def by_table(sparse: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedT
     """Return the bags in the order of the tables' features, as FBGEMM wants them."""
     order = [sparse.keys().index(feature) for feature in features]
     return sparse.permute(order)
-
-
-def weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return copies of the dense parameters."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
