@@ -1,9 +1,14 @@
 """The benchmark's two kernels answer the same, and its tables have the skew that it states."""
 
+import os
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from benchmarks.oracle import obvious, ours
+from benchmarks.oracle_bagpipe import agrees, bagpipe_rate
 from benchmarks.oracle_tables import HOT_SHARE, NUM_ROWS, skewed, uniform
 
 
@@ -19,3 +24,19 @@ def test_hottest_rows_have_the_share_that_the_benchmark_states() -> None:
     assert (NUM_ROWS[0], NUM_ROWS[-1], len(NUM_ROWS)) == (3, 10_000_000, 26)
     counts = np.sort(np.bincount(skewed(50_000, 200_000, 0), minlength=50_000))
     assert abs(counts[-500:].sum() / 200_000 - HOT_SHARE) < 0.01
+
+
+def test_bagpipe_folder_without_its_oracle_is_refused_by_name(tmp_path: Path) -> None:
+    message = (
+        "--bagpipe must be a checkout of uw-mad-dash/bagpipe, got no BagPipe/oraclecacher.py in "
+        f"{tmp_path}; clone it, or leave the option out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        bagpipe_rate(tmp_path, [np.zeros(64, np.int32)], [1], 4, 2)
+
+
+@pytest.mark.skipif("BAGPIPE" not in os.environ, reason="BAGPIPE names no checkout of BagPipe")
+def test_oracle_of_bagpipe_fetches_what_our_plan_with_its_policy_does() -> None:
+    columns = [skewed(num_rows, 3_001, 1) for num_rows in (3, 50, 3_000)]
+    columns.append(uniform(5_000, 3_001, 2))
+    assert agrees(Path(os.environ["BAGPIPE"]), columns, [3, 50, 3_000, 5_000], 50)
