@@ -79,6 +79,12 @@ class RunSummary:
     """Rows read from the store."""
     peak_rss_bytes: int
     """Largest resident memory of the process."""
+    session_auc: float | None = None
+    """AUC per session, weighted by samples, on the evaluation split."""
+    calibration: float | None = None
+    """Sum of predictions over sum of labels, weighted, on the evaluation split."""
+    auc_error: float | None = None
+    """The most that `auc` is off by, beside rounding; 0 up to a million distinct scores."""
     embedding: str = "plain"
     """How tables were held: plain, cached, lru or uncached."""
     expanded: bool = False

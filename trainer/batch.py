@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -44,7 +44,7 @@ class Batch:
         lookups: by table, the distinct rows of the step and who looks them up.
         groups: by dedup group, its inverse; empty when expanded.
         group_of: by sparse feature, its dedup group or None.
-        keys: (B,) values that group samples for GAUC, None when they were not asked for.
+        kept: by column that was asked for, (B,) int64: keys and times of samples, for evaluation.
     """
 
     step: Step
@@ -56,7 +56,7 @@ class Batch:
     lookups: Mapping[str, TableLookup]
     groups: Mapping[str, Inverse]
     group_of: Mapping[str, str | None]
-    keys: Array | None = None
+    kept: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def places(self) -> Places:

@@ -88,7 +88,7 @@ def collate(
         },
         groups=groups,
         group_of=owner,
-        keys=None if spec.key is None else _joined(pieces, _keys),
+        kept={name: _joined_kept(pieces, name) for name in spec.kept},
     )
 
 
@@ -104,9 +104,8 @@ def features_of_tables(spec: BatchSpec) -> dict[str, tuple[str, ...]]:
     return {table: features for table, features in found.items() if features}
 
 
-def _keys(row_group: RowGroup) -> Array:
-    assert row_group.keys is not None, "keys are decoded when the spec names their column"
-    return row_group.keys
+def _joined_kept(pieces: Sequence[Piece], name: str) -> Array:
+    return _joined(pieces, lambda r: r.kept[name])
 
 
 def _joined(pieces: Sequence[Piece], array_of: Callable[[RowGroup], Array]) -> Array:

@@ -36,8 +36,8 @@ class BatchSpec:
     """Dense features, schema order."""
     sparse: tuple[str, ...]
     """Sparse features, schema order."""
-    key: str | None
-    """Column that groups samples for GAUC, None when it is not wanted."""
+    kept: tuple[str, ...]
+    """Columns that no model reads and evaluation does: keys of samples, and times."""
     owner: Mapping[str, str]
     """Column to its dedup group; absent when stored per sample."""
     tables: Mapping[str, TableConfig]
@@ -56,20 +56,20 @@ class BatchSpec:
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column that is read, inverse indices left out."""
-        single = [c for c in (self.label, self.weight, self.key) if c is not None]
-        return tuple(dict.fromkeys([*single, *self.dense, *self.sparse]))
+        single = [c for c in (self.label, self.weight) if c is not None]
+        return tuple(dict.fromkeys([*single, *self.kept, *self.dense, *self.sparse]))
 
 
-def spec_of(dataset: Dataset, dtype: str, key: str | None = None) -> BatchSpec:
+def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
     """Return what a batch of a dataset is made of.
 
     Args:
         dataset: open dataset.
         dtype: float32 or float64.
-        key: column that groups samples for GAUC.
+        kept: further columns, for evaluation.
 
     Raises:
-        SchemaError: a sparse feature has no table, or `key` is no column.
+        SchemaError: a sparse feature has no table, or one of `kept` is no column.
     """
     features, data = dataset.features, dataset.job.data
     sparse = features.with_role("sparse")
@@ -81,8 +81,8 @@ def spec_of(dataset: Dataset, dtype: str, key: str | None = None) -> BatchSpec:
             )
     if not sparse:
         raise SchemaError("schema must have a sparse feature, got none; tag one")
-    if key is not None:
-        features[key]
+    for name in kept:
+        features[name]
     weights = features.with_role("weight")
     stored = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None  # holds the job's own, too
     return BatchSpec(
@@ -90,7 +90,7 @@ def spec_of(dataset: Dataset, dtype: str, key: str | None = None) -> BatchSpec:
         weight=stored or (weights[0] if weights else None),
         dense=features.with_role("dense"),
         sparse=sparse,
-        key=key,
+        kept=kept,
         owner=data.group_of_column,
         tables=data.tables,
         table_of=data.table_of_feature,
@@ -123,7 +123,7 @@ class RowGroup:
         labels: (num_samples,).
         weights: (num_samples,).
         dense: (num_samples, num_dense), nulls as 0.
-        keys: (num_samples,) or None.
+        kept: by column, (num_samples,) int64; equal where the values are, times in order.
         inverse: by group, (num_samples,) int64, the tuple of each sample in the row group.
         sparse: by feature, rows of its table; one bag per unique tuple, or per sample.
     """
@@ -133,14 +133,14 @@ class RowGroup:
     labels: Array
     weights: Array
     dense: Array
-    keys: Array | None
+    kept: Mapping[str, NDArray[np.int64]]
     inverse: Mapping[str, NDArray[np.int64]]
     sparse: Mapping[str, Jagged]
 
     @property
     def num_bytes(self) -> int:
         """Memory of the arrays."""
-        flat = [self.labels, self.weights, self.dense, *self.inverse.values()]
+        flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
         bags = [x for j in self.sparse.values() for x in (j.values, j.offsets)]
         return sum(x.nbytes for x in [*flat, *bags])
 
@@ -200,7 +200,7 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         labels=numbers(spec.label),
         weights=np.ones(num_samples, spec.dtype) if spec.weight is None else numbers(spec.weight),
         dense=dense,
-        keys=None if spec.key is None else per_sample(spec.key, _keys),
+        kept={name: per_sample(name, _keys) for name in spec.kept},
         inverse=inverse,
         sparse={
             name: _bags(one_chunk(tables[spec.owner.get(name, SAMPLES)][name]), name, spec)
@@ -255,8 +255,11 @@ def _in_range(values: Array, name: str, low: float, high: float) -> Array:
 
 def _keys(column: pa.Array) -> Array:
     """Return values that are equal when the keys are; a null is a key of its own."""
-    if pa.types.is_integer(column.type) and not column.null_count:
-        return numpy_of(column)
+    if not column.null_count:
+        if pa.types.is_timestamp(column.type):
+            column = column.cast(pa.int64())
+        if pa.types.is_integer(column.type):
+            return numpy_of(column).astype(np.int64)
     return hash_keys(comparable(column)).view(np.int64)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -13,12 +14,16 @@ from schemas.dataset import Dataset
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
 from trainer.embedding import Embedding
-from trainer.metrics import auc, gauc, normalized_entropy
+from trainer.metric_streams import ScatteredAuc, ScoreTable, SessionAuc
+from trainer.metrics import KeyedAuc, LossSums, loss_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a model is worth on samples it was not trained on; None where undefined."""
+    """What a model is worth on samples it was not trained on; None where undefined.
+
+    Every metric is weighted by the samples' weights.
+    """
 
     num_samples: int
     """Samples of the evaluation split."""
@@ -28,47 +33,115 @@ class Evaluation:
     """Area under the ROC curve."""
     gauc: float | None
     """AUC per group, weighted by samples."""
+    session_auc: float | None
+    """AUC per session, weighted by samples."""
+    calibration: float | None
+    """Sum of predictions over sum of labels."""
+    auc_error: float | None
+    """The most that `auc` is off by, beside rounding."""
+    num_sessions: int | None
+    """Sessions that have both classes."""
+    num_one_class_sessions: int | None
+    """Sessions that `session_auc` leaves out, for they have one class."""
 
 
-def gauc_key(dataset: Dataset, config: TrainConfig) -> str | None:
-    """Return the column that groups samples for GAUC, None when the session key is not stored."""
-    if config.metrics.gauc_key is not None:
-        return config.metrics.gauc_key
-    key = dataset.job.data.session.key
-    return key if key in dataset.features else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricColumns:
+    """The columns that metrics read, as far as the samples have them."""
+
+    gauc: str | None
+    """Groups samples for GAUC."""
+    session: str | None
+    """Equal within a session."""
+    time: str | None
+    """Tells sessions of one key apart, None where no gap does."""
+    gap: int | None
+    """Longest pause within a session, in microseconds."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """All of them, each once."""
+        wanted = (self.gauc, self.session, self.time)
+        return tuple(dict.fromkeys(c for c in wanted if c is not None))
 
 
-def evaluate(model: nn.Module, embedding: Embedding, batches: Iterable[Batch]) -> Evaluation:
+def columns_of(dataset: Dataset, config: TrainConfig) -> MetricColumns:
+    """Return what metrics read: there is no session AUC where its columns are not stored."""
+    session = dataset.job.data.session
+    has_key = session.key in dataset.features
+    needs_time = session.gap is not None
+    has_session = has_key and (not needs_time or session.time in dataset.features)
+    return MetricColumns(
+        gauc=config.metrics.gauc_key or (session.key if has_key else None),
+        session=session.key if has_session else None,
+        time=session.time if has_session and needs_time else None,
+        gap=None if session.gap is None else session.gap // timedelta(microseconds=1),
+    )
+
+
+class _Metrics:
+    """All metrics, batch by batch."""
+
+    def __init__(self, columns: MetricColumns) -> None:
+        self._columns = columns
+        self._num_samples = 0
+        self._sums = LossSums()
+        self._scores = ScoreTable()
+        self._groups = ScatteredAuc()
+        self._sessions = SessionAuc(columns.gap)
+
+    def add(self, batch: Batch, logits: torch.Tensor) -> None:
+        columns, kept = self._columns, batch.kept
+        found = (_float(batch.labels), _float(logits), _float(batch.weights))
+        self._num_samples += batch.num_samples
+        self._sums += loss_sums(*found)
+        self._scores.add(*found)
+        if columns.gauc is not None:
+            self._groups.add(kept[columns.gauc], *found)
+        if columns.session is not None:
+            times = None if columns.time is None else kept[columns.time]
+            self._sessions.add(kept[columns.session], *found, times)
+
+    def finish(self) -> Evaluation:
+        sessions = self._sessions.finish() if self._columns.session is not None else None
+        found = sessions or KeyedAuc()
+        return Evaluation(
+            num_samples=self._num_samples,
+            ne=_defined(self._sums.normalized_entropy),
+            auc=_defined(self._scores.auc),
+            gauc=_defined(self._groups.finish().mean),
+            session_auc=_defined(found.mean),
+            calibration=_defined(self._sums.calibration),
+            auc_error=self._scores.error if self._num_samples else None,
+            num_sessions=None if sessions is None else found.num_keys,
+            num_one_class_sessions=None if sessions is None else found.num_one_class,
+        )
+
+
+def evaluate(
+    model: nn.Module, embedding: Embedding, batches: Iterable[Batch], columns: MetricColumns
+) -> Evaluation:
     """Score batches without training; no row is created.
 
     Args:
         model: built over `embedding`.
         embedding: reads its rows from stores that hold everything trained.
-        batches: of the evaluation split.
+        batches: of the evaluation split, in stored order.
+        columns: what of the batches' kept columns is what.
     """
-    found: list[tuple[np.ndarray, ...]] = []
+    metrics = _Metrics(columns)
     model.eval()
     with torch.no_grad():
         for batch in batches:
             embedding.open(batch)
-            logits = model(batch)
-            keys = np.zeros(0, np.int64) if batch.keys is None else batch.keys
-            found.append((_float(batch.labels), _float(logits), _float(batch.weights), keys))
+            metrics.add(batch, model(batch))
     model.train()
-    if not found:
-        return Evaluation(num_samples=0, ne=None, auc=None, gauc=None)
-    labels, logits, weights, keys = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return Evaluation(
-        num_samples=len(labels),
-        ne=_defined(normalized_entropy(labels, logits, weights)),
-        auc=_defined(auc(labels, logits, weights)),
-        gauc=_defined(gauc(labels, logits, keys, weights)) if len(keys) else None,
-    )
+    return metrics.finish()
 
 
 def _float(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.numpy().astype(np.float64)
+    return tensor.cpu().numpy().astype(np.float64)
 
 
-def _defined(value: float | None) -> float | None:
-    return None if value is None or np.isnan(value) else float(value)
+def _defined(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)

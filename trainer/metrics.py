@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: exact, in float64, over all samples at once.
+"""Metrics of an evaluation: exact, in float64; `metric_streams.py` has them batch by batch.
 
 Labels are 0 or 1; a label between them counts in part as each. Where a metric
 has no value (no sample, or only one class) it is NaN, and so it is when a
@@ -7,6 +7,7 @@ prediction is NaN; a run's summary writes NaN as null.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,81 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """What NE and calibration are made of; the sums of parts add up to those of the whole.
+
+    Attributes:
+        positive: weight of the positives.
+        negative: weight of the negatives.
+        loss: weighted log loss.
+        predicted: weighted predicted probability.
+    """
+
+    positive: float = 0.0
+    negative: float = 0.0
+    loss: float = 0.0
+    predicted: float = 0.0
+
+    def __add__(self, other: LossSums) -> LossSums:
+        """Return the sums over both."""
+        return LossSums(
+            positive=self.positive + other.positive,
+            negative=self.negative + other.negative,
+            loss=self.loss + other.loss,
+            predicted=self.predicted + other.predicted,
+        )
+
+    @property
+    def normalized_entropy(self) -> float:
+        """The log loss over that of always predicting the base rate; NaN where undefined."""
+        if not (self.positive > 0 and self.negative > 0 and np.isfinite(self.loss)):
+            return float("nan")
+        total = self.positive + self.negative
+        entropy = self.positive * np.log(self.positive / total)
+        entropy += self.negative * np.log(self.negative / total)
+        return float(self.loss / -entropy)
+
+    @property
+    def calibration(self) -> float:
+        """Predicted positives over true ones; NaN without a positive."""
+        return self.predicted / self.positive if self.positive > 0 else float("nan")
+
+
+def loss_sums(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None) -> LossSums:
+    """Return the sums over some samples.
+
+    Computed from logits, so that they stay exact where a probability would round to 0 or 1.
+
+    Args:
+        labels: (num_samples,).
+        logits: (num_samples,), log odds.
+        weights: (num_samples,), not negative, or None for equal ones.
+
+    Raises:
+        ValueError: the arrays differ in length.
+    """
+    x = _column("logits", logits)
+    positive, negative = _class_weights(labels, weights, len(x))
+    loss = predicted = float("nan")
+    if not np.isnan(x).any():
+        # log(1 + exp(-x)) is the loss of a positive, log(1 + exp(x)) that of a negative.
+        below = np.logaddexp(0, -x)
+        predicted = float((positive + negative) @ np.exp(-below))
+        if np.isfinite(x).all():
+            loss = float(positive @ below + negative @ np.logaddexp(0, x))
+    return LossSums(
+        positive=float(positive.sum()),
+        negative=float(negative.sum()),
+        loss=loss,
+        predicted=predicted,
+    )
+
+
 def normalized_entropy(
     labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None
 ) -> float:
     """Divide the log loss by the one of always predicting the base rate.
-
-    Computed from logits, so that it stays exact where a probability would round to 0 or 1.
 
     Args:
         labels: (num_samples,).
@@ -36,17 +106,7 @@ def normalized_entropy(
 
     Source: He et al., "Practical lessons from predicting clicks on ads at Facebook" (2014).
     """
-    x = _column("logits", logits)
-    positive, negative = _class_weights(labels, weights, len(x))
-    num_positive, num_negative = positive.sum(), negative.sum()
-    if not (num_positive > 0 and num_negative > 0 and np.isfinite(x).all()):
-        return float("nan")
-    # log(1 + exp(-x)) is the loss of a positive, log(1 + exp(x)) that of a negative.
-    loss = positive @ np.logaddexp(0, -x) + negative @ np.logaddexp(0, x)
-    total = num_positive + num_negative
-    entropy = num_positive * np.log(num_positive / total)
-    entropy += num_negative * np.log(num_negative / total)
-    return float(loss / -entropy)
+    return loss_sums(labels, logits, weights).normalized_entropy
 
 
 def calibration(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None = None) -> float:
@@ -64,12 +124,7 @@ def calibration(labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None 
     Raises:
         ValueError: the arrays differ in length.
     """
-    x = _column("logits", logits)
-    positive, negative = _class_weights(labels, weights, len(x))
-    if not positive.sum() > 0 or np.isnan(x).any():
-        return float("nan")
-    predicted = (positive + negative) @ np.exp(-np.logaddexp(0, -x))
-    return float(predicted / positive.sum())
+    return loss_sums(labels, logits, weights).calibration
 
 
 def auc(labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) -> float:
@@ -94,6 +149,74 @@ def auc(labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) 
     return float(_auc_of_keys(np.zeros(len(s), np.int64), 1, s, positive, negative)[0])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedAuc:
+    """AUC within each of some keys; those of other keys add up.
+
+    Attributes:
+        area: sum over keys of AUC times weight.
+        weight: of the samples of keys that have both classes.
+        num_keys: keys that have both classes.
+        num_one_class: keys left out, for they have one class.
+    """
+
+    area: float = 0.0
+    weight: float = 0.0
+    num_keys: int = 0
+    num_one_class: int = 0
+
+    def __add__(self, other: KeyedAuc) -> KeyedAuc:
+        """Return what holds for the keys of both."""
+        return KeyedAuc(
+            area=self.area + other.area,
+            weight=self.weight + other.weight,
+            num_keys=self.num_keys + other.num_keys,
+            num_one_class=self.num_one_class + other.num_one_class,
+        )
+
+    @property
+    def mean(self) -> float:
+        """The average over keys, weighted by their samples; NaN when none has both classes."""
+        return self.area / self.weight if self.num_keys else float("nan")
+
+
+def keyed_auc(
+    labels: ArrayLike,
+    scores: ArrayLike,
+    keys: NDArray[Any],
+    weights: ArrayLike | None = None,
+) -> KeyedAuc:
+    """Return the AUC within each key, added up.
+
+    Prefix sums run over all samples: with weights that are whole numbers they are exact, with
+    others they are rounded relative to the total.
+
+    Args:
+        labels: (num_samples,).
+        scores: (num_samples,), compared within a key only.
+        keys: (num_samples,), of any type that sorts.
+        weights: (num_samples,), not negative, or None for equal ones.
+
+    Raises:
+        ValueError: the arrays differ in length.
+    """
+    s = _column("scores", scores)
+    positive, negative = _class_weights(labels, weights, len(s))
+    _check_length("keys", len(keys), len(s))
+    names, key_index = np.unique(keys, return_inverse=True)
+    areas = _auc_of_keys(key_index, len(names), s, positive, negative)
+    sizes = np.bincount(key_index, positive + negative, minlength=len(names))
+    known = ~np.isnan(areas)
+    num_keys = int(known.sum())
+    area = float("nan") if np.isnan(s).any() else float(areas[known] @ sizes[known])
+    return KeyedAuc(
+        area=area,
+        weight=float(sizes[known].sum()),
+        num_keys=num_keys,
+        num_one_class=len(names) - num_keys,
+    )
+
+
 def gauc(
     labels: ArrayLike,
     scores: ArrayLike,
@@ -102,8 +225,7 @@ def gauc(
 ) -> float:
     """Average the AUC within each key, weighted by the samples of the key.
 
-    Keys with one class only are left out. Prefix sums run over all samples: with weights that
-    are whole numbers they are exact, with others they are rounded relative to the total.
+    Keys with one class only are left out.
 
     Args:
         labels: (num_samples,).
@@ -119,18 +241,7 @@ def gauc(
 
     Source: Zhu et al., "Optimized cost per click in Taobao display advertising" (2017).
     """
-    s = _column("scores", scores)
-    positive, negative = _class_weights(labels, weights, len(s))
-    _check_length("keys", len(keys), len(s))
-    if np.isnan(s).any():
-        return float("nan")
-    names, key_index = np.unique(keys, return_inverse=True)
-    areas = _auc_of_keys(key_index, len(names), s, positive, negative)
-    sizes = np.bincount(key_index, positive + negative, minlength=len(names))
-    known = ~np.isnan(areas)
-    if not known.any():
-        return float("nan")
-    return float(areas[known] @ sizes[known] / sizes[known].sum())
+    return keyed_auc(labels, scores, keys, weights).mean
 
 
 def _auc_of_keys(

@@ -19,7 +19,7 @@ from trainer.batch import Batch
 from trainer.cache import PlannedCache
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer.decode import spec_of
-from trainer.evaluate import Evaluation, evaluate, gauc_key
+from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.kernels.build import kernels_of
 from trainer.lru import LruCache
 from trainer.next_use import NextUse
@@ -158,10 +158,11 @@ def _train(
 
 def evaluate_parts(job: Job, dataset: Dataset, parts: Parts) -> Evaluation:
     """Evaluate what the stores hold."""
-    spec = spec_of(dataset, job.train.dtype, gauc_key(dataset, job.train))
+    columns = columns_of(dataset, job.train)
+    spec = spec_of(dataset, job.train.dtype, columns.kept)
     reader = Reader(dataset, order_of(job, dataset), spec)
     parts.embedding.read_from(DirectSource(parts.stores))
-    return evaluate(parts.model, parts.embedding, reader.evaluation_batches())
+    return evaluate(parts.model, parts.embedding, reader.evaluation_batches(), columns)
 
 
 def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:
@@ -280,6 +281,9 @@ def _summary(
         ne=evaluation.ne,
         auc=evaluation.auc,
         gauc=evaluation.gauc,
+        session_auc=evaluation.session_auc,
+        calibration=evaluation.calibration,
+        auc_error=evaluation.auc_error,
         samples_per_sec=sum(m.num_samples for m in timed) / seconds,
         cache_hit_rate=1 - source.fetched_rows / accesses if in_front and accesses else None,
         fetched_rows=source.fetched_rows if in_front else 0,

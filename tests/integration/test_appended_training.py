@@ -151,7 +151,7 @@ def test_evaluation_covers_the_evaluation_ranges_of_both_segments(
     batches = [*reader_of(job, dataset).evaluation_batches()]
     for segment, expected in enumerate(samples):
         mine = [b for b in batches if b.step.segment == segment]
-        keys = np.concatenate([b.keys for b in mine if b.keys is not None])
+        keys = np.concatenate([b.kept["session"] for b in mine])
         labels = np.concatenate([b.labels.numpy() for b in mine])
         found = sorted(zip(keys.tolist(), labels.tolist(), strict=True))
         assert found == sorted((s[0], s[-1]) for s in expected)

@@ -86,13 +86,12 @@ def sample_of(row: dict, tables: Mapping[str, TableConfig]) -> tuple[object, ...
 
 
 def samples_of(batch: Batch) -> list[tuple[object, ...]]:
-    assert batch.keys is not None
     sparse = [bags(batch, feature) for feature in SPARSE]
     return [
         (key, int(label), weight, tuple(dense), *(tuple(bag[i]) for bag in sparse))
         for i, (key, label, weight, dense) in enumerate(
             zip(
-                batch.keys.tolist(),
+                batch.kept["session"].tolist(),
                 batch.labels.tolist(),
                 batch.weights.tolist(),
                 batch.dense.tolist(),

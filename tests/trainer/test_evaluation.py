@@ -1,0 +1,129 @@
+"""Evaluation sees its split once, in whole, and leaves training as it was."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from schemas.dataset import open_dataset
+from schemas.job import load_job
+from schemas.layout import EVALUATION, TRAIN
+from schemas.manifest import canonical_json
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, parts_of, reader_of, run_job
+from tests.trainer.test_metric_streams import session_auc_by_hand
+from trainer.evaluate import Evaluation, columns_of, evaluate
+from trainer.ledger import verify_run
+from trainer.metrics import auc, calibration, gauc, normalized_entropy
+from trainer.parts import Parts
+from trainer.reader import Reader, prefetched
+from trainer.step import PhaseTimer, train_step
+from trainer.train import evaluate_run
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+def evaluate_now(job: Path, dataset: Path, parts: Parts, reader: Reader) -> Evaluation:
+    columns = columns_of(open_dataset(dataset), load_job(job).train)
+    return evaluate(parts.model, parts.embedding, reader.evaluation_batches(), columns)
+
+
+def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job")
+    parts, reader = parts_of(job, dataset), reader_of(job, dataset)
+    found = evaluate_now(job, dataset, parts, reader)
+    columns: list[list[np.ndarray]] = []
+    for batch in reader.evaluation_batches():
+        parts.embedding.open(batch)
+        logits = parts.model(batch).detach()
+        key = batch.kept["session"]
+        columns.append([key, key, *(t.numpy() for t in (batch.labels, logits, batch.weights))])
+    key, time, *scored = (np.concatenate(c) for c in zip(*columns, strict=True))
+    assert len(set(scored[2])) > 1, "weights must differ for this to say anything"
+    assert found.num_samples == len(key) == 80
+    assert found.ne == pytest.approx(normalized_entropy(*scored), rel=1e-13)
+    assert found.auc == pytest.approx(auc(*scored), rel=1e-13)
+    assert found.calibration == pytest.approx(calibration(*scored), rel=1e-13)
+    assert found.gauc == pytest.approx(gauc(scored[0], scored[1], key, scored[2]), rel=1e-13)
+    wanted, defined, one_class = session_auc_by_hand((key, time, *scored), None)
+    assert found.session_auc == pytest.approx(wanted, rel=1e-13)
+    assert (found.num_sessions, found.num_one_class_sessions) == (defined, one_class)
+    assert found.auc_error == 0
+
+
+@pytest.mark.parametrize("key", ["user", "item"])
+def test_gauc_of_another_key_groups_by_it(key: str, dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job")
+    text = job.read_text().replace("  kernels:", f"  metrics: {{gauc_key: {key}}}\n  kernels:")
+    job.write_text(text)
+    run_job(job, dataset, tmp_path / "run")
+    found = evaluate_run(job, dataset, tmp_path / "run")
+    assert found.session_auc is not None
+    assert found.gauc != found.session_auc
+
+
+def state_of(parts: Parts) -> list[bytes]:
+    """Return the bits of everything that is trained."""
+    dense = canonical_json({n: p.tolist() for n, p in parts.model.named_parameters()})
+    stored = [store.contents() for store in parts.stores.values()]
+    return [dense.encode(), *(a.tobytes() for rows, r in stored for a in (rows, r.values, r.state))]
+
+
+def train_all(job: Path, dataset: Path, evaluate_every: int | None) -> tuple[list[float], Parts]:
+    """Train with batches read ahead, and evaluate in between."""
+    parts, reader = parts_of(job, dataset), reader_of(job, dataset)
+    scored = reader_of(job, dataset)
+    losses: list[float] = []
+    for batch in prefetched(reader.read, range(32), 2):
+        assert batch.step.train_step == len(losses), "no training batch may be lost"
+        timer = PhaseTimer(lambda: 0.0)
+        losses.append(train_step(parts.model, parts.embedding, parts.optimizer, batch, timer))
+        if evaluate_every is not None and len(losses) % evaluate_every == 0:
+            before = state_of(parts)
+            assert evaluate_now(job, dataset, parts, scored).num_samples == 80
+            assert state_of(parts) == before, "evaluation must train nothing"
+    return losses, parts
+
+
+def test_evaluation_between_steps_leaves_the_bits_of_training(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job")
+    straight, plain = train_all(job, dataset, None)
+    losses, parts = train_all(job, dataset, 5)
+    assert losses == straight
+    assert state_of(parts) == state_of(plain)
+    assert isinstance(parts.model, nn.Module)
+    assert parts.model.training
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("embedding", ["plain", "cached"])
+def test_run_trains_each_training_block_once_and_no_evaluation_block(
+    embedding: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job")
+    run = tmp_path / "run"
+    run_job(job, dataset, run, embedding=embedding, steps=10)  # evaluates, then goes on
+    run_job(job, dataset, run, embedding=embedding, resume=True)
+    report = verify_run(run)
+    assert report.problems == ()
+    assert report.num_samples == 2 * 983
+    opened, reader = open_dataset(dataset), reader_of(job, dataset)
+    trained = {(b.step.segment, x) for b in map(reader.read, range(32)) for x in blocks(reader, b)}
+    for index, segment in enumerate(opened.segments):
+        held_back = {(index, x) for x in segment.block_names[segment.positions(EVALUATION)]}
+        assert not trained & held_back
+        assert {(index, x) for x in segment.block_names[segment.positions(TRAIN)]} <= trained
+
+
+def blocks(reader: Reader, batch: object) -> list[int]:
+    return reader.blocks_of(batch.step).tolist()  # type: ignore[attr-defined]
