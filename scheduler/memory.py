@@ -72,18 +72,34 @@ def tables_bytes(facts: DataFacts, train: TrainConfig) -> int:
 
 
 def layer_widths(facts: DataFacts, train: TrainConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the widths of the bottom and of the top MLP, inputs included, as DLRM has them."""
+    """Return the widths of the bottom and of the top MLP, inputs included.
+
+    The top one is over DLRM's products, or over the vectors themselves.
+    """
     dim, features = train.embedding_dim, facts.num_sparse + 1
     bottom = (facts.num_dense, *train.model.bottom_layers, dim)
-    top = (dim + features * (features - 1) // 2, *train.model.top_layers, 1)
-    return bottom, top
+    over_vectors = train.model.name in ("dcn", "deepfm", "wide_deep")
+    inputs = features * dim if over_vectors else dim + features * (features - 1) // 2
+    return bottom, (inputs, *train.model.top_layers, 1)
+
+
+def cross_parameters(facts: DataFacts, train: TrainConfig) -> int:
+    """Return the weights of the cross network: two matrices of `cross_rank` in each layer."""
+    if train.model.name != "dcn":
+        return 0
+    inputs = (facts.num_sparse + 1) * train.embedding_dim
+    return 2 * inputs * train.model.cross_rank * train.model.cross_layers
 
 
 def dense_parameters(facts: DataFacts, train: TrainConfig) -> int:
     """Return the number of weights and biases; the history encoder has four square ones more."""
     encoder = 4 * train.embedding_dim**2 if train.model.name == "attention" else 0
     stacks = layer_widths(facts, train)
-    return encoder + sum((a + 1) * b for stack in stacks for a, b in pairwise(stack))
+    return (
+        encoder
+        + cross_parameters(facts, train)
+        + sum((a + 1) * b for stack in stacks for a, b in pairwise(stack))
+    )
 
 
 def dense_multiplications(facts: DataFacts, train: TrainConfig) -> float:
@@ -94,7 +110,8 @@ def dense_multiplications(facts: DataFacts, train: TrainConfig) -> float:
         dim = train.embedding_dim
         encoder = train.model.max_history * (4 * dim * dim + 2 * dim)
     layers = sum(a * b for stack in layer_widths(facts, train) for a, b in pairwise(stack))
-    return float(layers + features * features * train.embedding_dim + encoder)
+    crossed = cross_parameters(facts, train)
+    return float(layers + features * features * train.embedding_dim + encoder + crossed)
 
 
 def batch_bytes(facts: DataFacts, train: TrainConfig, num_replicas: int) -> int:

@@ -14,14 +14,19 @@ from schemas.errors import check_at_least_one
 class ModelConfig:
     """Which model is trained."""
 
-    name: Literal["dlrm", "attention"] = "dlrm"
-    """`dlrm`: TorchRec's DLRM; `attention`: target attention over one history feature."""
+    name: Literal["dlrm", "dcn", "deepfm", "wide_deep", "attention"] = "dlrm"
+    """`dlrm`, `dcn` and `deepfm`: TorchRec's; `wide_deep`: of its modules; `attention`: target
+    attention over one history feature."""
     bottom_layers: tuple[int, ...] = (64,)
     """Widths of the MLP over dense features, before the one of `embedding_dim`."""
     top_layers: tuple[int, ...] = (256, 64)
     """Widths of the MLP over the interactions, before the one of 1."""
     dedup_compute: bool = True
-    """Of `dlrm`: what depends on a unique tuple alone is computed once; equal up to rounding."""
+    """What depends on a unique tuple alone is computed once; equal up to rounding."""
+    cross_layers: int = 3
+    """Layers of the cross network of `dcn`."""
+    cross_rank: int = 64
+    """Rank of each of its layers' matrices."""
     history: str | None = None
     """List feature that the attention model reads."""
     target: str | None = None
@@ -33,7 +38,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse empty layers, and an attention model without its two features."""
-        check_at_least_one(self, "max_history", "num_heads")
+        check_at_least_one(self, "max_history", "num_heads", "cross_layers", "cross_rank")
         for name in ("bottom_layers", "top_layers"):
             widths = getattr(self, name)
             if any(width < 1 for width in widths):
@@ -195,6 +200,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Check what the section can know about itself."""
         check_at_least_one(self, "embedding_dim", "batch_samples", "epochs", "num_threads")
+        if self.model.name == "wide_deep" and self.embedding_dim < 2:
+            raise ValueError(
+                f"embedding_dim must be at least 2 for wide_deep, got {self.embedding_dim}; raise "
+                "it, for the first number of a row is the wide part's"
+            )
         if self.model.name == "attention" and self.embedding_dim % self.model.num_heads:
             raise ValueError(
                 f"embedding_dim must be divisible by model.num_heads, got {self.embedding_dim} and "

@@ -15,8 +15,7 @@ from schemas.order import Order
 from trainer.collate import features_of_tables
 from trainer.decode import BatchSpec
 from trainer.embedding import Embedding, TableSpec
-from trainer.models import attention, dlrm
-from trainer.models.dedup_dlrm import DedupDlrm
+from trainer.models.build import build_model
 from trainer.optimizer import dense_optimizer, state_width
 from trainer.sources import DirectSource
 from trainer.stores.memory import memory_store
@@ -88,12 +87,7 @@ def build_parts(spec: BatchSpec, config: TrainConfig, stores: dict[str, Store]) 
         for name, features in features_of_tables(spec).items()
     )
     embedding = Embedding(tables, config, DirectSource(stores))
-    if config.model.name == "attention":
-        model = attention.build(config, spec.sparse, len(spec.dense), embedding)
-    else:
-        model = dlrm.build(config, len(spec.dense), embedding)
-        if config.model.dedup_compute:
-            model = DedupDlrm(model)
+    model = build_model(config, spec, embedding)
     return Parts(
         stores, embedding, model, dense_optimizer(config.dense_optimizer, list(model.parameters()))
     )

@@ -150,6 +150,13 @@ class PlainTables(nn.Module):
             parts.append(rows if inverse is None else rows[inverse[1][kjt.keys().index(feature)]])
         return KeyedTensor(keys, [DIM] * len(keys), torch.cat(parts, 1))
 
+    def unique(self, kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        def rows(feature: str) -> torch.Tensor:
+            bags = kjt[feature].to_dense()
+            return torch.stack([self.pooled(feature, bag.tolist()) for bag in bags])
+
+        return {f: rows(f) for features in TABLES.values() for f in features}
+
     def sequence(self, kjt: KeyedJaggedTensor, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
         return self.table_of(feature)[kjt[feature].values()], kjt[feature].offsets()
 

@@ -22,7 +22,7 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from trainer.models import attention, dlrm
+from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
 
 
 def collection() -> EmbeddingBagCollection:
@@ -75,9 +75,16 @@ def test_dlrm_without_dense_features_learns_one_vector_for_all_samples() -> None
 
 def build_either(name: str, config: TrainConfig) -> nn.Module:
     """Build a model by its name."""
-    if name == "dlrm":
-        return dlrm.build(config, NUM_DENSE, PlainTables())
-    return attention.build(config, FEATURES, NUM_DENSE, PlainTables())
+    if name == "attention":
+        return attention.build(config, FEATURES, NUM_DENSE, PlainTables())
+    if name == "wide_deep":
+        return wide_deep.build(config, FEATURES, NUM_DENSE, PlainTables())
+    return {"dlrm": dlrm, "dcn": dcn, "deepfm": deepfm}[name].build(
+        config, NUM_DENSE, PlainTables()
+    )
+
+
+NAMES = ["dlrm", "dcn", "deepfm", "wide_deep", "attention"]
 
 
 def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -85,7 +92,7 @@ def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters() if ".tables." not in f".{n}"}
 
 
-@pytest.mark.parametrize("name", ["dlrm", "attention"])
+@pytest.mark.parametrize("name", NAMES)
 def test_build_draws_dense_parameters_from_the_seed_alone(name: str) -> None:
     torch.manual_seed(1)
     first = dense_parameters(build_either(name, CONFIG))
@@ -97,7 +104,7 @@ def test_build_draws_dense_parameters_from_the_seed_alone(name: str) -> None:
     assert all(not torch.equal(other[n], p) for n, p in first.items() if p.dim() > 1)
 
 
-@pytest.mark.parametrize("name", ["dlrm", "attention"])
+@pytest.mark.parametrize("name", NAMES)
 def test_build_gives_each_precision_the_same_parameters(name: str) -> None:
     single = dense_parameters(build_either(name, replace(CONFIG, dtype="float32")))
     double = dense_parameters(build_either(name, CONFIG))
@@ -107,7 +114,7 @@ def test_build_gives_each_precision_the_same_parameters(name: str) -> None:
         assert torch.equal(p.double(), double[parameter])
 
 
-@pytest.mark.parametrize("name", ["dlrm", "attention"])
+@pytest.mark.parametrize("name", NAMES)
 def test_build_leaves_the_precision_of_the_embedding_alone(name: str) -> None:
     model = build_either(name, replace(CONFIG, dtype="float32"))
     tables = [p for n, p in model.named_parameters() if ".tables." in n]

@@ -12,12 +12,17 @@ from schemas.job import TrainConfig
 from trainer.batch import Batch
 
 
-class DlrmModel(nn.Module):
-    """Hand the dense and sparse part of a batch to DLRM.
+def dense_of(batch: Batch, num_dense: int) -> torch.Tensor:
+    """Return what TorchRec's dense MLP is fed, (num_samples, num_dense).
 
-    Without dense features one column of ones is fed: DLRM's interaction always contains the
-    output of the dense MLP, which then is one learned vector, the same for all samples.
+    Without dense features that is one column of ones: interactions always contain the output of
+    the dense MLP, which then is one learned vector, the same for all samples.
     """
+    return batch.dense if num_dense else batch.dense.new_ones(batch.num_samples, 1)
+
+
+class DlrmModel(nn.Module):
+    """Hand the dense and sparse part of a batch to DLRM."""
 
     def __init__(self, dlrm: DLRM, num_dense: int) -> None:
         """Keep the model; `num_dense` is the number of dense features of a batch, may be 0."""
@@ -27,8 +32,7 @@ class DlrmModel(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
-        dense = batch.dense if self.num_dense else batch.dense.new_ones(batch.num_samples, 1)
-        return self.dlrm(dense, batch.sparse).squeeze(1)
+        return self.dlrm(dense_of(batch, self.num_dense), batch.sparse).squeeze(1)
 
 
 def build(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DlrmModel:

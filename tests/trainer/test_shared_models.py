@@ -1,0 +1,219 @@
+"""DCN-v2, DeepFM and Wide & Deep with shared parts computed once, against TorchRec's modules."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.models.deepfm import SimpleDeepFMNN
+from torchrec.models.dlrm import DLRM_DCN
+
+from schemas.dataset import open_dataset
+from schemas.job import load_job
+from schemas.job_train import ModelConfig, TrainConfig
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.model_samples import (
+    CONFIG,
+    DIM,
+    FEATURES,
+    NUM_DENSE,
+    PlainTables,
+    Samples,
+    batch_of,
+    gradients,
+    random_samples,
+)
+from tests.trainer.runs import SEGMENTS, losses_of, reader_of, run_job
+from trainer.batch import Batch
+from trainer.decode import spec_of
+from trainer.embedding import Embedding
+from trainer.models import dcn, deepfm, wide_deep
+from trainer.models.shares import dense_part, first_layer
+from trainer.parts import build_parts, memory_stores
+from trainer.step import loss_of
+
+ONE = ModelConfig(name="deepfm", bottom_layers=(6,), top_layers=(5,))
+DEEP = ModelConfig(name="dcn", bottom_layers=(6, 7), top_layers=(16, 4), cross_layers=3)
+INVERSE = [1, 0, 2, 1, 1, 3]
+
+
+def samples_of(dense: str) -> Samples:
+    """Draw samples whose dense features follow the tuple, or do not."""
+    samples = random_samples([0, 3, 9, 2], INVERSE)
+    return replace(samples, dense=samples.dense[INVERSE]) if dense == "by tuple" else samples
+
+
+def assert_same(
+    ours: tuple[nn.Module, torch.Tensor], theirs: tuple[nn.Module, torch.Tensor], prefix: str
+) -> None:
+    """Compare logits and the gradient of every parameter, by name."""
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-10, atol=1e-12)
+    found, wanted = gradients(*ours), gradients(*theirs)
+    assert {n.removeprefix(prefix) for n in found} == wanted.keys()
+    for name, gradient in found.items():
+        expected = wanted[name.removeprefix(prefix)]
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("dense", ["by tuple", "by sample"])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_dcn_of_a_deduplicated_batch_equals_torchrecs_on_a_plain_one(
+    layers: int, dense: str
+) -> None:
+    config = replace(CONFIG, model=replace(DEEP, cross_layers=layers, cross_rank=5))
+    model = dcn.build(config, NUM_DENSE, PlainTables())
+    for bias in model.dcn.inter_arch.crossnet.bias:  # type: ignore[union-attr]
+        nn.init.normal_(bias)  # type: ignore[arg-type]
+    tables: Any = PlainTables()
+    theirs = DLRM_DCN(tables, NUM_DENSE, [6, 7, DIM], [16, 4, 1], layers, 5).double()
+    theirs.load_state_dict(model.dcn.state_dict())
+    samples = samples_of(dense)
+    plain = batch_of(samples, expanded=True)
+    expected = (theirs, theirs(plain.dense, plain.sparse).squeeze(1))
+    for batch in (batch_of(samples), plain):
+        assert_same((model, model(batch)), expected, "dcn.")
+
+
+@pytest.mark.parametrize("dense", ["by tuple", "by sample"])
+def test_deepfm_of_a_deduplicated_batch_equals_torchrecs_on_a_plain_one(dense: str) -> None:
+    model = deepfm.build(replace(CONFIG, model=ONE), NUM_DENSE, PlainTables())
+    tables: Any = PlainTables()
+    theirs = SimpleDeepFMNN(NUM_DENSE, tables, 6, 5).double()
+    theirs.load_state_dict(model.deepfm.state_dict())
+    samples = samples_of(dense)
+    plain = batch_of(samples, expanded=True)
+    expected = (theirs, theirs(plain.dense, plain.sparse).squeeze(1))
+    for batch in (batch_of(samples), plain):
+        assert_same((model, torch.sigmoid(model(batch))), expected, "deepfm.")
+
+
+class PlainWideDeep(nn.Module):
+    """The same model sample by sample, on another's parameters."""
+
+    def __init__(self, model: wide_deep.WideDeepModel, num_dense: int) -> None:
+        super().__init__()
+        self.wide, self.deep, self.embedding = model.wide, model.deep, model.embedding
+        self.num_dense = num_dense
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        pooled = self.embedding(batch.sparse).to_dict()
+        logits: list[torch.Tensor] = []
+        for sample in range(batch.num_samples):
+            dense = batch.dense[sample]
+            rows = [pooled[f][sample] for f in FEATURES]
+            x = torch.cat([dense, *(row[1:] for row in rows)])
+            logit = sum(row[0] for row in rows) + self.deep(x)
+            if self.wide is not None:
+                logit = logit + nn.functional.linear(dense, self.wide.weight, self.wide.bias)
+            logits.append(logit)
+        return torch.cat(logits)
+
+
+@pytest.mark.parametrize("dense", ["by tuple", "by sample", "none"])
+@pytest.mark.parametrize("top", [(), (16, 4)])
+def test_wide_deep_of_a_deduplicated_batch_equals_its_formula(
+    top: tuple[int, ...], dense: str
+) -> None:
+    samples = samples_of(dense)
+    num_dense = 0 if dense == "none" else NUM_DENSE
+    samples = replace(samples, dense=samples.dense[:, :num_dense])
+    config = replace(CONFIG, model=ModelConfig(name="wide_deep", top_layers=top))
+    model = wide_deep.build(config, FEATURES, num_dense, PlainTables())
+    plain = batch_of(samples, expanded=True)
+    theirs = PlainWideDeep(model, num_dense)
+    for batch in (batch_of(samples), plain):
+        assert_same((model, model(batch)), (theirs, theirs(plain)), "")
+
+
+def test_dense_features_are_fed_once_per_tuple_where_it_decides_them() -> None:
+    by_tuple, by_sample = batch_of(samples_of("by tuple")), batch_of(samples_of("by sample"))
+    part = dense_part(by_tuple, by_tuple.dense)
+    assert part.group == "user"
+    assert len(part.flat) == 4
+    assert dense_part(by_sample, by_sample.dense).group is None
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dataset of two nested groups."""
+    folder = tmp_path_factory.mktemp("data")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return logits and the gradient of everything that is trained."""
+    model.zero_grad()
+    embedding.open(batch)
+    logits = model(batch)
+    loss_of(logits, batch).backward()
+    found = {"logits": logits.detach()}
+    found |= {n: p.grad.clone() for n, p in model.named_parameters()}
+    return found | {f"rows of {t}": g.clone() for t, (_, g) in embedding.gradients().items()}
+
+
+MODELS = {
+    "dcn": "{name: dcn, cross_rank: 4}",
+    "deepfm": "{name: deepfm}",
+    "deepfm of one layer": "{name: deepfm, bottom_layers: [8], top_layers: [8]}",
+    "deepfm without bottom layers": "{name: deepfm, bottom_layers: []}",
+    "wide and deep": "{name: wide_deep, top_layers: [16, 8]}",
+}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "sum"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_shared_parts_leave_logits_and_gradients_of_real_batches(
+    model: str, pooling: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", model=model, pooling=pooling)
+    config: TrainConfig = load_job(job).train
+    spec = spec_of(open_dataset(dataset), "float64")
+    parts = build_parts(spec, config, memory_stores(spec, config))
+    trained: Any = parts.model
+    batch = reader_of(job, dataset).read(7)
+    found = results(trained, parts.embedding, batch)
+    trained.dedup = False
+    wanted = results(trained, parts.embedding, batch)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_train_deduplicated_has_the_losses_of_expanded(
+    model: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", model=model, epochs="1")
+    for name in ("unique", "expanded"):
+        run_job(job, dataset, tmp_path / name, expanded=name == "expanded")
+    unique, expanded = losses_of(tmp_path / "unique"), losses_of(tmp_path / "expanded")
+    assert len(set(unique)) == 16
+    assert abs(unique - expanded).max() < 1e-10
+
+
+def test_first_layer_of_an_mlp_and_the_rest_are_the_whole() -> None:
+    model = deepfm.build(replace(CONFIG, model=DEEP), NUM_DENSE, PlainTables())
+    layers: Any = model.deepfm.inter_arch.deep_fm.dense_module
+    first, rest = first_layer(layers)
+    x = torch.randn(3, first.in_features, dtype=torch.float64)
+    assert torch.equal(rest(first(x)), layers(x))
+
+
+@pytest.mark.parametrize(("name", "module"), [("dcn", dcn), ("deepfm", deepfm)])
+def test_model_without_top_layers_is_refused(name: str, module: Any) -> None:
+    config = replace(CONFIG, model=ModelConfig(top_layers=()))
+    message = f"top_layers must name a width for {name}, got top_layers=(); add one"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        module.build(config, NUM_DENSE, PlainTables())
+
+
+def test_wide_deep_with_rows_of_one_number_is_refused() -> None:
+    message = (
+        "embedding_dim must be at least 2 for wide_deep, got 1; raise it, for the first number of "
+        "a row is the wide part's"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TrainConfig(model=ModelConfig(name="wide_deep"), embedding_dim=1)

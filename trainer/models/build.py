@@ -1,0 +1,33 @@
+"""The model that a job names."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from schemas.job_train import TrainConfig
+from trainer.decode import BatchSpec
+from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
+from trainer.models.dedup_dlrm import DedupDlrm
+
+
+def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> nn.Module:
+    """Build `train.model` over an embedding module; it maps a batch to (B,) logits.
+
+    Args:
+        config: train section of the job.
+        spec: what a batch is made of.
+        embedding: pools rows and gives them unpooled, in `config.dtype`.
+    """
+    num_dense = len(spec.dense)
+    match config.model.name:
+        case "attention":
+            return attention.build(config, spec.sparse, num_dense, embedding)
+        case "dcn":
+            return dcn.build(config, num_dense, embedding)
+        case "deepfm":
+            return deepfm.build(config, num_dense, embedding)
+        case "wide_deep":
+            return wide_deep.build(config, spec.sparse, num_dense, embedding)
+        case "dlrm":
+            model = dlrm.build(config, num_dense, embedding)
+            return DedupDlrm(model) if config.model.dedup_compute else model
