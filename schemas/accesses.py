@@ -47,7 +47,7 @@ class TableAccesses:
         found = [numbered_accesses(dataset, segment, table) for segment in dataset.segments]
         maps, self.rows = stitch([rows for _, rows in found])
         self._blocks = [
-            Jagged(numbers[lists.values], lists.offsets)
+            Jagged(numbers[lists.values].astype(np.int32), lists.offsets)  # as the plan keeps them
             for numbers, (lists, _) in zip(maps, found, strict=True)
         ]
         self._order = order

@@ -20,13 +20,13 @@ from schemas.checked import sha256_of
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import canonical_json, replace_bytes
-from trainer.stores.store import Records, Store, WriteBack
+from trainer.npy import NpyFile
+from trainer.stores.store import ROWS_AT_ONCE, Records, Store, WriteBack
 from trainer.stores.together import write_rows
 
 CHECKPOINTS = "checkpoints"
 _DENSE = "dense.pt"
 _PARTIAL = ".partial"
-_ROWS_AT_ONCE = 1 << 16
 NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
 """(table, train_step, rows) to the first step from that one on that uses each row."""
 
@@ -58,11 +58,7 @@ def save_checkpoint(
     dense = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(dense, partial / _DENSE)
     for table, store in stores.items():
-        rows, records = store.contents()
-        (partial / table).mkdir()
-        np.save(partial / table / "rows.npy", rows)
-        np.save(partial / table / "values.npy", records.values)
-        np.save(partial / table / "state.npy", records.state)
+        _save_table(partial / table, store)
     files = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
     hashes = {path: sha256_of(partial / path) for path in files}
     body = canonical_json({"train_step": train_step, "files": hashes})
@@ -119,13 +115,28 @@ def load_checkpoint(
             np.load(checkpoint / table / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in ("rows", "values", "state")
         )
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
             found = np.array(rows[part])
             steps = None if next_use is None else next_use(table, train_step, found)
             records = Records(np.array(values[part]), np.array(state[part]))
             write_rows({table: store}, train_step - 1, {table: WriteBack(found, records, steps)})
     return train_step
+
+
+def _save_table(folder: Path, store: Store) -> None:
+    """Write the rows of a table as they come, some at a time."""
+    folder.mkdir()
+    layout = store.layout
+    with (
+        NpyFile(folder / "rows.npy", (), np.int64) as rows,
+        NpyFile(folder / "values.npy", (layout.dim,), layout.dtype) as values,
+        NpyFile(folder / "state.npy", (layout.state_width,), layout.dtype) as state,
+    ):
+        for some_rows, records in store.contents():
+            rows.append(some_rows)
+            values.append(records.values)
+            state.append(records.state)
 
 
 def _read_manifest(path: Path) -> tuple[int, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,21 +44,25 @@ def plans_of(
         PlanError: `config.rows` is too small for a table; the message names the size that works.
     """
     index = dataset.index_for(order)
-    distances = {table: index.distances(table) for table in tables}
-    check_size({t: _distances_from(first_step, order, d) for t, d in distances.items()}, config)
+    distances = {t: _distances_from(first_step, order, index.distances(t)) for t in tables}
+    check_size({table: _by_step(found) for table, found in distances.items()}, config)
     plans: dict[str, TablePlan] = {}
     for table, of_table in distances.items():
         accesses = TableAccesses(dataset, table, order)
         numbers = map(accesses.numbers, range(first_step, order.num_steps))
-        steps = zip(numbers, _distances_from(first_step, order, of_table), strict=True)
+        steps = zip(numbers, _by_step(of_table), strict=True)
         planned = plan(steps, config, first_step=first_step, flush_every=flush_every)
         plans[table] = TablePlan(planned, accesses.rows)
     return plans
 
 
-def _distances_from(
-    first_step: int, order: Order, distances: Jagged
-) -> Iterator[NDArray[np.int32]]:
-    for train_step in range(first_step, order.num_steps):
-        start, end = distances.offsets[train_step : train_step + 2]
+def _distances_from(first_step: int, order: Order, distances: Jagged) -> Jagged:
+    """Return the distances of the steps to come, as narrow as the number of steps allows."""
+    offsets = distances.offsets[first_step:]
+    values = distances.values[offsets[0] :]
+    return Jagged(values.astype(np.min_scalar_type(order.num_steps)), offsets - offsets[0])
+
+
+def _by_step(distances: Jagged) -> Iterator[NDArray[np.int32]]:
+    for start, end in pairwise(distances.offsets.tolist()):
         yield distances.values[start:end].astype(np.int32)

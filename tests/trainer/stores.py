@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trainer.stores.flight_client import FlightStore, open_group
 from trainer.stores.peer import Access
-from trainer.stores.store import TableLayout
+from trainer.stores.store import Records, Store, TableLayout
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=20.0)
@@ -91,3 +94,15 @@ def group_over(
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
     return open_group(addresses, access, tables, owner=owner, session=session, reset=reset)
+
+
+def whole(store: Store) -> tuple[NDArray[np.int64], Records]:
+    """Return all that a store holds at once."""
+    layout = store.layout
+    none = (np.empty((0, width), layout.dtype) for width in (layout.dim, layout.state_width))
+    parts = [(np.empty(0, np.int64), Records(*none)), *store.contents()]
+    records = Records(
+        np.concatenate([some.values for _, some in parts]),
+        np.concatenate([some.state for _, some in parts]),
+    )
+    return np.concatenate([rows for rows, _ in parts]), records

@@ -15,6 +15,7 @@ from schemas.job_train import CacheConfig
 from schemas.oracle import next_use, number_by_first_use
 from schemas.plan import plan
 from schemas.plan_size import required_rows
+from tests.trainer.stores import whole
 from trainer.cache import PlannedCache, TablePlan
 from trainer.lru import LruCache
 from trainer.sources import DirectSource, RowSource
@@ -88,7 +89,7 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
     )
     handed = run_source(cache, rows, flush_every)
     assert run_source(DirectSource({"items": direct}), rows) == handed
-    (rows_found, found), (rows_wanted, wanted) = cached.contents(), direct.contents()
+    (rows_found, found), (rows_wanted, wanted) = whole(cached), whole(direct)
     assert rows_found.tolist() == rows_wanted.tolist()
     assert found.values.tobytes() == wanted.values.tobytes()
     assert found.state.tobytes() == wanted.state.tobytes()
@@ -108,7 +109,7 @@ def test_lru_hands_out_what_a_store_without_a_cache_does_and_counts_as_a_diction
     direct, cached = memory_store(LAYOUT), memory_store(LAYOUT)
     cache = LruCache({"items": cached}, capacity)
     assert run_source(DirectSource({"items": direct}), rows) == run_source(cache, rows)
-    (rows_found, found), (rows_wanted, wanted) = cached.contents(), direct.contents()
+    (rows_found, found), (rows_wanted, wanted) = whole(cached), whole(direct)
     assert rows_found.tolist() == rows_wanted.tolist()
     assert found.values.tobytes() == wanted.values.tobytes()
     assert found.state.tobytes() == wanted.state.tobytes()
@@ -208,4 +209,4 @@ def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
         direct.write(step, given, changed)
     cache.flush()
     cache.close()
-    assert stores[0].contents()[1].values.tobytes() == stores[1].contents()[1].values.tobytes()
+    assert whole(stores[0])[1].values.tobytes() == whole(stores[1])[1].values.tobytes()

@@ -13,6 +13,7 @@ from schemas.layout import EVALUATION, TRAIN
 from schemas.manifest import canonical_json
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, parts_of, reader_of, run_job
+from tests.trainer.stores import whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.ledger import verify_run
@@ -73,7 +74,7 @@ def test_gauc_of_another_key_groups_by_it(key: str, dataset: Path, tmp_path: Pat
 def state_of(parts: Parts) -> list[bytes]:
     """Return the bits of everything that is trained."""
     dense = canonical_json({n: p.tolist() for n, p in parts.model.named_parameters()})
-    stored = [store.contents() for store in parts.stores.values()]
+    stored = [whole(store) for store in parts.stores.values()]
     return [dense.encode(), *(a.tobytes() for rows, r in stored for a in (rows, r.values, r.state))]
 
 

@@ -18,6 +18,7 @@ from tests.trainer.stores import (
     group_over,
     running,
     start_store,
+    whole,
 )
 from trainer.__main__ import main
 from trainer.rows import initial_rows
@@ -74,7 +75,7 @@ def test_store_processes_hold_what_a_store_in_memory_does(
                 wanted[name].write(rows[name], updated)
                 stores[name].write(rows[name], updated, step)
         for name, store in stores.items():
-            (rows_found, found), (rows_wanted, expected) = store.contents(), wanted[name].contents()
+            (rows_found, found), (rows_wanted, expected) = whole(store), whole(wanted[name])
             assert rows_found.tolist() == rows_wanted.tolist()
             assert_same(found, expected)
 
@@ -98,7 +99,7 @@ def test_rows_of_a_huge_table_cost_nothing_until_they_are_written(tmp_path: Path
         first = initial_rows(rows, table="items", seed=3, dim=4, dtype="float32")
         assert store.fetch(rows).values.tobytes() == first.tobytes()
         assert not store.fetch(rows).state.any()
-        assert store.contents()[0].tolist() == []
+        assert whole(store)[0].tolist() == []
         assert log.stat().st_size == empty
 
 
@@ -131,7 +132,7 @@ def test_store_with_rows_refuses(case: str, filled: tuple[str, Path]) -> None:
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         group_over(address, layouts={layout.table: layout}, session="other")
-    rows = group_over(address, session=case, reset=False)["items"].contents()[0]
+    rows = whole(group_over(address, session=case, reset=False)["items"])[0]
     assert rows.tolist() == [5]
 
 
@@ -167,7 +168,7 @@ def test_store_answers_the_newest_training_process_only(tmp_path: Path) -> None:
         )
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
             old.write(np.array([1]), one_record(LAYOUT, 1.0))
-        assert new.contents()[0].tolist() == []
+        assert whole(new)[0].tolist() == []
 
 
 def test_stores_that_leave_slots_out_are_refused(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_store_over_tls_answers_who_trusts_its_certificate(tmp_path: Path) -> No
         trusted = (tmp_path / "cert.pem").read_bytes()
         store = group_over(process.address, access=replace(ACCESS, certificates=trusted))["items"]
         store.write(np.array([5]), one_record(LAYOUT, 1.0), 0)
-        assert store.contents()[0].tolist() == [5]
+        assert whole(store)[0].tolist() == [5]
         for access in (ACCESS, replace(ACCESS, certificates=trusted)):
             address = process.address if access is ACCESS else process.address.replace("+tls", "")
             with pytest.raises(SchemaError, match=r"^store must answer within"):

@@ -16,6 +16,7 @@ from schemas.errors import PlanError, SchemaError
 from schemas.job_train import CacheConfig
 from schemas.plan_size import required_rows
 from schemas.plan_slots import NEVER_AGAIN
+from tests.trainer.stores import whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.cache import PlannedCache
 from trainer.rows import initial_rows
@@ -58,8 +59,8 @@ class Checked:
     def flush(self) -> None:
         self.source.flush()
         (rows, found), (wanted_rows, wanted) = (
-            self.store.contents(),
-            self.reference._stores["items"].contents(),
+            whole(self.store),
+            whole(self.reference._stores["items"]),
         )
         assert rows.tolist() == wanted_rows.tolist()
         assert found.values.tobytes() == wanted.values.tobytes()
@@ -117,7 +118,7 @@ def test_log_reads_each_bucket_once_and_in_long_pieces(tmp_path: Path) -> None:
     assert refetched > 290_000
     traffic = log.traffic
     # every fetched row that was ever written is read once, but for those that never left memory
-    assert 0.5 * refetched * entry_bytes < traffic.read_bytes <= 1.001 * refetched * entry_bytes
+    assert 0.5 * refetched * entry_bytes < traffic.read_bytes <= 1.02 * refetched * entry_bytes
     assert traffic.read_bytes / traffic.num_reads > 100 * entry_bytes
     assert traffic.num_reads < traffic.read_bytes / 20_000
     assert traffic.written_bytes < 1.3 * traffic.read_bytes
@@ -135,7 +136,7 @@ def test_log_makes_first_values_and_keeps_nothing_for_rows_that_are_read_only(
     assert found.values.tobytes() == first.tobytes()
     assert not found.state.any()
     assert list(tmp_path.iterdir()) == []
-    assert store.contents()[0].tolist() == []
+    assert whole(store)[0].tolist() == []
 
 
 def back_of(rows: list[int], next_use: list[int]) -> dict[str, WriteBack]:
@@ -175,7 +176,7 @@ def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_p
         "free some and train on with --resume"
     )
     with (
-        largest_file(size + 100),
+        largest_file(size),
         pytest.raises(SchemaError, match=f"^{re.escape(message)}$"),
     ):
         log.write(1, back_of(list(range(10, 20)), [7] * 10))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
-from tests.trainer.stores import ACCESS, LAYOUT, TOKEN, group_over, running, start_store
+from tests.trainer.stores import ACCESS, LAYOUT, TOKEN, group_over, running, start_store, whole
 from trainer.stores.budget import Budget, BusyError
 from trainer.stores.flight_client import FlightStore
 from trainer.stores.flight_server import Limits, StoreServer
@@ -39,7 +39,7 @@ def write_step(store: FlightStore, step: int) -> np.ndarray:
 
 def assert_holds(store: FlightStore, last_step: dict[int, int], maybe: int = -1) -> None:
     """Compare all rows with the last step that wrote each; `maybe` may or may not be written."""
-    rows, records = store.contents()
+    rows, records = whole(store)
     assert (records.values == records.state).all()
     found = dict(zip(rows.tolist(), records.state[:, 0].astype(int).tolist(), strict=True))
     untold = {row for row, step in found.items() if step == maybe}

@@ -3,6 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.trainer.stores import whole
 from trainer.lookup import stable_order
 from trainer.rows import initial_bound, initial_rows
 from trainer.stores.memory import memory_store
@@ -52,7 +53,7 @@ def test_store_is_a_dict_of_rows_that_begin_with_their_first_values(
             store.write(rows, fetched)
             pairs = zip(fetched.values.tolist(), fetched.state.tolist(), strict=True)
             reference.update(zip(rows.tolist(), pairs, strict=True))
-    rows, records = store.contents()
+    rows, records = whole(store)
     assert rows.tolist() == sorted(reference)
     assert records.values.tolist() == [list(reference[row][0]) for row in rows.tolist()]
     assert records.state.tolist() == [list(reference[row][1]) for row in rows.tolist()]
@@ -72,7 +73,7 @@ def test_mmap_store_keeps_its_rows_in_files(tmp_path: Path) -> None:
     store.write(rows, Records(np.full((3000, 4), 2, np.float32), np.ones((3000, 1), np.float32)))
     on_disk = np.fromfile(tmp_path / "items" / "values.bin", np.float32)
     assert (on_disk[: 3000 * 4] == 2).all()
-    assert mmap_store(LAYOUT, tmp_path).contents()[0].tolist() == []
+    assert whole(mmap_store(LAYOUT, tmp_path))[0].tolist() == []
 
 
 def test_initial_rows_are_pinned_and_equal_in_both_precisions() -> None:

@@ -1,10 +1,15 @@
-"""Files that are only appended to and read whole: rows with the step that uses them next."""
+"""Files that are only appended to and read in whole pieces: rows with the step that uses them next.
+
+Pieces go past the page cache where the file system allows it: each is written
+once and read once, so a copy in memory would only push out what is used again.
+"""
 
 from __future__ import annotations
 
-import io
+import errno
+import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +18,11 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.jagged import Array
+
+PIECE_BYTES = 8 << 20
+"""Most bytes of one read or write."""
+_ALIGNMENT = 4096
+"""Of memory, places and lengths when the page cache is passed by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,7 @@ class Entries:
         )
 
 
-def joined(parts: Iterable[Entries], width: int, dtype: str) -> Entries:
+def joined(parts: Iterable[Entries], width: int, dtype: str | np.dtype) -> Entries:
     """Return entries one after the other."""
     none = Entries(
         np.empty(0, np.int32),
@@ -74,77 +84,163 @@ class Traffic:
     written_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where the entries of one write lie."""
+
+    start: int
+    end: int  # where the next one starts
+    count: int
+
+
 class BucketFiles:
     """Appends entries to files by name; gives back whole files."""
 
-    def __init__(self, directory: Path, width: int, dtype: str) -> None:
+    def __init__(
+        self, directory: Path, width: int, dtype: str, *, piece_bytes: int = PIECE_BYTES
+    ) -> None:
         """Remember where; nothing is opened.
 
         Args:
             directory: of the files, which must exist.
             width: numbers of a record.
             dtype: of the numbers.
+            piece_bytes: most bytes of one read or write.
         """
-        self._directory = directory
-        self._width = width
-        self._dtype = np.dtype(dtype)
+        self.width = width
+        self.dtype = np.dtype(dtype)
         self.traffic = Traffic()
+        self._directory = directory
+        self._entry_bytes = 20 + width * self.dtype.itemsize
+        self._most_entries = max(1, piece_bytes // self._entry_bytes)
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._outgoing = memoryview(b"")
 
-    def append(self, name: str, entries: Entries) -> None:
-        """Append entries in one sequential write.
+    def append(self, name: str, parts: Sequence[Entries]) -> None:
+        """Append entries, one part after the other, in sequential writes.
 
         Raises:
             SchemaError: there is no room; the file is as it was.
         """
-        path = self._directory / name
-        count = np.array([len(entries)], np.int64)
-        columns = (count, entries.tables, entries.rows, entries.next_use, entries.block)
-        data = b"".join(np.ascontiguousarray(column).tobytes() for column in columns)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        path, held = self._directory / name, self._pieces.get(name, [])
+        end = start = held[-1].end if held else 0
+        added: list[_Piece] = []
+        file = _opened(path, os.O_WRONLY | os.O_CREAT)
         try:
-            end = os.fstat(file).st_size
-            try:
-                left = memoryview(data)
-                while left:
-                    left = left[os.write(file, left) :]
-            except OSError as error:
-                os.ftruncate(file, end)
-                raise SchemaError(
-                    f"disk must have room for the rows that leave the cache, got {error.strerror}; "
-                    "free some and train on with --resume",
-                    file=str(path),
-                ) from error
+            for group in _groups(parts, self._most_entries):
+                count = sum(map(len, group))
+                buffer = self._outgoing_buffer(count)
+                _fill(self._columns(buffer, count), group)
+                _write_all(file, buffer, end)
+                added.append(_Piece(end, end + len(buffer), count))
+                end += len(buffer)
+        except OSError as error:
+            os.ftruncate(file, start)
+            raise SchemaError(
+                f"disk must have room for the rows that leave the cache, got {error.strerror}; "
+                "free some and train on with --resume",
+                file=str(path),
+            ) from error
         finally:
             os.close(file)
-        self.traffic.num_writes += 1
-        self.traffic.written_bytes += len(data)
+        self._pieces[name] = [*held, *added]
+        self.traffic.num_writes += len(added)
+        self.traffic.written_bytes += end - start
 
-    def read(self, name: str) -> Iterator[Entries]:
-        """Yield the entries of a file from its start, nothing when there is none."""
-        path = self._directory / name
-        if not path.is_file():
-            return
-        with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            while head := file.read(8):
-                count = int.from_bytes(head, "little")
-                tables = self._read(file, count, 1, np.dtype(np.int32))[:, 0]
-                rows = self._read(file, count, 1, np.dtype(np.int64))[:, 0]
-                next_use = self._read(file, count, 1, np.dtype(np.int64))[:, 0]
-                block = self._read(file, count, self._width, self._dtype)
-                self.traffic.num_reads += 1
-                self.traffic.read_bytes += 8 + 20 * count + block.nbytes
-                yield Entries(tables, rows, next_use, block)
+    def num_pieces(self, name: str) -> int:
+        """Return how many pieces a file has."""
+        return len(self._pieces.get(name, []))
+
+    def read(self, name: str, first: int = 0, end: int | None = None) -> Iterator[Entries]:
+        """Yield pieces of a file in the order of their writes, nothing when there is none.
+
+        Args:
+            name: of the file.
+            first: piece to begin with.
+            end: one after the last piece; all when None.
+        """
+        for piece in self._pieces.get(name, [])[first:end]:
+            file = _opened(self._directory / name, os.O_RDONLY)
+            try:
+                buffer = self._buffer(piece.count)
+                got = os.preadv(file, [buffer], piece.start)
+            finally:
+                os.close(file)
+            assert got == len(buffer), "a file is as long as what was appended to it"
+            self.traffic.num_reads += 1
+            self.traffic.read_bytes += got
+            yield self._columns(buffer, piece.count)
 
     def remove(self, name: str) -> None:
         """Give the space of a file back."""
-        (self._directory / name).unlink(missing_ok=True)
+        if self._pieces.pop(name, None) is not None:
+            (self._directory / name).unlink(missing_ok=True)
 
-    def _read(self, file: io.FileIO, count: int, width: int, dtype: np.dtype) -> Array:
-        array = np.empty((count, width), dtype)
-        left = array.reshape(-1).view(np.uint8).data
-        while left:
-            got = file.readinto(left)
-            assert got, "a file is as long as what was appended to it"
-            left = left[got:]
-        return array
+    def _buffer(self, count: int) -> memoryview:
+        return memoryview(mmap.mmap(-1, self._stored_bytes(count)))
+
+    def _outgoing_buffer(self, count: int) -> memoryview:
+        if not self._outgoing:
+            self._outgoing = self._buffer(self._most_entries)
+        return self._outgoing[: self._stored_bytes(count)]
+
+    def _stored_bytes(self, count: int) -> int:
+        return -(-count * self._entry_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _columns(self, buffer: memoryview, count: int) -> Entries:
+        """Return the columns in a buffer, the widest numbers first."""
+        at = 0
+
+        def column(dtype: np.dtype | type, width: int) -> Array:
+            nonlocal at
+            found = np.frombuffer(buffer, dtype, count * width, at)
+            at += found.nbytes
+            return found
+
+        rows, next_use = column(np.int64, 1), column(np.int64, 1)
+        block = column(self.dtype, self.width).reshape(count, self.width)
+        return Entries(column(np.int32, 1), rows, next_use, block)
+
+
+def _groups(parts: Sequence[Entries], most: int) -> Iterator[list[Entries]]:
+    """Cut entries into groups of at most so many rows, in order."""
+    group: list[Entries] = []
+    room = most
+    for part in parts:
+        start = 0
+        while start < len(part):
+            piece = part.take(slice(start, start + room))
+            group.append(piece)
+            start += len(piece)
+            room -= len(piece)
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
+
+
+def _fill(columns: Entries, parts: Sequence[Entries]) -> None:
+    np.concatenate([part.tables for part in parts], out=columns.tables)
+    np.concatenate([part.rows for part in parts], out=columns.rows)
+    np.concatenate([part.next_use for part in parts], out=columns.next_use)
+    np.concatenate([part.block for part in parts], out=columns.block)
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a file without the page cache, or with it where the file system insists."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o600)
+
+
+def _write_all(file: int, buffer: memoryview, start: int) -> None:
+    done = 0
+    while done < len(buffer):
+        written = os.pwrite(file, buffer[done:], start + done) // _ALIGNMENT * _ALIGNMENT
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done += written

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.rows import initial_rows
-from trainer.stores.store import Records, TableLayout
+from trainer.stores.store import ROWS_AT_ONCE, Records, TableLayout
 
 
 class CheckpointStore:
@@ -52,6 +53,9 @@ class CheckpointStore:
         """Refuse: a checkpoint is never changed."""
         raise AssertionError("evaluation writes no rows")
 
-    def contents(self) -> tuple[NDArray[np.int64], Records]:
-        """Return all rows, ascending, and their records."""
-        return self._rows, self._records
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows, ascending, and their records, in parts."""
+        for start in range(0, len(self._rows), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            values, state = self._records.values[part], self._records.state[part]
+            yield np.array(self._rows[part]), Records(np.array(values), np.array(state))

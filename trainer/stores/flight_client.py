@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.jagged import Array, offsets_of
 from trainer.stores.peer import Access, Peer
+from trainer.stores.runs import Part, merged
 from trainer.stores.store import Records, TableLayout, WriteBack
 from trainer.stores.wire import (
     CHECKPOINTED,
@@ -97,12 +99,10 @@ class FlightGroup:
 
         self._ask_all(flat, ask)
 
-    def contents(self, table: str) -> tuple[NDArray[np.int64], Records]:
-        """Return all rows of a table ever written, ascending, and their records."""
-        found = list(self._pool.map(lambda peer: self._contents_of(peer, table), self._peers))
-        rows = np.concatenate([part[0] for part in found])
-        order = np.argsort(rows)
-        return rows[order], self._records(np.concatenate([part[1] for part in found])[order])
+    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows of a table ever written, ascending, and their records, in parts."""
+        for rows, block in merged([self._contents_of(peer, table) for peer in self._peers]):
+            yield rows, self._records(block)
 
     def checkpointed(self, train_step: int) -> None:
         """Let the stores truncate their logs."""
@@ -125,19 +125,27 @@ class FlightGroup:
 
         list(self._pool.map(ask_one, range(len(self._peers))))
 
-    def _contents_of(self, peer: Peer, table: str) -> tuple[NDArray[np.int64], Array]:
-        rows, blocks = [np.empty(0, np.int64)], [self._new_block(0)]
-        start, size = 0, self._rows_per_message
-        while True:
+    def _contents_of(self, peer: Peer, table: str) -> Iterator[Part]:
+        """Yield what one process holds, a message at a time; the next is under way meanwhile."""
+        size = self._rows_per_message
+
+        def ask(start: int) -> pa.RecordBatch:
             request = Request(
                 op=CONTENTS, session=self._session, tables=((table, size),), start=start
             )
-            page = peer.exchange(request, None, self._layout)
-            rows.append(rows_of(page))
-            blocks.append(block_of(page, self._layout))
-            start += page.num_rows
-            if page.num_rows < size:
-                return np.concatenate(rows), np.concatenate(blocks)
+            return peer.exchange(request, None, self._layout)
+
+        start = 0
+        page = self._pool.submit(ask, start)
+        while True:
+            found = page.result()
+            start += found.num_rows
+            if found.num_rows == size:
+                page = self._pool.submit(ask, start)
+            if found.num_rows:
+                yield rows_of(found), block_of(found, self._layout)
+            if found.num_rows < size:
+                return
 
     def _request(
         self,
@@ -185,8 +193,8 @@ class FlightStore:
         """Keep rows, which are distinct; one that a later step wrote stays."""
         self._group.write(train_step, {self._layout.table: WriteBack(rows, records)})
 
-    def contents(self) -> tuple[NDArray[np.int64], Records]:
-        """Return all rows ever written, ascending, and copies of their records."""
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows ever written, ascending, and copies of their records, in parts."""
         return self._group.contents(self._layout.table)
 
 

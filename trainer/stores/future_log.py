@@ -24,11 +24,13 @@ from schemas.errors import PlanError
 from schemas.plan_slots import NEVER_AGAIN
 from trainer.rows import initial_rows
 from trainer.stores.bucket_file import BucketFiles, Entries, Traffic, joined
+from trainer.stores.runs import PIECE_BYTES as RUN_PIECE_BYTES
+from trainer.stores.runs import SortedRuns
 from trainer.stores.store import Records, TableLayout, WriteBack
 
-BUCKET_STEPS = 16
+BUCKET_STEPS = 4
 """Steps of one file: what they fetch is in memory at once."""
-BUFFER_BYTES = 64 << 20
+BUFFER_BYTES = 32 << 20
 """Most bytes that wait in memory for a long write; the fullest bucket is written first."""
 _FINAL, _RESIDENT = "final.bin", "resident.bin"
 
@@ -66,7 +68,10 @@ class FutureLog:
         self._handed: dict[int, Entries] = {}  # fetched, and not yet used
         self._read_until = 0  # buckets before are in memory, or over
         self._num_buckets = 0  # that may have a file
-        self._spooled: set[str] = set()
+        self._run_files = BucketFiles(
+            directory, self._width, first.dtype, piece_bytes=RUN_PIECE_BYTES
+        )
+        self._runs: SortedRuns | None = None  # of what was there at the last checkpoint
 
     @property
     def traffic(self) -> Traffic:
@@ -109,32 +114,27 @@ class FutureLog:
         """
         for step in [step for step in self._handed if step <= train_step]:
             del self._handed[step]
-        self._drop_spool()
+        self._forget_runs()
         copies = {t: back for t, back in leaving.items() if back.next_use is None}
         self._files.remove(_RESIDENT)
         if copies:
-            self._files.append(_RESIDENT, self._entries(copies))
+            self._files.append(_RESIDENT, [self._entries(copies)])
         entries = self._entries({t: b for t, b in leaving.items() if b.next_use is not None})
         buckets = entries.next_use // self._bucket_steps  # NEVER_AGAIN is bucket -1
         for bucket, part in _by(buckets, entries):
             self._keep(bucket, part)
         self._write_long_ones()
 
-    def contents(self, table: str) -> tuple[NDArray[np.int64], Records]:
-        """Return all rows of a table and their records, after `write` of what stays cached.
+    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows of a table and their records, after `write` of what stays cached.
 
-        The files are read once for all tables, into one file per table; only one table is
-        in memory.
+        The first call reads the files once for all tables, and sorts them beside.
         """
-        if not self._spooled:
-            self._spool()
-        self._spooled.discard(table)
-        name = _spool_name(self._index[table])
-        entries = joined(self._files.read(name), self._width, self._dtype)
-        self._files.remove(name)
-        order = np.argsort(entries.rows)
-        rows, block = entries.rows[order], entries.block[order]
-        return rows, Records(block[:, : self._dim].copy(), block[:, self._dim :].copy())
+        if self._runs is None:
+            self._runs = SortedRuns(self._run_files, len(self._layouts))
+            self._runs.add(self._everything())
+        for rows, block in self._runs.table(self._index[table]):
+            yield rows, Records(block[:, : self._dim], block[:, self._dim :])
 
     def checkpointed(self, train_step: int) -> None:
         """Do nothing: a checkpoint has its own copy of all rows."""
@@ -198,32 +198,24 @@ class FutureLog:
         while sum(self._buffered.values()) > self._buffer_bytes:
             bucket = max(self._buffered, key=lambda number: self._buffered[number])
             name = _FINAL if bucket == NEVER_AGAIN else _bucket_name(bucket)
-            self._files.append(name, joined(self._buffers[bucket], self._width, self._dtype))
+            self._files.append(name, self._buffers[bucket])
             del self._buffers[bucket], self._buffered[bucket]
             self._num_buckets = max(self._num_buckets, bucket + 1)
 
-    def _spool(self) -> None:
-        """Copy what all tables hold into one file per table, reading each file once."""
-        waiting = sorted(self._buffers.items())
-        in_memory = [entries for _, parts in waiting for entries in parts]
-        in_memory += [entries for parts in self._due.values() for entries in parts]
-        in_memory += self._handed.values()
+    def _everything(self) -> Iterator[Entries]:
+        yield from self._handed.values()
+        for parts in self._due.values():
+            yield from parts
+        for parts in self._buffers.values():
+            yield from parts
         names = [_bucket_name(number) for number in range(self._read_until, self._num_buckets)]
-        for entries in in_memory:
-            self._spool_part(entries)
         for name in (_FINAL, _RESIDENT, *names):
-            for entries in self._files.read(name):
-                self._spool_part(entries)
-        self._spooled = set(self._layouts)
+            yield from self._files.read(name)
 
-    def _spool_part(self, entries: Entries) -> None:
-        for table, part in _by(entries.tables, entries):
-            self._files.append(_spool_name(table), part)
-
-    def _drop_spool(self) -> None:
-        for table in self._spooled:
-            self._files.remove(_spool_name(self._index[table]))
-        self._spooled = set()
+    def _forget_runs(self) -> None:
+        if self._runs is not None:
+            self._runs.remove()
+            self._runs = None
 
 
 class LogStore:
@@ -252,8 +244,8 @@ class LogStore:
         """Refuse: a row is written down for the step that uses it."""
         raise PlanError("rows of a log must be written with their next use, got none; write all")
 
-    def contents(self) -> tuple[NDArray[np.int64], Records]:
-        """Return all rows ever written, ascending, and their records."""
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows ever written, ascending, and their records, in parts."""
         return self._log.contents(self._layout.table)
 
 
@@ -276,7 +268,3 @@ def _by(keys: NDArray[np.integer], entries: Entries) -> Iterator[tuple[int, Entr
 
 def _bucket_name(bucket: int) -> str:
     return f"bucket-{bucket:08d}.bin"
-
-
-def _spool_name(table: int) -> str:
-    return f"table-{table:05d}.bin"

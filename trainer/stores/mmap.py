@@ -6,12 +6,17 @@ from its checkpoint, never from these files.
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schemas.jagged import Array
-from trainer.stores.store import ArrayStore, TableLayout
+from trainer.stores.bucket_file import BucketFiles, Entries
+from trainer.stores.runs import PIECE_BYTES, SortedRuns
+from trainer.stores.store import ROWS_AT_ONCE, ArrayStore, Records, TableLayout
 
 
 class _MappedFiles:
@@ -24,16 +29,67 @@ class _MappedFiles:
     def __call__(self, name: str, num_rows: int, width: int) -> Array:
         if width == 0:
             return np.empty((num_rows, 0), self._dtype)
-        path = self._directory / f"{name}.bin"
-        with path.open("ab") as file:
+        path = self._path(name)
+        with path.open("a+b") as file:
             file.truncate(num_rows * width * self._dtype.itemsize)
-        return np.memmap(path, self._dtype, mode="r+", shape=(num_rows, width))
+            mapped = mmap.mmap(file.fileno(), 0)
+        mapped.madvise(mmap.MADV_RANDOM)  # a row's neighbours are not read with it
+        return np.frombuffer(mapped, self._dtype).reshape(num_rows, width)
+
+    def read(self, name: str, rows: slice, width: int) -> Array:
+        """Return rows of an array, read as a file is: ahead of what is asked for."""
+        count, start = (rows.stop - rows.start) * width, rows.start * width
+        if count == 0:
+            return np.empty((rows.stop - rows.start, 0), self._dtype)
+        offset = start * self._dtype.itemsize
+        return np.fromfile(self._path(name), self._dtype, count, offset=offset).reshape(-1, width)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.bin"
 
 
-def mmap_store(layout: TableLayout, directory: Path) -> ArrayStore:
+class MappedStore(ArrayStore):
+    """Rows in order of first write in files; what it holds is sorted beside them, not in memory."""
+
+    def __init__(self, layout: TableLayout, directory: Path) -> None:
+        """Start empty.
+
+        Args:
+            layout: what the rows look like.
+            directory: of this table alone.
+        """
+        self._files = _MappedFiles(directory, layout.dtype)
+        self._directory = directory
+        super().__init__(layout, self._files)
+
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows ever written, ascending, and copies of their records, in parts."""
+        layout = self.layout
+        width = layout.dim + layout.state_width
+        files = BucketFiles(self._directory, width, layout.dtype, piece_bytes=PIECE_BYTES)
+        runs = SortedRuns(files, 1)
+        try:
+            runs.add(self._as_written())
+            for rows, block in runs.table(0):
+                yield rows, Records(block[:, : layout.dim], block[:, layout.dim :])
+        finally:
+            runs.remove()
+
+    def _as_written(self) -> Iterator[Entries]:
+        all_rows, layout = self.written_rows, self.layout
+        for start in range(0, len(all_rows), ROWS_AT_ONCE):
+            rows = all_rows[start : start + ROWS_AT_ONCE]
+            part = slice(start, start + len(rows))
+            values = self._files.read("values", part, layout.dim)
+            state = self._files.read("state", part, layout.state_width)
+            block = np.concatenate([values, state], axis=1)
+            yield Entries(np.zeros(len(rows), np.int32), rows, np.zeros(len(rows), np.int64), block)
+
+
+def mmap_store(layout: TableLayout, directory: Path) -> MappedStore:
     """Return an empty store in files below `directory`, replacing those of an earlier run."""
     folder = directory / layout.table
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.bin"):
         path.unlink()
-    return ArrayStore(layout, _MappedFiles(folder, layout.dtype))
+    return MappedStore(layout, folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from schemas.jagged import Array
 from trainer.rows import initial_rows
 from trainer.stores.row_map import RowMap
+
+ROWS_AT_ONCE = 1 << 14
+"""Rows of one part of what a store holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,8 @@ class Store(Protocol):
         """Keep rows, which are distinct."""
         ...
 
-    def contents(self) -> tuple[NDArray[np.int64], Records]:
-        """Return all rows ever written, ascending, and copies of their records."""
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows ever written, ascending, and copies of their records, in parts."""
         ...
 
 
@@ -159,10 +162,17 @@ class ArrayStore:
         self._records.values[positions] = records.values
         self._records.state[positions] = records.state
 
-    def contents(self) -> tuple[NDArray[np.int64], Records]:
-        """Return all rows ever written, ascending, and copies of their records."""
+    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+        """Yield all rows ever written, ascending, and copies of their records, in parts."""
         order = np.argsort(self._map.rows)
-        return self._map.rows[order], _take(self._records, order)
+        for start in range(0, len(order), ROWS_AT_ONCE):
+            positions = order[start : start + ROWS_AT_ONCE]
+            yield self._map.rows[positions], _take(self._records, positions)
+
+    @property
+    def written_rows(self) -> NDArray[np.int64]:
+        """Rows in order of first write."""
+        return self._map.rows
 
     def _reserve(self, num_rows: int) -> None:
         if num_rows <= len(self._records.values):
