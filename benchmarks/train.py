@@ -39,6 +39,7 @@ from trainer.batch import Batch
 from trainer.collate import features_of_tables
 from trainer.decode import BatchSpec, spec_of
 from trainer.embedding import TableSpec
+from trainer.kernels.build import kernels_of
 from trainer.optimizer import dense_optimizer
 from trainer.parts import build_parts, memory_stores, order_of
 from trainer.reader import Reader
@@ -70,7 +71,8 @@ def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
 def batches(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> list[Batch]:
     """Return the first full batches of a run."""
     order = order_of(replace(dataset.job, train=config), dataset)
-    reader = Reader(dataset, order, spec_of(dataset, config.dtype), expanded=expanded)
+    spec, sort = spec_of(dataset, config.dtype), kernels_of(config.kernels).transpose
+    reader = Reader(dataset, order, spec, expanded=expanded, sides=not expanded, transpose=sort)
     found = [reader.read(step) for step in range(min(STEPS, order.num_steps))]
     return [batch for batch in found if batch.num_samples == found[0].num_samples]
 

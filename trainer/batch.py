@@ -10,23 +10,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from schemas.jagged import Array
 from schemas.order import Step
+from trainer.inverse import Inverse
 from trainer.lookup import TableLookup
 from trainer.places import Places, places_of
-
-
-@dataclass(frozen=True, slots=True)
-class Inverse:
-    """From samples to the unique tuples of one group, and back.
-
-    Attributes:
-        indices: (num_samples,) int64, the tuple of each sample.
-        order: (num_samples,) int32, samples sorted by their tuple, in batch order within one.
-        offsets: (num_unique + 1,) int32, where each tuple's samples lie in `order`.
-    """
-
-    indices: torch.Tensor
-    order: torch.Tensor
-    offsets: torch.Tensor
+from trainer.sides import Sides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +31,7 @@ class Batch:
         lookups: by table, the distinct rows of the step and who looks them up.
         groups: by dedup group, its inverse; empty when expanded.
         group_of: by sparse feature, its dedup group or None.
+        sides: what samples share, None when it was not asked for or nothing is deduplicated.
         kept: by column that was asked for, (B,) int64: keys and times of samples, for evaluation.
     """
 
@@ -56,6 +44,7 @@ class Batch:
     lookups: Mapping[str, TableLookup]
     groups: Mapping[str, Inverse]
     group_of: Mapping[str, str | None]
+    sides: Sides | None = None
     kept: Mapping[str, Array] = field(default_factory=dict)
 
     @property

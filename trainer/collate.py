@@ -12,11 +12,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.jagged import Array, Jagged, concat, offsets_of
 from schemas.order import Step
-from trainer.batch import Batch, Inverse
+from trainer.batch import Batch
 from trainer.decode import BatchSpec, RowGroup
+from trainer.inverse import Inverse, inverse_of
 from trainer.lookup import Transpose, table_lookup, transpose
 from trainer.places import places_of
-from trainer.taking import cuts
+from trainer.sides import sides_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ def collate(
     pieces: Sequence[Piece],
     *,
     expanded: bool,
+    sides: bool = False,
     transpose: Transpose = transpose,
 ) -> Batch:
     """Return the batch of some blocks.
@@ -54,6 +56,7 @@ def collate(
         step: which blocks these are.
         pieces: the blocks, in batch order.
         expanded: one bag per sample instead of one per unique tuple.
+        sides: find what samples share, for models that compute it once.
         transpose: how look-ups are sorted.
     """
     inverse = {group: _joined_inverse(pieces, group) for group in spec.groups}
@@ -64,17 +67,18 @@ def collate(
         bags = {f: _expanded(bags[f], inverse, owner[f]) for f in spec.sparse}
         inverse, owner = {}, dict.fromkeys(spec.sparse)
     groups = {
-        g: Inverse(torch.from_numpy(indices), *cuts(indices, num_unique))
+        g: inverse_of(indices, num_unique, transpose)
         for g, (indices, num_unique) in inverse.items()
     }
     num_tuples = {group: len(i.offsets) - 1 for group, i in groups.items()}
     places = places_of(owner, num_tuples, len(labels))
+    dense = torch.from_numpy(_joined(pieces, lambda r: r.dense))
     return Batch(
         step=step,
         num_samples=len(labels),
         labels=torch.from_numpy(labels),
         weights=torch.from_numpy(_joined(pieces, lambda r: r.weights)),
-        dense=torch.from_numpy(_joined(pieces, lambda r: r.dense)),
+        dense=dense,
         sparse=_keyed(bags, groups, owner, len(labels)),
         lookups={
             table: table_lookup(
@@ -88,6 +92,7 @@ def collate(
         },
         groups=groups,
         group_of=owner,
+        sides=sides_of(groups, owner, dense, transpose) if sides else None,
         kept={name: _joined_kept(pieces, name) for name in spec.kept},
     )
 

@@ -142,6 +142,17 @@ class Embedding(nn.Module):
         opened = self._opened()
         return opened.pooling.unique(opened.weights)
 
+    def sided(self, sparse: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what rows share, (num_rows, num_row_features, dim), and what each sample has.
+
+        Args:
+            sparse: `batch.sparse` of the open batch, which has sides.
+        """
+        sides = self._batch_of(sparse).sides
+        assert sides is not None, "the reader is asked for sides"
+        opened = self._opened()
+        return opened.pooling.sided(opened.weights, sides)
+
     def sequence(
         self, sparse: KeyedJaggedTensor, feature: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +197,7 @@ class Embedding(nn.Module):
             )
         if tables:
             none = tables[0].values[:0]
-            empty = PlaceGradients(outputs=none, bags=none, scales=None)
+            empty = PlaceGradients(outputs=none[:, None], num_features=1, bags=none, scales=None)
             kernels_of(self._config.kernels).update(tables, pooled or empty, rule)
 
     def _opened(self) -> _Open:

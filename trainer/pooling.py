@@ -7,14 +7,16 @@ gradient of a row is never stored.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from trainer.batch import Batch
+from trainer.inverse import Inverse
 from trainer.kernels.contract import FeatureBags, GroupSamples, Kernels, PlaceGradients
 from trainer.lookup import TableLookup
+from trainer.sides import Sides
 
 
 class Pooling:
@@ -60,10 +62,12 @@ class Pooling:
         out = first.new_empty(places.num_samples, len(places.keys), dim)
         self._scales = first.new_ones(places.num_places) if self._mean else None
         table_of = {f: t for t, lookup in self._batch.lookups.items() for f in lookup.features}
-        bags = [
-            self._bags(feature, self._batch.lookups[table_of[feature]], weights[table_of[feature]])
-            for feature in places.keys
-        ]
+        bags: list[FeatureBags] = []
+        for column, feature in enumerate(places.keys):
+            table, group = table_of[feature], places.group_of[feature]
+            inverse = None if group is None else self._batch.groups[group]
+            lookup = self._batch.lookups[table]
+            bags.append(self._bags(feature, lookup, weights[table], column, inverse))
         self._kernels.pool(bags, out, self._scales)
         return out.flatten(1)
 
@@ -90,13 +94,8 @@ class Pooling:
         for members, count in zip(self._members(), counts, strict=True):
             out = first.new_empty(count, len(members), first.shape[1])
             bags = [
-                replace(
-                    self._bags(feature, tables[feature][1], weights[tables[feature][0]]),
-                    column=column,
-                    order=None,
-                    sample_offsets=None,
-                )
-                for column, feature in enumerate(members)
+                self._bags(f, tables[f][1], weights[tables[f][0]], column, None)
+                for column, f in enumerate(members)
             ]
             if bags:
                 self._kernels.pool(bags, out, self._scales)
@@ -110,7 +109,68 @@ class Pooling:
         outputs = own.new_zeros(places.num_samples, len(places.keys), dim)
         outputs[:, : own.shape[1]] = own  # features of no group come first; no one reads the rest
         bags = torch.cat([own.new_empty(0, dim), *(g.reshape(-1, dim) for g in groups)])
-        self._keep(outputs.view(-1, dim), bags)
+        self._keep(outputs, bags)
+
+    def sided(
+        self, weights: dict[str, torch.Tensor], sides: Sides
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what rows share, (num_rows, num_row_features, dim), and what each sample has.
+
+        Args:
+            weights: by table, (num_rows, dim).
+            sides: of the batch.
+        """
+        return _PoolSides.apply(self, sides, tuple(weights), *weights.values())
+
+    def pool_sides(
+        self, weights: dict[str, torch.Tensor], sides: Sides
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of `sided` without a way back."""
+        first = next(iter(weights.values()))
+        places, dim = self._places, first.shape[1]
+        self._scales = first.new_ones(places.num_places) if self._mean else None
+        tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
+        inverses: dict[str | None, Inverse | None] = {None: None, **self._batch.groups}
+        found: list[torch.Tensor] = []
+        for count, features, samples_of in (
+            (sides.num_rows, sides.row_features, {**inverses, **sides.tuples}),
+            (places.num_samples, sides.sample_features, inverses),
+        ):
+            out = first.new_empty(count, len(features), dim)
+            bags: list[FeatureBags] = []
+            for column, feature in enumerate(features):
+                table, lookup = tables[feature]
+                inverse = samples_of[places.group_of[feature]]
+                bags.append(self._bags(feature, lookup, weights[table], column, inverse))
+            if bags:
+                self._kernels.pool(bags, out, self._scales)
+            found.append(out)
+        return found[0], found[1]
+
+    def add_sides(self, sides: Sides, of_rows: torch.Tensor, of_own: torch.Tensor) -> None:
+        """Take the gradients of what `pool_sides` returned."""
+        places, dim = self._places, of_own.shape[2]
+        num_bags = places.num_places - places.num_outputs
+        of_rows, of_own = of_rows.contiguous(), of_own.contiguous()
+        if len(places.groups) == 1 and list(sides.tuples.values()) == [None]:
+            self._keep(of_own, of_rows.view(num_bags, dim))
+            return
+        bags = of_own.new_empty(num_bags, dim)
+        own, rows = [], []
+        for name, block in places.groups.items():
+            if name not in sides.tuples:
+                own.append(self._samples(name, sides.sample_features, self._batch.groups[name]))
+            elif (inverse := sides.tuples[name]) is not None:
+                rows.append(self._samples(name, sides.row_features, inverse))
+            else:
+                first = block.first - places.num_outputs
+                count = block.num_tuples * block.num_features
+                bags[first : first + count] = of_rows.view(count, dim)  # the only group of rows
+        if own:
+            self._kernels.contract(own, of_own, bags)
+        if rows:
+            self._kernels.contract(rows, of_rows, bags)
+        self._keep(of_own, bags)
 
     def _members(self) -> list[tuple[str, ...]]:
         """Return the features of no group, then those of each group, in the order of `keys`."""
@@ -122,47 +182,72 @@ class Pooling:
         """Take the gradient of an output; several outputs of one step add up."""
         places = self._places
         dim = gradient.shape[1] // len(places.keys)
-        outputs = gradient.contiguous().view(-1, dim)
+        outputs = gradient.contiguous().view(places.num_samples, len(places.keys), dim)
         bags = gradient.new_empty(places.num_places - places.num_outputs, dim)
         if places.groups:
-            wide = outputs.view(places.num_samples, -1, dim)
-            self._kernels.contract(self._groups(), wide, bags)
+            groups = self._batch.groups
+            members = [self._samples(name, places.keys, groups[name]) for name in places.groups]
+            self._kernels.contract(members, outputs, bags)
         self._keep(outputs, bags)
 
     def _keep(self, outputs: torch.Tensor, bags: torch.Tensor) -> None:
         earlier = self._gradients
         if earlier is not None:
             outputs, bags = outputs + earlier.outputs, bags + earlier.bags
-        self._gradients = PlaceGradients(outputs=outputs, bags=bags, scales=self._scales)
+        self._gradients = PlaceGradients(
+            outputs=outputs,
+            num_features=len(self._places.keys),
+            bags=bags,
+            scales=self._scales,
+        )
 
-    def _bags(self, feature: str, lookup: TableLookup, weight: torch.Tensor) -> FeatureBags:
+    def _bags(
+        self,
+        feature: str,
+        lookup: TableLookup,
+        weight: torch.Tensor,
+        column: int,
+        inverse: Inverse | None,
+    ) -> FeatureBags:
         _, bags = lookup.part(feature)
         place, step = self._places.of(feature)
-        group = self._places.group_of[feature]
-        inverse = None if group is None else self._batch.groups[group]
         return FeatureBags(
             weight=weight,
             positions=lookup.positions,
             offsets=lookup.bag_offsets[bags.start : bags.stop + 1],
             factors=lookup.factors,
-            column=self._places.keys.index(feature),
+            column=column,
             place=place,
             place_step=step,
             order=None if inverse is None else inverse.order,
             sample_offsets=None if inverse is None else inverse.offsets,
         )
 
-    def _groups(self) -> list[GroupSamples]:
-        return [
-            GroupSamples(
-                order=self._batch.groups[name].order,
-                sample_offsets=self._batch.groups[name].offsets,
-                column=block.column,
-                num_features=block.num_features,
-                place=block.first - self._places.num_outputs,
-            )
-            for name, block in self._places.groups.items()
-        ]
+    def _samples(self, group: str, features: Sequence[str], inverse: Inverse) -> GroupSamples:
+        """Return who has which bag of a group, whose features are neighbours in `features`."""
+        block = self._places.groups[group]
+        return GroupSamples(
+            order=inverse.order,
+            sample_offsets=inverse.offsets,
+            column=features.index(self.keys[block.column]),
+            num_features=block.num_features,
+            place=block.first - self._places.num_outputs,
+        )
+
+
+class _PoolSides(torch.autograd.Function):
+    """As `_Pool`, with what rows share apart from what each sample has."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pooling, sides, tables, *weights = args
+        ctx.pooling, ctx.sides, ctx.num_weights = pooling, sides, len(weights)
+        return pooling.pool_sides(dict(zip(tables, weights, strict=True)), sides)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.pooling.add_sides(ctx.sides, *grads)
+        return None, None, None, *([None] * ctx.num_weights)
 
 
 class _PoolUnique(torch.autograd.Function):

@@ -73,6 +73,7 @@ class Reader:
         spec: BatchSpec,
         *,
         expanded: bool = False,
+        sides: bool = False,
         transpose: Transpose = transpose,
     ) -> None:
         """Find out where the blocks lie; no data file is opened yet.
@@ -82,12 +83,14 @@ class Reader:
             order: global order of the run.
             spec: what a batch is made of.
             expanded: undo the deduplication, for comparison.
+            sides: find what samples share, for models that compute it once.
             transpose: how look-ups are sorted.
         """
         self._transpose = transpose
         self._spec = spec
         self._order = order
         self._expanded = expanded
+        self._sides = sides
         self._segments = [_SegmentBlocks(s, spec.groups) for s in dataset.segments]
         self._absent = [absent_columns(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
@@ -129,7 +132,14 @@ class Reader:
                 pieces[-1] = Piece(row_group, pieces[-1].start, index + 1)
             else:
                 pieces.append(Piece(row_group, index, index + 1))
-        return collate(self._spec, step, pieces, expanded=self._expanded, transpose=self._transpose)
+        return collate(
+            self._spec,
+            step,
+            pieces,
+            expanded=self._expanded,
+            sides=self._sides,
+            transpose=self._transpose,
+        )
 
     def _row_group(self, segment: int, file: int, row_group: int) -> RowGroup:
         place = (segment, file, row_group)

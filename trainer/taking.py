@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from trainer.batch import Inverse
-from trainer.lookup import transpose
+from trainer.inverse import Inverse, inverse_of
 
 
 class _Take(torch.autograd.Function):
@@ -47,13 +45,4 @@ def take_unsorted(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         source: (num_rows, dim).
         indices: (n,) int64 into `source`.
     """
-    order, offsets = cuts(indices.numpy(), source.shape[0])
-    return _Take.apply(source, indices, order, offsets)
-
-
-def cuts(indices: np.ndarray, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stable order of `indices` and where each of num_rows rows lies in it, int32."""
-    _, _, order, _ = transpose(indices)
-    offsets = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(np.bincount(indices, minlength=num_rows), out=offsets[1:])
-    return torch.from_numpy(order.astype(np.int32)), torch.from_numpy(offsets)
+    return take(source, inverse_of(indices.numpy(), source.shape[0]))

@@ -22,6 +22,7 @@ from trainer.decode import spec_of
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.kernels.build import kernels_of
 from trainer.lru import LruCache
+from trainer.models.build import wants_sides
 from trainer.next_use import NextUse
 from trainer.opening import open_stores, readable
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
@@ -93,7 +94,12 @@ def train(
     spec = spec_of(dataset, config.dtype)
     sort = kernels_of(config.kernels).transpose
     reader = Reader(
-        dataset, order_of(job, dataset), spec, expanded=options.expanded, transpose=sort
+        dataset,
+        order_of(job, dataset),
+        spec,
+        expanded=options.expanded,
+        sides=wants_sides(config),
+        transpose=sort,
     )
     checkpoint = _open_run(run, job_path, dataset, job, resume=options.resume)
     with open_stores(
@@ -160,7 +166,7 @@ def evaluate_parts(job: Job, dataset: Dataset, parts: Parts) -> Evaluation:
     """Evaluate what the stores hold."""
     columns = columns_of(dataset, job.train)
     spec = spec_of(dataset, job.train.dtype, columns.kept)
-    reader = Reader(dataset, order_of(job, dataset), spec)
+    reader = Reader(dataset, order_of(job, dataset), spec, sides=wants_sides(job.train))
     parts.embedding.read_from(DirectSource(parts.stores))
     return evaluate(parts.model, parts.embedding, reader.evaluation_batches(), columns)
 

@@ -11,7 +11,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.job_train import ModelConfig, TrainConfig
 from schemas.order import Step
-from trainer.batch import Batch, Inverse
+from trainer.batch import Batch
+from trainer.inverse import Inverse
 
 DIM = 8
 NUM_DENSE = 3

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.order import Step
-from trainer.batch import Batch, Inverse
+from trainer.batch import Batch
+from trainer.inverse import inverse_of
 from trainer.lookup import table_lookup
 from trainer.places import places_of
-from trainer.taking import cuts
 
 NUM_ROWS = 6
 TABLES = {"items": ("item", "clicked"), "users": ("user",)}
@@ -52,7 +52,7 @@ class Case:
         indices = np.array(self.inverse, np.int64)
         num_tuples = len(self.bags["user"])
         places = places_of(group_of, {"session": num_tuples}, self.num_samples)
-        inverse = Inverse(torch.from_numpy(indices), *cuts(indices, num_tuples))
+        inverse = inverse_of(indices, num_tuples)
         factors = {
             table: np.array([x for f in features for bag in self.factors_of(f) for x in bag])
             for table, features in TABLES.items()

@@ -38,11 +38,13 @@ def losses_of(run: Path) -> np.ndarray:
     return np.array([m.loss for m in read_metrics(run / METRICS)])
 
 
-def reader_of(job_path: Path, dataset_path: Path, *, expanded: bool = False) -> Reader:
+def reader_of(
+    job_path: Path, dataset_path: Path, *, expanded: bool = False, sides: bool = False
+) -> Reader:
     """Return a reader as `train` makes it."""
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     spec = spec_of(dataset, job.train.dtype, (dataset.job.data.session.key,))
-    return Reader(dataset, order_of(job, dataset), spec, expanded=expanded)
+    return Reader(dataset, order_of(job, dataset), spec, expanded=expanded, sides=sides)
 
 
 def parts_of(job_path: Path, dataset_path: Path) -> Parts:

@@ -10,15 +10,16 @@ from schemas.dataset import open_dataset
 from schemas.job import load_job
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of
-from trainer.batch import Batch, Inverse
+from trainer.batch import Batch
 from trainer.decode import spec_of
 from trainer.embedding import Embedding
+from trainer.inverse import inverse_of
+from trainer.kernels.build import interactions_of
 from trainer.models.dedup_dlrm import DedupDlrm, columns_of
 from trainer.models.dlrm import DlrmModel
-from trainer.models.sides import sides_of
 from trainer.parts import build_parts, memory_stores
+from trainer.sides import sides_of
 from trainer.step import loss_of
-from trainer.taking import cuts
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +30,16 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_and_dedup(
-    dataset: Path, folder: Path, pooling: str = "mean"
+    dataset: Path, folder: Path, pooling: str = "mean", kernels: str = "compiled"
 ) -> tuple[DlrmModel, DedupDlrm, Embedding]:
     """Return both models over one embedding and the same parameters, in float64."""
     job = load_job(write_job(folder, dtype="float64"))
     model = replace(job.train.model, name="dlrm", top_layers=(16, 8), dedup_compute=False)
-    config = replace(job.train, model=model, pooling=pooling)  # type: ignore[arg-type]
+    config = replace(job.train, model=model, pooling=pooling, kernels=kernels)  # type: ignore[arg-type]
     spec = spec_of(open_dataset(dataset), "float64")
     parts = build_parts(spec, config, memory_stores(spec, config))
     assert isinstance(parts.model, DlrmModel)
-    return parts.model, DedupDlrm(parts.model), parts.embedding
+    return parts.model, DedupDlrm(parts.model, interactions_of(kernels)), parts.embedding
 
 
 def results(model: torch.nn.Module, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
@@ -52,13 +53,16 @@ def results(model: torch.nn.Module, embedding: Embedding, batch: Batch) -> dict[
     return found | {f"rows of {t}": g.clone() for t, (_, g) in embedding.gradients().items()}
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("pooling", ["mean", "sum"])
 @pytest.mark.parametrize("step", [0, 7, 31])
 def test_dedup_dlrm_has_the_logits_and_gradients_of_torchrecs(
-    pooling: str, step: int, dataset: Path, tmp_path: Path
+    pooling: str, kernels: str, step: int, dataset: Path, tmp_path: Path
 ) -> None:
-    plain, dedup, embedding = plain_and_dedup(dataset, tmp_path / "job", pooling)
-    batch = reader_of(write_job(tmp_path / "j", dtype="float64"), dataset).read(step)
+    plain, dedup, embedding = plain_and_dedup(dataset, tmp_path / "job", pooling, kernels)
+    job = write_job(tmp_path / "j", dtype="float64")
+    batch = reader_of(job, dataset, sides=True).read(step)
+    assert batch.sides is not None
     wanted, found = results(plain, embedding, batch), results(dedup, embedding, batch)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -68,7 +72,8 @@ def test_dedup_dlrm_has_the_logits_and_gradients_of_torchrecs(
 def test_dedup_dlrm_of_an_expanded_batch_is_torchrecs(dataset: Path, tmp_path: Path) -> None:
     plain, dedup, embedding = plain_and_dedup(dataset, tmp_path / "job")
     job = write_job(tmp_path / "j", dtype="float64")
-    batch = reader_of(job, dataset, expanded=True).read(0)
+    batch = reader_of(job, dataset, expanded=True, sides=True).read(0)
+    assert batch.sides is None
     wanted, found = results(plain, embedding, batch), results(dedup, embedding, batch)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
@@ -76,7 +81,7 @@ def test_dedup_dlrm_of_an_expanded_batch_is_torchrecs(dataset: Path, tmp_path: P
 def regrouped(batch: Batch, numbers: list[torch.Tensor]) -> Batch:
     """Return the batch with other tuples: each sample's, by group."""
     groups = {
-        group: Inverse(indices, *cuts(indices.numpy(), int(indices.max()) + 1))
+        group: inverse_of(indices.numpy(), int(indices.max()) + 1)
         for group, indices in zip(batch.groups, numbers, strict=True)
     }
     return replace(batch, groups=groups)
@@ -89,11 +94,12 @@ def test_rows_are_combinations_of_tuples_and_stand_for_their_samples(
     samples = torch.arange(plain.num_samples)
     batch = regrouped(plain, [samples // 8 % 5, samples // 2 % 7])  # hardly more pairs than tuples
     features = tuple(batch.group_of)
-    sides = sides_of(batch, features, batch.dense)
+    sides = sides_of(batch.groups, batch.group_of, batch.dense)
     assert sides is not None
     assert len(sides.tuples) == len(batch.groups) == 2
     for group, tuples in sides.tuples.items():
-        assert torch.equal(tuples[sides.rows.indices], batch.groups[group].indices)
+        assert tuples is not None
+        assert torch.equal(tuples.indices[sides.rows.indices], batch.groups[group].indices)
     pairs = {tuple(p) for p in torch.stack([i.indices for i in batch.groups.values()], 1).tolist()}
     assert sides.num_rows == len(pairs)
     assert set(sides.row_features) == {f for f in features if batch.group_of[f] is not None}
@@ -103,7 +109,7 @@ def test_groups_that_cross_are_not_put_together(dataset: Path, tmp_path: Path) -
     plain = reader_of(write_job(tmp_path / "j", dtype="float64"), dataset).read(0)
     samples = torch.arange(plain.num_samples)
     batch = regrouped(plain, [samples % 8, samples % 9])  # 64 samples, 64 pairs
-    sides = sides_of(batch, tuple(batch.group_of), batch.dense)
+    sides = sides_of(batch.groups, batch.group_of, batch.dense)
     assert sides is not None
     assert len(sides.tuples) == 1
     assert sides.dense_by_row is None

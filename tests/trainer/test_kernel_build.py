@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CalledProcessError
 
@@ -11,8 +12,17 @@ import pytest
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.kernels import build
-from trainer.kernels.build import COMPILERS, cache_folder, kernels_of, library
+from trainer.kernels.build import (
+    COMPILERS,
+    EMBEDDING,
+    cache_folder,
+    forget,
+    interactions_of,
+    kernels_of,
+    library,
+)
 from trainer.kernels.compiled import CompiledKernels
+from trainer.kernels.interaction import TorchInteractions
 from trainer.kernels.operators import TorchKernels
 
 
@@ -47,12 +57,10 @@ def test_library_is_made_elsewhere_when_the_cache_is_a_file(tmp_path: Path) -> N
     assert library(tmp_path / "cache", COMPILERS).is_file()
 
 
-def test_library_of_another_source_has_another_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_library_of_another_source_has_another_name(tmp_path: Path) -> None:
     first = library(tmp_path, COMPILERS)
-    monkeypatch.setattr(build, "EXACT", ("-ffp-contract=off", "-DOTHER"))
-    assert library(tmp_path, COMPILERS) != first
+    other = replace(EMBEDDING, flags=(*EMBEDDING.flags, "-DOTHER"))
+    assert len({first, library(tmp_path, COMPILERS, other)}) == 2
 
 
 def test_cache_folder_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +74,14 @@ def test_without_a_compiler_torch_is_used_and_said_once(
     dataset = make_dataset(tmp_path / "dataset", write_job(tmp_path / "job"), SEGMENTS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    kernels_of.cache_clear()
+    forget()
     try:
         with caplog.at_level(logging.WARNING):
             run_job(tmp_path / "job" / "job.yaml", dataset, tmp_path / "run", steps=3)
         assert isinstance(kernels_of("compiled"), TorchKernels)
+        assert isinstance(interactions_of("compiled"), TorchInteractions)
     finally:
-        kernels_of.cache_clear()
+        forget()
     assert [r.getMessage() for r in caplog.records if r.name == build.__name__] == [
         "kernel must be compiled, got no compiler among g++, c++, clang++; slower torch operators "
         "are used, install g++, or set train.kernels to torch"
@@ -83,14 +92,15 @@ def test_compiler_that_refuses_is_quoted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "EXACT", ("-fno-such-flag",))
+    refused = replace(EMBEDDING, flags=("-fno-such-flag",))
+    monkeypatch.setattr(build, "EMBEDDING", refused)
     with pytest.raises(CalledProcessError):
-        library(tmp_path, COMPILERS)
-    kernels_of.cache_clear()
+        library(tmp_path, COMPILERS, refused)
+    forget()
     try:
         assert isinstance(kernels_of("compiled"), TorchKernels)
     finally:
-        kernels_of.cache_clear()
+        forget()
     assert "no-such-flag" in caplog.text
 
 

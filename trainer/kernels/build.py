@@ -1,6 +1,6 @@
-"""Compile the kernel with the machine's own compiler, once per source, machine and torch.
+"""Compile kernels with the machine's own compiler, once per source, machine and torch.
 
-The library calls no function of torch or Python: it is handed addresses through
+A library calls no function of torch or Python: it is handed addresses through
 ctypes, so one call of the compiler makes it, without headers or a build system.
 OpenMP is the one that torch has loaded.
 """
@@ -13,24 +13,41 @@ import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from trainer.kernels.compiled import CompiledKernels
-from trainer.kernels.contract import Kernels
+from trainer.kernels.contract import Interactions, Kernels
+from trainer.kernels.interaction import CompiledInteractions, TorchInteractions
 from trainer.kernels.operators import TorchKernels
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("embedding.cpp", "rows.h", "rules.h", "transpose.h")
-"""Files of the library beside this one; the first is compiled, the others are its headers."""
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 """Sums keep their order: no flag that lets the compiler change it."""
-EXACT = ("-ffp-contract=off",)
-"""Each product is rounded, so that bits do not depend on the machine's instructions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What one library is made of.
+
+    Attributes:
+        sources: files beside this one; the first is compiled, the others are its headers.
+        flags: beside `FLAGS`.
+    """
+
+    sources: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+EMBEDDING = Library(("embedding.cpp", "rows.h", "rules.h", "transpose.h"), ("-ffp-contract=off",))
+"""Each product is rounded: bits of rows do not depend on the machine's instructions."""
+INTERACTION = Library(("interaction.cpp", "rows.h"), ("-ffp-contract=fast",))
+"""Products are fused into sums, as torch's own matrix products do."""
 
 
 @cache
@@ -40,17 +57,43 @@ def kernels_of(name: str) -> Kernels:
     Args:
         name: `compiled`, or `torch` for torch operators alone.
     """
-    if name == "torch":
-        return TorchKernels()
+    made = None if name == "torch" else _made(EMBEDDING)
+    return TorchKernels() if made is None else CompiledKernels(made)
+
+
+@cache
+def interactions_of(name: str) -> Interactions:
+    """Return what multiplies vectors, by `train.kernels`, built on first use.
+
+    Args:
+        name: `compiled`, or `torch` for torch operators alone.
+    """
+    made = None if name == "torch" else _made(INTERACTION)
+    return TorchInteractions() if made is None else CompiledInteractions(made)
+
+
+def _made(what: Library) -> Path | None:
+    """Return a library, None where it cannot be made: stderr then says why."""
     try:
-        return CompiledKernels(library(cache_folder(), COMPILERS))
+        return library(cache_folder(), COMPILERS, what)
     except (OSError, subprocess.CalledProcessError) as error:
-        logger.warning(
-            "kernel must be compiled, got %s; slower torch operators are used, "
-            "install g++, or set train.kernels to torch",
-            _reason(error),
-        )
-        return TorchKernels()
+        _say_once(_reason(error))
+        return None
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning(
+        "kernel must be compiled, got %s; slower torch operators are used, "
+        "install g++, or set train.kernels to torch",
+        reason,
+    )
+
+
+def forget() -> None:
+    """Ask for every kernel anew, as a new process would."""
+    for answer in (kernels_of, interactions_of, _say_once):
+        answer.cache_clear()
 
 
 def cache_folder() -> Path:
@@ -59,20 +102,21 @@ def cache_folder() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "presage" / "kernels"
 
 
-def library(folder: Path, compilers: tuple[str, ...]) -> Path:
-    """Return the compiled library, made now if it is not in `folder`.
+def library(folder: Path, compilers: tuple[str, ...], what: Library = EMBEDDING) -> Path:
+    """Return a compiled library, made now if it is not in `folder`.
 
     Several processes may build at once: each writes its own file, and the last to rename it wins.
 
     Args:
         folder: of earlier builds; a fresh temporary one is used when it cannot be written.
         compilers: names to look for, in order.
+        what: is compiled.
 
     Raises:
         OSError: no compiler is found.
         CalledProcessError: the compiler refuses.
     """
-    path = folder / f"{_key()}.so"
+    path = folder / f"{_key(what)}.so"
     if path.is_file():
         return path
     compiler = next(filter(None, map(shutil.which, compilers)), None)
@@ -85,10 +129,10 @@ def library(folder: Path, compilers: tuple[str, ...]) -> Path:
         building = Path(tempfile.mkdtemp())
         path = building / path.name
     made = building / "building.so"
-    source = Path(__file__).with_name(SOURCES[0])
+    source = Path(__file__).with_name(what.sources[0])
     try:
         subprocess.run(
-            [compiler, *FLAGS, *EXACT, "-o", str(made), str(source)],
+            [compiler, *FLAGS, *what.flags, "-o", str(made), str(source)],
             check=True,
             capture_output=True,
             text=True,
@@ -100,11 +144,11 @@ def library(folder: Path, compilers: tuple[str, ...]) -> Path:
     return path
 
 
-def _key() -> str:
+def _key(what: Library) -> str:
     digest = hashlib.sha256(torch.__version__.encode())
-    for name in SOURCES:
+    for name in what.sources:
         digest.update(Path(__file__).with_name(name).read_bytes())
-    digest.update(" ".join((*FLAGS, *EXACT)).encode())
+    digest.update(" ".join((*FLAGS, *what.flags)).encode())
     digest.update(_processor().encode())
     return digest.hexdigest()[:32]
 

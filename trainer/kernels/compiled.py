@@ -28,7 +28,10 @@ _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ENTRIES = {
     "pool": (_POINTER, _WORD, _WORD, _WORD, _WORD, _POINTER, _WORD),
     "contract": (_POINTER, _WORD, _WORD, _WORD, _POINTER, _POINTER, _WORD),
-    "update": (_POINTER, _WORD, _POINTER, _POINTER, _WORD, _POINTER, _WORD, _POINTER, _WORD),
+    "update": (
+        *(_POINTER, _WORD, _POINTER, _POINTER, _WORD, _WORD, _WORD),
+        *(_POINTER, _WORD, _POINTER, _WORD),
+    ),
 }
 
 
@@ -134,7 +137,7 @@ class CompiledKernels:
             )
             for t in tables
         ]
-        num_outputs, dim = gradients.outputs.shape
+        _, stride, dim = gradients.outputs.shape
         found = _Rule(KINDS[rule.name], rule.learning_rate, rule.eps, rule.beta1, rule.beta2)
         self._call(
             "update",
@@ -143,7 +146,9 @@ class CompiledKernels:
             len(words),
             _at(gradients.outputs, dtype),
             _at(gradients.bags, dtype),
-            num_outputs,
+            gradients.num_outputs,
+            gradients.num_features,
+            stride,
             _at(gradients.scales, dtype),
             dim,
             ctypes.addressof(found),

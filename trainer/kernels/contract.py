@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer.inverse import Inverse
+
 Transposed = tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]
 """Distinct values, the position of each value in them, the order and its cuts."""
 
@@ -88,14 +90,22 @@ class PlaceGradients:
     """The gradient of each place.
 
     Attributes:
-        outputs: (num_outputs, dim).
-        bags: (num_places - num_outputs, dim).
+        outputs: (num_samples, num_vectors, dim), place p of the output at [p // num_features,
+            p % num_features]; other vectors are read by no one.
+        num_features: places of a sample in the output.
+        bags: (num_places - num_samples * num_features, dim).
         scales: (num_places,) factor of each, None for ones.
     """
 
     outputs: torch.Tensor
+    num_features: int
     bags: torch.Tensor
     scales: torch.Tensor | None
+
+    @property
+    def num_outputs(self) -> int:
+        """Places of the output."""
+        return len(self.outputs) * self.num_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,4 +157,75 @@ class Kernels(Protocol):
 
     def update(self, tables: Sequence[TableRows], gradients: PlaceGradients, rule: RowRule) -> None:
         """Sum the gradients of each row over its readers, in order, and update it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The vectors of each of n rows, or of n samples: perhaps one by itself, then a block.
+
+    Attributes:
+        first: (n, dim) or None.
+        rest: (n, num_rest, dim).
+    """
+
+    first: torch.Tensor | None
+    rest: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        """Vectors of each."""
+        return self.rest.shape[1] + (self.first is not None)
+
+    @property
+    def own_width(self) -> int:
+        """Numbers of the first vector, and of the products of two of each one's vectors."""
+        first = 0 if self.first is None else self.rest.shape[2]
+        return first + self.count * (self.count - 1) // 2
+
+
+class Interactions(Protocol):
+    """Products between vectors of samples and of the rows that they share."""
+
+    def interact(
+        self,
+        rows: Vectors,
+        own: Vectors,
+        inverse: Inverse,
+        row_out: torch.Tensor,
+        own_out: torch.Tensor,
+    ) -> None:
+        """Write the products of two vectors of a row, and of a sample and its row.
+
+        With x the m vectors of a row and v the k of a sample:
+
+            row_out = [x_0 if rows.first, x_a . x_b for a < b]
+            own_out = [v_0 if own.first, v_a . v_b for a < b, v_a . x_b for all a, b]
+
+        Args:
+            rows: of num_rows rows.
+            own: of num_samples samples.
+            inverse: which row a sample has.
+            row_out: (num_rows, rows.own_width).
+            own_out: (num_samples, own.own_width + k * m).
+        """
+        ...
+
+    def interact_back(
+        self,
+        rows: Vectors,
+        own: Vectors,
+        inverse: Inverse,
+        gradients: tuple[torch.Tensor, torch.Tensor],
+        to: tuple[Vectors, Vectors],
+    ) -> None:
+        """Write the gradients of all vectors.
+
+        Args:
+            rows: of num_rows rows.
+            own: of num_samples samples.
+            inverse: which row a sample has.
+            gradients: of `row_out` and `own_out`.
+            to: gradients of `rows` and `own`.
+        """
         ...

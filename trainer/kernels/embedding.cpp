@@ -135,15 +135,20 @@ void contract(const Group* groups, int64_t num_groups, int64_t dim, int64_t stri
 // Where the gradients of places lie.
 template <typename T>
 struct Gradients {
-  const T* outputs;  // places below num_outputs
+  const T* outputs;  // places below num_outputs: num_features of each sample
   const T* bags;     // the others
   int64_t num_outputs;
+  int64_t num_features;
+  int64_t stride;   // vectors from a sample to the next in `outputs`
   const T* scales;  // of each place, or null
   int64_t dim;
 
   template <typename Dim>
   const T* of(int64_t place, Dim dim) const {
-    return place < num_outputs ? outputs + place * dim : bags + (place - num_outputs) * dim;
+    if (place >= num_outputs) return bags + (place - num_outputs) * dim;
+    if (stride == num_features) return outputs + place * dim;
+    const uint32_t at = uint32_t(place), count = uint32_t(num_features);  // places have 32 bits
+    return outputs + (int64_t(at / count) * stride + at % count) * dim;
   }
 };
 
@@ -263,10 +268,12 @@ using namespace presage;
   }                                                                                             \
   extern "C" void presage_update_##suffix(const void* tables, int64_t num_tables,               \
                                           const void* outputs, const void* bags,                \
-                                          int64_t num_outputs, const void* scales, int64_t dim, \
+                                          int64_t num_outputs, int64_t num_features,            \
+                                          int64_t stride, const void* scales, int64_t dim,      \
                                           const void* rule, int64_t threads) {                  \
     const Gradients<T> gradients{static_cast<const T*>(outputs), static_cast<const T*>(bags),   \
-                                 num_outputs, static_cast<const T*>(scales), dim};              \
+                                 num_outputs,  num_features, stride,                            \
+                                 static_cast<const T*>(scales),  dim};                          \
     with_width(dim, [&](auto width) {                                                           \
       update(static_cast<const Table<T>*>(tables), num_tables, gradients, width,                \
              *static_cast<const Rule*>(rule), int(threads));                                    \

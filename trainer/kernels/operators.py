@@ -55,7 +55,11 @@ class TorchKernels:
 
     def update(self, tables: Sequence[TableRows], gradients: PlaceGradients, rule: RowRule) -> None:
         """Sum the gradients of each row over its readers, in order, and update it."""
-        places = torch.cat([gradients.outputs, gradients.bags])
+        dim = gradients.outputs.shape[2]
+        outputs = gradients.outputs[:, : gradients.num_features]
+        if outputs.shape[1] < gradients.num_features:  # the others are read by no one
+            outputs = F.pad(outputs, (0, 0, 0, gradients.num_features - outputs.shape[1]))
+        places = torch.cat([outputs.reshape(-1, dim), gradients.bags])
         if gradients.scales is not None:
             places *= gradients.scales.unsqueeze(1)
         for t in tables:

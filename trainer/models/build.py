@@ -6,8 +6,14 @@ from torch import nn
 
 from schemas.job_train import TrainConfig
 from trainer.decode import BatchSpec
+from trainer.kernels.build import interactions_of
 from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
 from trainer.models.dedup_dlrm import DedupDlrm
+
+
+def wants_sides(config: TrainConfig) -> bool:
+    """Return whether the model is fed what samples share, `Batch.sides`."""
+    return config.model.name == "dlrm" and config.model.dedup_compute
 
 
 def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> nn.Module:
@@ -30,4 +36,6 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
             return wide_deep.build(config, spec.sparse, num_dense, embedding)
         case "dlrm":
             model = dlrm.build(config, num_dense, embedding)
-            return DedupDlrm(model) if config.model.dedup_compute else model
+            return (
+                DedupDlrm(model, interactions_of(config.kernels)) if wants_sides(config) else model
+            )

@@ -1,0 +1,342 @@
+// Products between the vectors of samples and of the rows that they share, and their backward.
+//
+// A row (what many samples share, say a user) has vectors x_0 .. x_{m-1}, a sample v_0 .. v_{k-1}.
+// Outputs, of each row and of each sample:
+//
+//   row_out = [x_0 if the rows have a first vector, x_a . x_b for a < b]
+//   own_out = [v_0 if the samples have a first vector, v_a . v_b for a < b, v_a . x_b for all a, b]
+//
+// All samples of a row are worked on while its vectors are in the first cache. See README.md.
+
+#include "rows.h"
+
+namespace presage {
+
+// The vectors of a row or of a sample: perhaps one from another tensor, then those of a block.
+// Mirrors `_VECTORS` of interaction.py.
+template <typename T>
+struct Vectors {
+  T* first;       // (n, dim) or null
+  T* rest;        // (n, num_rest, dim)
+  T* out;         // (n, width), or its gradient
+  int64_t num_rest;
+  int64_t width;
+
+  int64_t count() const { return num_rest + (first ? 1 : 0); }
+  T* of(int64_t n, int64_t i, int64_t dim) const {
+    if (!first) return rest + (n * num_rest + i) * dim;
+    return i == 0 ? first + n * dim : rest + (n * num_rest + i - 1) * dim;
+  }
+};
+
+// Samples `begin` to `end` of the order, all of one row: what one thread works on at once.
+struct Piece {
+  int64_t row, begin, end;
+  int64_t partial;  // where the row's gradient is summed if it has several pieces, else -1
+};
+
+constexpr int64_t kSamples = 256;  // of one piece; cut by number alone: bits depend on no thread
+
+struct Pieces {
+  std::vector<Piece> all;
+  int64_t num_partial = 0;
+
+  Pieces(const int32_t* offsets, int64_t num_rows) {
+    for (int64_t r = 0; r < num_rows; r++) {
+      const int64_t low = offsets[r], high = offsets[r + 1];
+      const bool several = high - low > kSamples;
+      for (int64_t b = low; b == low || b < high; b += kSamples)
+        all.push_back({r, b, std::min(b + kSamples, high), several ? num_partial++ : -1});
+    }
+  }
+
+  template <typename Body>
+  void run(int threads, const Body& body) const {
+    const int64_t count = int64_t(all.size());
+    const int64_t total = all.empty() ? 0 : all.back().end + count;
+    if (total < 64) threads = 1;
+    const int64_t parts = std::min(count, threads == 1 ? 1 : threads * kParts);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (int64_t part = 0; part < parts; part++) {
+      const auto work = [&](int64_t p) { return p == 0 ? 0 : all[p - 1].end + p; };
+      const int64_t first = item_at(work, count, total * part / parts);
+      const int64_t last = part == parts - 1 ? count : item_at(work, count, total * (part + 1) / parts);
+      body(first, last);
+    }
+  }
+};
+
+template <typename T>
+using Lanes = typename Vector<T>::type;
+
+template <typename T>
+inline Lanes<T> load(const T* from) {
+  return *reinterpret_cast<const Lanes<T>*>(from);
+}
+
+template <typename T>
+inline void store(T* to, Lanes<T> lanes) {
+  *reinterpret_cast<Lanes<T>*>(to) = lanes;
+}
+
+// The rows of a square block become its columns: halves change places, then quarters, and so on.
+template <typename T, int kHalf = kLanes<T> / 2>
+inline void turn_block(Lanes<T>* block) {
+  constexpr int N = kLanes<T>;
+  typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Index;
+  typedef Index Mask __attribute__((vector_size(64)));
+  Mask low, high;
+  for (int j = 0; j < N; j++) {
+    low[j] = j & kHalf ? N + j - kHalf : j;
+    high[j] = j & kHalf ? N + j : j + kHalf;
+  }
+  for (int i = 0; i < N; i++) {
+    if (i & kHalf) continue;
+    const Lanes<T> a = block[i], b = block[i + kHalf];
+    block[i] = __builtin_shuffle(a, b, low);
+    block[i + kHalf] = __builtin_shuffle(a, b, high);
+  }
+  if constexpr (kHalf > 1) turn_block<T, kHalf / 2>(block);
+}
+
+// to[d * stride + i] = from[i][d]; `from` names whole blocks of vectors, `to` takes as many columns.
+template <typename T, typename Dim>
+inline void turn(const T* const* from, int64_t count, Dim dim, int64_t stride, T* to) {
+  constexpr int64_t N = kLanes<T>;
+  for (int64_t i = 0; i < count; i += N) {
+    int64_t d = 0;
+    for (; d + N <= dim; d += N) {
+      Lanes<T> block[N];
+      for (int64_t r = 0; r < N; r++) block[r] = load(from[i + r] + d);
+      turn_block<T>(block);
+      for (int64_t r = 0; r < N; r++) store(to + (d + r) * stride + i, block[r]);
+    }
+    for (; d < dim; d++)
+      for (int64_t r = 0; r < N; r++) to[d * stride + i + r] = from[i + r][d];
+  }
+}
+
+template <typename T>
+inline int64_t whole(int64_t count) {
+  return (count + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+// products[i * stride + c] = a[i] . (column c of turned), for NV blocks of columns and NA vectors.
+template <typename T, int NA, int NV, typename Dim>
+inline void multiply_block(const T* const* a, const T* turned, int64_t stride, Dim dim,
+                           T* products) {
+  Lanes<T> sums[NA][NV] = {};
+  for (int64_t d = 0; d < dim; d++) {
+    Lanes<T> columns[NV];
+    for (int v = 0; v < NV; v++) columns[v] = load(turned + d * stride + v * kLanes<T>);
+    for (int i = 0; i < NA; i++) {
+      const T x = a[i][d];
+      for (int v = 0; v < NV; v++) sums[i][v] += x * columns[v];
+    }
+  }
+  for (int i = 0; i < NA; i++)
+    for (int v = 0; v < NV; v++) store(products + i * stride + v * kLanes<T>, sums[i][v]);
+}
+
+// products (count, width) of `count` vectors with `width` turned ones, whole blocks of these.
+template <typename T, typename Dim>
+inline void multiply(const T* const* a, int64_t count, const T* turned, int64_t width,
+                     int64_t stride, Dim dim, T* products) {
+  const auto block = [&](auto nv, int64_t c) {
+    constexpr int NV = decltype(nv)::value;
+    int64_t i = 0;
+    for (; i + 4 <= count; i += 4)
+      multiply_block<T, 4, NV>(a + i, turned + c, stride, dim, products + i * stride + c);
+    for (; i < count; i++)
+      multiply_block<T, 1, NV>(a + i, turned + c, stride, dim, products + i * stride + c);
+  };
+  int64_t c = 0;
+  for (; c + 2 * kLanes<T> <= width; c += 2 * kLanes<T>)
+    block(std::integral_constant<int, 2>(), c);
+  if (c < width) block(std::integral_constant<int, 1>(), c);
+}
+
+// out[i] (+)= sum over j of factors[i * row + j * column] * vectors[j], NA outputs in registers.
+template <typename T, bool kAdd, int NA, typename Dim>
+inline void combine_block(const T* const* vectors, int64_t count, const T* factors, int64_t row,
+                          int64_t column, Dim dim, T* const* out) {
+  constexpr int64_t lanes = kLanes<T>;
+  int64_t d = 0;
+  const auto block = [&](auto nv) {
+    constexpr int NV = decltype(nv)::value;
+    Lanes<T> sums[NA][NV];
+    for (int i = 0; i < NA; i++)
+      for (int v = 0; v < NV; v++) sums[i][v] = kAdd ? load(out[i] + d + v * lanes) : Lanes<T>{};
+    for (int64_t j = 0; j < count; j++) {
+      Lanes<T> vector[NV];
+      for (int v = 0; v < NV; v++) vector[v] = load(vectors[j] + d + v * lanes);
+      for (int i = 0; i < NA; i++) {
+        const T x = factors[i * row + j * column];
+        for (int v = 0; v < NV; v++) sums[i][v] += x * vector[v];
+      }
+    }
+    for (int i = 0; i < NA; i++)
+      for (int v = 0; v < NV; v++) store(out[i] + d + v * lanes, sums[i][v]);
+    d += NV * lanes;
+  };
+  while (d + 4 * lanes <= dim) block(std::integral_constant<int, 4>());
+  while (d + lanes <= dim) block(std::integral_constant<int, 1>());
+  for (; d < dim; d++) {
+    for (int i = 0; i < NA; i++) {
+      T sum = kAdd ? out[i][d] : T(0);
+      for (int64_t j = 0; j < count; j++) sum += factors[i * row + j * column] * vectors[j][d];
+      out[i][d] = sum;
+    }
+  }
+}
+
+template <typename T, bool kAdd, typename Dim>
+inline void combine(const T* const* vectors, int64_t count, const T* factors, int64_t row,
+                    int64_t column, Dim dim, T* const* out, int64_t num_out) {
+  int64_t i = 0;
+  for (; i + 4 <= num_out; i += 4)
+    combine_block<T, kAdd, 4>(vectors, count, factors + i * row, row, column, dim, out + i);
+  for (; i < num_out; i++)
+    combine_block<T, kAdd, 1>(vectors, count, factors + i * row, row, column, dim, out + i);
+}
+
+template <typename T, typename Dim>
+void interact(const Vectors<T>& rows, const Vectors<T>& own, int64_t num_rows, const int32_t* order,
+              const int32_t* offsets, Dim dim, int threads) {
+  const Pieces pieces(offsets, num_rows);
+  const int64_t m = rows.count(), k = own.count();
+  // Columns of what is turned: a sample's vectors, then its row's, both in whole blocks.
+  const int64_t columns = whole<T>(k), stride = columns + whole<T>(m);
+  pieces.run(threads, [&](int64_t first, int64_t last) {
+    std::vector<T> turned(dim * stride), products(std::max(m, k) * stride);
+    std::vector<const T*> x(whole<T>(m)), v(columns);
+    int64_t held = -1;
+    for (int64_t p = first; p < last; p++) {
+      const Piece& piece = pieces.all[p];
+      if (piece.row != held) {
+        held = piece.row;
+        for (int64_t i = 0; i < int64_t(x.size()); i++)
+          x[i] = rows.of(held, std::min(i, m - 1), dim);
+        turn(x.data(), m, dim, stride, turned.data() + columns);
+      }
+      if (piece.begin == offsets[held]) {
+        multiply(x.data(), m, turned.data() + columns, stride - columns, stride, dim,
+                 products.data());
+        T* out = rows.out + held * rows.width;
+        if (rows.first) out = std::copy_n(x[0], dim, out);
+        for (int64_t i = 0; i < m; i++)
+          out = std::copy(&products[i * stride + i + 1], &products[i * stride + m], out);
+      }
+      for (int64_t s = piece.begin; s < piece.end; s++) {
+        const int64_t sample = order[s];
+        if (s + 1 < piece.end) fetch(own.of(order[s + 1], k - 1, dim) - (k - 2) * dim, (k - 1) * dim);
+        for (int64_t i = 0; i < columns; i++) v[i] = own.of(sample, std::min(i, k - 1), dim);
+        turn(v.data(), k, dim, stride, turned.data());
+        multiply(v.data(), k, turned.data(), stride, stride, dim, products.data());
+        T* out = own.out + sample * own.width;
+        if (own.first) out = std::copy_n(v[0], dim, out);
+        for (int64_t i = 0; i < k; i++)
+          out = std::copy(&products[i * stride + i + 1], &products[i * stride + k], out);
+        for (int64_t i = 0; i < k; i++) out = std::copy_n(&products[i * stride + columns], m, out);
+      }
+    }
+  });
+}
+
+// factors[a * stride + b] = factors[b * stride + a] = the gradient of pair a < b; the diagonal 0.
+template <typename T>
+inline const T* both_ways(const T* pairs, int64_t count, int64_t stride, T* factors) {
+  for (int64_t a = 0; a < count; a++) {
+    factors[a * stride + a] = 0;
+    for (int64_t b = a + 1; b < count; b++)
+      factors[a * stride + b] = factors[b * stride + a] = *pairs++;
+  }
+  return pairs;
+}
+
+// `rows` and `own` hold vectors and the gradients of their outputs, `to_rows` and `to_own` (first
+// and rest) take the gradients of the vectors.
+template <typename T, typename Dim>
+void interact_back(const Vectors<T>& rows, const Vectors<T>& own, const Vectors<T>& to_rows,
+                   const Vectors<T>& to_own, int64_t num_rows, const int32_t* order,
+                   const int32_t* offsets, Dim dim, int threads) {
+  const Pieces pieces(offsets, num_rows);
+  const int64_t m = rows.count(), k = own.count(), stride = m + k;
+  std::vector<T> partials(pieces.num_partial * m * dim);
+  large_pages(to_own.rest, offsets[num_rows] * to_own.num_rest * dim * int64_t(sizeof(T)));
+  pieces.run(threads, [&](int64_t first, int64_t last) {
+    std::vector<T> factors(std::max(m, k) * stride);
+    std::vector<const T*> vectors(stride);  // of the row, then of the sample
+    std::vector<T*> sums(m), to(k);
+    for (int64_t p = first; p < last; p++) {
+      const Piece& piece = pieces.all[p];
+      for (int64_t i = 0; i < m; i++) {
+        vectors[i] = rows.of(piece.row, i, dim);
+        sums[i] = piece.partial < 0 ? to_rows.of(piece.row, i, dim)
+                                    : partials.data() + (piece.partial * m + i) * dim;
+      }
+      if (piece.begin == offsets[piece.row]) {
+        const T* out = rows.out + piece.row * rows.width;
+        both_ways(out + (rows.first ? dim : 0), m, stride, factors.data());
+        combine<T, false>(vectors.data(), m, factors.data(), stride, 1, dim, sums.data(), m);
+        if (rows.first)
+          for (int64_t d = 0; d < dim; d++) sums[0][d] += out[d];
+      } else {
+        for (int64_t i = 0; i < m; i++) std::fill_n(sums[i], dim, T(0));
+      }
+      for (int64_t s = piece.begin; s < piece.end; s++) {
+        const int64_t sample = order[s];
+        if (s + 1 < piece.end) fetch(own.of(order[s + 1], 1, dim), (k - 1) * dim);
+        const T* out = own.out + sample * own.width;
+        const T* pairs = out + (own.first ? dim : 0);
+        const T* crossed = both_ways(pairs, k, stride, factors.data() + m);
+        for (int64_t i = 0; i < k; i++) {
+          vectors[m + i] = own.of(sample, i, dim);
+          to[i] = to_own.of(sample, i, dim);
+          std::copy_n(crossed + i * m, m, &factors[i * stride]);
+        }
+        combine<T, false>(vectors.data(), stride, factors.data(), stride, 1, dim, to.data(), k);
+        if (own.first)
+          for (int64_t d = 0; d < dim; d++) to[0][d] += out[d];
+        combine<T, true>(vectors.data() + m, k, factors.data(), 1, stride, dim, sums.data(), m);
+      }
+    }
+  });
+  for (const Piece& piece : pieces.all) {
+    if (piece.partial < 0) continue;
+    const bool begins = piece.begin == offsets[piece.row];
+    for (int64_t i = 0; i < m; i++) {
+      const T* sum = partials.data() + (piece.partial * m + i) * dim;
+      T* to = to_rows.of(piece.row, i, dim);
+      for (int64_t d = 0; d < dim; d++) to[d] = begins ? sum[d] : to[d] + sum[d];
+    }
+  }
+}
+
+}  // namespace presage
+
+using namespace presage;
+
+#define PRESAGE_ENTRIES(T, suffix)                                                               \
+  extern "C" void presage_interact_##suffix(const void* rows, const void* own, int64_t num_rows, \
+                                            const int32_t* order, const int32_t* offsets,        \
+                                            int64_t dim, int64_t threads) {                      \
+    with_width(dim, [&](auto width) {                                                            \
+      interact(*static_cast<const Vectors<T>*>(rows), *static_cast<const Vectors<T>*>(own),      \
+               num_rows, order, offsets, width, int(threads));                                   \
+    });                                                                                          \
+  }                                                                                              \
+  extern "C" void presage_interact_back_##suffix(                                                \
+      const void* rows, const void* own, const void* to_rows, const void* to_own,                \
+      int64_t num_rows, const int32_t* order, const int32_t* offsets, int64_t dim,               \
+      int64_t threads) {                                                                         \
+    with_width(dim, [&](auto width) {                                                            \
+      interact_back(*static_cast<const Vectors<T>*>(rows), *static_cast<const Vectors<T>*>(own), \
+                    *static_cast<const Vectors<T>*>(to_rows),                                    \
+                    *static_cast<const Vectors<T>*>(to_own), num_rows, order, offsets, width,    \
+                    int(threads));                                                               \
+    });                                                                                          \
+  }
+
+PRESAGE_ENTRIES(float, float32)
+PRESAGE_ENTRIES(double, float64)
