@@ -34,6 +34,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from benchmarks.embedding_step import SKEWS, Shape, Step, shapes, step_of
 from schemas.job_train import SparseOptimizerConfig
 from trainer.kernels.build import kernels_of
+from trainer.kernels.contract import ArenaRows
 from trainer.optimizer import rule_at
 
 RULE = SparseOptimizerConfig(learning_rate=0.01)
@@ -84,14 +85,13 @@ def ours(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
     """Return one step of our kernel on whole tables."""
     weights = {t: torch.randn(n, dim).mul_(0.01) for t, n in step.tables.items()}
     states = {t: torch.zeros(n, 1) for t, n in step.tables.items()}
-    for weight in weights.values():
-        weight.requires_grad_()
+    rows = {t: ArenaRows(weights[t], states[t], step.rows[t]) for t in step.tables}
     kernels = kernels_of("compiled")
 
     def run() -> None:
         pooling = step.pooling(kernels)
-        pooling(weights).backward(gradient)
-        tables = step.table_rows(weights, states)
+        pooling(rows).backward(gradient)
+        tables = step.table_rows(rows)
         assert pooling.gradients is not None, "there was a backward"
         kernels.update(tables, pooling.gradients, rule_at(RULE, 0))
 

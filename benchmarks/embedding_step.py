@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from schemas import order
 from trainer.batch import Batch
 from trainer.kernels.build import kernels_of
-from trainer.kernels.contract import Kernels, TableRows
+from trainer.kernels.contract import ArenaRows, Kernels, TableRows
 from trainer.lookup import TableLookup, table_lookup
 from trainer.places import places_of
 from trainer.pooling import Pooling
@@ -88,15 +88,11 @@ class Step:
         """Find again what the reader's thread finds for each batch."""
         _lookups(self.ids, self.batch, kernels_of("compiled"))
 
-    def table_rows(
-        self, weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]
-    ) -> list[TableRows]:
+    def table_rows(self, rows: Mapping[str, ArenaRows]) -> list[TableRows]:
         """Return what is updated, whole tables in place."""
         return [
             TableRows(
-                values=weights[table].detach(),
-                state=states[table],
-                rows=self.rows[table],
+                rows=rows[table],
                 readers=lookup.readers,
                 reader_offsets=lookup.reader_offsets,
                 factors=None,
@@ -132,14 +128,8 @@ def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
         group_of=dict.fromkeys(names),
     )
     found = _lookups(ids, batch, kernels_of("compiled"))
-    whole = {
-        table: replace(
-            lookup, positions=torch.from_numpy(lookup.rows[lookup.positions.numpy()]).int()
-        )
-        for table, lookup in found.items()
-    }
     rows = {table: torch.from_numpy(lookup.rows).int() for table, lookup in found.items()}
-    return Step(shape, ids, replace(batch, lookups=whole), rows)
+    return Step(shape, ids, replace(batch, lookups=found), rows)
 
 
 def _lookups(

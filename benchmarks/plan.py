@@ -41,7 +41,7 @@ from trainer.planning import plans_of
 from trainer.reader import Reader, prefetched
 from trainer.sources import RowsOfTables
 from trainer.step import PhaseTimer, train_step
-from trainer.stores.store import Records
+from trainer.stores.store import Lent
 
 CACHE_SHARE = 0.05
 """Belady's cache, as a share of the rows of the largest table, but at least what it needs."""
@@ -99,13 +99,13 @@ class Watched(PlannedCache):
         super().__init__(*parts, **settings)
         self._waits = waits
 
-    def fetch(self, train_step: int, rows: RowsOfTables) -> dict[str, Records]:
-        """Return copies of a step's rows, after the read of them that was issued steps before."""
+    def lend(self, train_step: int, rows: RowsOfTables) -> dict[str, Lent]:
+        """Return where a step's rows lie, after the read of them that was issued steps before."""
         if self._arrivals:
             start, cpu_start = time.perf_counter(), time.thread_time()
             self._arrivals[0].result()
             self._waits.add(start, cpu_start)
-        return super().fetch(train_step, rows)
+        return super().lend(train_step, rows)
 
 
 def train_planned(dataset: Dataset, cache: CacheConfig, most_steps: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.plan import PlanStep
 from trainer.sources import RowsOfTables
-from trainer.stores.store import Records, Store, TableLayout, WriteBack
+from trainer.stores.store import Lent, Records, Store, TableLayout, WriteBack
 from trainer.stores.thread import StoreThread
 from trainer.stores.together import fetch_rows
 
@@ -62,14 +62,14 @@ class _Slots:
             rows[:count], values[:count], state[:count] = self.rows, old.values, old.state
         self.rows, self.records = rows, Records(values, state)
 
-    def admit(self, arrival: _Arrival) -> Records:
-        """Put the fetched rows into their slots and return copies of all rows of the step."""
+    def admit(self, arrival: _Arrival) -> Lent:
+        """Put the fetched rows into their slots and return where all rows of the step lie."""
         top = int(arrival.slots.max(initial=-1)) + 1
         if top > len(self.rows):
             self._grow(1 << (top - 1).bit_length())
         chosen = arrival.slots[arrival.fetch]
         self.put(chosen, arrival.rows[arrival.fetch], arrival.fetched)
-        return self.take(arrival.slots)
+        return Lent(self.records, arrival.slots.astype(np.int32, copy=False))
 
     def put(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
         self.rows[slots] = rows
@@ -148,7 +148,7 @@ class PlannedCache:
         """Rows read from the stores for the steps so far."""
         return self._fetched_rows
 
-    def fetch(self, train_step: int, rows: RowsOfTables) -> dict[str, Records]:
+    def lend(self, train_step: int, rows: RowsOfTables) -> dict[str, Lent]:
         """Return copies of a step's rows.
 
         Raises:
@@ -156,7 +156,7 @@ class PlannedCache:
         """
         self._submit_reads(min(train_step + self._prefetch_steps + 1, self._last))
         self._current = self._arrivals.popleft().result()
-        found: dict[str, Records] = {}
+        found: dict[str, Lent] = {}
         for table, wanted in rows.items():
             arrival = self._current[table]
             if not np.array_equal(arrival.rows, wanted):
@@ -170,11 +170,8 @@ class PlannedCache:
             self._fetched_rows += int(arrival.fetch.sum())
         return found
 
-    def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
-        """Take a step's rows back; those that leave go to the store in the background."""
-        for table, updated in records.items():
-            arrival = self._current[table]
-            self._slots[table].put(arrival.slots, arrival.rows, updated)
+    def take_back(self, train_step: int, rows: RowsOfTables) -> None:
+        """Take the rows that were lent; those that leave go to the store in the background."""
         leaving = {  # of all tables: rows may leave after a step that looks nothing up
             table: self._slots[table].release(arrival.leaving)
             for table, arrival in self._current.items()

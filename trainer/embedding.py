@@ -1,10 +1,9 @@
-"""The embedding of one step's rows: fetched, looked up, updated and given back.
+"""The embedding of one step's rows: borrowed, looked up, updated and given back.
 
-Only the rows that a step looks up are ever in a tensor. `open` fetches them,
-TorchRec models look them up through `forward` and `sequence`, and `close`
-applies the row optimizer to their gradients and hands them back with their
-state. Where rows wait in between is the source's affair; plain and cached
-training run this same code on the same tensors.
+`open` borrows the rows that a step looks up from where they lie, TorchRec
+models look them up through `forward` and `sequence`, and `close` applies the
+row optimizer to their gradients, in place, and gives them back. Where they lie
+is the source's affair; plain and cached training run this same code.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
 from trainer.kernels.build import kernels_of
-from trainer.kernels.contract import PlaceGradients, RowRule, TableRows
+from trainer.kernels.contract import ArenaRows, PlaceGradients, RowRule, TableRows
 from trainer.optimizer import rule_at
 from trainer.pooling import Pooling
 from trainer.sources import RowSource
-from trainer.stores.store import Records
+from trainer.stores.store import Lent, Store
+from trainer.stores.together import fetch_rows
 from trainer.taking import take_unsorted
 
 
@@ -44,12 +44,19 @@ class TableSpec:
 
 @dataclass(slots=True)
 class _Open:
-    """Rows of the step that is being trained, by table."""
+    """Rows of the open step, by table.
+
+    Attributes:
+        batch: its look-ups.
+        pooling: of the batch.
+        rows: where the rows lie.
+        copies: (num_rows, dim) of tables that are looked up unpooled; they collect gradients.
+    """
 
     batch: Batch
     pooling: Pooling
-    weights: dict[str, torch.Tensor]
-    states: dict[str, torch.Tensor]
+    rows: dict[str, ArenaRows]
+    copies: dict[str, torch.Tensor]
 
 
 class Embedding(nn.Module):
@@ -89,33 +96,38 @@ class Embedding(nn.Module):
         ]
 
     def open(self, batch: Batch) -> None:
-        """Fetch the rows of a batch; look-ups are of this batch until the next one."""
-        rows = {t.name: batch.lookups[t.name].rows for t in self._tables}
-        records = self._source.fetch(batch.step.train_step, rows)
-        self._open = _Open(
-            batch,
-            Pooling(kernels_of(self._config.kernels), batch, mean=self._mean),
-            {t: torch.from_numpy(r.values).requires_grad_() for t, r in records.items()},
-            {t: torch.from_numpy(r.state) for t, r in records.items()},
-        )
+        """Borrow the rows of a batch; look-ups are of this batch until the next one."""
+        lent = self._source.lend(batch.step.train_step, self._rows_of(batch))
+        self._set(batch, {table: _rows_of(found) for table, found in lent.items()})
+
+    def look(self, batch: Batch, stores: Mapping[str, Store]) -> None:
+        """Take copies of the rows of a batch, for look-ups that train nothing.
+
+        Args:
+            batch: is looked up.
+            stores: by table; no row is created.
+        """
+        records = fetch_rows(stores, batch.step.train_step, self._rows_of(batch))
+        self._set(batch, {table: _rows_of(Lent(found)) for table, found in records.items()})
 
     def close(self) -> None:
-        """Update the rows by their gradients and give them back to the source."""
-        opened = self._opened()
-        step = opened.batch.step.train_step
-        weights = {table: weight.detach() for table, weight in opened.weights.items()}
-        self._sum(weights, opened.states, rule_at(self._config.sparse_optimizer, step))
-        records = {t: Records(w.numpy(), opened.states[t].numpy()) for t, w in weights.items()}
-        rows = {table: opened.batch.lookups[table].rows for table in weights}
-        self._source.write(step, rows, records)
+        """Update the rows by their gradients where they lie and give them back."""
+        batch = self._opened().batch
+        step = batch.step.train_step
+        self._sum(self._opened().rows, rule_at(self._config.sparse_optimizer, step))
+        self._source.take_back(step, self._rows_of(batch))
         self._open = None
 
     def gradients(self) -> Mapping[str, tuple[NDArray[np.int64], torch.Tensor]]:
         """Return by table the rows of the open step and the gradient of each."""
         opened = self._opened()
-        sums = {table: torch.zeros_like(weight) for table, weight in opened.weights.items()}
-        self._sum(sums, opened.states, RowRule(name="sum"))
-        return {table: (opened.batch.lookups[table].rows, sums[table]) for table in sums}
+        sums = {
+            table: ArenaRows(rows.values.new_zeros(len(rows), rows.values.shape[1]), rows.state)
+            for table, rows in opened.rows.items()
+        }
+        self._sum(sums, RowRule(name="sum"))
+        lookups = opened.batch.lookups
+        return {table: (lookups[table].rows, rows.values) for table, rows in sums.items()}
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pool the rows of each bag and give each sample its bag's vector.
@@ -129,7 +141,7 @@ class Embedding(nn.Module):
         self._batch_of(sparse)
         opened = self._opened()
         keys = list(opened.pooling.keys)
-        pooled = opened.pooling(opened.weights)
+        pooled = opened.pooling(opened.rows)
         return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), pooled)
 
     def unique(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
@@ -140,7 +152,7 @@ class Embedding(nn.Module):
         """
         self._batch_of(sparse)
         opened = self._opened()
-        return opened.pooling.unique(opened.weights)
+        return opened.pooling.unique(opened.rows)
 
     def sided(self, sparse: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what rows share, (num_rows, num_row_features, dim), and what each sample has.
@@ -151,7 +163,7 @@ class Embedding(nn.Module):
         sides = self._batch_of(sparse).sides
         assert sides is not None, "the reader is asked for sides"
         opened = self._opened()
-        return opened.pooling.sided(opened.weights, sides)
+        return opened.pooling.sided(opened.rows, sides)
 
     def sequence(
         self, sparse: KeyedJaggedTensor, feature: str
@@ -169,26 +181,22 @@ class Embedding(nn.Module):
         lookup = self._batch_of(sparse).lookups[self._table_of[feature]]
         values, bags = lookup.part(feature)
         offsets = lookup.bag_offsets[bags.start : bags.stop + 1]
-        weight = self._opened().weights[self._table_of[feature]]
         positions = lookup.positions[values].long()
-        return take_unsorted(weight, positions), (offsets - offsets[0]).long()
+        return take_unsorted(self._copy_of(feature), positions), (offsets - offsets[0]).long()
 
-    def _sum(
-        self, values: dict[str, torch.Tensor], states: dict[str, torch.Tensor], rule: RowRule
-    ) -> None:
+    def _sum(self, rows: Mapping[str, ArenaRows], rule: RowRule) -> None:
         """Sum the gradients of each row over its readers and apply a rule to it, in place."""
         opened = self._opened()
         pooled = opened.pooling.gradients
         tables: list[TableRows] = []
         for table, lookup in opened.batch.lookups.items():
-            more = opened.weights[table].grad
+            copy = opened.copies.get(table)
+            more = None if copy is None else copy.grad
             if pooled is None and more is None:
                 continue
             tables.append(
                 TableRows(
-                    values=values[table],
-                    state=states[table],
-                    rows=None,
+                    rows=rows[table],
                     readers=lookup.readers,
                     reader_offsets=_none_of(lookup.reader_offsets, pooled),
                     factors=lookup.reader_factors,
@@ -196,9 +204,25 @@ class Embedding(nn.Module):
                 )
             )
         if tables:
-            none = tables[0].values[:0]
+            none = tables[0].rows.values[:0]
             empty = PlaceGradients(outputs=none[:, None], num_features=1, bags=none, scales=None)
             kernels_of(self._config.kernels).update(tables, pooled or empty, rule)
+
+    def _copy_of(self, feature: str) -> torch.Tensor:
+        """Return the rows of a feature's table, in order, with a gradient of their own."""
+        opened, table = self._opened(), self._table_of[feature]
+        if table not in opened.copies:
+            rows = opened.rows[table]
+            copy = rows.values if rows.places is None else rows.values[rows.places]
+            opened.copies[table] = copy.detach().requires_grad_()
+        return opened.copies[table]
+
+    def _rows_of(self, batch: Batch) -> dict[str, NDArray[np.int64]]:
+        return {t.name: batch.lookups[t.name].rows for t in self._tables}
+
+    def _set(self, batch: Batch, rows: dict[str, ArenaRows]) -> None:
+        pooling = Pooling(kernels_of(self._config.kernels), batch, mean=self._mean)
+        self._open = _Open(batch, pooling, rows, {})
 
     def _opened(self) -> _Open:
         assert self._open is not None, "rows are looked up and updated between open and close"
@@ -213,3 +237,9 @@ class Embedding(nn.Module):
 def _none_of(reader_offsets: torch.Tensor, pooled: PlaceGradients | None) -> torch.Tensor:
     """Return offsets that leave all readers out where nothing came back for them."""
     return torch.zeros_like(reader_offsets) if pooled is None else reader_offsets
+
+
+def _rows_of(lent: Lent) -> ArenaRows:
+    places = None if lent.places is None else torch.from_numpy(lent.places)
+    values, state = torch.from_numpy(lent.records.values), torch.from_numpy(lent.records.state)
+    return ArenaRows(values, state, places)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +16,7 @@ from trainer.batch import Batch
 from trainer.embedding import Embedding
 from trainer.metric_streams import ScatteredAuc, ScoreTable, SessionAuc
 from trainer.metrics import KeyedAuc, LossSums, loss_sums
+from trainer.stores.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +120,18 @@ class _Metrics:
 
 
 def evaluate(
-    model: nn.Module, embedding: Embedding, batches: Iterable[Batch], columns: MetricColumns
+    model: nn.Module,
+    embedding: Embedding,
+    stores: Mapping[str, Store],
+    batches: Iterable[Batch],
+    columns: MetricColumns,
 ) -> Evaluation:
     """Score batches without training; no row is created.
 
     Args:
         model: built over `embedding`.
-        embedding: reads its rows from stores that hold everything trained.
+        embedding: that it looks rows up in.
+        stores: by table, they hold everything trained.
         batches: of the evaluation split, in stored order.
         columns: what of the batches' kept columns is what.
     """
@@ -133,7 +139,7 @@ def evaluate(
     model.eval()
     with torch.no_grad():
         for batch in batches:
-            embedding.open(batch)
+            embedding.look(batch, stores)
             metrics.add(batch, model(batch))
     model.train()
     return metrics.finish()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from schemas.errors import PlanError
 from trainer.sources import RowsOfTables
 from trainer.stores.row_map import RowMap
-from trainer.stores.store import Records, Store, TableLayout, WriteBack
+from trainer.stores.store import Lent, Records, Store, TableLayout, WriteBack
 from trainer.stores.thread import StoreThread
 from trainer.stores.together import fetch_rows
 
@@ -140,7 +140,6 @@ class LruCache:
         """
         self._stores = stores
         self._tables = {table: _Table(s.layout, cache_rows) for table, s in stores.items()}
-        self._current: dict[str, NDArray[np.int64]] = {}
         self._thread = StoreThread(stores, "lru")
         self._num_accesses = 0
         self._fetched_rows = 0
@@ -156,8 +155,8 @@ class LruCache:
         """Rows read from the stores so far."""
         return self._fetched_rows
 
-    def fetch(self, train_step: int, rows: RowsOfTables) -> dict[str, Records]:
-        """Return copies of a step's rows, after reading those that are missing.
+    def lend(self, train_step: int, rows: RowsOfTables) -> dict[str, Lent]:
+        """Return where a step's rows lie, after reading those that are missing.
 
         Raises:
             PlanError: the cache is smaller than the step.
@@ -170,19 +169,16 @@ class LruCache:
         if any(len(back.rows) for back in leaving.values()):
             self._thread.write(train_step - 1, leaving)
         fetched = reading.result()
-        self._current = {table: a.slots for table, a in admitted.items()}
-        found: dict[str, Records] = {}
+        found: dict[str, Lent] = {}
         for table, a in admitted.items():
             self._tables[table].put(a.slots[a.missing], fetched[table])
-            found[table] = self._tables[table].take(a.slots)
+            found[table] = Lent(self._tables[table].records, a.slots.astype(np.int32))
             self._num_accesses += len(a.slots)
             self._fetched_rows += len(missing[table])
         return found
 
-    def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
-        """Take a step's rows back; they stay cached until others need their room."""
-        for table, updated in records.items():
-            self._tables[table].put(self._current[table], updated)
+    def take_back(self, train_step: int, rows: RowsOfTables) -> None:
+        """Take the rows that were lent; they stay cached until others need their room."""
         self._written = train_step
         self._thread.check()
 

@@ -7,14 +7,14 @@ gradient of a row is never stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer.batch import Batch
 from trainer.inverse import Inverse
-from trainer.kernels.contract import FeatureBags, GroupSamples, Kernels, PlaceGradients
+from trainer.kernels.contract import ArenaRows, FeatureBags, GroupSamples, Kernels, PlaceGradients
 from trainer.lookup import TableLookup
 from trainer.sides import Sides
 
@@ -36,6 +36,7 @@ class Pooling:
         self._places = batch.places
         self._scales: torch.Tensor | None = None
         self._gradients: PlaceGradients | None = None
+        self._way_back = torch.empty(0, requires_grad=True)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -47,17 +48,17 @@ class Pooling:
         """The gradient of each place, None when no backward came by."""
         return self._gradients
 
-    def __call__(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
         """Return (num_samples, num_features * dim), features in the order of `keys`.
 
         Args:
-            weights: by table, (num_rows, dim).
+            rows: by table, where the rows of the step lie.
         """
-        return _Pool.apply(self, tuple(weights), *weights.values())
+        return _Pool.apply(self, rows, self._way_back)
 
-    def pool(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    def pool(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
         """Return the output without a way back."""
-        first = next(iter(weights.values()))
+        first = next(iter(rows.values())).values
         places, dim = self._places, first.shape[1]
         out = first.new_empty(places.num_samples, len(places.keys), dim)
         self._scales = first.new_ones(places.num_places) if self._mean else None
@@ -67,25 +68,25 @@ class Pooling:
             table, group = table_of[feature], places.group_of[feature]
             inverse = None if group is None else self._batch.groups[group]
             lookup = self._batch.lookups[table]
-            bags.append(self._bags(feature, lookup, weights[table], column, inverse))
+            bags.append(self._bags(feature, lookup, rows[table], column, inverse))
         self._kernels.pool(bags, out, self._scales)
         return out.flatten(1)
 
-    def unique(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def unique(self, rows: Mapping[str, ArenaRows]) -> dict[str, torch.Tensor]:
         """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
 
         Args:
-            weights: by table, (num_rows, dim).
+            rows: by table, where the rows of the step lie.
         """
-        parts = _PoolUnique.apply(self, tuple(weights), *weights.values())
+        parts = _PoolUnique.apply(self, rows, self._way_back)
         found: dict[str, torch.Tensor] = {}
         for members, part in zip(self._members(), parts, strict=True):
             found.update(zip(members, part.unbind(1), strict=True))
         return found
 
-    def pool_unique(self, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def pool_unique(self, rows: Mapping[str, ArenaRows]) -> tuple[torch.Tensor, ...]:
         """Return (num_bags, num_features, dim) by `_members`, without a way back."""
-        first = next(iter(weights.values()))
+        first = next(iter(rows.values())).values
         places = self._places
         self._scales = first.new_ones(places.num_places) if self._mean else None
         tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
@@ -94,7 +95,7 @@ class Pooling:
         for members, count in zip(self._members(), counts, strict=True):
             out = first.new_empty(count, len(members), first.shape[1])
             bags = [
-                self._bags(f, tables[f][1], weights[tables[f][0]], column, None)
+                self._bags(f, tables[f][1], rows[tables[f][0]], column, None)
                 for column, f in enumerate(members)
             ]
             if bags:
@@ -112,21 +113,21 @@ class Pooling:
         self._keep(outputs, bags)
 
     def sided(
-        self, weights: dict[str, torch.Tensor], sides: Sides
+        self, rows: Mapping[str, ArenaRows], sides: Sides
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what rows share, (num_rows, num_row_features, dim), and what each sample has.
 
         Args:
-            weights: by table, (num_rows, dim).
+            rows: by table, where the rows of the step lie.
             sides: of the batch.
         """
-        return _PoolSides.apply(self, sides, tuple(weights), *weights.values())
+        return _PoolSides.apply(self, sides, rows, self._way_back)
 
     def pool_sides(
-        self, weights: dict[str, torch.Tensor], sides: Sides
+        self, rows: Mapping[str, ArenaRows], sides: Sides
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output of `sided` without a way back."""
-        first = next(iter(weights.values()))
+        first = next(iter(rows.values())).values
         places, dim = self._places, first.shape[1]
         self._scales = first.new_ones(places.num_places) if self._mean else None
         tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
@@ -141,7 +142,7 @@ class Pooling:
             for column, feature in enumerate(features):
                 table, lookup = tables[feature]
                 inverse = samples_of[places.group_of[feature]]
-                bags.append(self._bags(feature, lookup, weights[table], column, inverse))
+                bags.append(self._bags(feature, lookup, rows[table], column, inverse))
             if bags:
                 self._kernels.pool(bags, out, self._scales)
             found.append(out)
@@ -205,14 +206,14 @@ class Pooling:
         self,
         feature: str,
         lookup: TableLookup,
-        weight: torch.Tensor,
+        rows: ArenaRows,
         column: int,
         inverse: Inverse | None,
     ) -> FeatureBags:
         _, bags = lookup.part(feature)
         place, step = self._places.of(feature)
         return FeatureBags(
-            weight=weight,
+            rows=rows,
             positions=lookup.positions,
             offsets=lookup.bag_offsets[bags.start : bags.stop + 1],
             factors=lookup.factors,
@@ -240,14 +241,14 @@ class _PoolSides(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pooling, sides, tables, *weights = args
-        ctx.pooling, ctx.sides, ctx.num_weights = pooling, sides, len(weights)
-        return pooling.pool_sides(dict(zip(tables, weights, strict=True)), sides)
+        pooling, sides, rows, _ = args
+        ctx.pooling, ctx.sides = pooling, sides
+        return pooling.pool_sides(rows, sides)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.pooling.add_sides(ctx.sides, *grads)
-        return None, None, None, *([None] * ctx.num_weights)
+        return None, None, None, None
 
 
 class _PoolUnique(torch.autograd.Function):
@@ -255,26 +256,26 @@ class _PoolUnique(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        pooling, tables, *weights = args
-        ctx.pooling, ctx.num_weights = pooling, len(weights)
-        return pooling.pool_unique(dict(zip(tables, weights, strict=True)))
+        pooling, rows, _ = args
+        ctx.pooling = pooling
+        return pooling.pool_unique(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.pooling.add_unique(grads)
-        return None, None, *([None] * ctx.num_weights)
+        return None, None, None
 
 
 class _Pool(torch.autograd.Function):
-    """The output depends on the weights; their gradient stays with the pooling."""
+    """The gradient of the output stays with the pooling; nothing goes back to the rows."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        pooling, tables, *weights = args
-        ctx.pooling, ctx.num_weights = pooling, len(weights)
-        return pooling.pool(dict(zip(tables, weights, strict=True)))
+        pooling, rows, _ = args
+        ctx.pooling = pooling
+        return pooling.pool(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.pooling.add(grads[0])
-        return None, None, *([None] * ctx.num_weights)
+        return None, None, None

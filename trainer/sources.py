@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.stores.store import Records, Store, WriteBack
+from trainer.stores.store import Lending, Lent, Store, WriteBack
 from trainer.stores.together import fetch_rows, write_rows
 
 RowsOfTables = Mapping[str, NDArray[np.int64]]
@@ -16,11 +16,11 @@ RowsOfTables = Mapping[str, NDArray[np.int64]]
 
 
 class RowSource(Protocol):
-    """Hands out the rows of each step and takes them back updated, step after step."""
+    """Lends the rows of each step, to be updated where they lie, step after step."""
 
     @property
     def num_accesses(self) -> int:
-        """Rows handed out so far, a row once per step."""
+        """Rows lent so far, a row once per step."""
         ...
 
     @property
@@ -28,12 +28,12 @@ class RowSource(Protocol):
         """Rows read from the store so far."""
         ...
 
-    def fetch(self, train_step: int, rows: RowsOfTables) -> dict[str, Records]:
-        """Return copies of a step's rows."""
+    def lend(self, train_step: int, rows: RowsOfTables) -> dict[str, Lent]:
+        """Return where a step's rows lie, until they are taken back."""
         ...
 
-    def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
-        """Take a step's rows back."""
+    def take_back(self, train_step: int, rows: RowsOfTables) -> None:
+        """Take the rows of the step that was lent last, as they are now."""
         ...
 
     def flush(self) -> None:
@@ -46,7 +46,7 @@ class RowSource(Protocol):
 
 
 class DirectSource:
-    """Reads each step's rows from the stores and writes them straight back: no cache."""
+    """Lends each step's rows out of the stores: where they lie, or copies that are written back."""
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
         """Keep the stores.
@@ -55,11 +55,12 @@ class DirectSource:
             stores: by table.
         """
         self._stores = stores
+        self._copies: dict[str, Lent] = {}
         self._num_accesses = 0
 
     @property
     def num_accesses(self) -> int:
-        """Rows handed out so far, a row once per step."""
+        """Rows lent so far, a row once per step."""
         return self._num_accesses
 
     @property
@@ -67,15 +68,26 @@ class DirectSource:
         """Rows read from the stores so far."""
         return self._num_accesses
 
-    def fetch(self, train_step: int, rows: RowsOfTables) -> dict[str, Records]:
-        """Return copies of a step's rows."""
+    def lend(self, train_step: int, rows: RowsOfTables) -> dict[str, Lent]:
+        """Return where a step's rows lie, until they are taken back."""
         self._num_accesses += sum(len(r) for r in rows.values())
-        return fetch_rows(self._stores, train_step, rows)
+        lent: dict[str, Lent] = {}
+        copied: dict[str, NDArray[np.int64]] = {}
+        for table, wanted in rows.items():
+            store = self._stores[table]
+            if isinstance(store, Lending):
+                lent[table] = store.lend(wanted)
+            else:
+                copied[table] = wanted
+        fetched = fetch_rows(self._stores, train_step, copied) if copied else {}
+        self._copies = {table: Lent(records) for table, records in fetched.items()}
+        return lent | self._copies
 
-    def write(self, train_step: int, rows: RowsOfTables, records: Mapping[str, Records]) -> None:
-        """Take a step's rows back."""
-        backs = {table: WriteBack(rows[table], updated) for table, updated in records.items()}
-        write_rows(self._stores, train_step, backs)
+    def take_back(self, train_step: int, rows: RowsOfTables) -> None:
+        """Take the rows of the step that was lent last, as they are now."""
+        backs = {t: WriteBack(rows[t], lent.records) for t, lent in self._copies.items()}
+        if backs:
+            write_rows(self._stores, train_step, backs)
 
     def flush(self) -> None:
         """Do nothing: rows are in their stores."""

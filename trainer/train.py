@@ -167,8 +167,8 @@ def evaluate_parts(job: Job, dataset: Dataset, parts: Parts) -> Evaluation:
     columns = columns_of(dataset, job.train)
     spec = spec_of(dataset, job.train.dtype, columns.kept)
     reader = Reader(dataset, order_of(job, dataset), spec, sides=wants_sides(job.train))
-    parts.embedding.read_from(DirectSource(parts.stores))
-    return evaluate(parts.model, parts.embedding, reader.evaluation_batches(), columns)
+    batches = reader.evaluation_batches()
+    return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
 
 
 def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:

@@ -48,10 +48,11 @@ def run_source(
     """Return what each step was handed; each adds something that depends on the step."""
     handed: list[bytes] = []
     for step, rows in enumerate(steps):
-        records = source.fetch(step, {"items": rows})["items"]
+        lent = source.lend(step, {"items": rows})["items"]
+        records = lent.taken()
         handed.append(records.values.tobytes() + records.state.tobytes())
-        updated = Records(records.values * 1.25 + step, records.state + rows[:, None] + 1)
-        source.write(step, {"items": rows}, {"items": updated})
+        lent.put(Records(records.values * 1.25 + step, records.state + rows[:, None] + 1))
+        source.take_back(step, {"items": rows})
         if flush_every is not None and (step + 1) % flush_every == 0:
             source.flush()
     source.flush()
@@ -201,12 +202,14 @@ def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
     direct = DirectSource({"items": stores[1]})
     for step, rows in enumerate(steps):
         given = {"items": rows} if len(rows) else {}
-        found, wanted = cache.fetch(step, given), direct.fetch(step, given)
+        both = cache.lend(step, given), direct.lend(step, given)
         for table in given:
-            assert found[table].values.tobytes() == wanted[table].values.tobytes()
-        changed = {t: Records(r.values * 1.25 + step, r.state + 1) for t, r in wanted.items()}
-        cache.write(step, given, changed)
-        direct.write(step, given, changed)
+            found, wanted = (lent[table].taken() for lent in both)
+            assert found.values.tobytes() == wanted.values.tobytes()
+            for lent in both:
+                lent[table].put(Records(wanted.values * 1.25 + step, wanted.state + 1))
+        cache.take_back(step, given)
+        direct.take_back(step, given)
     cache.flush()
     cache.close()
     assert whole(stores[0])[1].values.tobytes() == whole(stores[1])[1].values.tobytes()

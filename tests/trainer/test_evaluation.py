@@ -32,7 +32,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate_now(job: Path, dataset: Path, parts: Parts, reader: Reader) -> Evaluation:
     columns = columns_of(open_dataset(dataset), load_job(job).train)
-    return evaluate(parts.model, parts.embedding, reader.evaluation_batches(), columns)
+    batches = reader.evaluation_batches()
+    return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
 
 
 def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
@@ -43,7 +44,7 @@ def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
     found = evaluate_now(job, dataset, parts, reader)
     columns: list[list[np.ndarray]] = []
     for batch in reader.evaluation_batches():
-        parts.embedding.open(batch)
+        parts.embedding.look(batch, parts.stores)
         logits = parts.model(batch).detach()
         key = batch.kept["session"]
         columns.append([key, key, *(t.numpy() for t in (batch.labels, logits, batch.weights))])

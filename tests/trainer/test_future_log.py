@@ -20,10 +20,10 @@ from tests.trainer.stores import whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.cache import PlannedCache
 from trainer.rows import initial_rows
-from trainer.sources import DirectSource
+from trainer.sources import DirectSource, RowsOfTables
 from trainer.stores.future_log import FutureLog, LogStore
 from trainer.stores.memory import memory_store
-from trainer.stores.store import Records, Store, WriteBack
+from trainer.stores.store import Lent, Records, Store, WriteBack
 
 
 def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> dict[str, Store]:
@@ -52,9 +52,15 @@ class Checked:
     def __getattr__(self, name: str) -> object:
         return getattr(self.source, name)
 
-    def write(self, step: int, rows: object, records: dict[str, Records]) -> None:
-        self.source.write(step, rows, records)  # type: ignore[arg-type]
-        self.reference.write(step, rows, records)  # type: ignore[arg-type]
+    def lend(self, step: int, rows: RowsOfTables) -> dict[str, Lent]:
+        self.lent = self.source.lend(step, rows)
+        return self.lent
+
+    def take_back(self, step: int, rows: RowsOfTables) -> None:
+        for table, lent in self.reference.lend(step, rows).items():
+            lent.put(self.lent[table].taken())
+        self.reference.take_back(step, rows)
+        self.source.take_back(step, rows)
 
     def flush(self) -> None:
         self.source.flush()

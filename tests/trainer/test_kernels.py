@@ -19,7 +19,7 @@ from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, 
 from trainer.batch import Batch
 from trainer.kernels.build import COMPILERS, cache_folder, library
 from trainer.kernels.compiled import CompiledKernels
-from trainer.kernels.contract import Kernels, RowRule, TableRows
+from trainer.kernels.contract import ArenaRows, Kernels, RowRule, TableRows
 from trainer.kernels.operators import TorchKernels
 from trainer.lookup import transpose
 from trainer.optimizer import rule_at, state_width
@@ -69,25 +69,24 @@ def run_step(
 ) -> torch.Tensor:
     """Pool, go back and update whole tables in place; return pooled vectors as in `FEATURES`."""
     pooling = Pooling(kernels, batch, mean=mean)
-    weights = {
-        t: values[batch.lookups[t].rows].requires_grad_() for t, (values, _) in tables.items()
+    rows = {
+        t: ArenaRows(values, state, torch.from_numpy(batch.lookups[t].rows).int())
+        for t, (values, state) in tables.items()
     }
     columns = [pooling.keys.index(f) for f in FEATURES]
-    pooled = pooling(weights).view(gradient.shape[0], len(FEATURES), -1)[:, columns]
+    pooled = pooling(rows).view(gradient.shape[0], len(FEATURES), -1)[:, columns]
     pooled.backward(gradient)
     assert pooling.gradients is not None
     kernels.update(
         [
             TableRows(
-                values=values,
-                state=state,
-                rows=torch.from_numpy(batch.lookups[t].rows).int(),
+                rows=rows[t],
                 readers=batch.lookups[t].readers,
                 reader_offsets=batch.lookups[t].reader_offsets,
                 factors=batch.lookups[t].reader_factors,
                 more=None,
             )
-            for t, (values, state) in tables.items()
+            for t in tables
         ],
         pooling.gradients,
         rule,

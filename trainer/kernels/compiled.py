@@ -85,7 +85,8 @@ class CompiledKernels:
         num_samples, stride, dim = out.shape
         words = [
             (
-                _at(f.weight, out.dtype),
+                _at(f.rows.values, out.dtype),
+                _at(f.rows.places),
                 _at(f.positions),
                 _at(f.offsets),
                 _at(f.factors, out.dtype),
@@ -126,9 +127,9 @@ class CompiledKernels:
         dtype = gradients.outputs.dtype
         words = [
             (
-                _at(t.values, dtype),
-                _at(t.state, dtype),
-                _at(t.rows),
+                _at(t.rows.values, dtype),
+                _at(t.rows.state, dtype),
+                _at(t.rows.places),
                 _at(t.readers),
                 _at(t.reader_offsets),
                 _at(t.factors, dtype),

@@ -16,13 +16,32 @@ Transposed = tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.integer], 
 """Distinct values, the position of each value in them, the order and its cuts."""
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaRows:
+    """The rows of one table that a step reads, where they lie.
+
+    Attributes:
+        values: (n, dim), with other rows between them.
+        state: (n, state_width).
+        places: (num_rows,) int32, where each row lies; None: in order.
+    """
+
+    values: torch.Tensor
+    state: torch.Tensor
+    places: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.values) if self.places is None else len(self.places)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureBags:
     """The bags of one feature.
 
     Attributes:
-        weight: (num_rows, dim), rows of its table.
-        positions: (num_values,) int32 into `weight`, of all features of the table.
+        rows: of its table.
+        positions: (num_values,) int32 into `rows`, of all features of the table.
         offsets: (num_bags + 1,) int32, where the bags of this feature lie in `positions`.
         factors: (num_values,) weight of each look-up, None for ones.
         column: of the feature in the output.
@@ -32,7 +51,7 @@ class FeatureBags:
         sample_offsets: (num_bags + 1,) int32, where each bag's samples lie in `order`.
     """
 
-    weight: torch.Tensor
+    rows: ArenaRows
     positions: torch.Tensor
     offsets: torch.Tensor
     factors: torch.Tensor | None
@@ -67,18 +86,14 @@ class TableRows:
     """The rows of one table that a step reads, and who reads them.
 
     Attributes:
-        values: (n, dim), updated in place.
-        state: (n, state_width), updated in place.
-        rows: (num_rows,) int32, where each row that is read lies in `values`; None: in order.
+        rows: updated in place.
         readers: (num_values,) int32, places sorted by the row that they read.
         reader_offsets: (num_rows + 1,) int32, where each row's readers lie.
         factors: (num_values,) weight of each reader, None for ones.
         more: (num_rows, dim) gradient that came another way, None for zeros.
     """
 
-    values: torch.Tensor
-    state: torch.Tensor
-    rows: torch.Tensor | None
+    rows: ArenaRows
     readers: torch.Tensor
     reader_offsets: torch.Tensor
     factors: torch.Tensor | None

@@ -13,7 +13,8 @@ namespace presage {
 // Mirrors `_FEATURE` of compiled.py.
 template <typename T>
 struct Feature {
-  const T* weight;            // rows of its table
+  const T* weight;            // rows of its table, with others between them
+  const int32_t* rows;        // where each distinct row lies in `weight`, or null: in order
   const int32_t* positions;   // the row of each look-up
   const int32_t* offsets;     // (num_bags + 1,) where each bag's look-ups lie in `positions`
   const T* factors;           // of each look-up, or null
@@ -53,7 +54,10 @@ constexpr int64_t kBlock = 16;  // bags of all features of a group that are pool
 template <typename T, typename Dim>
 void pool_bags(const Feature<T>& f, int64_t first, int64_t last, Dim dim, int64_t stride, T* out) {
   const int64_t end = f.offsets[f.num_bags], distance = rows_ahead<T>(dim);
-  const auto row = [&](int64_t k) { return f.weight + int64_t(f.positions[k]) * dim; };
+  const auto row = [&](int64_t k) {
+    const int64_t position = f.positions[k];
+    return f.weight + (f.rows ? int64_t(f.rows[position]) : position) * dim;
+  };
   const auto ahead = [&](int64_t k) {
     if (k + distance < end) fetch(row(k + distance), dim);
   };

@@ -33,7 +33,9 @@ class TorchKernels:
     ) -> None:
         """Write the sum or mean of each bag's rows to all samples that have it."""
         for f in features:
-            bags = _sums(f.weight, f.positions, f.offsets, f.factors)
+            rows, positions = f.rows, f.positions
+            positions = positions if rows.places is None else rows.places[positions]
+            bags = _sums(rows.values, positions, f.offsets, f.factors)
             if scales is not None:
                 one_over = 1 / f.offsets.diff().clamp(min=1).to(out.dtype)
                 scales[f.place :: f.place_step][: len(one_over)] = one_over
@@ -66,12 +68,13 @@ class TorchKernels:
             gradient = _sums(places, t.readers, t.reader_offsets, t.factors)
             if t.more is not None:
                 gradient += t.more
-            if t.rows is None:
-                update_rows(rule, t.values, t.state, gradient)
+            rows, at = t.rows, t.rows.places
+            if at is None:
+                update_rows(rule, rows.values, rows.state, gradient)
                 continue
-            values, state = t.values[t.rows], t.state[t.rows]
+            values, state = rows.values[at], rows.state[at]
             update_rows(rule, values, state, gradient)
-            t.values[t.rows], t.state[t.rows] = values, state
+            rows.values[at], rows.state[at] = values, state
 
 
 def _sums(

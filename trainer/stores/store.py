@@ -47,6 +47,30 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """Rows of one table where they lie: what changes there is changed for their owner.
+
+    Attributes:
+        records: rows of the table, those that are lent among them.
+        places: (n,) int32, where each row lies in `records`; None: in order.
+    """
+
+    records: Records
+    places: NDArray[np.int32] | None = None
+
+    def taken(self) -> Records:
+        """Return copies of the rows, in order."""
+        chosen = slice(None) if self.places is None else self.places
+        return Records(self.records.values[chosen].copy(), self.records.state[chosen].copy())
+
+    def put(self, records: Records) -> None:
+        """Change the rows."""
+        chosen = slice(None) if self.places is None else self.places
+        self.records.values[chosen] = records.values
+        self.records.state[chosen] = records.state
+
+
+@dataclass(frozen=True, slots=True)
 class WriteBack:
     """Rows of one table that a store is to keep.
 
@@ -83,6 +107,15 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class Lending(Protocol):
+    """A store whose rows may be changed where they lie."""
+
+    def lend(self, rows: NDArray[np.int64]) -> Lent:
+        """Return where rows lie, until the next one is added; a new row gets its first values."""
+        ...
+
+
 class StoreGroup(Protocol):
     """Stores of several tables that are asked together: one request instead of one per table."""
 
@@ -113,6 +146,7 @@ class Grouped(Protocol):
         ...
 
 
+_MOST = 2**31 - 1
 Arena = Callable[[str, int, int], Array]
 """(name, num_rows, width) to an array of that shape that begins with what it held before."""
 
@@ -142,25 +176,44 @@ class ArrayStore:
         records = _empty(layout, len(rows))
         old = _take(self._records, positions[known])
         records.values[known], records.state[known] = old.values, old.state
-        records.values[unknown] = initial_rows(
-            rows[unknown],
-            table=layout.table,
-            seed=layout.seed,
-            dim=layout.dim,
-            dtype=layout.dtype,
-        )
+        records.values[unknown] = self._initial(rows[unknown])
         records.state[unknown] = 0
         return records
 
     def write(self, rows: NDArray[np.int64], records: Records) -> None:
         """Keep rows, which are distinct."""
+        positions, _ = self._added(rows)
+        self._records.values[positions] = records.values
+        self._records.state[positions] = records.state
+
+    def lend(self, rows: NDArray[np.int64]) -> Lent:
+        """Return where rows lie, until the next one is added; a new row gets its first values."""
+        positions, unknown = self._added(rows)
+        if len(unknown):
+            new = positions[unknown]
+            self._records.values[new] = self._initial(rows[unknown])
+            self._records.state[new] = 0
+        if len(self._map) > _MOST:
+            raise ValueError(
+                f"a table in memory must have at most {_MOST} rows, got {len(self._map)} of "
+                f"{self._layout.table!r}; use train.stores"
+            )
+        return Lent(self._records, positions.astype(np.int32))
+
+    def _added(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+        """Return the positions of rows, after adding the unknown ones, and which these are."""
         positions = self._map.find(rows)
         unknown = np.flatnonzero(positions < 0)
         if len(unknown):
             positions[unknown] = self._map.add(rows[unknown])
             self._reserve(len(self._map))
-        self._records.values[positions] = records.values
-        self._records.state[positions] = records.state
+        return positions, unknown
+
+    def _initial(self, rows: NDArray[np.int64]) -> Array:
+        layout = self._layout
+        return initial_rows(
+            rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
+        )
 
     def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows ever written, ascending, and copies of their records, in parts."""
