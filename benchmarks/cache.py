@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from benchmarks.order import built
+from benchmarks.run_figures import figures_of
 from pipelines.generator.log import GeneratorConfig, write_log
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, SUMMARY, read_metrics
@@ -119,17 +120,10 @@ def taken(task: dict[str, Any], scratch: Path) -> dict[str, float]:
             raise RuntimeError(f"{task['mode']} must train, got exit status {done.returncode}")
         metrics = read_metrics(folder / "run" / METRICS)
         summary = json.loads((folder / "run" / SUMMARY).read_text(encoding="utf-8"))
-    counted = metrics[len(metrics) // 10 :]
-    phases = {
-        phase: round(statistics.median(m.phases[phase] for m in counted) * 1e3, 2)
-        for phase in counted[0].phases
-    }
     return {
-        "step_ms": statistics.median(m.num_samples / m.samples_per_sec * 1e3 for m in counted),
+        **figures_of(metrics[len(metrics) // 10 :]),
         "fetched_rows": summary["fetched_rows"] / len(metrics),
         "hit_rate": summary["cache_hit_rate"],
-        "loss_last": summary["loss_last"],
-        **phases,
     }
 
 

@@ -12,8 +12,8 @@ _FEWEST = 1_000
 """Rows below which 1 % says nothing: these tables have Zipf's exponent 1."""
 
 
-def exponent(num_rows: int) -> float:
-    """Return Zipf's exponent that gives the hottest `HOT_ROWS` of rows `HOT_SHARE` of accesses."""
+def exponent(num_rows: int, hot_share: float = HOT_SHARE) -> float:
+    """Return Zipf's exponent that gives the hottest `HOT_ROWS` of rows a share of accesses."""
     if num_rows < _FEWEST:
         return 1.0
     low, high = 0.5, 2.5
@@ -23,15 +23,19 @@ def exponent(num_rows: int) -> float:
         middle = (low + high) / 2
         weight = np.exp(-middle * rank)
         low, high = (
-            (middle, high) if weight[:hot].sum() / weight.sum() < HOT_SHARE else (low, middle)
+            (middle, high) if weight[:hot].sum() / weight.sum() < hot_share else (low, middle)
         )
     return low
 
 
-def skewed(num_rows: int, num_accesses: int, seed: int) -> NDArray[np.int32]:
+def skewed(
+    num_rows: int, num_accesses: int, seed: int, hot_share: float = HOT_SHARE
+) -> NDArray[np.int32]:
     """Return the rows of accesses, hot ones anywhere in the table."""
     rng = np.random.default_rng([seed, num_rows])
-    total = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent(num_rows))
+    total = np.cumsum(
+        np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent(num_rows, hot_share)
+    )
     rank = np.searchsorted(total, rng.random(num_accesses) * total[-1])
     return rng.permutation(num_rows)[np.minimum(rank, num_rows - 1)].astype(np.int32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class CheckpointStore:
             np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             for name in ("rows", "values", "state")
         )
+        for array in (values, state):
+            if isinstance(array, np.memmap):  # one without numbers is not mapped
+                array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined] # no other way
         self._records = Records(values, state)
 
     @property

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import PlanError
+from schemas.jagged import Array
 from schemas.plan_slots import NEVER_AGAIN
 from trainer.rows import initial_rows
 from trainer.stores.bucket_file import BucketFiles, Entries, Traffic, joined
@@ -81,6 +82,8 @@ class FutureLog:
     def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
         """Return the rows of a step: those written down for it, and first values for the others.
 
+        The arrays are for reading alone: the log holds the same until the step is over.
+
         Args:
             train_step: the step, ascending from call to call.
             rows: table to distinct rows.
@@ -134,7 +137,7 @@ class FutureLog:
             self._runs = SortedRuns(self._run_files, len(self._layouts))
             self._runs.add(self._everything())
         for rows, block in self._runs.table(self._index[table]):
-            yield rows, Records(block[:, : self._dim], block[:, self._dim :])
+            yield rows, self._split(block)
 
     def checkpointed(self, train_step: int) -> None:
         """Do nothing: a checkpoint has its own copy of all rows."""
@@ -146,6 +149,8 @@ class FutureLog:
         index, layout = self._index[table], self._layouts[table]
         start, end = np.searchsorted(due.tables, [index, index + 1])
         written = due.rows[start:end]
+        if np.array_equal(written, wanted):
+            return self._split(due.block[start:end]), len(wanted)
         at = np.searchsorted(written, wanted)
         hit = np.zeros(len(wanted), bool)
         inside = at < len(written)
@@ -161,16 +166,30 @@ class FutureLog:
         )
         return records, int(hit.sum())
 
+    def _split(self, block: Array) -> Records:
+        return Records(block[:, : self._dim], block[:, self._dim :])
+
     def _entries(self, leaving: Mapping[str, WriteBack]) -> Entries:
-        parts: list[Entries] = []
-        for table, back in leaving.items():
-            count = len(back.rows)
-            tables = np.full(count, self._index[table], np.int32)
-            known = back.next_use is not None
-            next_use = back.next_use if known else np.full(count, NEVER_AGAIN)
-            block = np.concatenate([back.records.values, back.records.state], axis=1)
-            parts.append(Entries(tables, back.rows, np.asarray(next_use, np.int64), block))
-        return joined(parts, self._width, self._dtype)
+        counts = [len(back.rows) for back in leaving.values()]
+        tables = np.array([self._index[table] for table in leaving], np.int32)
+        rows = [back.rows for back in leaving.values()]
+        next_use = [
+            np.full(count, NEVER_AGAIN) if back.next_use is None else back.next_use
+            for count, back in zip(counts, leaving.values(), strict=True)
+        ]
+        block = np.empty((sum(counts), self._width), self._dtype)
+        end = 0
+        for count, back in zip(counts, leaving.values(), strict=True):
+            start, end = end, end + count
+            block[start:end, : self._dim] = back.records.values
+            block[start:end, self._dim :] = back.records.state
+        none = [np.empty(0, np.int64)]
+        return Entries(
+            np.repeat(tables, counts),
+            np.concatenate(none + rows),
+            np.concatenate(none + next_use),
+            block,
+        )
 
     def _keep(self, bucket: int, entries: Entries) -> None:
         if 0 <= bucket < self._read_until:
