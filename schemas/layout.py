@@ -71,6 +71,11 @@ def inverse_column(group: str) -> str:
     return f"{group}_inverse"
 
 
+def weights_column(feature: str) -> str:
+    """Return the name of the column that holds the weights of a list's entries."""
+    return f"{feature}_weights"
+
+
 def num_unique_column(group: str) -> str:
     """Return the name of a group's unique tuples per block in `blocks.parquet`."""
     return f"{group}_num_unique"

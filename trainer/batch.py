@@ -53,6 +53,16 @@ class Batch:
         num_tuples = {group: len(i.offsets) - 1 for group, i in self.groups.items()}
         return places_of(self.group_of, num_tuples, self.num_samples)
 
+    @property
+    def dense_features(self) -> torch.Tensor:
+        """Return `dense`, by the name that TorchRec's batches have for it."""
+        return self.dense
+
+    @property
+    def sparse_features(self) -> KeyedJaggedTensor:
+        """Return `sparse`, by the name that TorchRec's batches have for it."""
+        return self.sparse
+
     def inverse_of(self, feature: str) -> torch.Tensor:
         """Return (B,) int64, the bag of `feature` that each sample has."""
         group = self.group_of[feature]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from schemas.order import Step
 from trainer.batch import Batch
 from trainer.decode import BatchSpec, RowGroup
 from trainer.inverse import Inverse, inverse_of
+from trainer.keyed import ReadKeyedJaggedTensor
 from trainer.lookup import Transpose, table_lookup, transpose
 from trainer.places import places_of
 from trainer.sides import sides_of
@@ -62,9 +63,11 @@ def collate(
     inverse = {group: _joined_inverse(pieces, group) for group in spec.groups}
     owner = {f: spec.owner.get(f) for f in spec.sparse}
     bags = {f: _joined_bags(pieces, f, owner[f]) for f in spec.sparse}
+    factors = {f: _joined_factors(pieces, f, owner[f]) for f in spec.weighted}
     labels = _joined(pieces, lambda r: r.labels)
     if expanded:
         bags = {f: _expanded(bags[f], inverse, owner[f]) for f in spec.sparse}
+        factors = {f: _expanded(factors[f], inverse, owner[f]) for f in spec.weighted}
         inverse, owner = {}, dict.fromkeys(spec.sparse)
     groups = {
         g: inverse_of(indices, num_unique, transpose)
@@ -73,19 +76,20 @@ def collate(
     num_tuples = {group: len(i.offsets) - 1 for group, i in groups.items()}
     places = places_of(owner, num_tuples, len(labels))
     dense = torch.from_numpy(_joined(pieces, lambda r: r.dense))
-    return Batch(
+    batch = Batch(
         step=step,
         num_samples=len(labels),
         labels=torch.from_numpy(labels),
         weights=torch.from_numpy(_joined(pieces, lambda r: r.weights)),
         dense=dense,
-        sparse=_keyed(bags, groups, owner, len(labels)),
+        sparse=KeyedJaggedTensor.empty(),
         lookups={
             table: table_lookup(
                 features,
                 [bags[f].values for f in features],
                 [bags[f].lengths for f in features],
                 [places.of(f) for f in features],
+                _factors_of(features, bags, factors, spec.dtype),
                 transpose=transpose,
             )
             for table, features in features_of_tables(spec).items()
@@ -95,6 +99,10 @@ def collate(
         sides=sides_of(groups, owner, dense, transpose) if sides else None,
         kept={name: _joined_kept(pieces, name) for name in spec.kept},
     )
+    weights = _factors_of(spec.sparse, bags, factors, spec.dtype)
+    sparse = _keyed(bags, weights, groups, owner, len(labels))
+    sparse.found = batch
+    return replace(batch, sparse=sparse)
 
 
 def features_of_tables(spec: BatchSpec) -> dict[str, tuple[str, ...]]:
@@ -129,9 +137,39 @@ def _joined_inverse(pieces: Sequence[Piece], group: str) -> tuple[NDArray[np.int
 
 
 def _joined_bags(pieces: Sequence[Piece], feature: str, group: str | None) -> Jagged:
+    return _joined_lists(pieces, lambda r: r.sparse[feature], group)
+
+
+def _joined_factors(pieces: Sequence[Piece], feature: str, group: str | None) -> Jagged:
+    def lists_of(row_group: RowGroup) -> Jagged:
+        return Jagged(row_group.factors[feature], row_group.sparse[feature].offsets)
+
+    return _joined_lists(pieces, lists_of, group)
+
+
+def _factors_of(
+    features: Sequence[str],
+    bags: Mapping[str, Jagged],
+    factors: Mapping[str, Jagged],
+    dtype: str,
+) -> Array | None:
+    """Return the weight of each look-up of some features; None where none has weights."""
+    if not any(f in factors for f in features):
+        return None
+    return np.concatenate(
+        [
+            factors[f].values if f in factors else np.ones(len(bags[f].values), dtype)
+            for f in features
+        ]
+    )
+
+
+def _joined_lists(
+    pieces: Sequence[Piece], lists_of: Callable[[RowGroup], Jagged], group: str | None
+) -> Jagged:
     parts: list[Jagged] = []
     for piece in pieces:
-        bags = piece.row_group.sparse[feature]
+        bags = lists_of(piece.row_group)
         rows = piece.samples if group is None else piece.uniques(group)
         offsets = bags.offsets[rows.start : rows.stop + 1]
         parts.append(Jagged(bags.values[offsets[0] : offsets[-1]], offsets - offsets[0]))
@@ -146,23 +184,31 @@ def _expanded(
 
 def _keyed(
     bags: Mapping[str, Jagged],
+    weights: Array | None,
     groups: Mapping[str, Inverse],
     owner: Mapping[str, str | None],
     num_samples: int,
-) -> KeyedJaggedTensor:
+) -> ReadKeyedJaggedTensor:
     keys = list(bags)
     values = torch.from_numpy(np.concatenate([b.values for b in bags.values()]))
     lengths = np.concatenate([b.lengths for b in bags.values()])
     offsets = torch.from_numpy(offsets_of(lengths))
+    factors = None if weights is None else torch.from_numpy(weights)
     if not groups:
-        return KeyedJaggedTensor(
-            keys, values, lengths=torch.from_numpy(lengths), offsets=offsets, stride=num_samples
+        return ReadKeyedJaggedTensor(
+            keys,
+            values,
+            factors,
+            lengths=torch.from_numpy(lengths),
+            offsets=offsets,
+            stride=num_samples,
         )
     own = torch.arange(num_samples)
     inverse = torch.stack([own if (g := owner[f]) is None else groups[g].indices for f in keys])
-    return KeyedJaggedTensor(
+    return ReadKeyedJaggedTensor(
         keys,
         values,
+        factors,
         lengths=torch.from_numpy(lengths),
         offsets=offsets,
         stride_per_key_per_rank=[[b.num_rows] for b in bags.values()],

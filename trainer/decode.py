@@ -15,7 +15,7 @@ from schemas.dataset import Dataset
 from schemas.errors import SchemaError, nearest
 from schemas.jagged import Array, Jagged, hash_keys, offsets_of
 from schemas.job import TableConfig
-from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column
+from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
 from schemas.rows import rows_of_ids
 
 _RANGES = {"label": (0.0, 1.0), "weight": (0.0, np.inf)}
@@ -36,6 +36,8 @@ class BatchSpec:
     """Dense features, schema order."""
     sparse: tuple[str, ...]
     """Sparse features, schema order."""
+    weighted: tuple[str, ...]
+    """Sparse features whose list entries have weights."""
     kept: tuple[str, ...]
     """Columns that no model reads and evaluation does: keys of samples, and times."""
     owner: Mapping[str, str]
@@ -57,7 +59,8 @@ class BatchSpec:
     def columns(self) -> tuple[str, ...]:
         """Every column that is read, inverse indices left out."""
         single = [c for c in (self.label, self.weight) if c is not None]
-        return tuple(dict.fromkeys([*single, *self.kept, *self.dense, *self.sparse]))
+        weights = [weights_column(f) for f in self.weighted]
+        return tuple(dict.fromkeys([*single, *self.kept, *self.dense, *self.sparse, *weights]))
 
 
 def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
@@ -90,12 +93,32 @@ def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSp
         weight=stored or (weights[0] if weights else None),
         dense=features.with_role("dense"),
         sparse=sparse,
+        weighted=tuple(f for f in sparse if _has_weights(dataset, f)),
         kept=kept,
         owner=data.group_of_column,
         tables=data.tables,
         table_of=data.table_of_feature,
         dtype=dtype,
     )
+
+
+def _has_weights(dataset: Dataset, feature: str) -> bool:
+    """Tell whether the entries of a list feature have weights; these lie where the lists do."""
+    name = weights_column(feature)
+    if name not in dataset.features:
+        return False
+    owner, found = dataset.job.data.group_of_column, dataset.features[name]
+    if not (found.is_list and found.type == "FLOAT" and found.role == "kept"):
+        raise SchemaError(
+            f"weights of list entries must be a FLOAT list of role kept, got {name!r} of type "
+            f"{found.type} and role {found.role}; declare it so, or rename it"
+        )
+    if owner.get(name) != owner.get(feature):
+        raise SchemaError(
+            f"weights of list entries must be in the group of their list, got {name!r} in "
+            f"{owner.get(name)} and {feature!r} in {owner.get(feature)}; put them together"
+        )
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +149,7 @@ class RowGroup:
         kept: by column, (num_samples,) int64; equal where the values are, times in order.
         inverse: by group, (num_samples,) int64, the tuple of each sample in the row group.
         sparse: by feature, rows of its table; one bag per unique tuple, or per sample.
+        factors: by weighted feature, the weight of each entry of `sparse`.
     """
 
     sample_offsets: NDArray[np.int64]
@@ -136,11 +160,13 @@ class RowGroup:
     kept: Mapping[str, NDArray[np.int64]]
     inverse: Mapping[str, NDArray[np.int64]]
     sparse: Mapping[str, Jagged]
+    factors: Mapping[str, Array]
 
     @property
     def num_bytes(self) -> int:
         """Memory of the arrays."""
         flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
+        flat += self.factors.values()
         bags = [x for j in self.sparse.values() for x in (j.values, j.offsets)]
         return sum(x.nbytes for x in [*flat, *bags])
 
@@ -190,7 +216,12 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         return _in_range(values, name, *_RANGES.get(roles.get(name, ""), (-np.inf, np.inf)))
 
     roles = {spec.label: "label", spec.weight: "weight"}
+
+    def column_of(name: str) -> pa.Array:
+        return one_chunk(tables[spec.owner.get(name, SAMPLES)][name])
+
     num_samples = int(counts.samples.sum())
+    sparse = {name: _bags(column_of(name), name, spec) for name in spec.sparse}
     dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
     for index, name in enumerate(spec.dense):
         dense[:, index] = numbers(name)
@@ -202,9 +233,10 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         dense=dense,
         kept={name: per_sample(name, _keys) for name in spec.kept},
         inverse=inverse,
-        sparse={
-            name: _bags(one_chunk(tables[spec.owner.get(name, SAMPLES)][name]), name, spec)
-            for name in spec.sparse
+        sparse=sparse,
+        factors={
+            f: _factors(column_of(weights_column(f)), f, sparse[f], spec.dtype)
+            for f in spec.weighted
         },
     )
 
@@ -272,3 +304,14 @@ def _bags(column: pa.Array, feature: str, spec: BatchSpec) -> Jagged:
         bags = Jagged(numpy_of(column.drop_null()), offsets_of(valid.astype(np.int64)))
     table = spec.table_of[feature]
     return Jagged(rows_of_ids(bags.values, table, spec.tables[table]), bags.offsets)
+
+
+def _factors(column: pa.Array, feature: str, bags: Jagged, dtype: str) -> Array:
+    """Return the weight of each entry of a list feature."""
+    name, found = weights_column(feature), jagged_of(column)
+    if not np.array_equal(found.offsets, bags.offsets):
+        raise SchemaError(
+            f"column {name!r} must have one entry per entry of {feature!r}, got lists of other "
+            "lengths; make both of the same list in the job's SQL"
+        )
+    return _in_range(found.values.astype(dtype), name, -np.inf, np.inf)

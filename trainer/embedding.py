@@ -98,7 +98,7 @@ class Embedding(nn.Module):
     def open(self, batch: Batch) -> None:
         """Borrow the rows of a batch; look-ups are of this batch until the next one."""
         lent = self._source.lend(batch.step.train_step, self._rows_of(batch))
-        self._set(batch, {table: _rows_of(found) for table, found in lent.items()})
+        self._set(batch, {table: arena_rows(found) for table, found in lent.items()})
 
     def look(self, batch: Batch, stores: Mapping[str, Store]) -> None:
         """Take copies of the rows of a batch, for look-ups that train nothing.
@@ -108,7 +108,7 @@ class Embedding(nn.Module):
             stores: by table; no row is created.
         """
         records = fetch_rows(stores, batch.step.train_step, self._rows_of(batch))
-        self._set(batch, {table: _rows_of(Lent(found)) for table, found in records.items()})
+        self._set(batch, {table: arena_rows(Lent(found)) for table, found in records.items()})
 
     def close(self) -> None:
         """Update the rows by their gradients where they lie and give them back."""
@@ -239,7 +239,8 @@ def _none_of(reader_offsets: torch.Tensor, pooled: PlaceGradients | None) -> tor
     return torch.zeros_like(reader_offsets) if pooled is None else reader_offsets
 
 
-def _rows_of(lent: Lent) -> ArenaRows:
+def arena_rows(lent: Lent) -> ArenaRows:
+    """Return lent rows as tensors over the same memory."""
     places = None if lent.places is None else torch.from_numpy(lent.places)
     values, state = torch.from_numpy(lent.records.values), torch.from_numpy(lent.records.state)
     return ArenaRows(values, state, places)

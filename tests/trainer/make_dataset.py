@@ -56,7 +56,7 @@ data:
   samples: {{map: "SELECT * FROM log"}}
   session: {{key: session, time: time}}
   groups:
-    user: [user, clicked, age]
+    user: [user, clicked{weights}, age]
     request: [page, viewed]
   tables:
     users: {{features: [user], num_rows: 9223372036854775808}}
@@ -91,7 +91,9 @@ _ROLES = {
     "price": ("FLOAT", "dense", False),
     "age": ("FLOAT", "dense", False),
 }
+_WEIGHTS = {"clicked_weights": ("FLOAT", "kept", True)}
 _DEFAULTS = {
+    "weights": "",
     "epochs": "2",
     "shuffle": "blocks",
     "model": "{bottom_layers: [16], top_layers: [16]}",
@@ -108,12 +110,16 @@ _DEFAULTS = {
 
 
 def write_job(folder: Path, **changes: str) -> Path:
-    """Write `job.yaml` and `schema.pbtxt`; `changes` replace values of the train section."""
+    """Write `job.yaml` and `schema.pbtxt`; `changes` replace values of the train section.
+
+    With `weights=", clicked_weights"` the entries of one list have weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = JOB_TEXT.format(**{**_DEFAULTS, **changes})
     (folder / JOB).write_text(text, encoding="utf-8")
     lines: list[str] = []
-    for name, (kind, role, is_list) in _ROLES.items():
+    declared = _ROLES | (_WEIGHTS if "weights" in changes else {})
+    for name, (kind, role, is_list) in declared.items():
         count = " value_count { min: 0 }" if is_list else ""
         lines.append(
             f'feature {{ name: "{name}" type: {kind}{count} annotation {{ tag: "{role}" }} }}'
@@ -130,13 +136,18 @@ def make_samples(num_samples: int, seed: int) -> pa.Table:
     item = rng.zipf(1.3, num_samples) % 400
     chance = 1 / (1 + np.exp(-((item % 7) - 3.0 + (session % 5) * 0.4)))
     null_user, null_list = session % 11 == 0, requests % 13 == 0
+    clicked = _lists(session, 40, None)
+    clicked_weights = (1 + np.arange(len(clicked.values)) % 8) / np.float32(8)
     return pa.table(
         {
             "session": session.astype(np.int64),
             "clicked_flag": (rng.random(num_samples) < chance).astype(np.int8),
             "sample_weight": (1 + rng.integers(0, 3, num_samples)).astype(np.float32),
             "user": pa.array((session * 7919) % 10007, pa.int64(), mask=null_user),
-            "clicked": _lists(session, 40, None),
+            "clicked": clicked,
+            "clicked_weights": large_list(
+                clicked_weights[clicked.values.to_numpy() % 64], clicked.offsets.to_numpy()
+            ),
             "age": pa.array((session % 60).astype(np.float32) / 60, mask=session % 7 == 0),
             "page": (requests % 12).astype(np.int64),
             "viewed": _lists(requests, 6, null_list),
@@ -202,6 +213,8 @@ def _write_segment(
     parts: list[tuple[pa.Table, np.ndarray, np.ndarray]] = []
     for number, (num_train, num_evaluation) in enumerate(files):
         table = make_samples(num_train + num_evaluation, seed + number)
+        if "clicked_weights" not in job.data.group_of_column:
+            table = table.drop_columns(["clicked_weights"])
         train = np.arange(len(table)) < num_train
         place = np.where(train, np.arange(len(table)), np.arange(len(table)) - num_train)
         block = place // BLOCK_SAMPLES + np.where(train, 0, -(-num_train // BLOCK_SAMPLES))

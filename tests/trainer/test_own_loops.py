@@ -1,0 +1,75 @@
+"""Our collections and batches in a training loop of one's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, reader_of
+from tests.trainer.test_collections import config_of, score
+from trainer.collections import EmbeddingBagCollection
+from trainer.loading import evaluation_batches, training_batches
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("collections")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+JOB_TABLES = {"users": ["user"], "articles": ["viewed", "clicked", "item"], "pages": ["page"]}
+
+
+def job_tables() -> list[EmbeddingBagConfig]:
+    sizes = {"users": 2**63 - 1, "articles": 300, "pages": 12}
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=sizes[name],
+            embedding_dim=8,
+            feature_names=features,
+            pooling=PoolingType.MEAN,
+        )
+        for name, features in JOB_TABLES.items()
+    ]
+
+
+def test_batches_of_the_reader_train_alike_with_and_without_what_it_found(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32")
+    found: dict[str, list[torch.Tensor]] = {}
+    for case in ("unique", "expanded", "by hand"):
+        collection = EmbeddingBagCollection(job_tables(), optimizer=config_of("sgd"))
+        reader = reader_of(job, dataset, expanded=case == "expanded")
+        if case == "unique":
+            monkeypatch.setattr("trainer.keyed.table_lookup", None)  # must not be called
+        else:
+            monkeypatch.undo()
+        kept: list[torch.Tensor] = []
+        for step in range(4):
+            sparse: Any = reader.read(step).sparse_features
+            if case == "by hand":
+                sparse.found = None
+            values = collection(sparse).values()
+            kept.append(values.detach())
+            score(values).backward()
+        found[case] = kept
+    for other in ("by hand", "expanded"):
+        for step in range(4):
+            torch.testing.assert_close(
+                found["unique"][step], found[other][step], rtol=1e-4, atol=1e-6
+            )
+
+
+def test_loops_of_ones_own_get_every_sample(dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job")
+    steps = [(b.step.train_step, b.num_samples) for b in training_batches(job, dataset)]
+    assert [step for step, _ in steps] == list(range(32))
+    assert sum(count for _, count in steps) == 2 * 983
+    later = training_batches(job, str(dataset), first_step=30)
+    assert [b.step.train_step for b in later] == [30, 31]
+    assert sum(b.num_samples for b in evaluation_batches(job, dataset)) == 80
