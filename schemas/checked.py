@@ -98,7 +98,7 @@ def read_files(path: Path) -> dict[str, FileEntry]:
 
 
 class CheckedFile:
-    """One Parquet file, opened once, each region verified at its first use.
+    """One Parquet file, opened at its first use, each region verified at its own.
 
     Not safe for several threads at once: each opens its own.
     """
@@ -154,6 +154,11 @@ class CheckedFile:
             )
         self._verified.add(region)
 
+    def close(self) -> None:
+        """Give the mapped memory back; a read opens and verifies again."""
+        self._data = self._parquet = None
+        self._verified.clear()
+
     @property
     def schema(self) -> pa.Schema:
         """Arrow columns of the file."""
@@ -163,6 +168,11 @@ class CheckedFile:
     def num_row_groups(self) -> int:
         """Row groups of the file."""
         return self._open().metadata.num_row_groups
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the file."""
+        return self._open().metadata.num_rows
 
     def num_values(self, column: str) -> int:
         """Return the entries of a list column; an empty list counts one, as it does in Parquet."""

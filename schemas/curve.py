@@ -138,34 +138,51 @@ def optimal_hit_rates(
     """
     if len(capacities) and min(capacities) < 1:
         raise ValueError(f"capacities must be at least 1, got {min(capacities)}; raise it")
-    following = next_positions(accesses)
-    last = following == len(accesses)
-    # Rows that are not used again get places of their own behind the trace.
-    following[last] += np.arange(int(last.sum()))
-    hits = [_optimal_hits(following.tolist(), capacity) for capacity in capacities]
+    cache = OptimalCache(accesses)
+    hits = [cache.hits(capacity) for capacity in capacities]
     return np.array(hits, np.float64) / max(1, len(accesses))
 
 
-def _optimal_hits(following: Sequence[int], capacity: int) -> int:
-    """Count the hits when the row whose next use is farthest leaves.
+class OptimalCache:
+    """The best cache of any size on one trace.
 
-    The one loop over single accesses: which row leaves depends on all that left before.
-
-    Args:
-        following: position of each access's next one, none twice.
-        capacity: rows of the cache.
+    Attributes:
+        num_accesses: length of the trace.
     """
-    expected = bytearray(2 * len(following) + 1)  # by position: whether its row will be there
-    farthest: list[int] = []  # heap of negated positions; those that have passed sink to its end
-    num_rows = hits = 0
-    for position, later in enumerate(following):
-        if expected[position]:
-            hits += 1
-            heapq.heappush(farthest, -later)
-        elif num_rows < capacity:
-            num_rows += 1
-            heapq.heappush(farthest, -later)
-        else:
-            expected[-heapq.heapreplace(farthest, -later)] = 0
-        expected[later] = 1
-    return hits
+
+    def __init__(self, accesses: NDArray[np.int64]) -> None:
+        """Find each access's next one.
+
+        Args:
+            accesses: (n,) row numbers in order.
+        """
+        self.num_accesses = len(accesses)
+        following = next_positions(accesses)
+        last = following == len(accesses)
+        # Rows that are not used again get places of their own behind the trace.
+        following[last] += np.arange(int(last.sum()))
+        self._following: list[int] = following.tolist()
+
+    def hits(self, capacity: int) -> int:
+        """Count the hits when the row whose next use is farthest leaves.
+
+        The one loop over single accesses: which row leaves depends on all that left before.
+
+        Args:
+            capacity: rows of the cache, at least 1.
+        """
+        # by position: whether its row will be there
+        expected = bytearray(2 * len(self._following) + 1)
+        farthest: list[int] = []  # heap of negated positions; those that passed sink to its end
+        num_rows = hits = 0
+        for position, later in enumerate(self._following):
+            if expected[position]:
+                hits += 1
+                heapq.heappush(farthest, -later)
+            elif num_rows < capacity:
+                num_rows += 1
+                heapq.heappush(farthest, -later)
+            else:
+                expected[-heapq.heapreplace(farthest, -later)] = 0
+            expected[later] = 1
+        return hits

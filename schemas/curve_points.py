@@ -5,6 +5,9 @@ into a share of all hashes: among them every row keeps all its accesses, so a
 stack distance in the sample times 1 / share is one of the trace. The error is
 stated from eight disjoint parts of the sample.
 
+The best cache is simulated, in a loop over single accesses, so that longer traces are sampled in
+the same way: a cache of the sample that holds a share of the places serves a share of the rows.
+
 The hits of the best cache are a concave function of its size: an access hits
 when its row was kept since the one before, and which of these spans can be kept
 in a given number of places is a flow through time, whose gain falls with every
@@ -12,8 +15,9 @@ place more. So between two known sizes the curve lies above their chord, and bel
 the chords of their neighbours: the best cache is computed where these are farthest
 apart, until they are close.
 
-Source: Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with
-SHARDS" (FAST 2015), with its correction for hot rows.
+Sources: Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with
+SHARDS" (FAST 2015), with its correction for hot rows; Waldspurger, Saemundsson, Ahmad
+and Park, "Cache modeling and optimization using miniature simulations" (ATC 2017).
 """
 
 from __future__ import annotations
@@ -25,12 +29,16 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.curve import lru_hit_rates, optimal_hit_rates, stack_distances
+from schemas.curve import OptimalCache, lru_hit_rates, stack_distances
 from schemas.hashing import splitmix64
 
 EXACT_ACCESSES = 10**9
 """Longest trace whose LRU curve is computed from every access."""
 SAMPLED_ACCESSES = 10**7
+"""Accesses that are sampled of a longer one."""
+EXACT_OPTIMAL = 500_000
+"""Longest trace on which the best cache is simulated with every access."""
+SAMPLED_OPTIMAL = 250_000
 """Accesses that are sampled of a longer one."""
 NUM_PARTS = 8
 """Disjoint parts of a sample, from which its error is told."""
@@ -44,7 +52,8 @@ class Curve:
         capacities: (n,) int64, ascending, the last holds every row.
         hit_rates: (n,) shares of all accesses.
         error: largest error of a hit rate read off the straight lines between the points: a
-            bound for the best cache, two standard errors for a sample, 0 for every size exactly.
+            bound for the best cache, two standard errors for a sample, their sum for the best
+            cache of a sample, 0 for every size exactly.
         share: share of the rows that were looked at.
     """
 
@@ -95,41 +104,105 @@ def lru_curve(
     return Curve(capacities, rates, float(error), share)
 
 
-def optimal_curve(accesses: NDArray[np.int64], num_points: int, tolerance: float = 1e-3) -> Curve:
-    """Return the curve of the best possible cache.
+def optimal_curve(
+    steps: Iterable[NDArray[np.int64]],
+    num_accesses: int,
+    num_points: int,
+    tolerance: float = 1e-3,
+    *,
+    exact: int = EXACT_OPTIMAL,
+    sampled: int = SAMPLED_OPTIMAL,
+) -> Curve:
+    """Return the curve of the best possible cache; a sampled one has no smallest sizes.
 
     Args:
-        accesses: (n,) row numbers, steps one after the other.
-        num_points: most sizes that are computed, at least 2; each takes a loop over all accesses.
-        tolerance: error at which no more sizes are computed.
+        steps: for each step its ascending numbers.
+        num_accesses: of all steps together.
+        num_points: most sizes that are computed, at least 2; each takes a loop over all accesses,
+            or twice over those of the sample.
+        tolerance: error between the points at which no more sizes are computed.
+        exact: longest trace of which every access is simulated.
+        sampled: accesses wanted of a longer one.
     """
-    num_rows = len(np.unique(accesses))
-    if num_rows == 0:
-        return Curve(np.empty(0, np.int64), np.empty(0), 0.0, 1.0)
+    if num_accesses <= exact:
+        trace = np.concatenate([*steps, np.empty(0, np.int64)])
+        num_rows = len(np.unique(trace))
+        if num_rows == 0:
+            return Curve(np.empty(0, np.int64), np.empty(0), 0.0, 1.0)
+        best = OptimalCache(trace)
+        return concave_curve(
+            lambda rows: best.hits(rows) / num_accesses, 1, num_rows, num_points, tolerance
+        )
+    share, seen = sampled / num_accesses, np.zeros(0, bool)
+    chosen: list[NDArray[np.int64]] = []
+    for step in steps:
+        top = int(step[-1]) + 1 if len(step) else 0
+        if top > len(seen):
+            seen = np.concatenate([seen, np.zeros(max(top, 2 * len(seen)) - len(seen), bool)])
+        seen[step] = True
+        chosen.append(step[_unit_hash(step) < share])
+    return _sampled_optimal(
+        np.concatenate(chosen), num_accesses, int(seen.sum()), share, num_points, tolerance
+    )
 
-    def rate(capacity: int) -> float:
-        return float(optimal_hit_rates(accesses, [capacity])[0])
 
-    return concave_curve(rate, num_rows, num_points, tolerance)
+def _sampled_optimal(
+    trace: NDArray[np.int64],
+    num_accesses: int,
+    num_rows: int,
+    share: float,
+    num_points: int,
+    tolerance: float,
+) -> Curve:
+    """Return the curve of a trace from the accesses of a share of its rows, and of their parts."""
+    part = (_unit_hash(trace) / share * NUM_PARTS).astype(np.int64)
+    whole, parts = OptimalCache(trace), [OptimalCache(trace[part == p]) for p in range(NUM_PARTS)]
+    last = max(NUM_PARTS + 1, len(np.unique(trace)))
+    curve = concave_curve(
+        lambda rows: _corrected(whole, rows, num_accesses * share),
+        NUM_PARTS,
+        last,
+        num_points,
+        tolerance,
+    )
+    of_parts = [
+        [_corrected(p, rows / NUM_PARTS, num_accesses * share / NUM_PARTS) for p in parts]
+        for rows in curve.capacities.tolist()
+    ]
+    error = 2 * np.std(np.clip(of_parts, 0.0, 1.0), axis=1, ddof=1).max() / np.sqrt(NUM_PARTS)
+    sizes = np.round(curve.capacities / share).astype(np.int64)
+    sizes[-1] = max(num_rows, int(sizes[-2]) + 1)
+    rates = np.clip(curve.hit_rates, 0.0, 1.0)
+    return Curve(sizes, rates, float(error) + curve.error, share)
+
+
+def _corrected(cache: OptimalCache, rows: float, expected: float) -> float:
+    """Return the hit rate of a sample; the accesses that it lacks or has too many are hits."""
+    low = int(rows)
+    hits = cache.hits(low) if low else 0
+    if rows > low:  # between two sizes the hits lie on a line, or above it
+        hits += (rows - low) * (cache.hits(low + 1) - hits)
+    return (hits + expected - cache.num_accesses) / expected
 
 
 def concave_curve(
-    rate: Callable[[int], float], last: int, num_points: int, tolerance: float
+    rate: Callable[[int], float], first: int, last: int, num_points: int, tolerance: float
 ) -> Curve:
-    """Return a never falling concave function from 1 to `last`, asked for few values.
+    """Return a never falling concave function from `first` to `last`, asked for few values.
 
     Args:
         rate: the function.
+        first: smallest argument.
         last: largest argument.
         num_points: most values asked for, at least 2.
         tolerance: error at which no more are asked for.
 
     Example:
-        >>> found = concave_curve(lambda size: min(size, 10) / 10, 1000, 30, 0.01)
+        >>> found = concave_curve(lambda size: min(size, 10) / 10, 1, 1000, 30, 0.01)
         >>> round(found.at(5), 2), found.error <= 0.01, len(found.capacities) <= 30
         (0.5, True, True)
     """
-    known = {size: rate(size) for size in {1, last}}
+    known = {size: rate(size) for size in {first, last}}
     while True:
         sizes = np.array(sorted(known), np.int64)
         rates = np.array([known[int(size)] for size in sizes], np.float64)

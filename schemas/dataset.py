@@ -16,7 +16,7 @@ from schemas.checked import CheckedFile, FileEntry, read_files
 from schemas.columns import jagged_of
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.jagged import Jagged, concat
+from schemas.jagged import Jagged, concat, offsets_of
 from schemas.job import Job, load_job
 from schemas.layout import (
     BLOCK,
@@ -31,6 +31,7 @@ from schemas.layout import (
     index_path,
     num_unique_column,
 )
+from schemas.list_files import ListFiles
 from schemas.manifest import (
     DatasetManifest,
     IndexManifest,
@@ -85,24 +86,42 @@ class Segment:
         """Block ids in training order."""
         return self.column(BLOCK)
 
-    def access(self, table: str) -> Jagged:
-        """Return the ascending dense numbers that each training block looks up."""
-        parts: list[Jagged] = []
-        while (path := access_path(table, len(parts))) in self.files:
-            parts.append(jagged_of(self.file(path).read(["gaps"])["gaps"]))
-        if not parts:
+    def access_files(self, table: str) -> list[CheckedFile]:
+        """Return the files of a table's access lists, in the order of the training blocks.
+
+        Raises:
+            SchemaError: there are none.
+        """
+        found: list[CheckedFile] = []
+        while (path := access_path(table, len(found))) in self.files:
+            found.append(self.file(path))
+        if not found:
             raise SchemaError(
                 f"table must have access lists, got none for {table!r}; rebuild the dataset",
                 file=str(self.directory / MANIFEST),
             )
-        return from_gaps(concat(parts))
+        return found
 
-    def rows(self, table: str) -> NDArray[np.int64]:
-        """Return the row of each dense number."""
+    def access(self, table: str) -> Jagged:
+        """Return the ascending dense numbers that each training block looks up, all at once."""
+        return concat([access_lists(file) for file in self.access_files(table)])
+
+    def edge_files(self, table: str) -> list[CheckedFile]:
+        """Return the files of a table's rows, in the order of their numbers."""
         found = [self.file(edges_path(table, 0))]
         while (path := edges_path(table, len(found))) in self.files:
             found.append(self.file(path))
-        return np.concatenate([file.read(["row"])["row"].to_numpy() for file in found])
+        return found
+
+    def rows(self, table: str) -> NDArray[np.int64]:
+        """Return the row of each dense number."""
+        files = self.edge_files(table)
+        cuts = offsets_of(np.array([file.num_rows for file in files])).tolist()
+        rows = np.empty(cuts[-1], np.int64)
+        for file, start, end in zip(files, cuts[:-1], cuts[1:], strict=True):
+            rows[start:end] = edge_rows(file)
+            file.close()
+        return rows
 
 
 @dataclass(frozen=True)
@@ -119,13 +138,35 @@ class Index:
     manifest: IndexManifest
     files: dict[str, FileEntry]
 
+    def distance_files(self, table: str) -> list[CheckedFile]:
+        """Return the files of a table's next uses, in the order of the steps."""
+        found: list[CheckedFile] = []
+        while (path := index_path(table, len(found))) in self.files:
+            found.append(CheckedFile(self.directory, self.files[path]))
+        return found
+
+    def steps(self, table: str) -> ListFiles:
+        """Return the int32 next-use distances of each step, decoded as steps are asked for."""
+        return ListFiles(self.distance_files(table), step_distances)
+
     def distances(self, table: str) -> Jagged:
-        """Return the next-use distance of each entry of each step, (num_steps rows) int32."""
-        parts: list[Jagged] = []
-        while (path := index_path(table, len(parts))) in self.files:
-            file = CheckedFile(self.directory, self.files[path])
-            parts.append(jagged_of(file.read(["distances"])["distances"]))
-        return concat(parts)
+        """Return the next-use distance of each entry of each step, int32, all at once."""
+        return concat([step_distances(file) for file in self.distance_files(table)])
+
+
+def access_lists(file: CheckedFile) -> Jagged:
+    """Decode a file of access lists: for each block its ascending dense numbers."""
+    return from_gaps(jagged_of(file.read(["gaps"])["gaps"]))
+
+
+def edge_rows(file: CheckedFile) -> NDArray[np.int64]:
+    """Decode the rows of a file of edges."""
+    return file.read(["row"])["row"].to_numpy()
+
+
+def step_distances(file: CheckedFile) -> Jagged:
+    """Decode a file of an index: for each step the distances of its entries."""
+    return jagged_of(file.read(["distances"])["distances"])
 
 
 @dataclass(frozen=True)

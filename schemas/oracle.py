@@ -103,12 +103,6 @@ def first_and_last(
     return first, last
 
 
-def merge_blocks(numbers: Jagged, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the ascending distinct numbers of some blocks taken together: a step's entries."""
-    lists = numbers.take(positions)
-    return union([lists.values[a:b] for a, b in pairwise(lists.offsets.tolist())]).astype(np.int64)
-
-
 def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:
     """Return the ascending distinct values of ascending lists, each without repetition.
 

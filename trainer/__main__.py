@@ -37,8 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
     score.add_argument("--run", type=Path, required=True, help="run folder")
     check = commands.add_parser("verify", help="every sample of every epoch trained exactly once")
     check.add_argument("run", type=Path, help="run folder")
+    equal = commands.add_parser("equal", help="whether two runs left the same bits")
+    equal.add_argument("run", type=Path, help="run folder")
+    equal.add_argument("other", type=Path, help="run folder")
     _add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
-    for command in (run, score, check):
+    for command in (run, score, check, equal):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -66,9 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torchrec asks torch an old question while it is imported; torch's warning is not for the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    command = {"train": _train, "evaluate": _evaluate, "verify": _verify, "store": _store}[
-        arguments.command
-    ]
+    command = {
+        "train": _train,
+        "evaluate": _evaluate,
+        "verify": _verify,
+        "equal": _equal,
+        "store": _store,
+    }[arguments.command]
     try:
         return command(arguments)
     except (SchemaError, PlanError, ValueError, OSError) as error:
@@ -138,6 +145,20 @@ def _verify(arguments: argparse.Namespace) -> int:
     for problem in report.problems[:1]:
         print(f"{problem}; train on with --resume, or train again", file=sys.stderr)
     return 1 if report.problems else 0
+
+
+def _equal(arguments: argparse.Namespace) -> int:
+    from trainer.compare import compare_runs
+
+    found = compare_runs(arguments.run, arguments.other)
+    _show(arguments, json.dumps(asdict(found), sort_keys=True))
+    if found.difference is not None:
+        print(
+            f"runs must be equal bit by bit, got {found.difference} in {arguments.run} and "
+            f"{arguments.other}; compare runs of one job and dataset",
+            file=sys.stderr,
+        )
+    return 0 if found.difference is None else 1
 
 
 def _store(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ are never stale, whatever the threads do.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.plan import PlanStep
+from schemas.plan_slots import Keyframe
+from trainer.keyframes import CachedRows
 from trainer.sources import RowsOfTables
 from trainer.stores.store import Lent, Records, Store, TableLayout, WriteBack
 from trainer.stores.thread import StoreThread
@@ -64,12 +66,16 @@ class _Slots:
 
     def admit(self, arrival: _Arrival) -> Lent:
         """Put the fetched rows into their slots and return where all rows of the step lie."""
-        top = int(arrival.slots.max(initial=-1)) + 1
+        chosen = arrival.slots[arrival.fetch]
+        self.hold(chosen, arrival.rows[arrival.fetch], arrival.fetched)
+        return Lent(self.records, arrival.slots.astype(np.int32, copy=False))
+
+    def hold(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
+        """Put rows into slots that may be new."""
+        top = int(slots.max(initial=-1)) + 1
         if top > len(self.rows):
             self._grow(1 << (top - 1).bit_length())
-        chosen = arrival.slots[arrival.fetch]
-        self.put(chosen, arrival.rows[arrival.fetch], arrival.fetched)
-        return Lent(self.records, arrival.slots.astype(np.int32, copy=False))
+        self.put(slots, rows, records)
 
     def put(self, slots: NDArray[np.int64], rows: NDArray[np.int64], records: Records) -> None:
         self.rows[slots] = rows
@@ -98,10 +104,12 @@ class TablePlan:
     Attributes:
         steps: what each step needs.
         row_of_number: the row of each dense number of the oracle.
+        keyframe: returns the plan's state before the step that comes next.
     """
 
     steps: Iterator[PlanStep]
     row_of_number: NDArray[np.int64]
+    keyframe: Callable[[], Keyframe] | None = None
 
 
 class PlannedCache:
@@ -115,6 +123,7 @@ class PlannedCache:
         first_step: int,
         last_step: int,
         prefetch_steps: int,
+        saves_at: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Keep the parts; nothing is read and no thread runs before the first fetch.
 
@@ -124,6 +133,7 @@ class PlannedCache:
             first_step: first step that will be asked for.
             last_step: one after the last.
             prefetch_steps: steps before its use that a row is read, those of the plans.
+            saves_at: whether the state before a step will be asked for.
         """
         self._stores = stores
         self._plans = plans
@@ -137,6 +147,23 @@ class PlannedCache:
         self._written = first_step - 1
         self._num_accesses = 0
         self._fetched_rows = 0
+        self._saves_at = saves_at
+        self._cached: dict[int, dict[str, CachedRows]] = {}
+
+    def hold(self, table: str, cached: CachedRows, records: Records) -> None:
+        """Put the rows into the cache that lay there when the run was stopped.
+
+        Args:
+            table: name.
+            cached: state that the table's plan begins with.
+            records: of the rows that it says are held.
+        """
+        held = cached.held
+        self._slots[table].hold(cached.keyframe.slots[held], cached.rows[held], records)
+
+    def cached(self, train_step: int) -> dict[str, CachedRows]:
+        """Return where the plans stand before a step that `saves_at` named, once."""
+        return self._cached.pop(train_step, {})
 
     @property
     def num_accesses(self) -> int:
@@ -197,6 +224,8 @@ class PlannedCache:
 
     def _read_next(self, train_step: int) -> dict[str, _Arrival]:
         planned = {table: next(plan.steps) for table, plan in self._plans.items()}
+        if self._saves_at(train_step + 1):
+            self._cached[train_step + 1] = dict(self._states())
         rows = {t: self._plans[t].row_of_number[step.numbers] for t, step in planned.items()}
         # the plan goes by number, the batch by row
         orders = {table: np.argsort(r) for table, r in rows.items()}
@@ -212,3 +241,9 @@ class PlannedCache:
             )
             for table, order in orders.items()
         }
+
+    def _states(self) -> Iterator[tuple[str, CachedRows]]:
+        for table, plan in self._plans.items():
+            assert plan.keyframe is not None, "a plan that is saved tells its state"
+            keyframe = plan.keyframe()
+            yield table, CachedRows(keyframe, plan.row_of_number[keyframe.numbers])

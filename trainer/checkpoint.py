@@ -20,13 +20,17 @@ from schemas.checked import sha256_of
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import canonical_json, replace_bytes
+from trainer.keyframes import CachedRows, save_cached
 from trainer.npy import NpyFile
 from trainer.stores.store import ROWS_AT_ONCE, Records, Store, WriteBack
 from trainer.stores.together import write_rows
 
 CHECKPOINTS = "checkpoints"
-_DENSE = "dense.pt"
+DENSE = "dense.pt"
+ROW_FILES = "rows", "values", "state"
+"""Arrays of a table, row by row."""
 _PARTIAL = ".partial"
+_NO_ROWS = np.empty(0, np.int64)
 NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
 """(table, train_step, rows) to the first step from that one on that uses each row."""
 
@@ -39,6 +43,7 @@ def save_checkpoint(
     stores: Mapping[str, Store],
     *,
     keep: int,
+    cached: Mapping[str, CachedRows] | None = None,
 ) -> Path:
     """Save the state before a step; flush the row source first.
 
@@ -49,6 +54,7 @@ def save_checkpoint(
         optimizer: of the dense parameters.
         stores: rows by table.
         keep: newest checkpoints that remain.
+        cached: where the plan stands, of a planned cache.
     """
     folder = run / CHECKPOINTS / f"{train_step:08d}"
     partial = folder.with_name(folder.name + _PARTIAL)
@@ -56,9 +62,11 @@ def save_checkpoint(
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
     dense = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(dense, partial / _DENSE)
+    torch.save(dense, partial / DENSE)
     for table, store in stores.items():
         _save_table(partial / table, store)
+        if cached:
+            save_cached(partial / table, cached[table])
     files = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
     hashes = {path: sha256_of(partial / path) for path in files}
     body = canonical_json({"train_step": train_step, "files": hashes})
@@ -81,6 +89,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     stores: Mapping[str, Store],
     next_use: NextUseOf | None = None,
+    cached: Mapping[str, CachedRows] | None = None,
 ) -> int:
     """Load a checkpoint into fresh parts.
 
@@ -90,6 +99,7 @@ def load_checkpoint(
         optimizer: of the dense parameters, None to leave it out.
         stores: rows by table.
         next_use: when rows are used next, for stores that are ordered by it.
+        cached: rows that the cache holds; stores that are ordered by next use do without them.
 
     Returns:
         The next step to train.
@@ -106,20 +116,26 @@ def load_checkpoint(
                 "remove this checkpoint to use the one before it",
                 file=str(file),
             )
-    dense = torch.load(checkpoint / _DENSE, weights_only=True)
+    dense = torch.load(checkpoint / DENSE, weights_only=True)
     model.load_state_dict(dense["model"])
     if optimizer is not None:
         optimizer.load_state_dict(dense["optimizer"])
+    held = {table: rows.rows[rows.held] for table, rows in (cached or {}).items()}
     for table, store in stores.items():
         rows, values, state = (
             np.load(checkpoint / table / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ("rows", "values", "state")
+            for name in ROW_FILES
         )
         for start in range(0, len(rows), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
             found = np.array(rows[part])
-            steps = None if next_use is None else next_use(table, train_step, found)
             records = Records(np.array(values[part]), np.array(state[part]))
+            steps = None
+            if next_use is not None:
+                apart = np.isin(found, held.get(table, _NO_ROWS), invert=True)
+                found = found[apart]
+                records = Records(records.values[apart], records.state[apart])
+                steps = next_use(table, train_step, found)
             write_rows({table: store}, train_step - 1, {table: WriteBack(found, records, steps)})
     return train_step
 

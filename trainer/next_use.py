@@ -26,7 +26,8 @@ class NextUse:
     def __call__(self, table: str, first_step: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the first step from `first_step` on that uses each row, or `NEVER_AGAIN`.
 
-        Linear in the accesses of these steps, once for a table; 16 bytes for each of its rows.
+        Linear in the accesses of these steps, once for a table; up to 40 bytes for each of its rows
+        while they are read, 16 after that.
 
         Raises:
             SchemaError: the dataset never uses a row.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
-from schemas.accesses import TableAccesses
+from schemas.accesses import TableAccesses, kept_for
 from schemas.dataset import Dataset
-from schemas.jagged import Jagged
 from schemas.job_train import CacheConfig
 from schemas.order import Order
 from schemas.plan import plan
 from schemas.plan_size import check_size
+from schemas.plan_slots import Keyframe
 from trainer.cache import TablePlan
+
+KEPT_BYTES = 256 << 20
+"""Decoded access lists of all tables together, of a shuffled run; others are decoded again."""
 
 
 def plans_of(
@@ -25,11 +24,17 @@ def plans_of(
     config: CacheConfig,
     first_step: int,
     flush_every: int | None = None,
+    starts: Mapping[str, Keyframe] | None = None,
 ) -> dict[str, TablePlan]:
     """Return the plan of each table from a step on.
 
-    A run that goes on at a later step starts with an empty cache, so its plan
-    is that of a run whose first step is that one.
+    Plans stream. For a whole table they hold 8 bytes of each row that the dataset uses and 4 more
+    that the plan has seen, and of several segments 4 for each row of a segment; besides, for each
+    table a file of lists and one of next uses, and `KEPT_BYTES` of lists of all tables together.
+
+    A run that goes on with keyframes has the rest of the plan that it was stopped in. Without, it
+    starts with an empty cache: its plan is that of a run whose first step is that one. Neither goes
+    through the steps before.
 
     Args:
         dataset: open dataset.
@@ -38,31 +43,26 @@ def plans_of(
         config: policy and limits; the limit holds for each table.
         first_step: first step to be trained.
         flush_every: steps between checkpoints, which write all cached rows.
+        starts: state of each table's plan before the first step, empty for none.
 
     Raises:
         SchemaError: the dataset has no index for this order; the message says how to build it.
         PlanError: `config.rows` is too small for a table; the message names the size that works.
     """
-    index = dataset.index_for(order)
-    distances = {t: _distances_from(first_step, order, index.distances(t)) for t in tables}
-    check_size({table: _by_step(found) for table, found in distances.items()}, config)
+    index, to_train = dataset.index_for(order), range(first_step, order.num_steps)
+    distances = {table: index.steps(table) for table in tables}
+    check_size({t: map(found.__getitem__, to_train) for t, found in distances.items()}, config)
+    kept = kept_for(order, KEPT_BYTES)
     plans: dict[str, TablePlan] = {}
-    for table, of_table in distances.items():
-        accesses = TableAccesses(dataset, table, order)
-        numbers = map(accesses.numbers, range(first_step, order.num_steps))
-        steps = zip(numbers, _by_step(of_table), strict=True)
-        planned = plan(steps, config, first_step=first_step, flush_every=flush_every)
-        plans[table] = TablePlan(planned, accesses.rows)
+    for table, found in distances.items():
+        accesses = TableAccesses(dataset, table, order, kept)
+        steps = zip(map(accesses.numbers, to_train), map(found.__getitem__, to_train), strict=True)
+        planned = plan(
+            steps,
+            config,
+            first_step=first_step,
+            flush_every=flush_every,
+            start=(starts or {}).get(table),
+        )
+        plans[table] = TablePlan(planned, accesses.rows, planned.keyframe)
     return plans
-
-
-def _distances_from(first_step: int, order: Order, distances: Jagged) -> Jagged:
-    """Return the distances of the steps to come, as narrow as the number of steps allows."""
-    offsets = distances.offsets[first_step:]
-    values = distances.values[offsets[0] :]
-    return Jagged(values.astype(np.min_scalar_type(order.num_steps)), offsets - offsets[0])
-
-
-def _by_step(distances: Jagged) -> Iterator[NDArray[np.int32]]:
-    for start, end in pairwise(distances.offsets.tolist()):
-        yield distances.values[start:end].astype(np.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoi
 from trainer.decode import spec_of
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.kernels.build import kernels_of
+from trainer.keyframes import CachedRows, load_cached
 from trainer.lru import LruCache
 from trainer.models.build import wants_sides
 from trainer.next_use import NextUse
@@ -31,6 +32,7 @@ from trainer.reader import Reader, prefetched
 from trainer.run import RunLog, check_run, cut_run, start_run, write_summary
 from trainer.sources import DirectSource, RowSource
 from trainer.step import Clock, PhaseTimer, train_step
+from trainer.stores.checkpoint_store import CheckpointStore
 from trainer.stores.future_log import FutureLog
 from trainer.stores.together import checkpointed, group_of
 
@@ -132,14 +134,20 @@ def _train(
 ) -> RowSource:
     """Train all steps, save, and return the row source with its counts."""
     config, order = job.train, order_of(job, dataset)
-    first = 0
+    first, cached = 0, dict[str, CachedRows]()
     if checkpoint is not None:
         ordered = isinstance(group_of(parts.stores), FutureLog)
         next_use = NextUse(dataset, order) if ordered else None
-        first = load_checkpoint(checkpoint, parts.model, parts.optimizer, parts.stores, next_use)
+        if options.embedding == "cached":
+            cached = load_cached(checkpoint, parts.stores)
+        first = load_checkpoint(
+            checkpoint, parts.model, parts.optimizer, parts.stores, next_use, cached
+        )
     cut_run(run, first)
     last = min(order.num_steps, options.steps or order.num_steps)
-    source = _source(options, dataset, order, job, parts, first, last)
+    source = _source(options, dataset, order, job, parts, first, last, cached)
+    if isinstance(source, PlannedCache) and checkpoint is not None:
+        _hold(source, checkpoint, parts, cached)
     parts.embedding.read_from(source)
     timer = PhaseTimer(clock)
     saved, every = first, config.checkpoint.every_steps
@@ -207,6 +215,7 @@ def _source(
     parts: Parts,
     first: int,
     last: int,
+    cached: Mapping[str, CachedRows],
 ) -> RowSource:
     cache = job.train.cache
     if options.embedding in ("plain", "uncached"):
@@ -220,14 +229,25 @@ def _source(
         return LruCache(parts.stores, cache.rows)
     # a log takes copies at a checkpoint, and every row when it leaves
     ordered = isinstance(group_of(parts.stores), FutureLog)
-    flush_every = None if ordered else job.train.checkpoint.every_steps
+    every = job.train.checkpoint.every_steps
+    starts = {table: found.keyframe for table, found in cached.items()}
     return PlannedCache(
         parts.stores,
-        plans_of(dataset, order, parts.stores, cache, first, flush_every),
+        plans_of(dataset, order, parts.stores, cache, first, None if ordered else every, starts),
         first_step=first,
         last_step=last,
         prefetch_steps=cache.prefetch_steps,
+        saves_at=lambda step: step == last or (every is not None and step % every == 0),
     )
+
+
+def _hold(
+    source: PlannedCache, checkpoint: Path, parts: Parts, cached: Mapping[str, CachedRows]
+) -> None:
+    """Fill the cache with the rows of a checkpoint that it held."""
+    for table, found in cached.items():
+        rows = CheckpointStore(parts.stores[table].layout, checkpoint / table)
+        source.hold(table, found, rows.fetch(found.rows[found.held]))
 
 
 def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memory", "mmap", "log"]:
@@ -238,7 +258,8 @@ def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memor
 
 def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> int:
     source.flush()
-    save_checkpoint(run, step, parts.model, parts.optimizer, parts.stores, keep=keep)
+    cached = source.cached(step) if isinstance(source, PlannedCache) else None
+    save_checkpoint(run, step, parts.model, parts.optimizer, parts.stores, keep=keep, cached=cached)
     checkpointed(parts.stores, step)
     return step
 

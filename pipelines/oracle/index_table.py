@@ -6,9 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipelines.oracle.files import cut_files, jagged, write_index_file
-from pipelines.oracle.linking import LinkingPlan, save, step_lengths
+from pipelines.oracle.linking import LinkingPlan, step_lengths
+from pipelines.oracle.stitching import stitch_files
 from schemas.absent import looks_up
-from schemas.accesses import TableAccesses, stitch
+from schemas.accesses import TableAccesses
 from schemas.checked import CheckedFile
 from schemas.dataset import Dataset, Segment
 from schemas.layout import access_path
@@ -39,16 +40,14 @@ def index_table(
     if entries * order.epochs <= worker_entries:
         return write_index(root, dataset, table, order)
     scratch = root / SCRATCH
-    rows = [s.rows(table) for s, f in zip(dataset.segments, files, strict=True) if f]
-    maps: list[Path] = []
-    num_numbers = len(rows[0])
-    if len(rows) > 1:
-        joint, all_rows = stitch(rows)
-        num_numbers, found = len(all_rows), iter(joint)
-        for segment, each in enumerate(files):
-            maps.append(scratch / table / f"map-{segment}")
-            if each:
-                save(maps[-1], next(found))
+    edges = [
+        segment.edge_files(table) if each else []
+        for segment, each in zip(dataset.segments, files, strict=True)
+    ]
+    num_numbers, maps = sum(file.num_rows for each in edges for file in each), list[Path]()
+    if sum(map(bool, edges)) > 1:
+        maps = [scratch / table / f"map-{segment}" for segment in range(len(edges))]
+        num_numbers = stitch_files(edges, maps, max(1, worker_entries // 2))
     return LinkingPlan(
         root=root,
         scratch=scratch,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
-from numpy.typing import NDArray
 
 from schemas.accesses import indexed_steps
 from schemas.dataset import Dataset
@@ -69,7 +66,8 @@ def policy_reports(
 def policy_report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> PolicyReport:
     """Run one policy over one table."""
     index = dataset.index_for(order)
-    required = required_rows(_distances(dataset, table, order), cache)
+    distances = map(index.steps(table).__getitem__, range(order.num_steps))
+    required = required_rows(distances, cache)
     if cache.rows is not None and required > cache.rows:
         return PolicyReport(required, cache.rows, None, None, None, None)
     found = summarize(plan(indexed_steps(dataset, index, table, order), cache))
@@ -110,9 +108,3 @@ def table_report(
         hit_rate=chosen.hit_rate,
         peak_cache_rows=chosen.peak_cache_rows,
     )
-
-
-def _distances(dataset: Dataset, table: str, order: Order) -> Iterator[NDArray[np.integer]]:
-    distances = dataset.index_for(order).distances(table)
-    for step in range(order.num_steps):
-        yield distances.values[distances.offsets[step] : distances.offsets[step + 1]]

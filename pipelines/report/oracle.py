@@ -15,7 +15,7 @@ from pipelines.report.load import load_tables
 from pipelines.report.numbers import count, percent, ratio, short
 from pipelines.report.svg import ACCENT, HALF, OTHER, OURS
 from schemas.accesses import TableAccesses, index_load, indexed_steps
-from schemas.curve_points import Curve, lru_curve, optimal_curve
+from schemas.curve_points import EXACT_OPTIMAL, Curve, lru_curve, optimal_curve
 from schemas.dataset import Dataset
 from schemas.load import TableLoad
 from schemas.order import Order
@@ -114,8 +114,8 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
 
 def _optimal(steps: Iterator[NDArray[np.int64]], num_accesses: int) -> Curve:
     """Return the best possible curve, with as many points as the work allows."""
-    points = int(np.clip(OPTIMAL_WORK // max(1, num_accesses), 8, 64))
-    return optimal_curve(np.concatenate([*steps, np.empty(0, np.int64)]), points)
+    points = int(np.clip(OPTIMAL_WORK // max(1, min(num_accesses, EXACT_OPTIMAL)), 8, 64))
+    return optimal_curve(steps, num_accesses, points)
 
 
 def _step(step: PlanStep) -> tuple[int, int, int]:
@@ -180,6 +180,10 @@ def _errors(facts: OracleFacts) -> str:
     lru, best = facts.lru, facts.optimal
     sampled = f" LRU from {percent(lru.share)} of the rows, to {percent(lru.error)}."
     between = f" The best possible lies at most {percent(best.error)} above its line."
+    if best.share < 1:
+        between = (
+            f" The best possible from {percent(best.share)} of the rows, to {percent(best.error)}."
+        )
     return (sampled if lru.share < 1 else "") + (between if best.error > 0 else "")
 
 

@@ -21,7 +21,7 @@ from schemas.jagged import unique_tuples
 from schemas.job import OrderConfig
 from schemas.layout import BLOCK, TRAIN
 from schemas.learned import load_learned
-from schemas.oracle import next_use, unique_per_block
+from schemas.oracle import LastUses, unique_per_block
 from schemas.order import Order
 from schemas.rows import rows_of_ids
 from schemas.stored import read_group
@@ -163,11 +163,12 @@ def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]
         config,
     )
     for table in dataset.job.data.tables:
-        accesses = TableAccesses(dataset, table, order)
-        expected = next_use(list(accesses.steps()), len(accesses.rows))
-        entries, rows = sum(map(len, expected)), len(accesses.rows)
-        yield from index_count_problems(index, order.num_steps, table, entries, rows)
-        found = index.distances(table)
-        flat = np.concatenate([*expected, np.empty(0, np.int32)])
-        if not np.array_equal(found.values, flat) or found.num_rows != len(expected):
+        accesses, found = TableAccesses(dataset, table, order), index.steps(table)
+        uses, entries, same = LastUses(len(accesses.rows)), 0, len(found) == order.num_steps
+        for train_step in range(order.num_steps - 1, -1, -1):
+            expected = uses.link(accesses.numbers(train_step), train_step)
+            entries += len(expected)
+            same = same and np.array_equal(found[train_step], expected)
+        yield from index_count_problems(index, order.num_steps, table, entries, len(accesses.rows))
+        if not same:
             yield f"{table}: next uses differ from the access lists"

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.curve import lru_hit_rates
+from schemas.curve import lru_hit_rates, optimal_hit_rates
 from schemas.curve_points import concave_curve, lru_curve, optimal_curve
 from schemas.reference import belady_hits, lru_hits
 
@@ -22,7 +22,7 @@ def test_hits_of_the_best_cache_are_concave_in_its_size(trace: list[int]) -> Non
 def test_optimal_curve_is_that_of_a_simulated_cache_of_every_size_up_to_its_error(
     trace: list[int], num_points: int
 ) -> None:
-    curve = optimal_curve(np.array(trace), num_points, tolerance=0.0)
+    curve = optimal_curve([np.array(trace)], len(trace), num_points, tolerance=0.0)
     assert len(curve.capacities) <= num_points
     for size in range(1, len(set(trace)) + 1):
         rate = belady_hits(trace, size) / len(trace)
@@ -33,7 +33,7 @@ def test_optimal_curve_is_that_of_a_simulated_cache_of_every_size_up_to_its_erro
 
 @given(TRACES)
 def test_optimal_curve_with_a_point_for_each_size_is_exact(trace: list[int]) -> None:
-    curve = optimal_curve(np.array(trace), 60, tolerance=0.0)
+    curve = optimal_curve([np.array(trace)], len(trace), 60, tolerance=0.0)
     assert curve.error <= 1e-9
     rates = [belady_hits(trace, size) / len(trace) for size in range(1, len(set(trace)) + 1)]
     np.testing.assert_allclose([curve.at(s + 1) for s in range(len(rates))], rates, atol=1e-9)
@@ -67,6 +67,34 @@ def test_sampled_lru_curve_keeps_to_its_stated_error() -> None:
         assert apart.max() <= curve.error
 
 
+def test_sampled_optimal_curve_keeps_to_its_stated_error() -> None:
+    """Skewed rows, with a hot one in every step; several samples."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        trace = (20_000 * rng.random(200_000) ** 3).astype(np.int64) * 7 + seed
+        trace[rng.random(len(trace)) < 0.2] = 3
+        steps = [np.unique(step) for step in np.array_split(trace, 50)]
+        accesses = np.concatenate(steps)
+        curve = optimal_curve(steps, len(accesses), 30, exact=1000, sampled=40_000)
+        assert curve.share == 40_000 / len(accesses)
+        assert curve.capacities[-1] == len(np.unique(accesses))
+        assert 0 < curve.error < 0.1
+        sizes = np.geomspace(curve.capacities[0], curve.capacities[-1], 12).astype(int)
+        exact = optimal_hit_rates(accesses, sizes.tolist())
+        apart = np.abs([curve.at(size) for size in sizes.tolist()] - exact)
+        assert apart.max() <= curve.error
+
+
+def test_sample_of_all_rows_gives_the_exact_optimal_curve() -> None:
+    rng = np.random.default_rng(0)
+    steps = [np.unique(rng.integers(0, 300, 60)) for _ in range(40)]
+    accesses = np.concatenate(steps)
+    curve = optimal_curve(steps, len(accesses), 400, tolerance=0.0, exact=10, sampled=len(accesses))
+    expected = optimal_hit_rates(accesses, curve.capacities.tolist())
+    assert len(curve.capacities) > 50
+    np.testing.assert_allclose(curve.hit_rates, expected, atol=1e-12)
+
+
 def test_concave_curve_asks_for_few_values_where_the_function_is_straight() -> None:
     asked: list[int] = []
 
@@ -74,7 +102,7 @@ def test_concave_curve_asks_for_few_values_where_the_function_is_straight() -> N
         asked.append(size)
         return min(size / 1000, 0.5 + size / 1e6)
 
-    curve = concave_curve(rate, 100_000, 100, 0.01)
+    curve = concave_curve(rate, 1, 100_000, 100, 0.01)
     assert len(asked) < 25
     for size in (1, 200, 499, 501, 50_000):
         exact = min(size / 1000, 0.5 + size / 1e6)
@@ -82,5 +110,5 @@ def test_concave_curve_asks_for_few_values_where_the_function_is_straight() -> N
 
 
 def test_curves_of_an_empty_trace_are_empty() -> None:
-    assert len(optimal_curve(np.empty(0, np.int64), 5).capacities) == 0
+    assert len(optimal_curve([], 0, 5).capacities) == 0
     assert len(lru_curve([], 0, 0).capacities) == 0

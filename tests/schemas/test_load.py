@@ -8,8 +8,9 @@ from schemas.hashing import slot_of_row
 from schemas.jagged import Jagged, offsets_of
 from schemas.job import OrderConfig
 from schemas.load import REUSE_BINS, table_load
-from schemas.oracle import merge_blocks, next_use
+from schemas.oracle import next_use
 from schemas.order import Order
+from tests.schemas.tiny import merge_blocks
 
 
 @pytest.mark.parametrize("shuffle", ["none", "blocks"])

@@ -15,11 +15,11 @@ from schemas.oracle import (
     NEVER,
     first_and_last,
     from_gaps,
-    merge_blocks,
     next_use,
     number_by_first_use,
     previous_use,
     to_gaps,
+    union,
     unique_per_block,
 )
 
@@ -115,17 +115,20 @@ def test_from_gaps_of_numbers_beyond_32_bits_is_exact() -> None:
     assert lists_of(from_gaps(Jagged(to_gaps(numbers), numbers.offsets))) == lists_of(numbers)
 
 
-@given(STEPS, st.data())
-def test_merge_blocks_equals_a_union(steps: list[frozenset[int]], data: st.DataObject) -> None:
-    positions = data.draw(st.lists(st.integers(0, max(0, len(steps) - 1)), unique=True))
-    positions = positions if steps else []
-    found = merge_blocks(jagged_from([sorted(s) for s in steps]), np.array(positions, np.int64))
-    assert found.tolist() == sorted(set().union(*(steps[position] for position in positions)))
+@given(STEPS)
+def test_union_equals_that_of_sets(steps: list[frozenset[int]]) -> None:
+    lists = [np.array(sorted(step), np.int64) for step in steps]
+    assert union(lists).tolist() == sorted(set().union(*steps))
 
 
+@pytest.mark.parametrize("at_once", [1 << 21, 3, 1])
 @given(st.lists(st.lists(st.integers(-3, 9), unique=True, max_size=6), min_size=1, max_size=4))
-def test_stitch_numbers_the_joined_segments_by_first_use(segments: list[list[int]]) -> None:
-    numbers, rows = stitch([np.array(rows, np.int64) for rows in segments])
+def test_stitch_numbers_the_joined_segments_by_first_use(
+    at_once: int, segments: list[list[int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("schemas.accesses.STITCHED_AT_ONCE", at_once)
+        numbers, rows = stitch([np.array(rows, np.int64) for rows in segments])
     joined = [row for rows in segments for row in rows]
     assert rows.tolist() == list(dict.fromkeys(joined))
     for mine, theirs in zip(numbers, segments, strict=True):

@@ -29,7 +29,6 @@ from schemas.manifest import (
 )
 from schemas.oracle import (
     first_and_last,
-    merge_blocks,
     next_use,
     number_by_first_use,
     to_gaps,
@@ -264,6 +263,11 @@ def write_segment(root: Path, seed: int) -> tuple[Reference, dict[str, tuple[Jag
         files_sha256=sha256(directory / layout.FILES),
     )
     return Reference(id=directory.name, manifest_sha256=write_manifest(directory, manifest)), oracle
+
+
+def merge_blocks(numbers: Jagged, positions: np.ndarray) -> np.ndarray:
+    """The ascending distinct numbers of some blocks taken together: a step's entries."""
+    return np.unique(numbers.take(positions).values)
 
 
 def entries_of(

@@ -1,5 +1,6 @@
 """Deduplicated equals expanded, cached equals plain, resumed equals never stopped."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.trainer.runs import (
     run_job,
 )
 from trainer.checkpoint import load_checkpoint
+from trainer.keyframes import load_cached
 from trainer.step import loss_of
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
@@ -133,7 +135,7 @@ def test_train_cached_with_torch_operators_has_the_bits_of_plain(
 
 
 @pytest.mark.parametrize("embedding", ["lru", "uncached"])
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "adam", "sgd"])
 def test_baselines_have_the_bits_of_plain(
     embedding: str, optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:
@@ -208,6 +210,55 @@ def test_train_resumed_has_the_bits_of_a_run_that_never_stopped(
     run_job(job, dataset, resumed, embedding=embedding, resume=True)
     assert losses_of(straight).tobytes() == losses_of(resumed).tobytes()
     assert_same_rows(straight, resumed)
+
+
+@pytest.mark.parametrize(("files", "policy"), [("log", "ttl"), ("log", "belady"), ("mmap", "ttl")])
+def test_train_resumed_reads_what_a_run_that_never_stopped_reads(
+    files: str, policy: str, dataset: Path, tmp_path: Path
+) -> None:
+    rows = {"ttl": "null", "belady": "204"}[policy]
+    job = write_job(
+        tmp_path / "job",
+        dtype="float32",
+        every_steps="5",
+        lookahead="3",
+        files=files,
+        policy=policy,
+        rows=rows,
+    )
+    straight = run_job(job, dataset, tmp_path / "straight", embedding="cached")
+    fetched = 0
+    for stop in (3, 10, 11, 24, None):
+        found = run_job(
+            job, dataset, tmp_path / "run", embedding="cached", steps=stop, resume=stop != 3
+        )
+        fetched += found.fetched_rows
+    assert fetched == straight.fetched_rows
+    assert_same_rows(tmp_path / "straight", tmp_path / "run")
+
+
+def test_train_resumed_with_another_embedding_needs_no_keyframe(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", rows="204", policy="belady")
+    run_job(job, dataset, tmp_path / "plain")
+    for embedding, stop in (("cached", 7), ("lru", 12), ("cached", 20), ("uncached", None)):
+        run_job(job, dataset, tmp_path / "run", embedding=embedding, steps=stop, resume=stop != 7)
+    assert losses_of(tmp_path / "plain").tobytes() == losses_of(tmp_path / "run").tobytes()
+    assert_same_rows(tmp_path / "plain", tmp_path / "run")
+
+
+def test_torn_keyframe_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job")
+    run_job(job, dataset, tmp_path / "run", embedding="cached", steps=3)
+    path = checkpoint_at(tmp_path / "run", 3) / "items" / "plan.npz"
+    np.savez(path, rows=np.arange(3))
+    message = (
+        f"plan of a checkpoint must be arrays by name, got other content in {path}; "
+        "remove this checkpoint to use the one before it"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        load_cached(checkpoint_at(tmp_path / "run", 3), ["items"])
 
 
 def test_train_resumed_in_the_middle_drops_the_lines_after_its_checkpoint(

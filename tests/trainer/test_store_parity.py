@@ -29,13 +29,19 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert array.tobytes() == b[name].tobytes(), name
 
 
-@pytest.mark.parametrize("policy", ["ttl", "belady"])
+OPTIMIZERS = ["rowwise_adagrad", "adagrad", "adam", "sgd"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer"), zip(["ttl", "belady"] * 2, OPTIMIZERS, strict=True)
+)
 @pytest.mark.parametrize("files", ["log", "mmap"])
 def test_train_resumed_from_files_has_the_bits_of_a_run_that_never_stopped(
-    files: str, policy: str, dataset: Path, tmp_path: Path
+    files: str, policy: str, optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:
     rows = "210" if policy == "belady" else "null"
     settings = {"dtype": "float32", "every_steps": "5", "policy": policy, "rows": rows}
+    settings["optimizer"] = optimizer
     job = write_job(tmp_path / "job", files=files, lookahead="2", **settings)
     run_job(job, dataset, tmp_path / "plain")
     run_job(job, dataset, tmp_path / "cached", embedding="cached", steps=13)
@@ -44,7 +50,7 @@ def test_train_resumed_from_files_has_the_bits_of_a_run_that_never_stopped(
     assert_same_run(tmp_path / "plain", tmp_path / "cached")
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_train_has_the_bits_of_plain_in_a_log_in_mapped_files_and_in_store_processes(
     optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:
@@ -64,6 +70,20 @@ def test_train_has_the_bits_of_plain_in_a_log_in_mapped_files_and_in_store_proce
     for other in (mapped, logged, served, direct):
         assert (plain.ne, plain.auc, plain.gauc) == (other.ne, other.auc, other.gauc)
     assert mapped.fetched_rows == served.fetched_rows == logged.fetched_rows
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_lru_has_the_bits_of_plain_over_store_processes_also_resumed(
+    optimizer: str, dataset: Path, tmp_path: Path
+) -> None:
+    settings = {"dtype": "float32", "optimizer": optimizer, "every_steps": "12", "rows": "203"}
+    job = write_job(tmp_path / "job", **settings)
+    run_job(job, dataset, tmp_path / "plain")
+    run_job(job, dataset, tmp_path / "lru", embedding="lru", stores=2, steps=17)
+    found = run_job(job, dataset, tmp_path / "lru", embedding="lru", stores=2, resume=True)
+    assert_same_run(tmp_path / "plain", tmp_path / "lru")
+    assert found.cache_hit_rate is not None
+    assert 0 < found.cache_hit_rate < 1
 
 
 def stores_of_this_process() -> list[int]:
@@ -98,10 +118,11 @@ def test_train_goes_on_with_the_same_bits_when_store_processes_are_killed(
     assert stores_of_this_process() == []
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_train_resumed_over_store_processes_has_the_bits_of_a_run_that_never_stopped(
-    dataset: Path, tmp_path: Path
+    optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", every_steps="5")
+    job = write_job(tmp_path / "job", dtype="float32", every_steps="5", optimizer=optimizer)
     run_job(job, dataset, tmp_path / "plain")
     run_job(job, dataset, tmp_path / "served", embedding="cached", stores=2, steps=13)
     run_job(job, dataset, tmp_path / "served", embedding="cached", stores=3, resume=True)

@@ -1,0 +1,130 @@
+"""Join the numberings of several segments by first use, with memory that does not follow the table.
+
+Rows go by ranges of hash slots: a range tells of each of its rows in which
+segment it is new. New rows are numbered in the order of their segment's own
+numbers; then each range gives its old rows the numbers of the first segment that
+has them:
+
+    edges -> ranges of slots (which rows are new) -> numbers of new rows -> ranges of slots (maps)
+
+`schemas.accesses.stitch` does the same in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+
+from pipelines.oracle.numbering import codes_of
+from pipelines.oracle.runs import read_bucket, write_buckets
+from pipelines.segments.partial import whole
+from schemas.accesses import integer_for
+from schemas.checked import CheckedFile
+from schemas.dataset import edge_rows
+from schemas.hashing import NUM_SLOTS, slot_of_row
+from schemas.jagged import Array
+
+WINDOW = 1 << 21
+"""Numbers of a map that are worked on at once: 8 or 16 MiB of mapped memory."""
+
+
+def stitch_files(
+    edges: Sequence[Sequence[CheckedFile]], maps: Sequence[Path], worker_rows: int
+) -> int:
+    """Write for each segment the dataset's number of each of its own.
+
+    Args:
+        edges: for each segment its files of edges, none where it does not use the table.
+        maps: where to; a segment without edges gets no file.
+        worker_rows: rows that are held at once.
+
+    Returns:
+        The number of distinct rows.
+    """
+    counts = [sum(file.num_rows for file in files) for files in edges]
+    total = sum(counts)
+    num_ranges = max(1, min(NUM_SLOTS, -(-total // worker_rows)))
+    maps[0].parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=maps[0].parent, prefix=".stitch-") as name, ExitStack() as stack:
+        folder = Path(name)
+        used = [segment for segment, files in enumerate(edges) if files]
+        flags = {segment: folder / f"new-{segment}" for segment in used}
+        joint = {segment: stack.enter_context(whole(maps[segment])) for segment in used}
+        for segment in used:
+            open_memmap(flags[segment], "w+", np.bool_, (counts[segment],))
+            open_memmap(joint[segment], "w+", integer_for(total), (counts[segment],))
+        runs = {s: _spread(folder / f"rows-{s}", edges[s], num_ranges) for s in used}
+        for index in range(num_ranges):
+            for segment, number, _, is_new in _entries(runs, index):
+                _write_at(flags[segment], number, is_new)
+        num_rows = 0
+        for segment in used:
+            num_rows = _number_new(flags[segment], joint[segment], num_rows)
+        for index in range(num_ranges):
+            known = np.empty(0, integer_for(total))
+            for segment, number, codes, is_new in _entries(runs, index):
+                _write_at(joint[segment], number[~is_new], known[codes[~is_new]])
+                known = np.concatenate([known, _read_at(joint[segment], number[is_new])])
+    return num_rows
+
+
+def _spread(place: Path, files: Sequence[CheckedFile], num_ranges: int) -> list[Path]:
+    """Sort the rows of a segment into ranges of slots, each with its ascending number."""
+    first, runs = 0, list[Path]()
+    for index, file in enumerate(files):
+        rows = edge_rows(file)
+        number = np.arange(first, first + len(rows))
+        runs.append(place.with_name(f"{place.name}-{index}"))
+        bucket = slot_of_row(rows) * num_ranges // NUM_SLOTS
+        write_buckets(runs[-1], bucket, {"number": number, "row": rows}, num_ranges)
+        first += len(rows)
+    return runs
+
+
+def _entries(
+    runs: dict[int, list[Path]], index: int
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]:
+    """Yield segment, numbers, place among known rows, and which rows are new, of a range."""
+    known = np.empty(0, np.int64)
+    for segment, paths in runs.items():
+        parts = [read_bucket(path, index) for path in paths]
+        number, row = (np.concatenate([part[name] for part in parts]) for name in ("number", "row"))
+        codes, new = codes_of(row, known)
+        yield segment, number, codes, codes >= len(known)
+        known = np.concatenate([known, new])
+
+
+def _number_new(flags: Path, joint: Path, first: int) -> int:
+    """Number the new rows of a segment; return the number behind them."""
+    count = len(open_memmap(flags, "r"))
+    for start in range(0, count, WINDOW):
+        is_new = open_memmap(flags, "r")[start : start + WINDOW]
+        numbers = np.cumsum(is_new) + (first - 1)
+        open_memmap(joint, "r+")[start : start + WINDOW] = numbers
+        first = int(numbers[-1]) + 1
+    return first
+
+
+def _windows(numbers: NDArray[np.int64]) -> Iterator[slice]:
+    """Cut ascending numbers where they leave a window; each is mapped alone."""
+    last = int(numbers[-1]) if len(numbers) else -1
+    cuts = np.searchsorted(numbers, np.arange(0, last + 1 + WINDOW, WINDOW))
+    for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        if end > start:
+            yield slice(start, end)
+
+
+def _write_at(path: Path, numbers: NDArray[np.int64], values: Array) -> None:
+    for part in _windows(numbers):
+        open_memmap(path, "r+")[numbers[part]] = values[part]
+
+
+def _read_at(path: Path, numbers: NDArray[np.int64]) -> Array:
+    parts = [open_memmap(path, "r")[numbers[part]] for part in _windows(numbers)]
+    return np.concatenate([np.empty(0, np.int32), *parts])
