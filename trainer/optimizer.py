@@ -80,4 +80,4 @@ def dense_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the dense parameters."""
     kind = torch.optim.Adam if config.name == "adam" else torch.optim.SGD
-    return kind(parameters, lr=config.learning_rate, foreach=True)
+    return kind(parameters, lr=config.learning_rate, fused=True)
