@@ -67,6 +67,11 @@ struct Pieces {
 };
 
 template <typename T>
+inline int64_t whole(int64_t count) {
+  return (count + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+template <typename T>
 using Lanes = typename Vector<T>::type;
 
 template <typename T>
@@ -116,9 +121,32 @@ inline void turn(const T* const* from, int64_t count, Dim dim, int64_t stride, T
   }
 }
 
+template <int kMost, typename Body>
+inline void with_size(int64_t size, const Body& body) {
+  if constexpr (kMost > 0) {
+    if (size == kMost) return body(std::integral_constant<int, kMost>());
+    with_size<kMost - 1>(size, body);
+  }
+}
+
+// Run `body(first, size)` on pieces of 0..count of nearly one size, known to the compiler, at most kMost.
+template <int kMost, typename Body>
+inline void in_pieces(int64_t count, const Body& body) {
+  const int64_t pieces = (count + kMost - 1) / kMost;
+  for (int64_t p = 0, first = 0; p < pieces; p++) {
+    const int64_t size = (count - first) / (pieces - p);
+    with_size<kMost>(size, [&](auto known) { body(first, known); });
+    first += size;
+  }
+}
+
+// Copy in whole registers where these end before `end`: what is written too far is written again.
+// As much is read beyond `count`.
 template <typename T>
-inline int64_t whole(int64_t count) {
-  return (count + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+inline T* copy_over(const T* from, int64_t count, T* to, const T* end) {
+  if (to + whole<T>(count) > end) return std::copy_n(from, count, to);
+  for (int64_t i = 0; i < count; i += kLanes<T>) store(to + i, load(from + i));
+  return to + count;
 }
 
 // products[i * stride + c] = a[i] . (column c of turned), for NV blocks of columns and NA vectors.
@@ -144,11 +172,10 @@ inline void multiply(const T* const* a, int64_t count, const T* turned, int64_t 
                      int64_t stride, Dim dim, T* products) {
   const auto block = [&](auto nv, int64_t c) {
     constexpr int NV = decltype(nv)::value;
-    int64_t i = 0;
-    for (; i + 4 <= count; i += 4)
-      multiply_block<T, 4, NV>(a + i, turned + c, stride, dim, products + i * stride + c);
-    for (; i < count; i++)
-      multiply_block<T, 1, NV>(a + i, turned + c, stride, dim, products + i * stride + c);
+    in_pieces<7>(count, [&](int64_t i, auto na) {
+      constexpr int NA = decltype(na)::value;
+      multiply_block<T, NA, NV>(a + i, turned + c, stride, dim, products + i * stride + c);
+    });
   };
   int64_t c = 0;
   for (; c + 2 * kLanes<T> <= width; c += 2 * kLanes<T>)
@@ -193,11 +220,10 @@ inline void combine_block(const T* const* vectors, int64_t count, const T* facto
 template <typename T, bool kAdd, typename Dim>
 inline void combine(const T* const* vectors, int64_t count, const T* factors, int64_t row,
                     int64_t column, Dim dim, T* const* out, int64_t num_out) {
-  int64_t i = 0;
-  for (; i + 4 <= num_out; i += 4)
-    combine_block<T, kAdd, 4>(vectors, count, factors + i * row, row, column, dim, out + i);
-  for (; i < num_out; i++)
-    combine_block<T, kAdd, 1>(vectors, count, factors + i * row, row, column, dim, out + i);
+  in_pieces<6>(num_out, [&](int64_t i, auto na) {
+    constexpr int NA = decltype(na)::value;
+    combine_block<T, kAdd, NA>(vectors, count, factors + i * row, row, column, dim, out + i);
+  });
 }
 
 template <typename T, typename Dim>
@@ -205,11 +231,11 @@ void interact(const Vectors<T>& rows, const Vectors<T>& own, int64_t num_rows, c
               const int32_t* offsets, Dim dim, int threads) {
   const Pieces pieces(offsets, num_rows);
   const int64_t m = rows.count(), k = own.count();
-  // Columns of what is turned: a sample's vectors, then its row's, both in whole blocks.
-  const int64_t columns = whole<T>(k), stride = columns + whole<T>(m);
+  // Columns of what is turned: a sample's vectors if there are pairs of them, then its row's.
+  const int64_t columns = k > 1 ? whole<T>(k) : 0, stride = columns + whole<T>(m);
   pieces.run(threads, [&](int64_t first, int64_t last) {
-    std::vector<T> turned(dim * stride), products(std::max(m, k) * stride);
-    std::vector<const T*> x(whole<T>(m)), v(columns);
+    std::vector<T> turned(dim * stride), products(std::max(m, k) * stride + kLanes<T>);
+    std::vector<const T*> x(whole<T>(m)), v(std::max(columns, k));
     int64_t held = -1;
     for (int64_t p = first; p < last; p++) {
       const Piece& piece = pieces.all[p];
@@ -230,14 +256,16 @@ void interact(const Vectors<T>& rows, const Vectors<T>& own, int64_t num_rows, c
       for (int64_t s = piece.begin; s < piece.end; s++) {
         const int64_t sample = order[s];
         if (s + 1 < piece.end) fetch(own.of(order[s + 1], k - 1, dim) - (k - 2) * dim, (k - 1) * dim);
-        for (int64_t i = 0; i < columns; i++) v[i] = own.of(sample, std::min(i, k - 1), dim);
-        turn(v.data(), k, dim, stride, turned.data());
+        for (int64_t i = 0; i < int64_t(v.size()); i++) v[i] = own.of(sample, std::min(i, k - 1), dim);
+        if (columns > 0) turn(v.data(), k, dim, stride, turned.data());
         multiply(v.data(), k, turned.data(), stride, stride, dim, products.data());
         T* out = own.out + sample * own.width;
         if (own.first) out = std::copy_n(v[0], dim, out);
+        const T* end = own.out + (sample + 1) * own.width;
+        for (int64_t i = 0; i + 1 < k; i++)
+          out = copy_over(&products[i * stride + i + 1], k - i - 1, out, end);
         for (int64_t i = 0; i < k; i++)
-          out = std::copy(&products[i * stride + i + 1], &products[i * stride + k], out);
-        for (int64_t i = 0; i < k; i++) out = std::copy_n(&products[i * stride + columns], m, out);
+          out = copy_over(&products[i * stride + columns], m, out, end);
       }
     }
   });
