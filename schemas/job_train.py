@@ -184,6 +184,8 @@ class TrainConfig:
     """Optimizer of the dense parameters."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Optimizer of the embedding rows."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it is computed; rows stay in the memory of the processor between steps."""
     kernels: Literal["compiled", "torch"] = "compiled"
     """What looks up and updates rows: C++ compiled on first use, or torch operators."""
     cache: CacheConfig = field(default_factory=CacheConfig)

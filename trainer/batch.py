@@ -66,7 +66,9 @@ class Batch:
     def inverse_of(self, feature: str) -> torch.Tensor:
         """Return (B,) int64, the bag of `feature` that each sample has."""
         group = self.group_of[feature]
-        return torch.arange(self.num_samples) if group is None else self.groups[group].indices
+        if group is None:
+            return torch.arange(self.num_samples, device=self.labels.device)
+        return self.groups[group].indices
 
     def jagged_of(self, feature: str) -> JaggedTensor:
         """Return the bags of one feature, one per unique tuple, or per sample when expanded."""

@@ -116,7 +116,7 @@ def load_checkpoint(
                 "remove this checkpoint to use the one before it",
                 file=str(file),
             )
-    dense = torch.load(checkpoint / DENSE, weights_only=True)
+    dense = torch.load(checkpoint / DENSE, map_location="cpu", weights_only=True)
     model.load_state_dict(dense["model"])
     if optimizer is not None:
         optimizer.load_state_dict(dense["optimizer"])

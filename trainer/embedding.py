@@ -20,12 +20,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
+from trainer.device import moved, reaches_arenas
 from trainer.kernels.build import kernels_of
 from trainer.kernels.contract import ArenaRows, PlaceGradients, RowRule, TableRows
 from trainer.optimizer import rule_at
 from trainer.pooling import Pooling
 from trainer.sources import RowSource
-from trainer.stores.store import Lent, Store
+from trainer.stores.store import Lent, Records, Store
 from trainer.stores.together import fetch_rows
 from trainer.taking import take_unsorted
 
@@ -76,6 +77,8 @@ class Embedding(nn.Module):
         self._table_of = {f: t.name for t in tables for f in t.features}
         self._mean = config.pooling == "mean"
         self._open: _Open | None = None
+        self._lent: Mapping[str, Lent] = {}
+        self._device = torch.device(config.device)
 
     def read_from(self, source: RowSource) -> None:
         """Take rows from another source from now on."""
@@ -97,8 +100,8 @@ class Embedding(nn.Module):
 
     def open(self, batch: Batch) -> None:
         """Borrow the rows of a batch; look-ups are of this batch until the next one."""
-        lent = self._source.lend(batch.step.train_step, self._rows_of(batch))
-        self._set(batch, {table: arena_rows(found) for table, found in lent.items()})
+        self._lent = self._source.lend(batch.step.train_step, self._rows_of(batch))
+        self._set(batch, {table: self._here(found) for table, found in self._lent.items()})
 
     def look(self, batch: Batch, stores: Mapping[str, Store]) -> None:
         """Take copies of the rows of a batch, for look-ups that train nothing.
@@ -108,13 +111,18 @@ class Embedding(nn.Module):
             stores: by table; no row is created.
         """
         records = fetch_rows(stores, batch.step.train_step, self._rows_of(batch))
-        self._set(batch, {table: arena_rows(Lent(found)) for table, found in records.items()})
+        self._set(batch, {table: self._here(Lent(found)) for table, found in records.items()})
 
     def close(self) -> None:
         """Update the rows by their gradients where they lie and give them back."""
         batch = self._opened().batch
         step = batch.step.train_step
-        self._sum(self._opened().rows, rule_at(self._config.sparse_optimizer, step))
+        rows = self._opened().rows
+        self._sum(rows, rule_at(self._config.sparse_optimizer, step))
+        if not reaches_arenas(self._device):
+            for table, lent in self._lent.items():
+                found = rows[table]
+                lent.put(Records(found.values.cpu().numpy(), found.state.cpu().numpy()))
         self._source.take_back(step, self._rows_of(batch))
         self._open = None
 
@@ -207,6 +215,12 @@ class Embedding(nn.Module):
             none = tables[0].rows.values[:0]
             empty = PlaceGradients(outputs=none[:, None], num_features=1, bags=none, scales=None)
             kernels_of(self._config.kernels).update(tables, pooled or empty, rule)
+
+    def _here(self, lent: Lent) -> ArenaRows:
+        """Return rows where they lie, or copies for a device that cannot reach them."""
+        if reaches_arenas(self._device):
+            return arena_rows(lent)
+        return moved(arena_rows(Lent(lent.taken())), self._device)
 
     def _copy_of(self, feature: str) -> torch.Tensor:
         """Return the rows of a feature's table, in order, with a gradient of their own."""

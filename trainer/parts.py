@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from schemas.job_train import TrainConfig
 from schemas.order import Order
 from trainer.collate import features_of_tables
 from trainer.decode import BatchSpec
+from trainer.device import device_of
 from trainer.embedding import Embedding, TableSpec
 from trainer.models.build import build_model
 from trainer.optimizer import dense_optimizer, state_width
@@ -82,12 +83,15 @@ def build_parts(spec: BatchSpec, config: TrainConfig, stores: dict[str, Store]) 
         config: train section of the job.
         stores: by table; the embedding reads them until it is given another source.
     """
+    device = device_of(config.device)
+    if device.type != "cpu":
+        config = replace(config, kernels="torch")  # compiled ones are the processor's
     tables = tuple(
         TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
         for name, features in features_of_tables(spec).items()
     )
     embedding = Embedding(tables, config, DirectSource(stores))
-    model = build_model(config, spec, embedding)
+    model = build_model(config, spec, embedding).to(device)
     return Parts(
         stores, embedding, model, dense_optimizer(config.dense_optimizer, list(model.parameters()))
     )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trainer.device import moved
 from trainer.inverse import Inverse, inverse_of
 
 
@@ -45,4 +46,5 @@ def take_unsorted(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         source: (num_rows, dim).
         indices: (n,) int64 into `source`.
     """
-    return take(source, inverse_of(indices.numpy(), source.shape[0]))
+    inverse = inverse_of(indices.cpu().numpy(), source.shape[0])
+    return take(source, moved(inverse, indices.device))

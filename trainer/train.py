@@ -19,6 +19,7 @@ from trainer.batch import Batch
 from trainer.cache import PlannedCache
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer.decode import spec_of
+from trainer.device import device_of, moved
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.kernels.build import kernels_of
 from trainer.keyframes import CachedRows, load_cached
@@ -87,11 +88,12 @@ def train(
         on_step: called after each committed step with its metric and the number of steps.
 
     Raises:
-        SchemaError: job, dataset or run break their format.
+        SchemaError: job, dataset or run break their format, or the device is not there.
         PlanError: the plan does not fit `train.cache.rows`.
     """
     job = load_job(job_path)
     config = job.train
+    device_of(config.device)
     dataset = open_dataset(dataset_path)
     spec = spec_of(dataset, config.dtype)
     sort = kernels_of(config.kernels).transpose
@@ -153,7 +155,10 @@ def _train(
     saved, every = first, config.checkpoint.every_steps
     try:
         with RunLog(run) as log:
-            batches = prefetched(reader.read, range(first, last), READ_AHEAD)
+            device = device_of(config.device)
+            batches = prefetched(
+                lambda step: moved(reader.read(step), device), range(first, last), READ_AHEAD
+            )
             for step in range(first, last):
                 with timer("read"):
                     batch = next(batches)
@@ -175,7 +180,8 @@ def evaluate_parts(job: Job, dataset: Dataset, parts: Parts) -> Evaluation:
     columns = columns_of(dataset, job.train)
     spec = spec_of(dataset, job.train.dtype, columns.kept)
     reader = Reader(dataset, order_of(job, dataset), spec, sides=wants_sides(job.train))
-    batches = reader.evaluation_batches()
+    device = device_of(job.train.device)
+    batches = (moved(batch, device) for batch in reader.evaluation_batches())
     return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
 
 
@@ -186,6 +192,7 @@ def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:
         SchemaError: job, dataset or run break their format, or the run has no checkpoint.
     """
     job, dataset = load_job(job_path), open_dataset(dataset_path)
+    device_of(job.train.device)
     check_run(run, dataset, job.train)
     spec = spec_of(dataset, job.train.dtype)
     parts = build_parts(spec, job.train, memory_stores(spec, job.train))

@@ -59,7 +59,7 @@ def pad_newest(
         lengths: (n,) int64, entries of each list, at most `max_history`.
     """
     lengths = offsets.diff()[rows].clamp(max=max_history)
-    columns = torch.arange(max(int(lengths.max()), 1) if len(rows) else 1)
+    columns = torch.arange(max(int(lengths.max()), 1) if len(rows) else 1, device=values.device)
     filled = columns < lengths[:, None]
     source = (offsets[1:][rows] - 1)[:, None] - columns
     flat = values.new_zeros(filled.numel(), values.shape[1]).index_copy(
@@ -196,7 +196,8 @@ class AttentionModel(nn.Module):
         buckets = bucket_queries(inverse_indices, len(offsets) - 1)
         padded, lengths = pad_newest(values, offsets, buckets.rows, self.max_history)
         # An empty list reads its own zeros in column 0, so that no softmax is over nothing.
-        readable = torch.arange(padded.shape[1]) < lengths.clamp(min=1)[:, None]
+        columns = torch.arange(padded.shape[1], device=padded.device)
+        readable = columns < lengths.clamp(min=1)[:, None]
         encoded = self.encoder(padded, readable)
         read = self.attention(targets, encoded, readable, buckets)
         is_empty = (offsets.diff() == 0)[inverse_indices]

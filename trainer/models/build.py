@@ -13,7 +13,8 @@ from trainer.models.dedup_dlrm import DedupDlrm
 
 def wants_sides(config: TrainConfig) -> bool:
     """Return whether the model is fed what samples share, `Batch.sides`."""
-    return config.model.name == "dlrm" and config.model.dedup_compute
+    model = config.model
+    return model.name == "dlrm" and model.dedup_compute and config.device == "cpu"
 
 
 def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> nn.Module:

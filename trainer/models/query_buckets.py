@@ -55,7 +55,7 @@ def bucket_queries(inverse_indices: torch.Tensor, num_rows: int) -> QueryBuckets
         ([2, 0, 1], (1, 2, 4), [1, 3, 4, 5, 0, 2])
     """
     counts = torch.bincount(inverse_indices, minlength=num_rows)
-    powers = 1 << torch.arange(63)
+    powers = 1 << torch.arange(63, device=counts.device)
     exponents = torch.searchsorted(powers, counts)  # of the smallest power that is not below
     used = counts.nonzero().squeeze(1)
     rows = used[torch.argsort(exponents[used], stable=True)]
@@ -76,5 +76,5 @@ def _rank_within(inverse_indices: torch.Tensor, counts: torch.Tensor) -> torch.T
     order = torch.argsort(inverse_indices, stable=True)
     starts = counts.cumsum(0) - counts
     ranks = torch.empty_like(order)
-    ranks[order] = torch.arange(len(order)) - starts[inverse_indices[order]]
+    ranks[order] = torch.arange(len(order), device=order.device) - starts[inverse_indices[order]]
     return ranks

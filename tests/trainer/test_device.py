@@ -1,0 +1,114 @@
+"""What a GPU is fed, on any machine; a run on one against the processor's, where there is one."""
+
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from schemas.errors import SchemaError
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, final_rows, losses_of, reader_of, run_job
+from trainer.device import moved
+from trainer.train import evaluate_run
+
+MODELS = {
+    "dlrm": "{name: dlrm, top_layers: [16]}",
+    "dcn": "{name: dcn, cross_rank: 4}",
+    "deepfm": "{name: deepfm}",
+    "wide and deep": "{name: wide_deep}",
+    "attention": "{name: attention, history: clicked, target: item, num_heads: 2}",
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("device")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+def with_device(job: Path, name: str) -> Path:
+    """Name a device in a job file."""
+    job.write_text(job.read_text().replace("  kernels:", f"  device: {name}\n  kernels:"))
+    return job
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return every tensor of a batch."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, KeyedJaggedTensor):
+        inverse = value.inverse_indices_or_none()
+        return [value.values(), value.lengths(), value.offsets(), *(inverse or ())[1:]]
+    if is_dataclass(value):
+        return [t for f in fields(value) for t in tensors_of(getattr(value, f.name))]
+    return (
+        [t for part in value.values() for t in tensors_of(part)] if hasattr(value, "values") else []
+    )
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_every_tensor_of_a_batch_is_moved(expanded: bool, dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job")
+    batch = reader_of(job, dataset, expanded=expanded).read(0)
+    there = moved(batch, torch.device("meta"))
+    found, wanted = tensors_of(there), tensors_of(batch)
+    assert len(found) == len(wanted) > 10
+    assert {t.device.type for t in found} == {"meta"}
+    assert [t.shape for t in found] == [t.shape for t in wanted]
+    assert there.sparse.keys() == batch.sparse.keys()
+    assert there.inverse_of("item").device.type == "meta"
+    assert moved(batch, torch.device("cpu")) is batch
+
+
+@pytest.mark.parametrize("embedding", ["plain", "cached"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
+    model: str, embedding: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = write_job(tmp_path / "job", model=model, kernels="torch")
+    here = run_job(job, dataset, tmp_path / "here", embedding=embedding)
+    monkeypatch.setattr("trainer.embedding.reaches_arenas", lambda device: False)
+    monkeypatch.setattr("trainer.embedding.moved", lambda rows, device: rows)
+    there = run_job(job, dataset, tmp_path / "there", embedding=embedding)
+    assert losses_of(tmp_path / "here").tobytes() == losses_of(tmp_path / "there").tobytes()
+    one, other = final_rows(tmp_path / "here"), final_rows(tmp_path / "there")
+    assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}
+    assert (here.ne, here.auc) == (there.ne, there.auc)
+
+
+def test_device_that_is_not_there_is_refused_before_anything_starts(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    job = with_device(write_job(tmp_path / "job"), "cuda")
+    message = (
+        "train.device must be there, got 'cuda' on a machine where torch finds no CUDA device; "
+        "write cpu, or install requirements-gpu.lock where there is one"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, dataset, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        evaluate_run(job, dataset, tmp_path / "run")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("embedding", ["plain", "cached"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_run_on_a_gpu_has_the_losses_of_the_processors(
+    model: str, embedding: str, dataset: Path, tmp_path: Path
+) -> None:
+    runs: dict[str, np.ndarray] = {}
+    for device in ("cpu", "cuda"):
+        job = with_device(write_job(tmp_path / device, model=model), device)
+        run = tmp_path / f"run-{device}"
+        run_job(job, dataset, run, embedding=embedding, steps=9)
+        summary = run_job(job, dataset, run, embedding=embedding, resume=True)
+        assert summary.ne is not None
+        runs[device] = losses_of(run)
+    np.testing.assert_allclose(runs["cuda"], runs["cpu"], rtol=1e-10)
