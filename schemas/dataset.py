@@ -228,7 +228,8 @@ class Dataset:
             f"dataset must have an index for batch_samples={batch}, epochs={order.epochs}, "
             f"shuffle={order.config.shuffle}, seed={order.config.seed}, got none; run "
             f"python -m pipelines oracle {self.directory} --reindex --batch-samples {batch} "
-            f"--epochs {order.epochs}",
+            f"--epochs {order.epochs} --shuffle {order.config.shuffle} "
+            f"--seed {order.config.seed}",
             file=str(self.directory / MANIFEST),
         )
 

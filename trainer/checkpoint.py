@@ -6,6 +6,7 @@ renamed when its manifest, which holds the hash of every file, is complete.
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -55,26 +56,50 @@ def save_checkpoint(
         stores: rows by table.
         keep: newest checkpoints that remain.
         cached: where the plan stands, of a planned cache.
+
+    Raises:
+        SchemaError: the disk is full; nothing is left of this checkpoint.
     """
     folder = run / CHECKPOINTS / f"{train_step:08d}"
     partial = folder.with_name(folder.name + _PARTIAL)
     for leftover in (partial, folder):
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
     dense = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(dense, partial / DENSE)
-    for table, store in stores.items():
-        _save_table(partial / table, store)
-        if cached:
-            save_cached(partial / table, cached[table])
-    files = sorted(p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file())
-    hashes = {path: sha256_of(partial / path) for path in files}
-    body = canonical_json({"train_step": train_step, "files": hashes})
-    replace_bytes(partial / MANIFEST, body.encode())
+    try:
+        partial.mkdir(parents=True)
+        _save(partial, train_step, dense, stores, cached)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise SchemaError(
+            f"disk must have room for a checkpoint, got {error.strerror}; free some and train on "
+            "with --resume, the checkpoints before are whole",
+            file=str(folder),
+        ) from error
     partial.rename(folder)
     for old in _complete(run)[: -max(1, keep)]:
         shutil.rmtree(old)
     return folder
+
+
+def _save(
+    folder: Path,
+    train_step: int,
+    dense: Mapping[str, object],
+    stores: Mapping[str, Store],
+    cached: Mapping[str, CachedRows] | None,
+) -> None:
+    """Write all files of a checkpoint, its manifest last."""
+    whole = io.BytesIO()  # torch's own writer does not say that the disk is full
+    torch.save(dense, whole)
+    (folder / DENSE).write_bytes(whole.getbuffer())
+    for table, store in stores.items():
+        _save_table(folder / table, store)
+        if cached:
+            save_cached(folder / table, cached[table])
+    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    hashes = {path: sha256_of(folder / path) for path in files}
+    body = canonical_json({"train_step": train_step, "files": hashes})
+    replace_bytes(folder / MANIFEST, body.encode())
 
 
 def newest_checkpoint(run: Path) -> Path | None:

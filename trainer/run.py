@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -122,11 +123,24 @@ class RunLog:
     ) -> None:
         """Close both files."""
         for file in self._files or ():
-            file.close()
+            # what could not be written is tried once more; the error that ends the run is told
+            with suppress(*([OSError] if error else [])):
+                file.close()
 
     def commit(self, metric: StepMetric, entry: LedgerEntry) -> None:
-        """Append a step; other processes see it at once."""
+        """Append a step; other processes see it at once.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
         assert self._files is not None, "a run log is open while steps are committed"
         for file, record in zip(self._files, (metric, entry), strict=True):
-            file.write(f"{to_line(record)}\n")
-            file.flush()
+            try:
+                file.write(f"{to_line(record)}\n")
+                file.flush()
+            except OSError as failed:
+                raise SchemaError(
+                    f"disk must have room for the line of a step, got {failed.strerror}; free some "
+                    "and train on with --resume",
+                    file=file.name,
+                ) from failed

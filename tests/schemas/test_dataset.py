@@ -125,7 +125,7 @@ def test_index_for_another_order_names_the_command_that_builds_it(
     message = (
         "dataset must have an index for batch_samples=64, epochs=2, shuffle=none, seed=0, got none "
         f"in {root / 'MANIFEST.json'}; run python -m pipelines oracle {root} --reindex "
-        "--batch-samples 64 --epochs 2"
+        "--batch-samples 64 --epochs 2 --shuffle none --seed 0"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         dataset.index_for(dataset.order(64, 2, "none", 0))

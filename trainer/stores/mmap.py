@@ -7,12 +7,15 @@ from its checkpoint, never from these files.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.errors import SchemaError
 from schemas.jagged import Array
 from trainer.stores.bucket_file import BucketFiles, Entries
 from trainer.stores.runs import PIECE_BYTES, SortedRuns
@@ -20,7 +23,7 @@ from trainer.stores.store import ROWS_AT_ONCE, ArrayStore, Records, TableLayout
 
 
 class _MappedFiles:
-    """One sparse file per array, made longer and mapped again when it grows."""
+    """One file per array, made longer and mapped again when it grows."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
         self._directory = directory
@@ -31,7 +34,7 @@ class _MappedFiles:
             return np.empty((num_rows, 0), self._dtype)
         path = self._path(name)
         with path.open("a+b") as file:
-            file.truncate(num_rows * width * self._dtype.itemsize)
+            _make_room(file, path, num_rows * width * self._dtype.itemsize)
             mapped = mmap.mmap(file.fileno(), 0)
         mapped.madvise(mmap.MADV_RANDOM)  # a row's neighbours are not read with it
         return np.frombuffer(mapped, self._dtype).reshape(num_rows, width)
@@ -46,6 +49,26 @@ class _MappedFiles:
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.bin"
+
+
+def _make_room(file: BinaryIO, path: Path, num_bytes: int) -> None:
+    """Make a file longer, with blocks of the disk: a write to a mapped hole of a full one kills.
+
+    Raises:
+        SchemaError: the disk is full; the file is as it was.
+    """
+    held = path.stat().st_size
+    if num_bytes <= held:
+        return
+    try:
+        os.posix_fallocate(file.fileno(), held, num_bytes - held)
+    except OSError as error:
+        file.truncate(held)
+        raise SchemaError(
+            f"disk must have room for the rows of a table, got {error.strerror}; free "
+            f"{num_bytes - held} bytes and train on with --resume",
+            file=str(path),
+        ) from error
 
 
 class MappedStore(ArrayStore):

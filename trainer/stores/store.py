@@ -205,8 +205,8 @@ class ArrayStore:
         positions = self._map.find(rows)
         unknown = np.flatnonzero(positions < 0)
         if len(unknown):
+            self._reserve(len(self._map) + len(unknown))  # first: it may find no room
             positions[unknown] = self._map.add(rows[unknown])
-            self._reserve(len(self._map))
         return positions, unknown
 
     def _initial(self, rows: NDArray[np.int64]) -> Array:

@@ -1,0 +1,105 @@
+"""A full disk is refused by name wherever a run writes, and the run goes on when there is room."""
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.errors import SchemaError
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, run_job
+from trainer.compare import compare_runs
+from trainer.stores.mmap import mmap_store
+from trainer.stores.store import Records, TableLayout
+
+LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=0)
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond some bytes, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("full")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+def records_of(rows: np.ndarray) -> Records:
+    state = rows[:, None].astype(np.float32)
+    return Records(np.repeat(state, 4, axis=1), state)
+
+
+def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    store, first, more = mmap_store(LAYOUT, tmp_path), np.arange(900), np.arange(900, 3000)
+    store.write(first, records_of(first))
+    message = (
+        "disk must have room for the rows of a table, got File too large in "
+        f"{tmp_path / 'items' / 'values.bin'}; free 49152 bytes and train on with --resume"
+    )
+    with largest_file(20_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        store.write(more, records_of(more))
+    assert (store.fetch(first).state[:, 0] == first).all()
+    with largest_file(20_000), pytest.raises(SchemaError, match=r"^disk must have room"):
+        store.write(more, records_of(more))
+    store.write(more, records_of(more))
+    for rows in (first, more):
+        assert (store.fetch(rows).state[:, 0] == rows).all()
+
+
+def test_mapped_files_take_their_room_from_the_disk_before_they_are_written(tmp_path: Path) -> None:
+    store, rows = mmap_store(LAYOUT, tmp_path), np.arange(10)
+    store.write(rows, records_of(rows))
+    found = (tmp_path / "items" / "values.bin").stat()
+    assert found.st_size == 1024 * 16
+    assert found.st_blocks * 512 >= found.st_size  # no hole, that a full disk could not fill
+
+
+def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", every_steps="5")
+    run_job(job, dataset, tmp_path / "plain")
+    run = tmp_path / "run"
+    run_job(job, dataset, run, steps=5)
+    folder = checkpoint_at(run, 10)
+    message = (
+        f"disk must have room for a checkpoint, got File too large in {folder}; free some and "
+        "train on with --resume, the checkpoints before are whole"
+    )
+    with largest_file(6_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, dataset, run, resume=True)
+    assert [path.name for path in folder.parent.iterdir()] == ["00000005"]
+    assert len(losses_of(run)) == 10
+    run_job(job, dataset, run, resume=True)
+    assert compare_runs(tmp_path / "plain", run).difference is None
+
+
+def test_line_of_a_step_on_a_full_disk_is_refused_by_name_and_the_run_goes_on(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32")
+    run_job(job, dataset, tmp_path / "plain")
+    run = tmp_path / "run"
+    run_job(job, dataset, run, steps=3)
+    message = (
+        f"disk must have room for the line of a step, got File too large in "
+        f"{run / 'metrics.jsonl'}; free some and train on with --resume"
+    )
+    with largest_file(2_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, dataset, run, resume=True)
+    run_job(job, dataset, run, resume=True)
+    assert compare_runs(tmp_path / "plain", run).difference is None
