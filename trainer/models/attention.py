@@ -22,9 +22,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from schemas.job import TrainConfig
 from trainer.batch import Batch
 from trainer.models.query_buckets import QueryBuckets, bucket_queries
+from trainer.models.shares import (
+    DENSE,
+    Part,
+    columns_of,
+    dense_part,
+    first_layer,
+    linear_share,
+    parts_of,
+    summed,
+    to_samples,
+)
 
 FEED_FORWARD_RATIO = 4
 """Width of the encoder's hidden layer, in embedding widths. Source: Vaswani et al. (2017)."""
+_READ = "the history as read"
 POSITION_SCALE = 0.02
 """Standard deviation of the initial positions. Source: BERT (2019)."""
 
@@ -34,6 +46,10 @@ class SequenceEmbedding(Protocol):
 
     def __call__(self, kjt: KeyedJaggedTensor, /) -> KeyedTensor:
         """Return the pooled rows of each sample, (B, num_features * dim)."""
+        ...
+
+    def unique(self, kjt: KeyedJaggedTensor, /) -> dict[str, torch.Tensor]:
+        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple."""
         ...
 
     def sequence(
@@ -177,15 +193,34 @@ class AttentionModel(nn.Module):
         self.top = nn.Sequential(MLP(widths[0], widths[1:]), nn.Linear(widths[-1], 1))
         self.to(getattr(torch, config.dtype))  # before the embedding, which has its own
         self.embedding = embedding
+        self.dedup = model.dedup_compute and len(model.top_layers) > 0
+        parts = ([DENSE] if num_dense else []) + [*features, _READ]
+        self._columns = columns_of(dict.fromkeys(parts, dim))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
         embedding = cast(SequenceEmbedding, self.embedding)
+        if self.dedup and batch.groups:
+            return self._of_parts(batch, embedding)
         pooled = embedding(batch.sparse).to_dict()
         parts = [] if self.bottom is None else [self.bottom(batch.dense)]
         parts += [pooled[feature] for feature in self.features]
         parts.append(self._read_history(batch, embedding, pooled[self.target]))
         return self.top(torch.cat(parts, dim=1)).squeeze(1)
+
+    def _of_parts(self, batch: Batch, embedding: SequenceEmbedding) -> torch.Tensor:
+        """Return the logits, shares of dedup groups of the first top layer once per tuple."""
+        pooled = embedding.unique(batch.sparse)
+        dense = None
+        if self.bottom is not None:
+            known = dense_part(batch, batch.dense)
+            dense = Part(known.group, {DENSE: self.bottom(known.vectors[DENSE])})
+        targets = to_samples(batch, batch.group_of[self.target], pooled[self.target])
+        read = Part(None, {_READ: self._read_history(batch, embedding, targets)})
+        parts = [*parts_of(batch, {f: pooled[f] for f in self.features}, dense), read]
+        first, rest = first_layer(self.top)
+        sums = summed(batch, parts, lambda part: linear_share(part, first.weight, self._columns))
+        return rest(sums + first.bias).squeeze(1)
 
     def _read_history(
         self, batch: Batch, embedding: SequenceEmbedding, targets: torch.Tensor
