@@ -1,15 +1,16 @@
 """Training steps of ours against TorchRec fed plain KeyedJaggedTensors.
 
-`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--top 256-64,64-32] [--rounds N]`
+`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--models dlrm,attention]
+[--top 256-64,64-32] [--rounds N]`
 
-Both sides train the same model (TorchRec's DLRM) on the same samples in the same batches, which
-are in memory before the clock starts. TorchRec's side is its best on CPU: tables in FBGEMM's fused
-kernel with row-wise Adagrad, bags repeated for every sample. `unchanged` is the same model on our
-reader's deduplicated batches and our embedding module; `dedup` computes what depends on a unique
-tuple alone once per tuple, with the same parameters. `bound` is TorchRec's time over the time
-of its dense part alone with embeddings that cost nothing: no embedding, however fast, gets a model
-that is left as it is beyond that. Sides take turns; `parity` is the largest relative difference
-of losses in the steps before the clock starts.
+Both sides train the same model on the same samples in the same batches, which are in memory before
+the clock starts. TorchRec's side is its best on CPU: tables in FBGEMM's fused kernel with row-wise
+Adagrad, bags repeated for every sample. `unchanged` is TorchRec's DLRM on our reader's deduplicated
+batches and our embedding module; `dedup` computes what depends on a unique tuple alone once per
+tuple, with the same parameters. `bound` is TorchRec's time over the time of its dense part alone
+with embeddings that cost nothing: no embedding, however fast, gets a model that is left as it is
+beyond that. `attention` is our attention model, on our batches and on repeated ones. Sides take
+turns; `parity` is the largest relative difference of losses in the steps before the clock starts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,26 +32,29 @@ from torchrec.models.dlrm import DLRM
 
 from benchmarks.order import built
 from benchmarks.storage import SHARED_DATA, job_path, raw_log
+from benchmarks.train_attention import measure_attention
 from benchmarks.train_peer import FreeTables, FusedTables, by_table
+from benchmarks.train_sides import (
+    Step,
+    batches,
+    in_turns,
+    milliseconds,
+    ours_of,
+    parity,
+    peer_of,
+    ratios,
+    shown,
+)
 from schemas.dataset import Dataset, open_dataset
 from schemas.job_train import ModelConfig, SparseOptimizerConfig, TrainConfig
 from trainer.batch import Batch
 from trainer.collate import features_of_tables
 from trainer.decode import BatchSpec, spec_of
 from trainer.embedding import TableSpec
-from trainer.kernels.build import kernels_of
-from trainer.optimizer import dense_optimizer
-from trainer.parts import build_parts, memory_stores, order_of
-from trainer.reader import Reader
-from trainer.step import PhaseTimer, loss_of, train_step
 
 LOGS = ("mind", "kuairand", "demo")
-DIM, BATCH, THREADS, STEPS = 64, 4096, 2, 12
+DIM, BATCH, THREADS = 64, 4096, 2
 BOTTOM = (64,)
-PARITY_STEPS = 3
-
-Step = Callable[[int], float]
-"""Trains the batch of that number and returns its loss."""
 
 
 def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
@@ -66,28 +69,6 @@ def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
         dtype="float32",
         epochs=1,
     )
-
-
-def batches(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> list[Batch]:
-    """Return the first full batches of a run."""
-    order = order_of(replace(dataset.job, train=config), dataset)
-    spec, sort = spec_of(dataset, config.dtype), kernels_of(config.kernels).transpose
-    reader = Reader(dataset, order, spec, expanded=expanded, sides=not expanded, transpose=sort)
-    found = [reader.read(step) for step in range(min(STEPS, order.num_steps))]
-    return [batch for batch in found if batch.num_samples == found[0].num_samples]
-
-
-def ours_of(
-    spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]
-) -> tuple[Step, PhaseTimer]:
-    """Return our steps, with TorchRec's model as it is or computed once per unique tuple."""
-    parts = build_parts(spec, config, memory_stores(spec, config))
-    timer = PhaseTimer(time.perf_counter)
-
-    def step(number: int) -> float:
-        return train_step(parts.model, parts.embedding, parts.optimizer, given[number], timer)
-
-    return step, timer
 
 
 def peer(spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]) -> tuple[Step, Step]:
@@ -118,26 +99,13 @@ def _peer_step(
             [*config.model.bottom_layers, config.embedding_dim],
             [*config.model.top_layers, 1],
         )
-    optimizer = dense_optimizer(config.dense_optimizer, list(model.parameters()))
 
-    def step(number: int) -> float:
+    def call(number: int) -> torch.Tensor:
         batch = given[number]
         dense = batch.dense if spec.dense else batch.dense.new_ones(batch.num_samples, 1)
-        loss = loss_of(model(dense, sparse[number]).squeeze(1), batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
+        return model(dense, sparse[number]).squeeze(1)
 
-    return step
-
-
-def timed(step: Step, count: int) -> float:
-    """Return the seconds of a step, over one pass through the batches."""
-    start = time.perf_counter()
-    for number in range(count):
-        step(number)
-    return (time.perf_counter() - start) / count
+    return peer_of(model, config, given, call)
 
 
 def measure(dataset: Dataset, top: tuple[int, ...], rounds: int) -> dict[str, Any]:
@@ -155,51 +123,27 @@ def measure(dataset: Dataset, top: tuple[int, ...], rounds: int) -> dict[str, An
     deduplicating = replace(config, model=replace(config.model, dedup_compute=True))
     dedup, dedup_timer = ours_of(spec, deduplicating, ours)
     torchrec, dense = peer(spec, config, plain)
-    differences = []
-    for number in range(min(PARITY_STEPS, len(ours))):
-        losses = step(number), dedup(number), torchrec(number)
-        differences += [abs(loss - losses[-1]) / abs(losses[-1]) for loss in losses[:-1]]
-    sides: dict[str, Step] = {
-        "torchrec": torchrec,
-        "unchanged": step,
-        "dedup": dedup,
-        "dense": dense,
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        timer.finish()
-        dedup_timer.finish()
-        for name in sides if number % 2 else reversed(sides):
-            seconds[name].append(timed(sides[name], len(ours)))
-    counted = {name: values[1:] for name, values in seconds.items()}
+    sides = {"torchrec": torchrec, "unchanged": step, "dedup": dedup}
+    worst = parity(sides, "torchrec", len(ours))
+    for each in (timer, dedup_timer):
+        each.finish()
+    seconds = in_turns({**sides, "dense": dense}, len(ours), rounds)
+    num_steps = (rounds + 1) * len(ours)
     phases = {"unchanged": timer.finish()[1], "dedup": dedup_timer.finish()[1]}
-    bound = _ratios(counted, "dense")
+    bound, unchanged = (ratios(seconds, "torchrec", side) for side in ("dense", "unchanged"))
     return {
         "num_samples": sum(b.num_samples for b in ours),
         "num_steps": len(ours),
-        "parity": max(differences),
-        "milliseconds": {n: round(statistics.median(v) * 1e3, 2) for n, v in counted.items()},
+        "parity": worst,
+        "milliseconds": milliseconds(seconds),
         "bound": round(statistics.median(bound), 3),
         "phases_ms": {
-            side: {n: round(s / len(ours) * 1e3, 2) for n, s in taken.items() if s}
+            side: {n: round(s / num_steps * 1e3, 2) for n, s in taken.items() if s}
             for side, taken in phases.items()
         },
-        "unchanged": _shown(_ratios(counted, "unchanged")),
-        "dedup": _shown(_ratios(counted, "dedup")),
-        "share_of_bound": round(
-            statistics.median(_ratios(counted, "unchanged")) / statistics.median(bound), 3
-        ),
-    }
-
-
-def _ratios(seconds: Mapping[str, Sequence[float]], name: str) -> list[float]:
-    return [a / b for a, b in zip(seconds["torchrec"], seconds[name], strict=True)]
-
-
-def _shown(ratios: Sequence[float]) -> dict[str, Any]:
-    return {
-        "ratio": round(statistics.median(ratios), 3),
-        "rounds": [round(r, 3) for r in ratios],
+        "unchanged": shown(unchanged),
+        "dedup": shown(ratios(seconds, "torchrec", "dedup")),
+        "share_of_bound": round(statistics.median(unchanged) / statistics.median(bound), 3),
     }
 
 
@@ -215,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
     parser.add_argument("--top", default="256-64,64-32", help="widths of top MLPs")
+    parser.add_argument("--models", default="dlrm,attention", help="dlrm, attention, by comma")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
@@ -233,18 +178,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             for widths in options.top.split(","):
                 top = tuple(int(w) for w in widths.split("-"))
-                found[f"{name} {widths}"] = taken = measure(dataset, top, options.rounds)
-                sys.stderr.write(f"{name} {widths}: {json.dumps(taken)}\n")
+                for model in options.models.split(","):
+                    if model == "dlrm":
+                        taken = measure(dataset, top, options.rounds)
+                    else:
+                        config = config_of(dataset, top)
+                        taken = measure_attention(name, dataset, config, options.rounds)
+                    found[f"{name} {model} {widths}"] = taken
+                    sys.stderr.write(f"{name} {model} {widths}: {json.dumps(taken)}\n")
     if not found:
         sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
         return 1
     first = next(iter(found))
-    milliseconds = found[first]["milliseconds"]
+    taken = found[first]["milliseconds"]
+    ours = "unchanged" if "unchanged" in taken else "ours"
     result = {
-        "ours": round(BATCH / milliseconds["unchanged"] * 1e3, 1),
-        "peer": round(BATCH / milliseconds["torchrec"] * 1e3, 1),
-        **found[first]["unchanged"],
-        "unit": f"samples/s, {first}, TorchRec's DLRM as it is, dim {DIM}, batch {BATCH}",
+        "ours": round(BATCH / taken[ours] * 1e3, 1),
+        "peer": round(BATCH / taken["torchrec"] * 1e3, 1),
+        **found[first].get("unchanged", shown([taken["torchrec"] / taken[ours]])),
+        "unit": f"samples/s, {first}, the model as it is, dim {DIM}, batch {BATCH}",
         "details": found,
     }
     sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")

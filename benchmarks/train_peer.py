@@ -33,12 +33,15 @@ _ROWS_AT_ONCE = 1 << 18
 class FusedTables(nn.Module):
     """An EmbeddingBagCollection over FBGEMM's fused kernel; it has no dense parameters."""
 
-    def __init__(self, tables: Sequence[TableSpec], config: TrainConfig) -> None:
+    def __init__(
+        self, tables: Sequence[TableSpec], config: TrainConfig, *, pooled: bool = True
+    ) -> None:
         """Make the tables and fill every row with its first values.
 
         Args:
             tables: names, sizes and features.
             config: train section: dim, pooling, row-wise Adagrad's constants, seed.
+            pooled: give bags, or the rows in them.
         """
         super().__init__()
         self._tables = tuple(tables)
@@ -51,7 +54,7 @@ class FusedTables(nn.Module):
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=optimizer.learning_rate,
             eps=optimizer.eps,
-            pooling_mode=PoolingMode.MEAN if config.pooling == "mean" else PoolingMode.SUM,
+            pooling_mode=_pooling(config) if pooled else PoolingMode.NONE,
         )
         for table, weights in zip(tables, self._kernel.split_embedding_weights(), strict=True):
             for start in range(0, table.num_rows, _ROWS_AT_ONCE):
@@ -72,6 +75,10 @@ class FusedTables(nn.Module):
             )
             for t in self._tables
         ]
+
+    def rows(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the row of each value, (num_values, dim), of tables that are not pooled."""
+        return self._kernel(sparse.values(), sparse.offsets())
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
         """Pool the rows of each bag."""
@@ -105,6 +112,10 @@ class FreeTables(nn.Module):
         vectors = self._vectors[0]
         vectors.grad = None
         return KeyedTensor(self.features, self._dims, vectors[: sparse.stride()])
+
+
+def _pooling(config: TrainConfig) -> PoolingMode:
+    return PoolingMode.MEAN if config.pooling == "mean" else PoolingMode.SUM
 
 
 def by_table(sparse: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedTensor:

@@ -1,0 +1,120 @@
+"""What both sides of a training benchmark share: their batches, our steps, times and ratios."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from schemas.dataset import Dataset
+from schemas.job_train import TrainConfig
+from trainer.batch import Batch
+from trainer.decode import BatchSpec, spec_of
+from trainer.kernels.build import kernels_of
+from trainer.optimizer import dense_optimizer
+from trainer.parts import build_parts, memory_stores, order_of
+from trainer.reader import Reader
+from trainer.step import PhaseTimer, loss_of, train_step
+
+STEPS = 12
+PARITY_STEPS = 3
+
+Step = Callable[[int], float]
+"""Trains the batch of that number and returns its loss."""
+
+
+def batches(
+    dataset: Dataset, config: TrainConfig, *, expanded: bool, count: int = STEPS
+) -> list[Batch]:
+    """Return the first full batches of a run, at most `count`."""
+    order = order_of(replace(dataset.job, train=config), dataset)
+    spec, sort = spec_of(dataset, config.dtype), kernels_of(config.kernels).transpose
+    reader = Reader(dataset, order, spec, expanded=expanded, sides=not expanded, transpose=sort)
+    found = [reader.read(step) for step in range(min(count, order.num_steps))]
+    return [batch for batch in found if batch.num_samples == found[0].num_samples]
+
+
+def ours_of(
+    spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]
+) -> tuple[Step, PhaseTimer]:
+    """Return our steps on some batches, and the timer of their phases."""
+    parts = build_parts(spec, config, memory_stores(spec, config))
+    timer = PhaseTimer(time.perf_counter)
+
+    def step(number: int) -> float:
+        return train_step(parts.model, parts.embedding, parts.optimizer, given[number], timer)
+
+    return step, timer
+
+
+def peer_of(
+    model: nn.Module, config: TrainConfig, given: Sequence[Batch], call: Callable[[int], Any]
+) -> Step:
+    """Return the steps of a model whose tables update themselves in their backward.
+
+    Args:
+        model: its dense parameters are trained by `config.dense_optimizer`.
+        config: train section.
+        given: labels and weights.
+        call: number of a batch to logits.
+    """
+    optimizer = dense_optimizer(config.dense_optimizer, list(model.parameters()))
+
+    def step(number: int) -> float:
+        loss = loss_of(call(number), given[number])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def parity(sides: Mapping[str, Step], reference: str, count: int) -> float:
+    """Return the largest relative difference of losses over the first steps of all sides."""
+    worst = 0.0
+    for number in range(min(PARITY_STEPS, count)):
+        losses = {name: step(number) for name, step in sides.items()}
+        worst = max(worst, *(abs(x / losses[reference] - 1) for x in losses.values()))
+    return worst
+
+
+def in_turns(sides: Mapping[str, Step], count: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of each side and round, after one round that does not count.
+
+    Args:
+        sides: by name.
+        count: batches of a round.
+        rounds: that count.
+    """
+    names = list(sides)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        for name in names if number % 2 else reversed(names):
+            start = time.perf_counter()
+            for batch in range(count):
+                sides[name](batch)
+            seconds[name].append((time.perf_counter() - start) / count)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], peer: str, name: str) -> list[float]:
+    """Return how many times faster a side is than the peer, by round."""
+    return [a / b for a, b in zip(seconds[peer], seconds[name], strict=True)]
+
+
+def shown(found: Sequence[float]) -> dict[str, Any]:
+    """Return the median of ratios and all of them."""
+    return {
+        "ratio": round(statistics.median(found), 3),
+        "rounds": [round(r, 3) for r in found],
+    }
+
+
+def milliseconds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median of each side."""
+    return {name: round(statistics.median(v) * 1e3, 2) for name, v in seconds.items()}
