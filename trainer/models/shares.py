@@ -122,8 +122,9 @@ def linear_share(part: Part, weight: torch.Tensor, columns: Mapping[str, slice])
         weight: (out_features, in_features).
         columns: by feature, its columns of `weight`.
     """
-    own = torch.cat([weight[:, columns[name]] for name in part.vectors], dim=1)
-    return F.linear(part.flat, own)
+    # one index per part: each slice of a weight would go back as a matrix of the whole size
+    chosen = [torch.arange(columns[n].start, columns[n].stop) for n in part.vectors]
+    return F.linear(part.flat, weight.index_select(1, torch.cat(chosen).to(weight.device)))
 
 
 def first_layer(layers: nn.Module) -> tuple[nn.Linear, Callable[[torch.Tensor], torch.Tensor]]:
