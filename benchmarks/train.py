@@ -10,14 +10,14 @@ batches and our embedding module; `dedup` computes what depends on a unique tupl
 tuple, with the same parameters. `bound` is TorchRec's time over the time of its dense part alone
 with embeddings that cost nothing: no embedding, however fast, gets a model that is left as it is
 beyond that. `attention` is our attention model, on our batches and on repeated ones. Sides take
-turns; `parity` is the largest relative difference of losses in the steps before the clock starts.
+turns, with torch's own setting of how threads wait, so the machine should be idle. `parity` is the
+largest relative difference of losses in the steps before the clock starts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -163,11 +163,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
-    if "OMP_WAIT_POLICY" not in os.environ:  # read once, when torch is loaded: begin again
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.execv(
-            sys.executable, [sys.executable, "-m", "benchmarks.train", *(argv or sys.argv[1:])]
-        )
     torch.set_num_threads(THREADS)
     found: dict[str, dict[str, Any]] = {}
     for name in options.datasets.split(","):
