@@ -1,6 +1,6 @@
 """Training steps of ours against TorchRec fed plain KeyedJaggedTensors.
 
-`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--models dlrm,attention]
+`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--models dlrm,attention,reading]
 [--top 256-64,64-32] [--rounds N]`
 
 Both sides train the same model on the same samples in the same batches, which are in memory before
@@ -9,7 +9,8 @@ Adagrad, bags repeated for every sample. `unchanged` is TorchRec's DLRM on our r
 batches and our embedding module; `dedup` computes what depends on a unique tuple alone once per
 tuple, with the same parameters. `bound` is TorchRec's time over the time of its dense part alone
 with embeddings that cost nothing: no embedding, however fast, gets a model that is left as it is
-beyond that. `attention` is our attention model, on our batches and on repeated ones. Sides take
+beyond that. `attention` is our attention model, on our batches and on repeated ones. `reading`
+trains DLRM from Parquet: `dedup` from our dataset, TorchRec from a plain file. Sides take
 turns, with torch's own setting of how threads wait, so the machine should be idle. `parity` is the
 largest relative difference of losses in the steps before the clock starts.
 """
@@ -28,12 +29,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.models.dlrm import DLRM
 
 from benchmarks.order import built
 from benchmarks.storage import SHARED_DATA, job_path, raw_log
 from benchmarks.train_attention import measure_attention
-from benchmarks.train_peer import FreeTables, FusedTables, by_table
+from benchmarks.train_peer import FreeTables, by_table, dlrm_of, tables_of
+from benchmarks.train_reading import measure_reading
 from benchmarks.train_sides import (
     Step,
     batches,
@@ -48,9 +49,7 @@ from benchmarks.train_sides import (
 from schemas.dataset import Dataset, open_dataset
 from schemas.job_train import ModelConfig, SparseOptimizerConfig, TrainConfig
 from trainer.batch import Batch
-from trainer.collate import features_of_tables
 from trainer.decode import BatchSpec, spec_of
-from trainer.embedding import TableSpec
 
 LOGS = ("mind", "kuairand", "demo")
 DIM, BATCH, THREADS = 64, 4096, 2
@@ -73,13 +72,7 @@ def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
 
 def peer(spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]) -> tuple[Step, Step]:
     """Return TorchRec's steps, and those of its dense part alone."""
-    tables = FusedTables(
-        [
-            TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
-            for name, features in features_of_tables(spec).items()
-        ],
-        config,
-    )
+    tables = tables_of(spec, config)
     sparse = [by_table(batch.sparse, tables.features) for batch in given]
     free = FreeTables(tables, given[0].num_samples)
     return _peer_step(tables, spec, config, given, sparse), _peer_step(
@@ -90,15 +83,7 @@ def peer(spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]) -> tuple[
 def _peer_step(
     tables: nn.Module, spec: BatchSpec, config: TrainConfig, given: Sequence[Batch], sparse: Any
 ) -> Step:
-    num_dense = max(1, len(spec.dense))
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(config.seed)
-        model = DLRM(
-            tables,  # type: ignore[arg-type] # has the two members that DLRM uses
-            num_dense,
-            [*config.model.bottom_layers, config.embedding_dim],
-            [*config.model.top_layers, 1],
-        )
+    model = dlrm_of(tables, spec, config)
 
     def call(number: int) -> torch.Tensor:
         batch = given[number]
@@ -159,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
     parser.add_argument("--top", default="256-64,64-32", help="widths of top MLPs")
-    parser.add_argument("--models", default="dlrm,attention", help="dlrm, attention, by comma")
+    parser.add_argument("--models", default="dlrm,attention,reading", help="by comma")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
@@ -174,10 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for widths in options.top.split(","):
                 top = tuple(int(w) for w in widths.split("-"))
                 for model in options.models.split(","):
+                    config = config_of(dataset, top)
                     if model == "dlrm":
                         taken = measure(dataset, top, options.rounds)
+                    elif model == "reading":
+                        plain = Path(scratch) / "plain.parquet"
+                        taken = measure_reading(dataset, config, options.rounds, plain)
                     else:
-                        config = config_of(dataset, top)
                         taken = measure_attention(name, dataset, config, options.rounds)
                     found[f"{name} {model} {widths}"] = taken
                     sys.stderr.write(f"{name} {model} {widths}: {json.dumps(taken)}\n")

@@ -20,10 +20,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
+from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.job_train import TrainConfig
+from trainer.collate import features_of_tables
+from trainer.decode import BatchSpec
 from trainer.embedding import TableSpec
 from trainer.rows import initial_rows
 
@@ -122,3 +125,25 @@ def by_table(sparse: KeyedJaggedTensor, features: Sequence[str]) -> KeyedJaggedT
     """Return the bags in the order of the tables' features, as FBGEMM wants them."""
     order = [sparse.keys().index(feature) for feature in features]
     return sparse.permute(order)
+
+
+def tables_of(spec: BatchSpec, config: TrainConfig) -> FusedTables:
+    """Return the tables of a dataset's features."""
+    tables = [
+        TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
+        for name, features in features_of_tables(spec).items()
+    ]
+    return FusedTables(tables, config)
+
+
+def dlrm_of(tables: nn.Module, spec: BatchSpec, config: TrainConfig) -> DLRM:
+    """Return TorchRec's DLRM over some tables; its parameters start as ours do."""
+    num_dense = max(1, len(spec.dense))
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(config.seed)
+        return DLRM(
+            tables,  # type: ignore[arg-type] # has the two members that DLRM uses
+            num_dense,
+            [*config.model.bottom_layers, config.embedding_dim],
+            [*config.model.top_layers, 1],
+        )

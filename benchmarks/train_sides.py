@@ -27,13 +27,19 @@ Step = Callable[[int], float]
 """Trains the batch of that number and returns its loss."""
 
 
+def reader_of(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> Reader:
+    """Return a reader as `trainer train` makes it."""
+    order = order_of(replace(dataset.job, train=config), dataset)
+    spec, sort = spec_of(dataset, config.dtype), kernels_of(config.kernels).transpose
+    return Reader(dataset, order, spec, expanded=expanded, sides=not expanded, transpose=sort)
+
+
 def batches(
     dataset: Dataset, config: TrainConfig, *, expanded: bool, count: int = STEPS
 ) -> list[Batch]:
     """Return the first full batches of a run, at most `count`."""
     order = order_of(replace(dataset.job, train=config), dataset)
-    spec, sort = spec_of(dataset, config.dtype), kernels_of(config.kernels).transpose
-    reader = Reader(dataset, order, spec, expanded=expanded, sides=not expanded, transpose=sort)
+    reader = reader_of(dataset, config, expanded=expanded)
     found = [reader.read(step) for step in range(min(count, order.num_steps))]
     return [batch for batch in found if batch.num_samples == found[0].num_samples]
 
