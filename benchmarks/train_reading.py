@@ -8,7 +8,7 @@ row groups of 65,536. Both sides read ahead in one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.train_peer import dlrm_of, tables_of
-from benchmarks.train_sides import batches, milliseconds, ratios, reader_of, shown
+from benchmarks.train_sides import batches, in_turns, milliseconds, ratios, reader_of, shown
 from schemas.dataset import Dataset
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
@@ -114,28 +114,6 @@ def _fed(rows: pa.RecordBatch, spec: BatchSpec, features: Sequence[str]) -> Plai
     return Plain(label, weight, torch.from_numpy(wide), sparse)
 
 
-def _in_turns(sides: Mapping[str, Callable[[], int]], peer: str, rounds: int) -> dict[str, Any]:
-    """Time whole passes in turns, after one of each that does not count.
-
-    Args:
-        sides: each trains all steps of a pass and returns how many.
-        peer: the side that others are compared with.
-        rounds: that count.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for number in range(rounds + 1):
-        for name in names if number % 2 else reversed(names):
-            start = time.perf_counter()
-            num_steps = sides[name]()
-            seconds[name].append((time.perf_counter() - start) / num_steps)
-    counted = {name: values[1:] for name, values in seconds.items()}
-    return {
-        "milliseconds": milliseconds(counted),
-        **{name: shown(ratios(counted, peer, name)) for name in names if name != peer},
-    }
-
-
 def _as_batch(plain: Plain) -> Batch:
     """Return a plain batch where only labels and weights are read."""
     return cast(Batch, plain)
@@ -177,9 +155,14 @@ def measure_reading(
             train_step(parts.model, parts.embedding, parts.optimizer, batch, timer)
         return len(plain)
 
-    found = _in_turns({"torchrec": peer_pass, "ours": our_pass}, "torchrec", rounds)
+    seconds = in_turns({"torchrec": peer_pass, "ours": our_pass}, rounds)
     sizes = {"plain": path.stat().st_size, "dataset": _bytes_of(dataset)}
-    return {"num_steps": len(plain), "file_bytes": sizes, **found}
+    return {
+        "num_steps": len(plain),
+        "file_bytes": sizes,
+        "milliseconds": milliseconds(seconds),
+        "ours": shown(ratios(seconds, "torchrec", "ours")),
+    }
 
 
 def _bytes_of(dataset: Dataset) -> int:

@@ -89,12 +89,26 @@ def parity(sides: Mapping[str, Step], reference: str, count: int) -> float:
     return worst
 
 
-def in_turns(sides: Mapping[str, Step], count: int, rounds: int) -> dict[str, list[float]]:
+Pass = Callable[[], int]
+"""Trains all steps of a pass and returns how many."""
+
+
+def pass_over(step: Step, count: int) -> Pass:
+    """Return the pass of a step over `count` batches."""
+
+    def train() -> int:
+        for batch in range(count):
+            step(batch)
+        return count
+
+    return train
+
+
+def in_turns(sides: Mapping[str, Pass], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a step of each side and round, after one round that does not count.
 
     Args:
         sides: by name.
-        count: batches of a round.
         rounds: that count.
     """
     names = list(sides)
@@ -102,9 +116,8 @@ def in_turns(sides: Mapping[str, Step], count: int, rounds: int) -> dict[str, li
     for number in range(rounds + 1):
         for name in names if number % 2 else reversed(names):
             start = time.perf_counter()
-            for batch in range(count):
-                sides[name](batch)
-            seconds[name].append((time.perf_counter() - start) / count)
+            num_steps = sides[name]()
+            seconds[name].append((time.perf_counter() - start) / num_steps)
     return {name: values[1:] for name, values in seconds.items()}
 
 

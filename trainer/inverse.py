@@ -25,6 +25,20 @@ class Inverse:
     order: torch.Tensor
     offsets: torch.Tensor
 
+    @property
+    def first_samples(self) -> torch.Tensor:
+        """The sample that stands for each tuple; one without samples borrows the next one's."""
+        return self.order[self.offsets[:-1].clamp(max=len(self.order) - 1)]
+
+    def once(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Return (num_unique, width) values that all samples of a tuple have; None if they differ.
+
+        Args:
+            values: (num_samples, width).
+        """
+        found = values[self.first_samples]
+        return found if torch.equal(found[self.indices], values) else None
+
 
 def inverse_of(
     indices: NDArray[np.int64], num_rows: int, transpose: Transpose = transpose

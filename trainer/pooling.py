@@ -58,19 +58,9 @@ class Pooling:
 
     def pool(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
         """Return the output without a way back."""
-        first = next(iter(rows.values())).values
-        places, dim = self._places, first.shape[1]
-        out = first.new_empty(places.num_samples, len(places.keys), dim)
-        self._scales = first.new_ones(places.num_places) if self._mean else None
-        table_of = {f: t for t, lookup in self._batch.lookups.items() for f in lookup.features}
-        bags: list[FeatureBags] = []
-        for column, feature in enumerate(places.keys):
-            table, group = table_of[feature], places.group_of[feature]
-            inverse = None if group is None else self._batch.groups[group]
-            lookup = self._batch.lookups[table]
-            bags.append(self._bags(feature, lookup, rows[table], column, inverse))
-        self._kernels.pool(bags, out, self._scales)
-        return out.flatten(1)
+        places = self._places
+        self._begin(rows)
+        return self._pooled(rows, places.keys, places.num_samples, self._samples_of()).flatten(1)
 
     def unique(self, rows: Mapping[str, ArenaRows]) -> dict[str, torch.Tensor]:
         """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
@@ -86,22 +76,14 @@ class Pooling:
 
     def pool_unique(self, rows: Mapping[str, ArenaRows]) -> tuple[torch.Tensor, ...]:
         """Return (num_bags, num_features, dim) by `_members`, without a way back."""
-        first = next(iter(rows.values())).values
         places = self._places
-        self._scales = first.new_ones(places.num_places) if self._mean else None
-        tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
+        self._begin(rows)
         counts = [places.num_samples, *(block.num_tuples for block in places.groups.values())]
-        found: list[torch.Tensor] = []
-        for members, count in zip(self._members(), counts, strict=True):
-            out = first.new_empty(count, len(members), first.shape[1])
-            bags = [
-                self._bags(f, tables[f][1], rows[tables[f][0]], column, None)
-                for column, f in enumerate(members)
-            ]
-            if bags:
-                self._kernels.pool(bags, out, self._scales)
-            found.append(out)
-        return tuple(found)
+        each = {group: None for group in (None, *places.groups)}
+        return tuple(
+            self._pooled(rows, members, count, each)
+            for members, count in zip(self._members(), counts, strict=True)
+        )
 
     def add_unique(self, gradients: tuple[torch.Tensor, ...]) -> None:
         """Take the gradients of what `pool_unique` returned."""
@@ -127,26 +109,12 @@ class Pooling:
         self, rows: Mapping[str, ArenaRows], sides: Sides
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output of `sided` without a way back."""
-        first = next(iter(rows.values())).values
-        places, dim = self._places, first.shape[1]
-        self._scales = first.new_ones(places.num_places) if self._mean else None
-        tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
-        inverses: dict[str | None, Inverse | None] = {None: None, **self._batch.groups}
-        found: list[torch.Tensor] = []
-        for count, features, samples_of in (
-            (sides.num_rows, sides.row_features, {**inverses, **sides.tuples}),
-            (places.num_samples, sides.sample_features, inverses),
-        ):
-            out = first.new_empty(count, len(features), dim)
-            bags: list[FeatureBags] = []
-            for column, feature in enumerate(features):
-                table, lookup = tables[feature]
-                inverse = samples_of[places.group_of[feature]]
-                bags.append(self._bags(feature, lookup, rows[table], column, inverse))
-            if bags:
-                self._kernels.pool(bags, out, self._scales)
-            found.append(out)
-        return found[0], found[1]
+        own = self._samples_of()
+        self._begin(rows)
+        return (
+            self._pooled(rows, sides.row_features, sides.num_rows, {**own, **sides.tuples}),
+            self._pooled(rows, sides.sample_features, self._places.num_samples, own),
+        )
 
     def add_sides(self, sides: Sides, of_rows: torch.Tensor, of_own: torch.Tensor) -> None:
         """Take the gradients of what `pool_sides` returned."""
@@ -201,6 +169,42 @@ class Pooling:
             bags=bags,
             scales=self._scales,
         )
+
+    def _samples_of(self) -> Mapping[str | None, Inverse | None]:
+        """Return by dedup group who has which of its bags; None: sample i has bag i."""
+        return {None: None, **self._batch.groups}
+
+    def _begin(self, rows: Mapping[str, ArenaRows]) -> None:
+        """Make room for the scales of means."""
+        first = next(iter(rows.values())).values
+        self._scales = first.new_ones(self._places.num_places) if self._mean else None
+
+    def _pooled(
+        self,
+        rows: Mapping[str, ArenaRows],
+        features: Sequence[str],
+        count: int,
+        samples_of: Mapping[str | None, Inverse | None],
+    ) -> torch.Tensor:
+        """Return (count, num_features, dim).
+
+        Args:
+            rows: by table, where the rows of the step lie.
+            features: pooled side by side.
+            count: samples, rows or tuples that have bags.
+            samples_of: by dedup group which bag each of them has; None: each its own.
+        """
+        values = next(iter(rows.values())).values
+        out = values.new_empty(count, len(features), values.shape[1])
+        tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
+        bags: list[FeatureBags] = []
+        for column, feature in enumerate(features):
+            table, lookup = tables[feature]
+            inverse = samples_of[self._places.group_of[feature]]
+            bags.append(self._bags(feature, lookup, rows[table], column, inverse))
+        if bags:
+            self._kernels.pool(bags, out, self._scales)
+        return out
 
     def _bags(
         self,

@@ -74,7 +74,6 @@ class _Cut:
 
     members: tuple[str, ...]
     rows: Inverse
-    first: torch.Tensor
     dense_by_row: torch.Tensor | None
     cost: int
 
@@ -91,13 +90,12 @@ def _extended(
     members, rows = (group,), groups[group]
     if held is not None:
         members, rows = (*held.members, group), _together(held.rows, rows, transpose)
-    # The first sample of each row stands for it; a tuple without samples borrows the next one's.
-    first = rows.order[rows.offsets[:-1].clamp(max=len(dense) - 1)]
-    by_row = dense[first]
-    same = torch.equal(by_row[rows.indices], dense)
+    by_row = rows.once(dense)
+    same = by_row is not None
     shared = sum(g in members for g in group_of.values())
-    cost = _cost(shared + same, len(group_of) - shared + (not same), len(first), len(dense))
-    return _Cut(members, rows, first, by_row if same else None, cost)
+    num_rows = len(rows.offsets) - 1
+    cost = _cost(shared + same, len(group_of) - shared + (not same), num_rows, len(dense))
+    return _Cut(members, rows, by_row, cost)
 
 
 def _sides(
@@ -109,7 +107,7 @@ def _sides(
     def of_rows(group: str) -> Inverse | None:
         if len(cut.members) == 1:
             return None
-        tuples = groups[group].indices[cut.first]
+        tuples = groups[group].indices[cut.rows.first_samples]
         return inverse_of(tuples.numpy(), len(groups[group].offsets) - 1, transpose)
 
     def features(*wanted: str | None) -> tuple[str, ...]:

@@ -106,3 +106,14 @@ def whole(store: Store) -> tuple[NDArray[np.int64], Records]:
         np.concatenate([some.state for _, some in parts]),
     )
     return np.concatenate([rows for rows, _ in parts]), records
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond some bytes, as if the disk were full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

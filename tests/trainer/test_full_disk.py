@@ -1,9 +1,6 @@
 """A full disk is refused by name wherever a run writes, and the run goes on when there is room."""
 
 import re
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +9,12 @@ import pytest
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, run_job
+from tests.trainer.stores import largest_file
 from trainer.compare import compare_runs
 from trainer.stores.mmap import mmap_store
 from trainer.stores.store import Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=0)
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond some bytes, as if the disk were full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(scope="module")

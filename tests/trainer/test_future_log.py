@@ -1,9 +1,6 @@
 """The log ordered by the future against a store in memory, and what it reads and writes."""
 
 import re
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from schemas.errors import PlanError, SchemaError
 from schemas.job_train import CacheConfig
 from schemas.plan_size import required_rows
 from schemas.plan_slots import NEVER_AGAIN
-from tests.trainer.stores import whole
+from tests.trainer.stores import largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.cache import PlannedCache
 from trainer.rows import initial_rows
@@ -159,16 +156,6 @@ def test_log_refuses_a_plan_that_leaves_written_rows_out(tmp_path: Path) -> None
     )
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         log.fetch(6, {"items": np.array([5, 9])})
-
-
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_path: Path) -> None:

@@ -70,10 +70,8 @@ def dense_part(batch: Batch, dense: torch.Tensor) -> Part:
         dense: (num_samples, num_dense), what the model is fed.
     """
     for group, inverse in sorted(batch.groups.items(), key=lambda item: len(item[1].offsets)):
-        # A tuple's first sample stands for it; one without samples borrows the next one's.
-        first = inverse.order[inverse.offsets[:-1].clamp(max=batch.num_samples - 1)]
-        by_tuple = dense[first]
-        if torch.equal(by_tuple[inverse.indices], dense):
+        by_tuple = inverse.once(dense)
+        if by_tuple is not None:
             return Part(group, {DENSE: by_tuple})
     return Part(None, {DENSE: dense})
 
