@@ -1,16 +1,18 @@
 """Training steps of ours against TorchRec fed plain KeyedJaggedTensors.
 
-`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--models dlrm,attention,reading]
+`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--models NAME,NAME]
 [--top 256-64,64-32] [--rounds N]`
 
 Both sides train the same model on the same samples in the same batches, which are in memory before
 the clock starts. TorchRec's side is its best on CPU: tables in FBGEMM's fused kernel with row-wise
-Adagrad, bags repeated for every sample. `unchanged` is TorchRec's DLRM on our reader's deduplicated
+Adagrad, bags repeated for every sample. `unchanged` is the same model on our reader's deduplicated
 batches and our embedding module; `dedup` computes what depends on a unique tuple alone once per
 tuple, with the same parameters. `bound` is TorchRec's time over the time of its dense part alone
 with embeddings that cost nothing: no embedding, however fast, gets a model that is left as it is
-beyond that. `attention` is our attention model, on our batches and on repeated ones. `reading`
-trains DLRM from Parquet: `dedup` from our dataset, TorchRec from a plain file. Sides take
+beyond that. Models are `dlrm`, `dcn`, `deepfm`, `wide_deep` (of TorchRec's modules; it has none of
+that name) and `attention`, ours on our batches and on repeated ones. `reading` trains DLRM
+from Parquet: `dedup` from our dataset, TorchRec from a plain file. `embedding` has no model:
+look-ups, a given gradient back, and the update, whatever the top MLP. Sides take
 turns, with torch's own setting of how threads wait, so the machine should be idle. `parity` is the
 largest relative difference of losses in the steps before the clock starts.
 """
@@ -24,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,8 @@ from torch import nn
 from benchmarks.order import built
 from benchmarks.storage import SHARED_DATA, job_path, raw_log
 from benchmarks.train_attention import measure_attention
-from benchmarks.train_peer import FreeTables, by_table, dlrm_of, tables_of
+from benchmarks.train_embedding import measure_embedding
+from benchmarks.train_peer import FreeTables, by_table, tables_of
 from benchmarks.train_reading import measure_reading
 from benchmarks.train_sides import (
     Step,
@@ -51,17 +55,19 @@ from schemas.dataset import Dataset, open_dataset
 from schemas.job_train import ModelConfig, SparseOptimizerConfig, TrainConfig
 from trainer.batch import Batch
 from trainer.decode import BatchSpec, spec_of
+from trainer.models.build import build_model
 
 LOGS = ("mind", "kuairand", "demo")
+MODELS = ("dlrm", "dcn", "deepfm", "wide_deep", "attention", "reading", "embedding")
 DIM, BATCH, THREADS = 64, 4096, 2
 BOTTOM = (64,)
 
 
-def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
+def config_of(dataset: Dataset, top: tuple[int, ...], name: Any = "dlrm") -> TrainConfig:
     """Return the train section that both sides follow."""
     return replace(
         dataset.job.train,
-        model=ModelConfig(name="dlrm", bottom_layers=BOTTOM, top_layers=top, dedup_compute=False),
+        model=ModelConfig(name=name, bottom_layers=BOTTOM, top_layers=top, dedup_compute=False),
         embedding_dim=DIM,
         batch_samples=BATCH,
         pooling="sum",
@@ -74,35 +80,26 @@ def config_of(dataset: Dataset, top: tuple[int, ...]) -> TrainConfig:
 def peer(spec: BatchSpec, config: TrainConfig, given: Sequence[Batch]) -> tuple[Step, Step]:
     """Return TorchRec's steps, and those of its dense part alone."""
     tables = tables_of(spec, config)
-    sparse = [by_table(batch.sparse, tables.features) for batch in given]
-    free = FreeTables(tables, given[0].num_samples)
-    return _peer_step(tables, spec, config, given, sparse), _peer_step(
-        free, spec, config, given, sparse
-    )
+    fed = [replace(batch, sparse=by_table(batch.sparse, tables.features)) for batch in given]
+    free = FreeTables(tables, fed[0].sparse)
+    return _peer_step(tables, spec, config, fed), _peer_step(free, spec, config, fed)
 
 
 def _peer_step(
-    tables: nn.Module, spec: BatchSpec, config: TrainConfig, given: Sequence[Batch], sparse: Any
+    tables: nn.Module, spec: BatchSpec, config: TrainConfig, fed: Sequence[Batch]
 ) -> Step:
-    model = dlrm_of(tables, spec, config)
-
-    def call(number: int) -> torch.Tensor:
-        batch = given[number]
-        dense = batch.dense if spec.dense else batch.dense.new_ones(batch.num_samples, 1)
-        return model(dense, sparse[number]).squeeze(1)
-
-    return peer_of(model, config, given, call)
+    model = build_model(config, spec, tables)
+    return peer_of(model, config, fed, lambda number: model(fed[number]))
 
 
-def measure(dataset: Dataset, top: tuple[int, ...], rounds: int) -> dict[str, Any]:
+def measure(dataset: Dataset, config: TrainConfig, rounds: int) -> dict[str, Any]:
     """Time all sides in turns on one dataset.
 
     Args:
         dataset: with its samples.
-        top: widths of the top MLP.
+        config: train section.
         rounds: that count, after one that does not.
     """
-    config = config_of(dataset, top)
     spec = spec_of(dataset, config.dtype)
     ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
     step, timer = ours_of(spec, config, ours)
@@ -141,17 +138,54 @@ def dataset_of(name: str, shared: Path, scratch: Path) -> Dataset | None:
     return None if log is None else open_dataset(built(job_path(name), log, scratch / "dataset"))
 
 
+def measured(
+    name: str, dataset: Dataset, model: str, top: tuple[int, ...], rounds: int, scratch: Path
+) -> dict[str, Any]:
+    """Return what one model took on one log.
+
+    Args:
+        name: of the log.
+        dataset: built of it.
+        model: one of `--models`.
+        top: widths of the top MLP.
+        rounds: that count.
+        scratch: folder for a plain file.
+    """
+    config = config_of(dataset, top)
+    if model == "reading":
+        return measure_reading(dataset, config, rounds, scratch / "plain.parquet")
+    if model == "embedding":
+        return measure_embedding(dataset, config, rounds)
+    if model == "attention":
+        return measure_attention(name, dataset, config, rounds)
+    return measure(dataset, config_of(dataset, top, model), rounds)
+
+
+def headline(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return samples per second of both sides, ours as little helped as was measured."""
+    taken = found["milliseconds"]
+    ours = next(side for side in ("unchanged", "wide", "ours") if side in taken)
+    return {
+        "ours": round(BATCH / taken[ours] * 1e3, 1),
+        "peer": round(BATCH / taken["torchrec"] * 1e3, 1),
+        **found.get(ours, shown([taken["torchrec"] / taken[ours]])),
+        "unit": f"samples/s, {name}, {ours}, dim {DIM}, batch {BATCH}",
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it, the headline first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
     parser.add_argument("--top", default="256-64,64-32", help="widths of top MLPs")
-    parser.add_argument("--models", default="dlrm,attention,reading", help="by comma")
+    parser.add_argument("--models", default=",".join(MODELS), help="by comma")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     torch.set_num_threads(THREADS)
+    models: list[str] = options.models.split(",")
+    tops = [tuple(map(int, widths.split("-"))) for widths in options.top.split(",")]
     found: dict[str, dict[str, Any]] = {}
     for name in options.datasets.split(","):
         with tempfile.TemporaryDirectory() as scratch:
@@ -159,32 +193,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             if dataset is None:
                 sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
                 continue
-            for widths in options.top.split(","):
-                top = tuple(int(w) for w in widths.split("-"))
-                for model in options.models.split(","):
-                    config = config_of(dataset, top)
-                    if model == "dlrm":
-                        taken = measure(dataset, top, options.rounds)
-                    elif model == "reading":
-                        plain = Path(scratch) / "plain.parquet"
-                        taken = measure_reading(dataset, config, options.rounds, plain)
-                    else:
-                        taken = measure_attention(name, dataset, config, options.rounds)
-                    found[f"{name} {model} {widths}"] = taken
-                    sys.stderr.write(f"{name} {model} {widths}: {json.dumps(taken)}\n")
+            for top, model in product(tops, models):
+                if model == "embedding" and top != tops[0]:
+                    continue  # it has no MLP
+                label = f"{name} {model} {'-'.join(map(str, top))}"
+                found[label] = measured(name, dataset, model, top, options.rounds, Path(scratch))
+                sys.stderr.write(f"{label}: {json.dumps(found[label])}\n")
     if not found:
         sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
         return 1
     first = next(iter(found))
-    taken = found[first]["milliseconds"]
-    ours = "unchanged" if "unchanged" in taken else "ours"
-    result = {
-        "ours": round(BATCH / taken[ours] * 1e3, 1),
-        "peer": round(BATCH / taken["torchrec"] * 1e3, 1),
-        **found[first].get("unchanged", shown([taken["torchrec"] / taken[ours]])),
-        "unit": f"samples/s, {first}, the model as it is, dim {DIM}, batch {BATCH}",
-        "details": found,
-    }
+    result = {**headline(first, found[first]), "details": found}
     sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
     return 0
 

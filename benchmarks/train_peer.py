@@ -79,6 +79,11 @@ class FusedTables(nn.Module):
             for t in self._tables
         ]
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the rows of each table, (num_rows, dim)."""
+        weights = self._kernel.split_embedding_weights()
+        return {t.name: w for t, w in zip(self._tables, weights, strict=True)}
+
     def rows(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Return the row of each value, (num_values, dim), of tables that are not pooled."""
         return self._kernel(sparse.values(), sparse.offsets())
@@ -92,19 +97,19 @@ class FusedTables(nn.Module):
 class FreeTables(nn.Module):
     """Embeddings that cost nothing: the same vectors at every call, with a gradient."""
 
-    def __init__(self, tables: FusedTables, num_samples: int) -> None:
-        """Take the interface of `tables`; vectors are random.
+    def __init__(self, tables: FusedTables, sparse: KeyedJaggedTensor) -> None:
+        """Take the interface of `tables`, and their vectors of one batch.
 
         Args:
             tables: whose features and widths.
-            num_samples: rows of what `forward` returns.
+            sparse: batch that is looked up once. Random vectors are larger than those: layers that
+                multiply them saturate, and then the processor computes with denormal numbers.
         """
         super().__init__()
         self._configs = tables.embedding_bag_configs()
         self.features = tables.features
-        dims = [self._configs[0].embedding_dim] * len(self.features)
-        self._dims = dims
-        self._vectors = [torch.randn(num_samples, sum(dims)).requires_grad_()]  # no parameter
+        self._dims = [self._configs[0].embedding_dim] * len(self.features)
+        self._vectors = [tables(sparse).values().detach().requires_grad_()]  # no parameter
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return what the tables would."""

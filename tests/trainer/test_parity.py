@@ -1,11 +1,10 @@
-"""Deduplicated equals expanded, cached equals plain, resumed equals never stopped."""
+"""Cached equals plain, resumed equals never stopped; test_equality.py has the deduplication."""
 
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
@@ -15,13 +14,10 @@ from tests.trainer.runs import (
     checkpoint_at,
     final_rows,
     losses_of,
-    parts_of,
     reader_of,
     run_job,
 )
-from trainer.checkpoint import load_checkpoint
 from trainer.keyframes import load_cached
-from trainer.step import loss_of
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 
@@ -30,63 +26,6 @@ ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16],
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
     return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
-
-
-CASES = {
-    "dlrm with mean pooling": {},
-    "dlrm with sum pooling": {"pooling": "sum"},
-    "dlrm with adagrad": {"optimizer": "adagrad"},
-    "dlrm with sgd": {"optimizer": "sgd"},
-    "attention": {"model": ATTENTION},
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_train_in_float64_deduplicated_has_the_losses_of_expanded(
-    case: str, dataset: Path, tmp_path: Path
-) -> None:
-    job = write_job(tmp_path / "job", **CASES[case])
-    for name in ("unique", "expanded"):
-        run_job(job, dataset, tmp_path / name, expanded=name == "expanded")
-    unique, expanded = losses_of(tmp_path / "unique"), losses_of(tmp_path / "expanded")
-    assert len(unique) == 32
-    assert len(set(unique)) == 32
-    np.testing.assert_allclose(unique, expanded, rtol=1e-10, atol=0)
-
-
-def test_train_in_float32_deduplicated_has_the_first_losses_of_expanded(
-    dataset: Path, tmp_path: Path
-) -> None:
-    job = write_job(tmp_path / "job", dtype="float32")
-    for name in ("unique", "expanded"):
-        run_job(job, dataset, tmp_path / name, expanded=name == "expanded", steps=20)
-    unique, expanded = losses_of(tmp_path / "unique"), losses_of(tmp_path / "expanded")
-    np.testing.assert_allclose(unique, expanded, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("model", ["{top_layers: [16]}", ATTENTION])
-def test_one_step_from_one_state_has_the_gradients_of_expanded(
-    model: str, dataset: Path, tmp_path: Path
-) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", model=model, every_steps="7")
-    run_job(job, dataset, tmp_path / "run")
-    for step in (7, 14, 28):
-        found = []
-        for expanded in (False, True):
-            parts = parts_of(job, dataset)
-            load_checkpoint(checkpoint_at(tmp_path / "run", step), parts.model, None, parts.stores)
-            batch = reader_of(job, dataset, expanded=expanded).read(step)
-            parts.embedding.open(batch)
-            loss = loss_of(parts.model(batch), batch)
-            loss.backward()
-            dense = {name: p.grad for name, p in parts.model.named_parameters()}
-            rows = {name: grad for name, (_, grad) in parts.embedding.gradients().items()}
-            found.append((loss.item(), {**dense, **rows}))
-        (loss_a, unique), (loss_b, expanded_) = found
-        assert loss_a == pytest.approx(loss_b, rel=1e-6)
-        for name, gradient in unique.items():
-            scale = max(float(expanded_[name].abs().max()), 1e-3)
-            torch.testing.assert_close(gradient, expanded_[name], rtol=1e-5, atol=1e-5 * scale)
 
 
 PLANS = {

@@ -26,7 +26,7 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from tests.trainer.runs import SEGMENTS, losses_of, reader_of, run_job
+from tests.trainer.runs import SEGMENTS, reader_of
 from trainer.batch import Batch
 from trainer.decode import spec_of
 from trainer.embedding import Embedding
@@ -180,18 +180,6 @@ def test_shared_parts_leave_logits_and_gradients_of_real_batches(
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_train_deduplicated_has_the_losses_of_expanded(
-    model: str, dataset: Path, tmp_path: Path
-) -> None:
-    job = write_job(tmp_path / "job", model=model, epochs="1")
-    for name in ("unique", "expanded"):
-        run_job(job, dataset, tmp_path / name, expanded=name == "expanded")
-    unique, expanded = losses_of(tmp_path / "unique"), losses_of(tmp_path / "expanded")
-    assert len(set(unique)) == 16
-    assert abs(unique - expanded).max() < 1e-10
 
 
 def test_first_layer_of_an_mlp_and_the_rest_are_the_whole() -> None:

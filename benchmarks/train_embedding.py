@@ -1,0 +1,184 @@
+"""Look-ups alone: forward, backward from a given gradient, and update, without a model.
+
+Ours are those of our DLRM on deduplicated batches: a vector for each row and each sample of the
+batch's sides, whose gradients the model hands back already summed over the samples of a row. `wide`
+hands every sample its own vectors, as a model that is left as it is asks for. TorchRec's are
+FBGEMM's fused kernel on repeated bags.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.train_peer import FusedTables, by_table, tables_of
+from benchmarks.train_sides import (
+    PARITY_STEPS,
+    batches,
+    in_turns,
+    milliseconds,
+    pass_over,
+    ratios,
+    shown,
+)
+from schemas.dataset import Dataset
+from schemas.job_train import TrainConfig
+from trainer.batch import Batch
+from trainer.decode import spec_of
+from trainer.embedding import Embedding
+from trainer.parts import Parts, build_parts, memory_stores
+from trainer.sides import Sides
+from trainer.step import PhaseTimer
+
+GRADIENT_SCALE = 1e-3
+SEED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The gradient that comes back from the same imagined model on each side.
+
+    Attributes:
+        by_feature: (num_samples, dim) of each sample's vectors.
+    """
+
+    by_feature: Mapping[str, torch.Tensor]
+
+    def wide(self, features: Sequence[str]) -> torch.Tensor:
+        """Return (num_samples, num_features * dim)."""
+        return torch.cat([self.by_feature[f] for f in features], dim=1)
+
+    def sided(self, sides: Sides) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what comes back for rows, summed over their samples, and for samples."""
+        own = self._stacked(sides.sample_features)
+        wide = self._stacked(sides.row_features)
+        rows = wide.new_zeros(sides.num_rows, *wide.shape[1:])
+        return rows.index_add_(0, sides.rows.indices, wide), own
+
+    def _stacked(self, features: Sequence[str]) -> torch.Tensor:
+        some = next(iter(self.by_feature.values()))
+        none = some.new_empty(len(some), 0, some.shape[1])
+        return torch.cat([none, *(self.by_feature[f][:, None] for f in features)], dim=1)
+
+
+def given_for(features: Sequence[str], num_samples: int, dim: int) -> Given:
+    """Draw a gradient, the same for all steps of all sides."""
+    rng = torch.Generator().manual_seed(SEED)
+    return Given(
+        {f: torch.randn(num_samples, dim, generator=rng) * GRADIENT_SCALE for f in features}
+    )
+
+
+def measure_embedding(dataset: Dataset, config: TrainConfig, rounds: int) -> dict[str, Any]:
+    """Time look-ups of all sides in turns on one dataset.
+
+    Args:
+        dataset: with its samples.
+        config: train section of the DLRM's benchmark.
+        rounds: that count, after one that does not.
+    """
+    spec = spec_of(dataset, config.dtype)
+    ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
+    tables = tables_of(spec, config)
+    given = given_for(tables.features, ours[0].num_samples, config.embedding_dim)
+    dedup, wide = (build_parts(spec, config, memory_stores(spec, config)) for _ in range(2))
+    timer = PhaseTimer(time.perf_counter)
+    sides = {
+        "torchrec": _peer_steps(tables, plain, given),
+        "wide": _wide_steps(wide.embedding, ours, given),
+        "dedup": _sided_steps(dedup.embedding, ours, given, timer),
+    }
+    for number in range(min(PARITY_STEPS, len(ours))):
+        for step in sides.values():
+            step(number)
+    worst = max(rows_apart(tables, parts, ours[:PARITY_STEPS]) for parts in (dedup, wide))
+    timer.finish()
+    seconds = in_turns({n: pass_over(s, len(ours)) for n, s in sides.items()}, rounds)
+    num_steps = (rounds + 1) * len(ours)
+    return {
+        "num_steps": len(ours),
+        "num_lookups": {"torchrec": _lookups(plain), "ours": _lookups(ours)},
+        "parity": worst,
+        "milliseconds": milliseconds(seconds),
+        "phases_ms": {n: round(s / num_steps * 1e3, 2) for n, s in timer.finish()[1].items() if s},
+        "wide": shown(ratios(seconds, "torchrec", "wide")),
+        "dedup": shown(ratios(seconds, "torchrec", "dedup")),
+    }
+
+
+def _peer_steps(tables: FusedTables, plain: Sequence[Batch], given: Given) -> Any:
+    fed = [by_table(batch.sparse, tables.features) for batch in plain]
+    back = given.wide(tables.features)
+
+    def step(number: int) -> float:
+        tables(fed[number]).values().backward(back)
+        return 0.0
+
+    return step
+
+
+def _wide_steps(embedding: Embedding, ours: Sequence[Batch], given: Given) -> Any:
+    back = given.wide(ours[0].places.keys)
+
+    def step(number: int) -> float:
+        batch = ours[number]
+        embedding.open(batch)
+        embedding(batch.sparse).values().backward(back)
+        embedding.close()
+        return 0.0
+
+    return step
+
+
+def _sided_steps(
+    embedding: Embedding, ours: Sequence[Batch], given: Given, timer: PhaseTimer
+) -> Any:
+    """Return steps as the deduplicating DLRM makes them: wide where samples share nothing."""
+    backs = [
+        (given.wide(batch.places.keys),) if batch.sides is None else given.sided(batch.sides)
+        for batch in ours
+    ]
+
+    def step(number: int) -> float:
+        batch = ours[number]
+        with timer("fetch"):
+            embedding.open(batch)
+        with timer("forward"):
+            if batch.sides is None:
+                vectors = (embedding(batch.sparse).values(),)
+            else:
+                vectors = embedding.sided(batch.sparse)
+        with timer("backward"):
+            torch.autograd.backward(vectors, backs[number])
+        with timer("update"):
+            embedding.close()
+        return 0.0
+
+    return step
+
+
+def rows_apart(tables: FusedTables, parts: Parts, given: Sequence[Batch]) -> float:
+    """Return how far rows of both sides are apart, as a share of the largest number in them.
+
+    Args:
+        tables: of the peer.
+        parts: ours, with rows in memory.
+        given: batches whose rows are compared.
+    """
+    worst = 0.0
+    theirs = tables.weights()
+    for batch in given:
+        for table, lookup in batch.lookups.items():
+            mine = torch.from_numpy(parts.stores[table].fetch(lookup.rows).values)
+            other = theirs[table][torch.from_numpy(lookup.rows)]
+            worst = max(worst, float((mine - other).abs().max() / other.abs().max()))
+    return worst
+
+
+def _lookups(given: Sequence[Batch]) -> int:
+    """Return the look-ups of a step."""
+    return sum(len(t.positions) for b in given for t in b.lookups.values()) // len(given)

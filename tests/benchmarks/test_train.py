@@ -1,0 +1,42 @@
+"""The benchmark of look-ups alone gives both sides the same work, and leaves them equal rows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.train_embedding import given_for, measure_embedding
+from schemas.dataset import open_dataset
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, reader_of
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path / "job", dtype="float32", pooling="sum")
+
+
+def test_gradient_of_rows_is_that_of_their_samples_added_up(job: Path, tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
+    batch = reader_of(job, dataset, sides=True).read(0)
+    sides = batch.sides
+    assert sides is not None
+    given = given_for(sides.row_features + sides.sample_features, batch.num_samples, 8)
+    rows, own = given.sided(sides)
+    assert rows.shape == (sides.num_rows, len(sides.row_features), 8)
+    for column, feature in enumerate(sides.row_features):
+        for row in range(sides.num_rows):
+            mine = given.by_feature[feature][sides.rows.indices == row].sum(0)
+            torch.testing.assert_close(rows[row, column], mine)
+    assert torch.equal(own.flatten(1), given.wide(sides.sample_features))
+
+
+def test_both_sides_leave_the_same_rows(job: Path, tmp_path: Path) -> None:
+    text = job.read_text().replace("9223372036854775808", "500")  # the peer keeps whole tables
+    job.write_text(text)
+    dataset = open_dataset(make_dataset(tmp_path / "dataset", job, SEGMENTS))
+    found = measure_embedding(dataset, replace(dataset.job.train, epochs=1), rounds=1)
+    assert 0 < found["parity"] < 1e-5
+    assert found["num_lookups"]["ours"] < found["num_lookups"]["torchrec"]
+    assert set(found["milliseconds"]) == {"torchrec", "wide", "dedup"}
