@@ -102,8 +102,7 @@ class FreeTables(nn.Module):
 
         Args:
             tables: whose features and widths.
-            sparse: batch that is looked up once. Random vectors are larger than those: layers that
-                multiply them saturate, and then the processor computes with denormal numbers.
+            sparse: batch that is looked up once.
         """
         super().__init__()
         self._configs = tables.embedding_bag_configs()

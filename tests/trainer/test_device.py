@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.errors import SchemaError
+from schemas.events import SUMMARY, read_summary
+from schemas.job_train import DenseOptimizerConfig, TrainConfig
+from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, final_rows, losses_of, reader_of, run_job
 from trainer.device import moved
+from trainer.embedding import Embedding
 from trainer.train import evaluate_run
 
 MODELS = {
@@ -95,6 +100,66 @@ def test_device_that_is_not_there_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         evaluate_run(job, dataset, tmp_path / "run")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `train.device: cuda` mean a device that refuses the processor's tensors."""
+    begun = Embedding.__init__
+
+    def named(name: str) -> torch.device:
+        return DEVICE if name == "cuda" else torch.device(name)
+
+    def begin(self: Embedding, tables: Any, config: TrainConfig, source: Any) -> None:
+        begun(self, tables, config, source)
+        self._device = named(config.device)
+
+    def unfused(config: DenseOptimizerConfig, parameters: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=config.learning_rate)  # fused asks who made a device
+
+    save = torch.save
+
+    def from_here(state: Any, file: Any) -> None:  # a GPU's tensors are saved as they are
+        save(tree_map(lambda t: t.cpu() if isinstance(t, Elsewhere) else t, state), file)
+
+    monkeypatch.setattr("torch.save", from_here)
+    for where in ("trainer.train.device_of", "trainer.parts.device_of"):
+        monkeypatch.setattr(where, named)
+    monkeypatch.setattr("trainer.device._pinned", lambda value, device: there(value))
+    monkeypatch.setattr("trainer.parts.dense_optimizer", unfused)
+    monkeypatch.setattr(Embedding, "__init__", begin)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("model", "embedding"),
+    [*((model, "plain") for model in MODELS.values()), (MODELS["dlrm"], "cached")],
+    ids=[*MODELS, "dlrm, cached"],
+)
+def test_run_elsewhere_meets_no_tensor_of_the_processor(
+    model: str, embedding: str, dataset: Path, tmp_path: Path
+) -> None:
+    cpu = write_job(tmp_path / "cpu", model=model)
+    run_job(cpu, dataset, tmp_path / "run-cpu", embedding=embedding)
+    cuda = with_device(write_job(tmp_path / "cuda", model=model), "cuda")
+    run = tmp_path / "run-cuda"
+    with OnElsewhere() as mode:
+        run_job(cuda, dataset, run, embedding=embedding, steps=9)
+        summary = run_job(cuda, dataset, run, embedding=embedding, resume=True)
+        found = evaluate_run(cuda, dataset, run)
+    assert mode.num_calls > 1000
+    assert summary.ne == pytest.approx(read_summary(tmp_path / "run-cpu" / SUMMARY).ne, rel=1e-9)
+    assert found.ne == summary.ne
+    np.testing.assert_allclose(losses_of(run), losses_of(tmp_path / "run-cpu"), rtol=1e-10)
+
+
+def test_elsewhere_refuses_what_a_gpu_would() -> None:
+    x = there(torch.ones(3))
+    with OnElsewhere(), pytest.raises(MixedDevicesError):
+        torch.add(x, torch.ones(3))
+    with pytest.raises((RuntimeError, TypeError)):
+        x.numpy()
+    assert x.cpu().numpy().tolist() == [1, 1, 1]
 
 
 @pytest.mark.gpu

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,29 @@ def store_of(kind: str, folder: Path) -> Store:
     return memory_store(LAYOUT) if kind == "memory" else mmap_store(LAYOUT, folder)
 
 
-def test_row_map_is_a_dict() -> None:
+SIZES = {
+    "small": lambda step: [0],
+    "of all sizes": lambda step: [0, 20, 50],
+    "small, then of all sizes": lambda step: [0, 3] if step < 30 else [0, 20, 50],
+    "around the largest that is small": lambda step: [5, 8],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_row_map_is_a_dict(sizes: Callable[[int], list[int]]) -> None:
     rng = np.random.default_rng(0)
     found, reference = RowMap(), {}
-    for _ in range(60):
+    for step in range(60):
         # few distinct upper bits and many collisions, over all 63 bits
-        rows = np.unique(rng.integers(0, 5000, 300) << rng.choice([0, 20, 50], 300))
+        rows = np.unique(rng.integers(0, 5000, 300) << rng.choice(sizes(step), 300))
         positions = found.find(rows)
         assert positions.tolist() == [reference.get(row, -1) for row in rows.tolist()]
         fresh = rows[positions < 0]
         for row, position in zip(fresh.tolist(), found.add(fresh).tolist(), strict=True):
             reference[row] = position
-    assert len(found) == len(reference) > 5000
+    assert len(found) == len(reference) > 4000
     assert found.rows.tolist() == list(reference)
+    assert found.find(np.empty(0, np.int64)).tolist() == []
 
 
 @pytest.mark.parametrize("kind", ["memory", "mmap"])

@@ -1,0 +1,88 @@
+"""A device that computes as the processor does and refuses the processor's tensors.
+
+Stands in for a GPU where there is none: its tensors say that they lie on `meta`, hold numbers all
+the same, and an operator that is given one of them beside a tensor of the processor raises, as
+CUDA's would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+DEVICE = torch.device("meta")
+
+
+class MixedDevicesError(RuntimeError):
+    """Tensors of both devices met in one operator."""
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that lies there."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Elsewhere:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=DEVICE,
+        )
+        made.held = inner
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def tolist(self) -> Any:
+        """Return numbers, as a GPU's tensors do."""
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class OnElsewhere(TorchDispatchMode):
+    """Lets `device=` make tensors there; counts the operators that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = tree_flatten((args, kwargs or {}))[0]
+        self.num_calls += any(isinstance(t, Elsewhere) for t in tensors)
+        return _run(func, args, kwargs or {})
+
+
+def there(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy that lies there."""
+    return value if isinstance(value, Elsewhere) else Elsewhere(value.detach().clone())
+
+
+_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    mine = [t for t in tensors if isinstance(t, Elsewhere)]
+    others = [t for t in tensors if not isinstance(t, Elsewhere) and t.dim() > 0]
+    if mine and others and func not in _COPIES:
+        raise MixedDevicesError(f"{func} of both devices, got {[tuple(t.shape) for t in others]}")
+    wanted = kwargs.get("device")
+    stays = bool(mine) if wanted is None else torch.device(wanted) == DEVICE
+    kwargs = {**kwargs, "device": torch.device("cpu")} if wanted is not None else kwargs
+    inner = tree_map(lambda t: t.held if isinstance(t, Elsewhere) else t, (args, kwargs))
+    found = func(*inner[0], **inner[1])
+    if func._schema.is_mutable and isinstance(found, torch.Tensor):
+        return args[0] if "out" not in kwargs else kwargs["out"]
+    if func is torch.ops.aten._to_copy.default and found is inner[0][0]:
+        found = found.clone()
+    return tree_map(lambda t: Elsewhere(t) if isinstance(t, torch.Tensor) and stays else t, found)
