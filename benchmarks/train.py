@@ -1,7 +1,7 @@
 """Training steps of ours against TorchRec fed plain KeyedJaggedTensors.
 
 `python -m benchmarks.train [--json] [--datasets NAME,NAME] [--models NAME,NAME]
-[--top 256-64,64-32] [--rounds N]`
+[--top 256-64,64-32] [--rounds N] [--processor]`
 
 Both sides train the same model on the same samples in the same batches, which are in memory before
 the clock starts. TorchRec's side is its best on CPU: tables in FBGEMM's fused kernel with row-wise
@@ -13,7 +13,8 @@ beyond that. Models are `dlrm`, `dcn`, `deepfm`, `wide_deep` (of TorchRec's modu
 that name) and `attention`, ours on our batches and on repeated ones. `reading` trains DLRM
 from Parquet: `dedup` from our dataset, TorchRec from a plain file. `embedding` has no model:
 look-ups, a given gradient back, and the update, whatever the top MLP. Sides take
-turns, with torch's own setting of how threads wait, so the machine should be idle. `parity` is the
+turns, with torch's own setting of how threads wait, so the machine should be idle; where it is
+not, `--processor` counts the processor's seconds of one thread. `parity` is the
 largest relative difference of losses in the steps before the clock starts.
 """
 
@@ -24,6 +25,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -41,6 +43,7 @@ from benchmarks.train_peer import FreeTables, by_table, tables_of
 from benchmarks.train_reading import measure_reading
 from benchmarks.train_sides import (
     Step,
+    Timing,
     batches,
     in_turns,
     milliseconds,
@@ -92,13 +95,13 @@ def _peer_step(
     return peer_of(model, config, fed, lambda number: model(fed[number]))
 
 
-def measure(dataset: Dataset, config: TrainConfig, rounds: int) -> dict[str, Any]:
+def measure(dataset: Dataset, config: TrainConfig, timing: Timing) -> dict[str, Any]:
     """Time all sides in turns on one dataset.
 
     Args:
         dataset: with its samples.
         config: train section.
-        rounds: that count, after one that does not.
+        timing: rounds and clock.
     """
     spec = spec_of(dataset, config.dtype)
     ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
@@ -111,9 +114,9 @@ def measure(dataset: Dataset, config: TrainConfig, rounds: int) -> dict[str, Any
     for each in (timer, dedup_timer):
         each.finish()
     seconds = in_turns(
-        {n: pass_over(s, len(ours)) for n, s in {**sides, "dense": dense}.items()}, rounds
+        {n: pass_over(s, len(ours)) for n, s in {**sides, "dense": dense}.items()}, timing
     )
-    num_steps = (rounds + 1) * len(ours)
+    num_steps = (timing.rounds + 1) * len(ours)
     phases = {"unchanged": timer.finish()[1], "dedup": dedup_timer.finish()[1]}
     bound, unchanged = (ratios(seconds, "torchrec", side) for side in ("dense", "unchanged"))
     return {
@@ -139,7 +142,7 @@ def dataset_of(name: str, shared: Path, scratch: Path) -> Dataset | None:
 
 
 def measured(
-    name: str, dataset: Dataset, model: str, top: tuple[int, ...], rounds: int, scratch: Path
+    name: str, dataset: Dataset, model: str, top: tuple[int, ...], timing: Timing, scratch: Path
 ) -> dict[str, Any]:
     """Return what one model took on one log.
 
@@ -148,17 +151,17 @@ def measured(
         dataset: built of it.
         model: one of `--models`.
         top: widths of the top MLP.
-        rounds: that count.
+        timing: rounds and clock.
         scratch: folder for a plain file.
     """
     config = config_of(dataset, top)
     if model == "reading":
-        return measure_reading(dataset, config, rounds, scratch / "plain.parquet")
+        return measure_reading(dataset, config, timing, scratch / "plain.parquet")
     if model == "embedding":
-        return measure_embedding(dataset, config, rounds)
+        return measure_embedding(dataset, config, timing)
     if model == "attention":
-        return measure_attention(name, dataset, config, rounds)
-    return measure(dataset, config_of(dataset, top, model), rounds)
+        return measure_attention(name, dataset, config, timing)
+    return measure(dataset, config_of(dataset, top, model), timing)
 
 
 def headline(name: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -181,9 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top", default="256-64,64-32", help="widths of top MLPs")
     parser.add_argument("--models", default=",".join(MODELS), help="by comma")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processor", action="store_true", help="processor time of one thread")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1 if options.processor else THREADS)
+    timing = Timing(options.rounds, time.process_time if options.processor else time.perf_counter)
     models: list[str] = options.models.split(",")
     tops = [tuple(map(int, widths.split("-"))) for widths in options.top.split(",")]
     found: dict[str, dict[str, Any]] = {}
@@ -197,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if model == "embedding" and top != tops[0]:
                     continue  # it has no MLP
                 label = f"{name} {model} {'-'.join(map(str, top))}"
-                found[label] = measured(name, dataset, model, top, options.rounds, Path(scratch))
+                found[label] = measured(name, dataset, model, top, timing, Path(scratch))
                 sys.stderr.write(f"{label}: {json.dumps(found[label])}\n")
     if not found:
         sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")

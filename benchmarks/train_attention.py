@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from benchmarks.train_peer import FusedTables, by_table
 from benchmarks.train_sides import (
+    Timing,
     batches,
     in_turns,
     milliseconds,
@@ -93,7 +94,7 @@ class FusedSequences(nn.Module):
 
 
 def measure_attention(
-    name: str, dataset: Dataset, config: TrainConfig, rounds: int
+    name: str, dataset: Dataset, config: TrainConfig, timing: Timing
 ) -> dict[str, Any]:
     """Time both sides in turns on one dataset.
 
@@ -101,7 +102,7 @@ def measure_attention(
         name: of its log.
         dataset: with its samples.
         config: train section of the DLRM's benchmark; the model is replaced.
-        rounds: that count, after one that does not.
+        timing: rounds and clock.
     """
     history, target = READ[name]
     model = ModelConfig(
@@ -122,8 +123,8 @@ def measure_attention(
     sides = {"torchrec": peer, "ours": step}
     worst = parity(sides, "torchrec", len(ours))
     timer.finish()
-    seconds = in_turns({n: pass_over(s, len(ours)) for n, s in sides.items()}, rounds)
-    num_steps = (rounds + 1) * len(ours)
+    seconds = in_turns({n: pass_over(s, len(ours)) for n, s in sides.items()}, timing)
+    num_steps = (timing.rounds + 1) * len(ours)
     return {
         "num_steps": len(ours),
         "parity": worst,

@@ -18,6 +18,7 @@ import torch
 from benchmarks.train_peer import FusedTables, by_table, tables_of
 from benchmarks.train_sides import (
     PARITY_STEPS,
+    Timing,
     batches,
     in_turns,
     milliseconds,
@@ -73,13 +74,13 @@ def given_for(features: Sequence[str], num_samples: int, dim: int) -> Given:
     )
 
 
-def measure_embedding(dataset: Dataset, config: TrainConfig, rounds: int) -> dict[str, Any]:
+def measure_embedding(dataset: Dataset, config: TrainConfig, timing: Timing) -> dict[str, Any]:
     """Time look-ups of all sides in turns on one dataset.
 
     Args:
         dataset: with its samples.
         config: train section of the DLRM's benchmark.
-        rounds: that count, after one that does not.
+        timing: rounds and clock.
     """
     spec = spec_of(dataset, config.dtype)
     ours, plain = (batches(dataset, config, expanded=e) for e in (False, True))
@@ -97,8 +98,8 @@ def measure_embedding(dataset: Dataset, config: TrainConfig, rounds: int) -> dic
             step(number)
     worst = max(rows_apart(tables, parts, ours[:PARITY_STEPS]) for parts in (dedup, wide))
     timer.finish()
-    seconds = in_turns({n: pass_over(s, len(ours)) for n, s in sides.items()}, rounds)
-    num_steps = (rounds + 1) * len(ours)
+    seconds = in_turns({n: pass_over(s, len(ours)) for n, s in sides.items()}, timing)
+    num_steps = (timing.rounds + 1) * len(ours)
     return {
         "num_steps": len(ours),
         "num_lookups": {"torchrec": _lookups(plain), "ours": _lookups(ours)},

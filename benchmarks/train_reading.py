@@ -20,7 +20,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.train_peer import dlrm_of, tables_of
-from benchmarks.train_sides import batches, in_turns, milliseconds, ratios, reader_of, shown
+from benchmarks.train_sides import Timing, batches, in_turns, milliseconds, ratios, reader_of, shown
 from schemas.dataset import Dataset
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
@@ -120,14 +120,14 @@ def _as_batch(plain: Plain) -> Batch:
 
 
 def measure_reading(
-    dataset: Dataset, config: TrainConfig, rounds: int, path: Path
+    dataset: Dataset, config: TrainConfig, timing: Timing, path: Path
 ) -> dict[str, Any]:
     """Time passes that read their samples from Parquet, each side from its own.
 
     Args:
         dataset: with its samples.
         config: train section.
-        rounds: that count, after one that does not.
+        timing: rounds and clock.
         path: where the plain file is written.
     """
     config = replace(config, model=replace(config.model, dedup_compute=True))
@@ -155,7 +155,7 @@ def measure_reading(
             train_step(parts.model, parts.embedding, parts.optimizer, batch, timer)
         return len(plain)
 
-    seconds = in_turns({"torchrec": peer_pass, "ours": our_pass}, rounds)
+    seconds = in_turns({"torchrec": peer_pass, "ours": our_pass}, timing)
     sizes = {"plain": path.stat().st_size, "dataset": _bytes_of(dataset)}
     return {
         "num_steps": len(plain),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,20 @@ from trainer.step import PhaseTimer, loss_of, train_step
 
 STEPS = 12
 PARITY_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How often and by which clock sides are timed.
+
+    Attributes:
+        rounds: that count, after one that does not.
+        clock: seconds: of the wall, or of the processor where other work shares its cores.
+    """
+
+    rounds: int
+    clock: Callable[[], float] = time.perf_counter
+
 
 Step = Callable[[int], float]
 """Trains the batch of that number and returns its loss."""
@@ -104,20 +118,20 @@ def pass_over(step: Step, count: int) -> Pass:
     return train
 
 
-def in_turns(sides: Mapping[str, Pass], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a step of each side and round, after one round that does not count.
+def in_turns(sides: Mapping[str, Pass], timing: Timing) -> dict[str, list[float]]:
+    """Return the seconds of a step of each side and round.
 
     Args:
         sides: by name.
-        rounds: that count.
+        timing: rounds and clock.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
+    for number in range(timing.rounds + 1):
         for name in names if number % 2 else reversed(names):
-            start = time.perf_counter()
+            start = timing.clock()
             num_steps = sides[name]()
-            seconds[name].append((time.perf_counter() - start) / num_steps)
+            seconds[name].append((timing.clock() - start) / num_steps)
     return {name: values[1:] for name, values in seconds.items()}
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.train_embedding import given_for, measure_embedding
+from benchmarks.train_sides import Timing
 from schemas.dataset import open_dataset
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of
@@ -36,7 +37,7 @@ def test_both_sides_leave_the_same_rows(job: Path, tmp_path: Path) -> None:
     text = job.read_text().replace("9223372036854775808", "500")  # the peer keeps whole tables
     job.write_text(text)
     dataset = open_dataset(make_dataset(tmp_path / "dataset", job, SEGMENTS))
-    found = measure_embedding(dataset, replace(dataset.job.train, epochs=1), rounds=1)
+    found = measure_embedding(dataset, replace(dataset.job.train, epochs=1), Timing(1))
     assert 0 < found["parity"] < 1e-5
     assert found["num_lookups"]["ours"] < found["num_lookups"]["torchrec"]
     assert set(found["milliseconds"]) == {"torchrec", "wide", "dedup"}

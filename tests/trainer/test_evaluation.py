@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from schemas.dataset import open_dataset
 from schemas.job import load_job
-from schemas.layout import EVALUATION, TRAIN
+from schemas.layout import BLOCK, EVALUATION, TRAIN
 from schemas.manifest import canonical_json
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, parts_of, reader_of, run_job
@@ -59,6 +61,25 @@ def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
     assert found.session_auc == pytest.approx(wanted, rel=1e-13)
     assert (found.num_sessions, found.num_one_class_sessions) == (defined, one_class)
     assert found.auc_error == 0
+
+
+def test_evaluation_reads_each_sample_of_its_split_once_and_no_other(
+    dataset: Path, tmp_path: Path
+) -> None:
+    stored: list[np.ndarray] = []
+    for segment in open_dataset(dataset).segments:
+        held_back = segment.block_names[segment.positions(EVALUATION)]
+        files = sorted((segment.directory / "samples").glob("*.parquet"))
+        table = pa.concat_tables([pq.read_table(file) for file in files])
+        chosen = np.isin(table[BLOCK].to_numpy(), held_back)
+        stored.append(table["price"].to_numpy()[chosen])
+    reader = reader_of(write_job(tmp_path / "job"), dataset)
+    batches = list(reader.evaluation_batches())
+    assert len(batches) > 1
+    read = np.concatenate([batch.dense[:, 0].numpy() for batch in batches])
+    wanted = np.concatenate(stored)
+    assert len(set(wanted.tolist())) == len(wanted) == 80
+    assert read.tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize("key", ["user", "item"])
