@@ -44,6 +44,7 @@ from pipelines.progress import watched
 from pipelines.samples.sampling_units import MergeCounts, write_units
 from pipelines.segments.admit import admit, finished_segments, proposal_of
 from pipelines.segments.commit import finish_segment
+from pipelines.segments.finish import finish
 from pipelines.segments.lock import workplace
 from pipelines.segments.pinned import identity_of
 from pipelines.segments.publish import publish, settle
@@ -251,6 +252,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
     request, job = with_groups(request, job, features, PART_INPUT_BYTES)
     request.dataset.mkdir(parents=True, exist_ok=True)
     made = build_segment(request, job, features)
+    if request.last:
+        finish(request.dataset)
+        request.say("dataset finished: no segment follows")
     return summary(request.dataset, made, time.perf_counter() - started)
 
 

@@ -20,6 +20,7 @@ from pipelines.oracle.command import oracle
 from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
 from pipelines.rewrite.command import RewriteRequest, rewrite
+from pipelines.segments.finish import finish
 from pipelines.segments.verify import verify
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
@@ -42,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("job", type=Path, metavar="JOB")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--last", action="store_true", help="no segment follows this one")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
     command.add_argument("--json", action="store_true")
 
@@ -50,7 +52,13 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
+    command.add_argument("--last", action="store_true", help="no segment follows this one")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
+    command.add_argument("--json", action="store_true")
+
+    command = commands.add_parser("finish", help="say that no segment follows")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--reopen", action="store_true", help="take it back: segments may follow")
     command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller, every row kept")
@@ -147,6 +155,7 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         beam_args=beam_args,
         attempt=uuid.uuid4().hex[:12],
         check_sql=arguments.check_sql,
+        last=arguments.last,
         say=_progress,
     )
     _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
@@ -164,6 +173,7 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         check_sql=arguments.check_sql,
         append=True,
         position=arguments.position,
+        last=arguments.last,
         say=_progress,
     )
     _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
@@ -201,6 +211,12 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     return 0
 
 
+def _finish(arguments: argparse.Namespace, _: list[str]) -> int:
+    manifest = finish(arguments.dataset, finished=not arguments.reopen)
+    _say(arguments, {"num_segments": len(manifest.segments), "finished": manifest.finished})
+    return 0
+
+
 def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     result = verify(arguments.dataset)
     _say(arguments, result)
@@ -231,6 +247,7 @@ _COMMANDS = {
     "generate": _generate,
     "build": _build,
     "append": _append,
+    "finish": _finish,
     "rewrite": _rewrite,
     "verify": _verify,
     "expand": _expand,

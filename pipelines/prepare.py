@@ -53,6 +53,7 @@ class BuildRequest:
         check_sql: whether to compare the SQL's result on three cuts of the same rows first.
         append: whether the dataset must be there already.
         position: place among its segments, with `append`; the next free one when None.
+        last: whether no segment follows: the dataset is finished with this one.
         say: told what is going on, one line at a time.
         listing: input files, where they are known already.
         job_bytes: what becomes the dataset's job file, where that is not the job file as it is.
@@ -66,6 +67,7 @@ class BuildRequest:
     check_sql: bool = False
     append: bool = False
     position: int | None = None
+    last: bool = False
     say: Callable[[str], None] = lambda _: None
     listing: tuple[InputFile, ...] | None = None
     job_bytes: bytes | None = None

@@ -14,7 +14,7 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SUMMARY = "summary.json"
 DECISIONS = "decisions.jsonl"
-PHASES = ("read", "fetch", "forward", "backward", "sync", "update")
+PHASES = ("read", "wait", "fetch", "forward", "backward", "sync", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,10 @@ class StepMetric:
     num_replicas: int
     """Replicas that computed it."""
     samples_per_sec: float
-    """Samples over the wall time of the step."""
+    """Samples over the wall time of the step, waiting for the pipeline left out."""
     phases: Mapping[str, float]
-    """Seconds by phase: read, fetch, forward, backward, sync, update."""
+    """Seconds by phase: read, wait (for the pipeline, when a run follows it), fetch, forward,
+    backward, sync, update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Literal
 
 from schemas.errors import check_at_least_one
+from schemas.job_limits import FollowConfig, LimitsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +197,10 @@ class TrainConfig:
     """Evaluation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving."""
+    follow: FollowConfig = field(default_factory=FollowConfig)
+    """Training while the dataset is built."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    """How long anything may wait."""
     num_threads: int | None = None
     """Compute threads; all cores when null."""
 

@@ -150,6 +150,8 @@ class DatasetManifest:
     """Indexes; the first is the default."""
     lineage: Mapping[str, str] = field(default_factory=dict)
     """Where the dataset came from: names and hashes, free form."""
+    finished: bool = False
+    """Whether no segment follows: training that follows the pipeline ends with the last one."""
     format: int = FORMAT_VERSION
     """Format version."""
 

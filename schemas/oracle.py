@@ -148,6 +148,21 @@ class LastUses:
         return distances
 
 
+def known_before(distances: NDArray[np.int32], train_step: int, until: int) -> NDArray[np.int32]:
+    """Return next-use distances as they are known before a horizon: nothing of later uses.
+
+    Args:
+        distances: of the entries of a step.
+        train_step: the step.
+        until: one after the last step that is known.
+
+    Example:
+        >>> known_before(np.array([1, 3, 0, 2], np.int32), train_step=4, until=7).tolist()
+        [1, 0, 0, 2]
+    """
+    return np.where(distances < until - train_step, distances, np.int32(NEVER))
+
+
 def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArray[np.int32]]:
     """Return how many steps later each entry's row is used again.
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,8 +134,11 @@ class Plan(Iterator[PlanStep]):
         step, oldest = self._next, self._window.popleft()
         resident_rows = self._residents.num_rows
         leaving = self._residents.leave(self._finish(step, oldest))
-        following = next(self._steps, None)
-        if following is not None:
+        # one step as a rule; more where the window ended with what was known before
+        while len(self._window) <= self._cache.prefetch_steps:
+            following = next(self._steps, None)
+            if following is None:
+                break
             found = self._residents.find(following[0])
             pushed = self._make_room(found, step + self._cache.prefetch_steps + 1)
             if len(pushed):
@@ -156,13 +159,21 @@ class Plan(Iterator[PlanStep]):
         )
 
     def _fill(self) -> None:
-        """Issue the reads of the first steps; from a keyframe, find those that are in flight."""
+        """Issue the reads of the first steps; from a keyframe, find those that are in flight.
+
+        The window of a keyframe may be short: more steps are known by now than when it was made.
+        """
         if self._window:
             return
         unused = None if self._start is None else self._residents.unused()
         self._start = None
         for step in islice(self._steps, self._cache.prefetch_steps + 1):
             slots = self._residents.find(step[0])
+            if unused is not None and (slots == ABSENT).any():
+                if self._window:
+                    self._steps = chain([step], self._steps)  # read when there is room
+                    return
+                unused = None  # nothing is in flight
             if unused is None:
                 self._window.append(self._admit(step, slots))
             else:

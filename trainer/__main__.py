@@ -14,6 +14,7 @@ from pathlib import Path
 
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
+from trainer.draining import Drain, DrainInterrupt
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,6 +29,11 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    run.add_argument(
+        "--follow",
+        action="store_true",
+        help="train while segments are built, until the dataset is finished",
+    )
     run.add_argument(
         "--stores", type=_positive, help="keep rows in so many store processes on this machine"
     )
@@ -103,6 +109,19 @@ def _set_threads(job: Path) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    drain = Drain()
+    with drain.listening():
+        try:
+            return _train_until(drain, arguments)
+        except DrainInterrupt as interrupt:
+            left = interrupt.message or "nothing was begun"
+            print(f"{interrupt.reason}: {left}", file=sys.stderr)
+            if arguments.json:
+                print(json.dumps({"stopped": interrupt.reason, "message": left}))
+            return 0
+
+
+def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from schemas.events import to_line
     from trainer.progress import show_progress
     from trainer.train import TrainOptions, train
@@ -114,6 +133,7 @@ def _train(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         resume=arguments.resume,
         stores=arguments.stores,
+        follow=arguments.follow,
     )
     with show_progress() as on_step:
         summary = train(
@@ -123,6 +143,8 @@ def _train(arguments: argparse.Namespace) -> int:
             options,
             clock=time.perf_counter,
             on_step=on_step,
+            drain=drain,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     _show(arguments, to_line(summary))
     return 0

@@ -165,6 +165,33 @@ class PlannedCache:
         """Return where the plans stand before a step that `saves_at` named, once."""
         return self._cached.pop(train_step, {})
 
+    def settle(self) -> int:
+        """Issue no reads of further steps; return one after the last step that has its reads."""
+        self._last = min(self._last, self._next)
+        return self._last
+
+    def keyframes(self) -> dict[str, Keyframe]:
+        """Return where the plans stand, when all steps whose reads were issued are trained."""
+        assert not self._arrivals, "a plan is replaced when no read is in flight"
+        return {table: cached.keyframe for table, cached in self._states()}
+
+    def go_on(
+        self,
+        plans: Mapping[str, TablePlan],
+        last_step: int,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """Obey other plans from here on, which know more steps.
+
+        Args:
+            plans: by table, from the keyframes of those before.
+            last_step: one after the last step that is asked for.
+            before: done beside training, after all writes so far and before the next read.
+        """
+        self._plans, self._last = plans, last_step
+        if before is not None:
+            self._thread.call(before)
+
     @property
     def num_accesses(self) -> int:
         """Rows handed out so far, a row once per step."""

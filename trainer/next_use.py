@@ -15,10 +15,17 @@ from schemas.plan_slots import NEVER_AGAIN
 class NextUse:
     """Answers for one table after the other, from the access lists of the steps to come."""
 
-    def __init__(self, dataset: Dataset, order: Order) -> None:
-        """Keep the parts; lists are read when a table is asked for."""
+    def __init__(self, dataset: Dataset, order: Order, until: int | None = None) -> None:
+        """Keep the parts; lists are read when a table is asked for.
+
+        Args:
+            dataset: open dataset.
+            order: global order of the run.
+            until: one after the last step that is known; the whole run when None.
+        """
         self._dataset = dataset
         self._order = order
+        self._until = order.num_steps if until is None else until
         self._of = ("", -1)
         self._rows = np.empty(0, np.int64)
         self._steps = np.empty(0, np.int64)
@@ -47,7 +54,7 @@ class NextUse:
     def _read(self, table: str, first_step: int) -> None:
         accesses = TableAccesses(self._dataset, table, self._order)
         steps = np.full(len(accesses.rows), NEVER_AGAIN, np.int64)
-        for step in range(self._order.num_steps - 1, first_step - 1, -1):
+        for step in range(self._until - 1, first_step - 1, -1):
             steps[accesses.numbers(step)] = step
         order = np.argsort(accesses.rows)
         self._rows, self._steps = accesses.rows[order], steps[order]

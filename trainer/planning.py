@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 from schemas.accesses import TableAccesses, kept_for
 from schemas.dataset import Dataset
 from schemas.job_train import CacheConfig
+from schemas.oracle import known_before
 from schemas.order import Order
 from schemas.plan import plan
 from schemas.plan_size import check_size
@@ -25,6 +29,7 @@ def plans_of(
     first_step: int,
     flush_every: int | None = None,
     starts: Mapping[str, Keyframe] | None = None,
+    until: int | None = None,
 ) -> dict[str, TablePlan]:
     """Return the plan of each table from a step on.
 
@@ -44,19 +49,29 @@ def plans_of(
         first_step: first step to be trained.
         flush_every: steps between checkpoints, which write all cached rows.
         starts: state of each table's plan before the first step, empty for none.
+        until: one after the last step that is known: the plan ends there, and knows no use beyond;
+            the whole run when None.
 
     Raises:
         SchemaError: the dataset has no index for this order; the message says how to build it.
         PlanError: `config.rows` is too small for a table; the message names the size that works.
     """
-    index, to_train = dataset.index_for(order), range(first_step, order.num_steps)
-    distances = {table: index.steps(table) for table in tables}
-    check_size({t: map(found.__getitem__, to_train) for t, found in distances.items()}, config)
+    index, end = dataset.index_for(order), order.num_steps if until is None else until
+    to_train = range(first_step, end)
+    files = {table: index.steps(table) for table in tables}
+
+    def distances(table: str) -> Iterator[NDArray[np.int32]]:
+        found = files[table]
+        return (
+            known_before(found[step].astype(np.int32, copy=False), step, end) for step in to_train
+        )
+
+    check_size({table: distances(table) for table in files}, config)
     kept = kept_for(order, KEPT_BYTES)
     plans: dict[str, TablePlan] = {}
-    for table, found in distances.items():
+    for table in files:
         accesses = TableAccesses(dataset, table, order, kept)
-        steps = zip(map(accesses.numbers, to_train), map(found.__getitem__, to_train), strict=True)
+        steps = zip(map(accesses.numbers, to_train), distances(table), strict=True)
         planned = plan(
             steps,
             config,

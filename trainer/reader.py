@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -171,7 +171,9 @@ class Reader:
         return self._files[segment, path]
 
 
-def prefetched(function: Callable[[T], R], items: Iterable[T], depth: int) -> Iterator[R]:
+def prefetched(
+    function: Callable[[T], R], items: Iterable[T], depth: int
+) -> Generator[R, None, None]:
     """Yield function(item) of each item in order, computed up to `depth` ahead in one thread."""
     remaining = iter(items)
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:

@@ -6,6 +6,7 @@ import json
 import shutil
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -26,59 +27,91 @@ class RunIdentity:
     """What must be equal for a run to be continued."""
 
     dataset_sha256: str
-    """Hash of the dataset's job, schema and segments; indexes may come and go."""
+    """Hash of the dataset's job and schema; indexes may come and go."""
+    segments: tuple[str, ...]
+    """Hash of the manifest of each segment; of a run that follows the pipeline, those so far."""
+    closed: bool
+    """Whether no segment may follow: the dataset said so, or the run does not follow it."""
     train_sha256: str
-    """Hash of the job's train section without checkpoints, stores and threads."""
+    """Hash of the job's train section without checkpoints, stores, limits and threads."""
 
 
-def identity_of(dataset: Dataset, config: TrainConfig) -> RunIdentity:
+def identity_of(dataset: Dataset, config: TrainConfig, *, follows: bool) -> RunIdentity:
     """Return what a run of this job on this dataset is."""
     m = dataset.manifest
-    segments = [asdict(reference) for reference in m.segments]
     same = asdict(replace(config, checkpoint=CheckpointConfig(), num_threads=None))
     del same["stores"], same["cache"]["files"]  # where rows lie changes no bit of them
+    del same["limits"], same["follow"]  # nor does how long something may take
     return RunIdentity(
-        dataset_sha256=hash_of([m.job_sha256, m.schema_sha256, segments]),
+        dataset_sha256=hash_of([m.job_sha256, m.schema_sha256]),
+        segments=tuple(reference.manifest_sha256 for reference in m.segments),
+        closed=m.finished or not follows,
         train_sha256=hash_of(same),
     )
 
 
-def start_run(run: Path, job: Path, dataset: Dataset, config: TrainConfig) -> None:
+def has_run(run: Path) -> bool:
+    """Tell whether a folder holds a run."""
+    return (run / IDENTITY).is_file()
+
+
+def start_run(
+    run: Path, job: Path, dataset: Dataset, config: TrainConfig, *, follows: bool = False
+) -> None:
     """Make the folder of a new run.
+
+    Args:
+        run: run folder.
+        job: job file.
+        dataset: open dataset.
+        config: train section of the job.
+        follows: whether segments may still come.
 
     Raises:
         SchemaError: the folder holds a run already.
     """
-    if (run / IDENTITY).exists():
+    if has_run(run):
         raise SchemaError(
             "output must hold no run, got one; use --resume or another folder", file=str(run)
         )
     run.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(job, run / JOB)
-    write_expected(run, dataset, config.epochs)
     for name in (METRICS, LEDGER):
         (run / name).write_text("", encoding="utf-8")
-    body = canonical_json(asdict(identity_of(dataset, config)))
+    write_dataset(run, dataset, config, follows=follows)
+
+
+def write_dataset(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool) -> None:
+    """Write what the run has to train, and then what it is: again when the dataset has grown."""
+    write_expected(run, dataset, config.epochs)
+    body = canonical_json(asdict(identity_of(dataset, config, follows=follows)))
     replace_bytes(run / IDENTITY, body.encode())
 
 
-def check_run(run: Path, dataset: Dataset, config: TrainConfig) -> None:
+def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool = False) -> None:
     """Refuse to go on with a run of another job or dataset.
+
+    Args:
+        run: run folder.
+        dataset: as it is now.
+        config: train section of the job.
+        follows: whether segments may have come since, after those of the run.
 
     Raises:
         SchemaError: the folder holds no run, or another one.
     """
     path = run / IDENTITY
-    if not path.is_file():
+    if not has_run(run):
         raise SchemaError("run must exist, got none; train first", file=str(run))
     try:
-        found = RunIdentity(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        found = RunIdentity(**{**body, "segments": tuple(body["segments"])})
+    except (ValueError, TypeError, KeyError) as error:
         raise SchemaError(
             "identity must be JSON with the hashes of the run, got other content; restore it",
             file=str(path),
         ) from error
-    wanted = identity_of(dataset, config)
+    wanted = identity_of(dataset, config, follows=follows)
     for field, what in (("dataset_sha256", "dataset"), ("train_sha256", "train section")):
         old, new = getattr(found, field), getattr(wanted, field)
         if old != new:
@@ -87,6 +120,34 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig) -> None:
                 "use the one it was started with",
                 file=str(path),
             )
+    _check_segments(path, found, wanted, follows=follows, epochs=config.epochs)
+
+
+def _check_segments(
+    path: Path, found: RunIdentity, wanted: RunIdentity, *, follows: bool, epochs: int
+) -> None:
+    old, new = found.segments, wanted.segments
+    for place, (theirs, ours) in enumerate(zip_longest(old, new[: len(old)])):
+        if theirs != ours:
+            raise SchemaError(
+                f"dataset must begin with the segments of the run, got segment={str(ours)[:12]} "
+                f"for {theirs[:12]} at place {place}; use the one it was started with",
+                file=str(path),
+            )
+    if len(new) == len(old):
+        return
+    if found.closed and epochs > 1:
+        raise SchemaError(
+            f"dataset must not grow after its first epoch, got {len(new)} segments for the "
+            f"{len(old)} that it was closed with; train again",
+            file=str(path),
+        )
+    if not follows:
+        raise SchemaError(
+            f"dataset must be that of the run, got {len(new)} segments for {len(old)}; "
+            "use --follow to go on with those that came since",
+            file=str(path),
+        )
 
 
 def cut_run(run: Path, train_step: int) -> None:

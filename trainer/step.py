@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,22 @@ from trainer.batch import Batch
 from trainer.embedding import Embedding
 
 Clock = Callable[[], float]
+Watch = Callable[[str], AbstractContextManager[object]]
+"""Phase to what is entered while it lasts."""
 
 
 class PhaseTimer:
     """Adds up the seconds of each phase of one step."""
 
-    def __init__(self, clock: Clock) -> None:
-        """Start with no seconds."""
+    def __init__(self, clock: Clock, watch: Watch = nullcontext) -> None:
+        """Start with no seconds.
+
+        Args:
+            clock: seconds.
+            watch: entered for each phase; a watchdog, as a rule.
+        """
         self._clock = clock
+        self._watch = watch
         self._start = clock()
         self._seconds = _no_seconds()
 
@@ -29,7 +37,8 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Time what is done inside."""
         start = self._clock()
-        yield
+        with self._watch(phase):
+            yield
         self._seconds[phase] += self._clock() - start
 
     def finish(self) -> tuple[float, dict[str, float]]:

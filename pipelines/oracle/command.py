@@ -102,6 +102,7 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
                         verified_version(root / SCHEMA, manifest.schema_sha256).read_bytes(),
                         manifest.segments,
                         [*manifest.indexes, reference],
+                        finished=manifest.finished,
                     )
                 return open_dataset(root)
         dataset = open_dataset(root)

@@ -9,6 +9,7 @@ from pipelines.gate.judge import check_limits
 from pipelines.gate.pass_gate import pass_gate, schema_of
 from pipelines.learned.files import check_fits, fits
 from pipelines.prepare import BuildRequest
+from pipelines.segments.finish import refuse_finished
 from pipelines.segments.pinned import check_pinned, check_types
 from pipelines.segments.publish import Proposal, free_position, root_of, with_key
 from schemas.dataset import Dataset, open_dataset
@@ -48,6 +49,7 @@ def admit(
         return there
     if not request.append:
         refuse_other(request.dataset, [s.id for s in root.segments], key)
+    refuse_finished(root, request.dataset)
     free_position(root, request.position, request.dataset)
     dataset = open_dataset(request.dataset)
     check_pinned(dataset, job, features, request.job_path)
@@ -108,6 +110,7 @@ def proposal_of(
         if dataset is not None:
             if not request.append:
                 refuse_other(request.dataset, [s.manifest.id for s in dataset.segments], key)
+            refuse_finished(dataset.manifest, request.dataset)
             check_pinned(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
             check_fits(manifest.learned, request.dataset)

@@ -215,6 +215,8 @@ def commit_root(
     schema: bytes,
     segments: Sequence[Reference],
     indexes: Sequence[Reference],
+    *,
+    finished: bool = False,
 ) -> DatasetManifest:
     """Replace the root manifest, so that it finds the two files that it names at every moment.
 
@@ -234,6 +236,7 @@ def commit_root(
         schema_sha256=sha256(schema).hexdigest(),
         segments=tuple(segments),
         indexes=tuple(indexes),
+        finished=finished,
     )
     write_manifest(dataset, manifest)
     for path, data in changed.items():

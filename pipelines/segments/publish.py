@@ -10,9 +10,11 @@ segment without its index.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -198,12 +200,15 @@ def replace_root(
 
 
 def remove_indexes(dataset: Path, keep: set[str]) -> None:
-    """Remove indexes that neither this root nor the one before names.
+    """Remove indexes that neither this root nor the one before names, and that nobody holds.
 
-    Who has opened the dataset a moment ago still reads the indexes of the root before.
+    Who has opened the dataset a moment ago still reads the indexes of the root before; who trains
+    on one holds it, however many segments come meanwhile.
     """
     for directory in dataset.glob("index-*"):
-        if directory.name not in keep:
+        if directory.name in keep:
+            continue
+        with suppress(OSError), locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -171,7 +171,13 @@ def _lists(key: np.ndarray, longest: int, missing: np.ndarray | None) -> pa.Arra
 
 
 def make_dataset(
-    folder: Path, job_path: Path, segments: list[list[tuple[int, int]]], seed: int = 0
+    folder: Path,
+    job_path: Path,
+    segments: list[list[tuple[int, int]]],
+    seed: int = 0,
+    *,
+    index: str = "index-small",
+    finished: bool = False,
 ) -> Path:
     """Write a dataset.
 
@@ -180,6 +186,8 @@ def make_dataset(
         job_path: from `write_job`.
         segments: for each segment and file the training and the evaluation samples.
         seed: of the samples.
+        index: name of the index.
+        finished: whether no segment follows.
     """
     job = load_job(job_path)
     for name in (JOB, SCHEMA):
@@ -196,8 +204,9 @@ def make_dataset(
         segments=references,
     )
     write_manifest(folder, manifest)
-    index = _write_index(folder, job)
-    write_manifest(folder, DatasetManifest(**{**_fields(manifest), "indexes": (index,)}))
+    indexes = (_write_index(folder, job, index),)
+    whole = {**_fields(manifest), "indexes": indexes, "finished": finished}
+    write_manifest(folder, DatasetManifest(**whole))
     return folder
 
 
@@ -336,21 +345,21 @@ def _write_access(
     )
 
 
-def _write_index(folder: Path, job: Job) -> Reference:
+def _write_index(folder: Path, job: Job, name: str) -> Reference:
     dataset = open_dataset(folder)
     oracle = job.data.oracle
     order = dataset.order(
         oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
     )
-    root = folder / "index-small"
+    root = folder / name
     num_rows: dict[str, int] = {}
     num_accesses: dict[str, int] = {}
-    for name in job.data.tables:
-        accesses = TableAccesses(dataset, name, order)
+    for table in job.data.tables:
+        accesses = TableAccesses(dataset, table, order)
         distances = next_use(list(accesses.steps()), len(accesses.rows))
-        num_rows[name], num_accesses[name] = len(accesses.rows), sum(map(len, distances))
+        num_rows[table], num_accesses[table] = len(accesses.rows), sum(map(len, distances))
         lists = Jagged(np.concatenate(distances), offsets_of(np.array([*map(len, distances)])))
-        path = root / index_path(name, 0)
+        path = root / index_path(table, 0)
         path.parent.mkdir(parents=True)
         column = large_list(lists.values, lists.offsets)
         pq.write_table(pa.table([np.arange(order.num_steps), column], index_schema()), path)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +35,10 @@ BUCKET_STEPS = 4
 """Steps of one file: what they fetch is in memory at once."""
 BUFFER_BYTES = 32 << 20
 """Most bytes that wait in memory for a long write; the fullest bucket is written first."""
-_FINAL, _RESIDENT = "final.bin", "resident.bin"
+_FINAL, _RESIDENT = "final-{}.bin", "resident.bin"
+_FINALS = tuple(_FINAL.format(number) for number in range(2))
+NextUses = Callable[[str, NDArray[np.int64]], NDArray[np.int64]]
+"""(table, rows) to the step that uses each row next, or `NEVER_AGAIN`."""
 
 
 class FutureLog:
@@ -69,6 +74,7 @@ class FutureLog:
         self._handed: dict[int, Entries] = {}  # fetched, and not yet used
         self._read_until = 0  # buckets before are in memory, or over
         self._num_buckets = 0  # that may have a file
+        self._final = _FINAL.format(0)  # rows that no step is known to use
         self._run_files = BucketFiles(
             directory, self._width, first.dtype, piece_bytes=RUN_PIECE_BYTES
         )
@@ -127,6 +133,33 @@ class FutureLog:
         for bucket, part in _by(buckets, entries):
             self._keep(bucket, part)
         self._write_long_ones()
+
+    def reschedule(self, next_uses: NextUses) -> None:
+        """Write the rows that no step was known to use down for those that are known now.
+
+        One read of their file, and one write of all of them.
+
+        Args:
+            next_uses: of steps whose rows have not been fetched.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
+        old, self._final = self._final, _FINAL.format(1 - _FINALS.index(self._final))
+        self._buffered.pop(NEVER_AGAIN, None)
+        waiting = self._buffers.pop(NEVER_AGAIN, [])
+        for entries in chain(self._files.read(old), waiting):
+            for bucket, part in self._rescheduled(entries, next_uses):
+                self._keep(bucket, part)
+            self._write_long_ones()
+        self._files.remove(old)
+
+    def _rescheduled(self, entries: Entries, next_uses: NextUses) -> Iterator[tuple[int, Entries]]:
+        steps = np.full(len(entries), NEVER_AGAIN)
+        for table, index in self._index.items():
+            mine = entries.tables == index
+            steps[mine] = next_uses(table, entries.rows[mine])
+        return _by(steps // self._bucket_steps, replace(entries, next_use=steps))
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table and their records, after `write` of what stays cached.
@@ -216,7 +249,7 @@ class FutureLog:
     def _write_long_ones(self) -> None:
         while sum(self._buffered.values()) > self._buffer_bytes:
             bucket = max(self._buffered, key=lambda number: self._buffered[number])
-            name = _FINAL if bucket == NEVER_AGAIN else _bucket_name(bucket)
+            name = self._final if bucket == NEVER_AGAIN else _bucket_name(bucket)
             self._files.append(name, self._buffers[bucket])
             del self._buffers[bucket], self._buffered[bucket]
             self._num_buckets = max(self._num_buckets, bucket + 1)
@@ -228,7 +261,7 @@ class FutureLog:
         for parts in self._buffers.values():
             yield from parts
         names = [_bucket_name(number) for number in range(self._read_until, self._num_buckets)]
-        for name in (_FINAL, _RESIDENT, *names):
+        for name in (self._final, _RESIDENT, *names):
             yield from self._files.read(name)
 
     def _forget_runs(self) -> None:

@@ -95,6 +95,7 @@ class LocalStores:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # ^C is for the trainer, which needs them until it has saved
         )
 
     def _watch(self, index: int) -> None:

@@ -36,6 +36,10 @@ class StoreThread:
         """Write rows as they are after a step."""
         self._writes.append(self._worker().submit(write_rows, self._stores, train_step, leaving))
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in its turn; `check` raises what it raises."""
+        self._writes.append(self._worker().submit(function))
+
     def check(self) -> None:
         """Raise what a write raised that is done."""
         while self._writes and self._writes[0].done():

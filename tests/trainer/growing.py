@@ -1,0 +1,109 @@
+"""A dataset that grows while it is read: versions made beforehand, committed when a test says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+from schemas.events import RunSummary, StepMetric
+from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
+from schemas.manifest import read_dataset, replace_bytes
+from tests.trainer.make_dataset import make_dataset
+from trainer.draining import Drain
+from trainer.train import TrainOptions, train
+
+GROWING = [[(400, 50), (333, 30)], [(250, 0)], [(180, 40)], [(64, 0)], [(120, 60)]]
+"""Training and evaluation samples of each file of each segment: 12, 4, 3, 1 and 2 steps."""
+
+
+def make_versions(
+    folder: Path, job: Path, segments: list[list[tuple[int, int]]] = GROWING
+) -> list[Path]:
+    """Write the dataset after each segment; the last one is finished."""
+    return [
+        make_dataset(
+            folder / f"version-{n}",
+            job,
+            segments[:n],
+            index=f"index-small-{n}",
+            finished=n == len(segments),
+        )
+        for n in range(1, len(segments) + 1)
+    ]
+
+
+def commit(version: Path, dataset: Path) -> None:
+    """Make a dataset what a version is, its root last, without the indexes of those before."""
+    (dataset / SEGMENTS).mkdir(parents=True, exist_ok=True)
+    for name in (JOB, SCHEMA):
+        shutil.copyfile(version / name, dataset / name)
+    root = read_dataset(version)
+    for reference in root.segments:
+        place = Path(SEGMENTS) / reference.id
+        if not (dataset / place).exists():
+            shutil.copytree(version / place, dataset / place)
+    for index in root.indexes:
+        shutil.copytree(version / index.id, dataset / index.id, dirs_exist_ok=True)
+    replace_bytes(dataset / MANIFEST, (version / MANIFEST).read_bytes())
+
+
+class Pipeline:
+    """Commits one version after the other: before given steps, and whenever it is waited for."""
+
+    def __init__(self, versions: list[Path], dataset: Path, at: tuple[int, ...] = ()) -> None:
+        """Commit the first version.
+
+        Args:
+            versions: in order.
+            dataset: where they are committed.
+            at: steps after which one more is committed.
+        """
+        self.waits: list[str] = []
+        self.steps: list[StepMetric] = []
+        self._left = iter(versions)
+        self._dataset = dataset
+        self._at = at
+        self.more()
+
+    def more(self) -> None:
+        """Commit the next version, if there is one."""
+        version = next(self._left, None)
+        if version is not None:
+            commit(version, self._dataset)
+
+    def on_step(self, metric: StepMetric, num_steps: int) -> None:
+        """Commit what is due after a step."""
+        self.steps.append(metric)
+        if metric.step in self._at:
+            self.more()
+
+    def say(self, line: str) -> None:
+        """Commit what is waited for."""
+        self.waits.append(line)
+        self.more()
+
+
+def follow_job(
+    job: Path,
+    dataset: Path,
+    run: Path,
+    pipeline: Pipeline,
+    *,
+    drain: Drain | None = None,
+    on_step: Callable[[StepMetric, int], None] | None = None,
+    **options: object,
+) -> RunSummary:
+    """Train beside a pipeline, with a clock that ticks once per look."""
+    ticks = count()
+    return train(
+        job,
+        dataset,
+        run,
+        TrainOptions(follow=True, **options),  # type: ignore[arg-type]
+        clock=lambda: float(next(ticks)),
+        on_step=on_step or pipeline.on_step,
+        drain=drain,
+        say=pipeline.say,
+    )

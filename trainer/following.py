@@ -1,0 +1,232 @@
+"""The dataset of a run: as it is, or followed while the pipeline builds it.
+
+A `Span` is what may be trained with what is known. A run that follows goes from span to span: each
+is of a dataset that begins with the segments of the one before, so that all steps keep their place,
+and the last one is of a dataset that says that it is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.dataset import Dataset, open_dataset
+from schemas.errors import SchemaError
+from schemas.horizon import Horizon, Known, decide, horizon_of
+from schemas.job import Job
+from schemas.layout import MANIFEST, TRAIN
+from schemas.manifest import DatasetManifest, read_dataset
+from schemas.order import Order
+from trainer.draining import Drain
+from trainer.holding import Held
+from trainer.parts import order_of
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What may be trained now.
+
+    Attributes:
+        dataset: opened with all segments that are known.
+        order: global order over them.
+        horizon: how far the run may go.
+    """
+
+    dataset: Dataset
+    order: Order
+    horizon: Horizon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowOptions:
+    """How a run looks at its dataset."""
+
+    follow: bool
+    """Whether segments may come; otherwise those that are there are all."""
+    stop: int | None
+    """Step that the run is to stop before."""
+    planned: bool
+    """Whether an index must cover the segments."""
+
+
+class Following:
+    """Opens what is committed, and waits for more."""
+
+    def __init__(
+        self,
+        path: Path,
+        job: Job,
+        options: FollowOptions,
+        drain: Drain,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Keep the parts; nothing is opened yet.
+
+        Args:
+            path: dataset folder.
+            job: of the run.
+            options: what is asked for.
+            drain: ends a wait.
+            say: told what is waited for, one line at a time.
+        """
+        self._path = path
+        self._job = job
+        self._options = options
+        self._drain = drain
+        self._say = say
+        self._held = Held()
+        self._seen: object = None  # of the root manifest's file
+        self._span: Span | None = None
+
+    def grown(self) -> bool:
+        """Tell whether the root manifest was replaced since it was read; one look at its file."""
+        span = self._span
+        return span is not None and not span.horizon.last and self._fingerprint() != self._seen
+
+    def first(self) -> Span:
+        """Return the first span, after waiting for a segment with training samples.
+
+        Raises:
+            SchemaError: the dataset breaks its format, or does not fit the job.
+            DrainInterrupt: the process is to end.
+        """
+        if not self._options.follow:
+            span = self._opened()
+            assert span is not None, "what is not followed is opened, or refused"
+            self._span = span
+            return span
+        return self._awaited(0)
+
+    def next(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
+        """Return the span that a step lies in, or the last one when none comes.
+
+        Args:
+            train_step: the next step.
+            before_wait: called once, when there is nothing to train.
+
+        Raises:
+            SchemaError: the dataset is another one, or a segment of it does not fit the run.
+            DrainInterrupt: the process is to end.
+        """
+        return self._awaited(train_step, before_wait)
+
+    def _awaited(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
+        said = None
+        while True:
+            self._seen = self._fingerprint()
+            found, why = self._look()
+            if found is not None:
+                self._span = found
+                if decide(train_step, found.horizon) != "wait":
+                    return found
+            if said is None:
+                before_wait()
+            if why != said:
+                self._say(f"waiting at step {train_step}: {why}")
+                said = why
+            while self._fingerprint() == self._seen:
+                with self._drain.at_once():
+                    self._drain.sleep(self._job.train.follow.poll.total_seconds())
+                self._drain.check()
+
+    def _look(self) -> tuple[Span | None, str]:
+        """Return what is committed, or None, and what is waited for."""
+        if self._span is None and self._seen is None:
+            return None, f"{self._path} does not exist yet"
+        before = self._span
+        try:
+            span = self._opened()
+        except _NoIndexError as error:
+            if before is None or error.finished:
+                raise error.error from None
+            return before, str(error.error)
+        if span is None:
+            return None, "no segment with training samples is committed yet"
+        ids = [s.manifest.id for s in span.dataset.segments]
+        return span, (
+            f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
+            f"finished; append segments, or run python -m pipelines finish {self._path}"
+        )
+
+    def _opened(self) -> Span | None:
+        """Open the dataset as it is now; None while there is nothing to train."""
+        while True:
+            root = read_dataset(self._path)
+            if self._span is not None:
+                check_same(self._span.dataset.manifest, root, self._path)
+            try:
+                dataset = open_dataset(self._path)
+                span = self._span_of(dataset)
+                indexes = [] if span is None else self._indexes(span)
+                self._held(*indexes)
+            except SchemaError:
+                if read_dataset(self._path) == root:
+                    raise
+                continue  # replaced while it was opened
+            return span
+
+    def _span_of(self, dataset: Dataset) -> Span | None:
+        finished = dataset.manifest.finished or not self._options.follow
+        if not finished and not any(len(s.positions(TRAIN)) for s in dataset.segments):
+            return None
+        order = order_of(self._job, dataset)
+        known = Known(num_segments=len(dataset.segments), finished=finished)
+        return Span(dataset, order, horizon_of(order, known, self._options.stop))
+
+    def _indexes(self, span: Span) -> list[Path]:
+        if not self._options.planned:
+            return []
+        try:
+            return [span.dataset.index_for(span.order).directory]
+        except SchemaError as error:
+            if not self._options.follow:
+                raise
+            raise _NoIndexError(error, finished=span.dataset.manifest.finished) from error
+
+    def _fingerprint(self) -> object:
+        try:
+            found = (self._path / MANIFEST).stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+class _NoIndexError(Exception):
+    """A dataset has no index for the run's order."""
+
+    def __init__(self, error: SchemaError, *, finished: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.finished = finished
+
+
+def check_same(old: DatasetManifest, new: DatasetManifest, path: Path) -> None:
+    """Refuse a dataset that is not the one before with more segments after it.
+
+    Args:
+        old: root manifest that the run knows.
+        new: root manifest as it is now.
+        path: dataset folder.
+
+    Raises:
+        SchemaError: another job or schema, another segment in some place, or fewer.
+    """
+    place = str(path / MANIFEST)
+    for name in ("name", "job_sha256", "schema_sha256"):
+        before, now = getattr(old, name), getattr(new, name)
+        if before != now:
+            raise SchemaError(
+                f"dataset must keep its {name} while it is followed, got {now[:12]} for "
+                f"{before[:12]}; train a new run on it",
+                file=place,
+            )
+    for index, segment in enumerate(old.segments):
+        found = new.segments[index] if index < len(new.segments) else None
+        if found != segment:
+            raise SchemaError(
+                f"dataset must begin with the segments that are followed, got "
+                f"{found.id if found else None} at place {index} for {segment.id}; restore it, or "
+                "train a new run on it",
+                file=place,
+            )

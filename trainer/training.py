@@ -1,0 +1,226 @@
+"""The steps of a run: from span to span, each step committed, until the end or until asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.dataset import Dataset
+from schemas.errors import PlanError, SchemaError
+from schemas.events import LedgerEntry, StepMetric
+from schemas.horizon import decide
+from schemas.job import Job
+from schemas.job_limits import SAVE, WAIT
+from schemas.job_train import TrainConfig
+from trainer.batch import Batch
+from trainer.cache import PlannedCache
+from trainer.checkpoint import save_checkpoint
+from trainer.decode import spec_of
+from trainer.device import device_of, moved
+from trainer.draining import Drain, told
+from trainer.extending import extend, settle
+from trainer.following import Following, Span
+from trainer.kernels.build import kernels_of
+from trainer.models.build import wants_sides
+from trainer.parts import Parts
+from trainer.reader import Reader, prefetched
+from trainer.run import RunLog, cut_run, write_dataset
+from trainer.sources import RowSource
+from trainer.step import PhaseTimer, train_step
+from trainer.stores.together import checkpointed
+from trainer.watchdog import Watchdog
+
+READ_AHEAD = 2
+"""Batches that are read beside training."""
+REPLICA = "0"
+"""Name of the only replica in the ledger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What the command line says beyond the job."""
+
+    embedding: str = "plain"
+    """plain: all rows in memory; cached: the plan in front of a store; lru: the rows used last in
+    front of the same store; uncached: that store alone."""
+    expanded: bool = False
+    """Undo the deduplication, for comparison."""
+    steps: int | None = None
+    """Stop before this step; the whole run when None."""
+    resume: bool = False
+    """Go on from the newest checkpoint of the run."""
+    stores: int | None = None
+    """Store processes to start on this machine; those of the job when None."""
+    follow: bool = False
+    """Train on committed segments while later ones are built, until the dataset is finished."""
+
+    def __post_init__(self) -> None:
+        """Refuse stores that nothing would be kept in."""
+        if self.stores is not None and self.embedding == "plain":
+            raise ValueError(
+                f"stores must hold the rows, got stores={self.stores} and the embedding 'plain', "
+                "which has all rows in memory; use --embedding cached"
+            )
+
+
+class Training:
+    """The steps of a run."""
+
+    def __init__(
+        self,
+        run: Path,
+        job: Job,
+        options: TrainOptions,
+        data: Following,
+        parts: Parts,
+        drain: Drain,
+        watchdog: Watchdog,
+        timer: PhaseTimer,
+        on_step: Callable[[StepMetric, int], None],
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            run: run folder.
+            job: of the run.
+            options: what the command line says.
+            data: the dataset.
+            parts: what is trained.
+            drain: ends the run between two steps.
+            watchdog: limits each phase.
+            timer: of the phases.
+            on_step: called after each step, with its metric and the number of steps.
+        """
+        self._run, self._job, self._options = run, job, options
+        self._data, self._parts, self._drain = data, parts, drain
+        self._watchdog, self._timer, self._on_step = watchdog, timer, on_step
+        self._saved = 0
+
+    def run(self, span: Span, first: int, source: RowSource) -> Span:
+        """Train all steps and save.
+
+        Args:
+            span: the first.
+            first: step to begin with.
+            source: of the rows.
+
+        Returns:
+            The last span.
+
+        Raises:
+            SchemaError: the data, or a disk; checkpoints are whole.
+            DrainInterrupt: it was asked to end; what was trained is saved.
+        """
+        cut_run(self._run, first)
+        step = self._saved = first
+        try:
+            with RunLog(self._run) as log:
+                step = self._steps(span, step, source, log)
+                while not self._drain.asked and decide(step, span.horizon) != "end":
+                    span = self._next_span(span, step, source)
+                    step = self._steps(span, step, source, log)
+            self._save(step, source)
+        finally:
+            source.close()
+        with told(f"stopped at step {step}, which {self._run} goes on from with --resume"):
+            self._drain.check()
+        return span
+
+    def _steps(self, span: Span, step: int, source: RowSource, log: RunLog) -> int:
+        """Train the steps of a span, as far as nothing ends it before; return the next one."""
+        config, until = self._job.train, span.horizon.until
+        reader, device = reader_of(span, self._options, config), device_of(config.device)
+        every = config.checkpoint.every_steps
+        batches = prefetched(
+            lambda step: moved(reader.read(step), device), range(step, until), READ_AHEAD
+        )
+        with closing(batches):
+            while step < until and not self._drain.asked:
+                self._watchdog.step = step
+                with self._timer("read"):
+                    batch = next(batches)
+                parts = self._parts
+                loss = train_step(parts.model, parts.embedding, parts.optimizer, batch, self._timer)
+                metric = _metric(batch, loss, self._timer)
+                log.commit(metric, _entry(batch, span.dataset, reader))
+                self._on_step(metric, until)
+                step += 1
+                if every is not None and step % every == 0:
+                    self._save(step, source)
+                if self._data.grown():
+                    until = min(until, max(step, settle(source)))
+        return step
+
+    def _next_span(self, span: Span, step: int, source: RowSource) -> Span:
+        """Wait for what the pipeline commits, and let the run and its rows know."""
+        self._watchdog.step = step
+        try:
+            with self._timer(WAIT), told(f"stopped at step {step}; {self._run} goes on from it"):
+                found = self._data.next(step, lambda: self._save(step, source))
+                if found is not span:
+                    known = found.dataset
+                    write_dataset(self._run, known, self._job.train, follows=True)
+                    extend(source, self._parts.stores, found, self._job.train, step)
+        except (SchemaError, PlanError):
+            self._save(step, source)  # what was trained stays, whatever became of the dataset
+            raise
+        return found
+
+    def _save(self, step: int, source: RowSource) -> None:
+        if step == self._saved:
+            return
+        with self._watchdog(SAVE):
+            keep = self._job.train.checkpoint.keep
+            self._saved = _save(self._run, step, self._parts, source, keep)
+
+
+def reader_of(span: Span, options: TrainOptions, config: TrainConfig) -> Reader:
+    """Return the reader of the training steps of a span."""
+    return Reader(
+        span.dataset,
+        span.order,
+        spec_of(span.dataset, config.dtype),
+        expanded=options.expanded,
+        sides=wants_sides(config),
+        transpose=kernels_of(config.kernels).transpose,
+    )
+
+
+def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> int:
+    source.flush()
+    cached = source.cached(step) if isinstance(source, PlannedCache) else None
+    save_checkpoint(run, step, parts.model, parts.optimizer, parts.stores, keep=keep, cached=cached)
+    checkpointed(parts.stores, step)
+    return step
+
+
+def _metric(batch: Batch, loss: float, timer: PhaseTimer) -> StepMetric:
+    if not math.isfinite(loss):
+        raise SchemaError(
+            f"loss must be finite, got {loss} at step {batch.step.train_step}; lower the learning "
+            "rates, or see whether all weights of the batch are 0"
+        )
+    seconds, phases = timer.finish()
+    seconds -= phases[WAIT]
+    return StepMetric(
+        step=batch.step.train_step,
+        loss=loss,
+        num_samples=batch.num_samples,
+        num_replicas=1,
+        samples_per_sec=batch.num_samples / seconds,
+        phases=phases,
+    )
+
+
+def _entry(batch: Batch, dataset: Dataset, reader: Reader) -> LedgerEntry:
+    return LedgerEntry(
+        step=batch.step.train_step,
+        epoch=batch.step.epoch,
+        segment=dataset.segments[batch.step.segment].manifest.id,
+        replica=REPLICA,
+        blocks=tuple(reader.blocks_of(batch.step).tolist()),
+        num_samples=batch.num_samples,
+    )
