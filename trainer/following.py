@@ -60,6 +60,7 @@ class Following:
         options: FollowOptions,
         drain: Drain,
         say: Callable[[str], None] = lambda _: None,
+        check: Callable[[Dataset], None] = lambda _: None,
     ) -> None:
         """Keep the parts; nothing is opened yet.
 
@@ -69,12 +70,14 @@ class Following:
             options: what is asked for.
             drain: ends a wait.
             say: told what is waited for, one line at a time.
+            check: raises what does not fit about the first dataset, before it is asked for more.
         """
         self._path = path
         self._job = job
         self._options = options
         self._drain = drain
         self._say = say
+        self._check = check
         self._held = Held()
         self._seen: object = None  # of the root manifest's file
         self._span: Span | None = None
@@ -157,6 +160,8 @@ class Following:
                 check_same(self._span.dataset.manifest, root, self._path)
             try:
                 dataset = open_dataset(self._path)
+                if self._span is None:
+                    self._check(dataset)
                 span = self._span_of(dataset)
                 indexes = [] if span is None else self._indexes(span)
                 self._held(*indexes)

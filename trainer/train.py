@@ -78,14 +78,25 @@ def train(
     job = load_job(job_path)
     config, drain = job.train, drain or Drain()
     device_of(config.device)
-    data = Following(dataset_path, job, _how(options), drain, say)
+    goes_on = options.resume and (has_run(run) or not options.follow)
+
+    def check(dataset: Dataset) -> None:
+        if goes_on:
+            check_run(run, dataset, config, follows=options.follow)
+
+    data = Following(dataset_path, job, _how(options), drain, say, check)
     with Watchdog(config.limits.seconds()) as watchdog:
         drain.on_ask = watchdog.drain
         with watchdog(WAIT):
             span = data.first()
         drain.check()
         spec = spec_of(span.dataset, config.dtype)
-        checkpoint = _open_run(run, job_path, span.dataset, job, options)
+        # a run that follows begins with its first segment: asked to end before, it has no folder
+        if goes_on:
+            write_dataset(run, span.dataset, config, follows=options.follow)
+        else:
+            start_run(run, job_path, span.dataset, config, follows=options.follow)
+        checkpoint = newest_checkpoint(run) if goes_on else None
         watchdog.write_to(run)
         with ExitStack() as opened, told(f"stopped before a step; train on {run} with --resume"):
             with watchdog(START), drain.at_once():
@@ -171,19 +182,6 @@ def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:
         raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
     load_checkpoint(checkpoint, parts.model, None, parts.stores)
     return evaluate_parts(job, dataset, parts)
-
-
-def _open_run(
-    run: Path, job_path: Path, dataset: Dataset, job: Job, options: TrainOptions
-) -> Path | None:
-    """Return the checkpoint to go on from, None to begin."""
-    # a run that follows begins with its first segment: asked to end before, it has no folder
-    if not options.resume or (options.follow and not has_run(run)):
-        start_run(run, job_path, dataset, job.train, follows=options.follow)
-        return None
-    check_run(run, dataset, job.train, follows=options.follow)
-    write_dataset(run, dataset, job.train, follows=options.follow)
-    return newest_checkpoint(run)
 
 
 def _source(

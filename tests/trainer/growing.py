@@ -62,14 +62,15 @@ class Pipeline:
         """
         self.waits: list[str] = []
         self.steps: list[StepMetric] = []
-        self._left = iter(versions)
+        self.paused = 0.0  # seconds that it took until a segment came
+        self.left = iter(versions)
         self._dataset = dataset
         self._at = at
         self.more()
 
     def more(self) -> None:
         """Commit the next version, if there is one."""
-        version = next(self._left, None)
+        version = next(self.left, None)
         if version is not None:
             commit(version, self._dataset)
 
@@ -80,8 +81,9 @@ class Pipeline:
             self.more()
 
     def say(self, line: str) -> None:
-        """Commit what is waited for."""
+        """Commit what is waited for, a thousand seconds later."""
         self.waits.append(line)
+        self.paused += 1000
         self.more()
 
 
@@ -102,8 +104,23 @@ def follow_job(
         dataset,
         run,
         TrainOptions(follow=True, **options),  # type: ignore[arg-type]
-        clock=lambda: float(next(ticks)),
+        clock=lambda: next(ticks) + pipeline.paused,
         on_step=on_step or pipeline.on_step,
         drain=drain,
         say=pipeline.say,
     )
+
+
+class StoppedError(Exception):
+    """What ends a run in the middle."""
+
+
+def stopping_at(step: int, then: Callable[[StepMetric, int], None]) -> Callable[..., None]:
+    """Return what ends a run after a step."""
+
+    def on_step(metric: StepMetric, num_steps: int) -> None:
+        then(metric, num_steps)
+        if metric.step == step:
+            raise StoppedError
+
+    return on_step
