@@ -1,6 +1,7 @@
 """A run that follows its dataset has the bits of one that began when all was built."""
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -100,7 +101,7 @@ def test_run_over_store_processes_that_follows_has_the_bits_of_one_on_the_finish
     job: Path, versions: list[Path], whole: Path, tmp_path: Path
 ) -> None:
     pipeline = Pipeline(versions, tmp_path / "dataset", (10, 18))
-    options = {"embedding": "cached", "stores": 2}
+    options: dict[str, Any] = {"embedding": "cached", "stores": 2}
     follow_job(job, tmp_path / "dataset", tmp_path / "run", pipeline, **options)
     assert_equal(tmp_path / "run", whole)
 
@@ -129,7 +130,7 @@ def test_run_of_some_steps_waits_only_for_their_segments(
     job: Path, versions: list[Path], tmp_path: Path
 ) -> None:
     pipeline = Pipeline(versions, tmp_path / "dataset")
-    options = {"embedding": "cached", "steps": 14}
+    options: dict[str, Any] = {"embedding": "cached", "steps": 14}
     summary = follow_job(job, tmp_path / "dataset", tmp_path / "run", pipeline, **options)
     assert summary.num_steps == 14
     assert len(pipeline.waits) == 1
@@ -144,7 +145,8 @@ def test_run_that_died_goes_on_with_a_dataset_that_has_grown_meanwhile(
 ) -> None:
     job = write_job(tmp_path / "job", **ONCE, every_steps="1", files=files)
     pipeline, dataset = Pipeline(versions, tmp_path / "dataset"), tmp_path / "dataset"
-    on_step, options = stopping_at(stop, pipeline.on_step), {"embedding": "cached"}
+    on_step = stopping_at(stop, pipeline.on_step)
+    options: dict[str, Any] = {"embedding": "cached"}
     with pytest.raises(StoppedError):
         follow_job(job, dataset, tmp_path / "run", pipeline, on_step=on_step, **options)
     pipeline.more()

@@ -112,7 +112,9 @@ def test_dataset_that_was_replaced_is_refused_and_a_restored_one_gone_on_with(
     newest = newest_checkpoint(run)
     assert newest is not None
     assert int(newest.name) >= 9
-    with pytest.raises(SchemaError, match=r"(must begin with the segments of the run|schema)"):
+    with pytest.raises(
+        SchemaError, match=r"(must begin with the segments of the run|schema|manifest must exist)"
+    ):
         follow_job(job, dataset, run, pipeline, resume=True, embedding="cached")
     commit(versions[1], dataset)
     follow_job(job, dataset, run, pipeline, resume=True, embedding="cached")
