@@ -116,7 +116,8 @@ class StoresConfig:
     """Store processes that run elsewhere, started with `python -m trainer store`."""
 
     addresses: tuple[str, ...] = ()
-    """`grpc://host:port` or `grpc+tls://host:port` of each; together they serve every slot once."""
+    """`grpc://host:port` or `grpc+tls://host:port` of each; together they serve every slot
+    once, or twice."""
     token_file: str | None = None
     """File with the token that they ask for, relative to the job file."""
     certificates: str | None = None
@@ -124,6 +125,8 @@ class StoresConfig:
     null."""
     timeout: timedelta = timedelta(seconds=30)
     """Longest wait for an answer; a store that died has so long to come back."""
+    replicas: int = 1
+    """Stores that serve each slot: 2 to lose nothing when one dies with its directory."""
 
     def __post_init__(self) -> None:
         """Refuse what is no address, and stores without a token."""
@@ -136,6 +139,13 @@ class StoresConfig:
         if self.addresses and self.token_file is None:
             raise ValueError(
                 "token_file must be given with addresses, got null; name the stores' own"
+            )
+        if self.replicas not in (1, 2):
+            raise ValueError(f"replicas must be 1 or 2, got {self.replicas}; write 2 for a copy")
+        if self.addresses and self.replicas > len(self.addresses):
+            raise ValueError(
+                f"replicas must be at most the number of stores, got replicas={self.replicas}, "
+                f"addresses={len(self.addresses)}; start more stores"
             )
         if not self.timeout:
             raise ValueError("timeout must be longer than nothing, got 0s; write 30s")

@@ -47,7 +47,20 @@ def build_parser() -> argparse.ArgumentParser:
     equal.add_argument("run", type=Path, help="run folder")
     equal.add_argument("other", type=Path, help="run folder")
     _add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
-    for command in (run, score, check, equal):
+    move = commands.add_parser("migrate-slots", help="move slots between stores that serve a run")
+    move.add_argument(
+        "--from", dest="giver", required=True, help="address of the store that has them"
+    )
+    move.add_argument("--to", required=True, help="address of who takes them")
+    move.add_argument("--slots", required=True, help="START:END of 4,096[,...]")
+    kill = commands.add_parser("kill-store", help="end a store as a failure would; nothing is lost")
+    again = commands.add_parser("restart-store", help="start a store anew in its place")
+    for command in (kill, again):
+        command.add_argument("address", help="grpc://host:port or grpc+tls://host:port")
+    for command in (move, kill, again):
+        command.add_argument("--token-file", type=Path, required=True, help="of the stores")
+        command.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
+    for command in (run, score, check, equal, move, kill, again):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -57,9 +70,10 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, required=True, help="what callers must present")
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--slots", type=_slots, default="0:4096", help="START:END of 4,096")
+    parser.add_argument("--slots", default="0:4096", help="START:END of 4,096[,...], or none")
     parser.add_argument("--tls-cert", type=Path, help="certificate chain, PEM")
     parser.add_argument("--tls-key", type=Path, help="its key, PEM")
+    parser.add_argument("--trusted", type=Path, help="authorities of other stores, PEM")
     parser.add_argument("--fsync", choices=("checkpoint", "write"), default="checkpoint")
     parser.add_argument("--message-bytes", type=_positive, default=4 << 20)
     parser.add_argument("--in-flight-bytes", type=_positive, default=64 << 20)
@@ -81,6 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "verify": _verify,
         "equal": _equal,
         "store": _store,
+        "migrate-slots": _migrate_slots,
+        "kill-store": _tell_store,
+        "restart-store": _tell_store,
     }[arguments.command]
     try:
         return command(arguments)
@@ -94,11 +111,6 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
-
-
-def _slots(text: str) -> tuple[int, int]:
-    start, _, end = text.partition(":")
-    return int(start), int(end)
 
 
 def _set_threads(job: Path) -> None:
@@ -184,6 +196,7 @@ def _equal(arguments: argparse.Namespace) -> int:
 
 
 def _store(arguments: argparse.Namespace) -> int:
+    from trainer.stores.claims import ranges_from
     from trainer.stores.flight_server import Limits
     from trainer.stores.serve import StoreOptions, run_store
 
@@ -194,7 +207,8 @@ def _store(arguments: argparse.Namespace) -> int:
         token_file=arguments.token_file,
         host=arguments.host,
         port=arguments.port,
-        slots=arguments.slots,
+        slots=ranges_from(arguments.slots),
+        trusted=arguments.trusted,
         certificate=arguments.tls_cert and (arguments.tls_cert, arguments.tls_key),
         sync=arguments.fsync == "write",
         limits=Limits(
@@ -203,11 +217,38 @@ def _store(arguments: argparse.Namespace) -> int:
             delay_sec=arguments.delay_sec,
         ),
     )
-    run_store(
+    port = run_store(
         options,
         announce=lambda line: print(line, flush=True),
         end_with=sys.stdin.buffer if arguments.end_with_stdin else None,
     )
+    if port is not None:  # the last --port is the one that is taken
+        again = [sys.executable, "-m", "trainer", *sys.argv[1:], "--port", str(port)]
+        os.execv(sys.executable, again)
+    return 0
+
+
+def _migrate_slots(arguments: argparse.Namespace) -> int:
+    from trainer.stores.claims import ranges_from
+    from trainer.stores.manage import migrate_slots
+
+    moved = migrate_slots(
+        arguments.giver,
+        arguments.to,
+        ranges_from(arguments.slots),
+        token_file=arguments.token_file,
+        trusted=arguments.trusted,
+    )
+    _show(arguments, json.dumps(asdict(moved), sort_keys=True))
+    return 0
+
+
+def _tell_store(arguments: argparse.Namespace) -> int:
+    from trainer.stores.manage import kill_store, restart_store
+
+    tell = kill_store if arguments.command == "kill-store" else restart_store
+    tell(arguments.address, token_file=arguments.token_file, trusted=arguments.trusted)
+    _show(arguments, json.dumps({"address": arguments.address}))
     return 0
 
 

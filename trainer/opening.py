@@ -54,13 +54,13 @@ def open_stores(
     if kind == "memory":
         yield {table: memory_store(layout) for table, layout in layouts.items()}
     elif num_processes:
-        with LocalStores(num_processes, run / STORE) as local:
+        with LocalStores(num_processes, run / STORE, replicas=config.replicas) as local:
             access = Access(token=local.token, timeout_sec=config.timeout.total_seconds())
-            with _opened(run, layouts, tuple(local.addresses), access) as stores:
+            with _opened(run, layouts, tuple(local.addresses), access, config.replicas) as stores:
                 yield stores
     elif config.addresses:
         access = _access(config, job.parent)
-        with _opened(run, layouts, config.addresses, access) as stores:
+        with _opened(run, layouts, config.addresses, access, config.replicas) as stores:
             yield stores
     elif kind == "log":
         yield dict(log_stores(layouts, run / STORE))
@@ -82,10 +82,22 @@ def readable(stores: Mapping[str, Store], checkpoint: Path | None) -> dict[str, 
 
 @contextmanager
 def _opened(
-    run: Path, layouts: Mapping[str, TableLayout], addresses: tuple[str, ...], access: Access
+    run: Path,
+    layouts: Mapping[str, TableLayout],
+    addresses: tuple[str, ...],
+    access: Access,
+    replicas: int,
 ) -> Iterator[dict[str, Store]]:
     session = secrets.token_hex(8)
-    group = open_group(addresses, access, layouts, owner=_owner(run), session=session, reset=True)
+    group = open_group(
+        addresses,
+        access,
+        layouts,
+        owner=_owner(run),
+        session=session,
+        reset=True,
+        replicas=replicas,
+    )
     stores: dict[str, Store] = dict(group)
     try:
         yield stores

@@ -90,10 +90,13 @@ def group_over(
     owner: str = "run",
     session: str = "process",
     reset: bool = True,
+    replicas: int = 1,
 ) -> dict[str, FlightStore]:
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
-    return open_group(addresses, access, tables, owner=owner, session=session, reset=reset)
+    return open_group(
+        addresses, access, tables, owner=owner, session=session, reset=reset, replicas=replicas
+    )
 
 
 def whole(store: Store) -> tuple[NDArray[np.int64], Records]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.hashing import MAX_ROW, slot_of_row
+from schemas.hashing import MAX_ROW
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
@@ -185,15 +185,6 @@ def test_stores_that_leave_slots_out_are_refused(tmp_path: Path) -> None:
             )
             with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
                 group_over(*addresses)
-        rows = np.arange(100)
-        foreign = rows[slot_of_row(rows) >= 2048]
-        store = group_over(whole.address)["items"]
-        store.group._peers = [type(store.group._peers[0])(half.address, ACCESS)]
-        group = {"owner": "run", "session": "process", "reset": True}
-        layouts = [{"table": "items", "dim": 4, "state_width": 1, "dtype": "float32", "seed": 3}]
-        store.group._peers[0].action("open", {**group, "layouts": layouts})
-        with pytest.raises(SchemaError, match=r"^rows must be of slots 0 to 2047, got others in "):
-            store.fetch(foreign)
 
 
 def test_store_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:

@@ -15,14 +15,19 @@ import pytest
 
 from schemas.errors import SchemaError
 from tests.trainer.stores import ACCESS, LAYOUT, TOKEN, group_over, running, start_store, whole
+from trainer.stores.actions import Actions
 from trainer.stores.budget import Budget, BusyError
+from trainer.stores.claims import mask_of, no_claims
+from trainer.stores.departures import Departures
 from trainer.stores.flight_client import FlightStore
 from trainer.stores.flight_server import Limits, StoreServer
+from trainer.stores.peer import Peer
 from trainer.stores.shard import Shard
 from trainer.stores.store import Records
 from trainer.stores.wire import Request, record_bytes, rows_batch
 
 NUM_ROWS = 200
+ALL = ((0, 4096),)
 
 
 def record_of(value: float, count: int) -> Records:
@@ -58,7 +63,7 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
     process = start_store(directory)
     with running(process):
         store = group_over(process.address)["items"]
-        store.group._peers[0]._access = type(ACCESS)(token=TOKEN, timeout_sec=6)
+        store.group.members._access = type(ACCESS)(token=TOKEN, timeout_sec=6)
 
         def write_until_it_dies() -> None:
             for step in range(100_000):
@@ -166,17 +171,20 @@ def test_directory_of_a_running_store_is_refused_to_another(tmp_path: Path) -> N
             f"{tmp_path / 'store'}; end it or use another --directory"
         )
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-            Shard(tmp_path / "store", (0, 4096), sync=False).load()
+            Shard(tmp_path / "store", ALL, sync=False).load()
 
 
 def test_store_restarted_with_other_slots_is_refused(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "store", (0, 2048), sync=True)
+    shard = Shard(tmp_path / "store", ((0, 2048),), sync=True)
     shard.load()
-    shard.open("run", "process", {"items": LAYOUT}, reset=True)
+    claims = no_claims().taken(mask_of([(0, 2048)]), 1, 1)
+    layouts = {"items": LAYOUT}
+    shard.open("run", "process", layouts, claims=claims, version=1, reset=True)
     shard.close()
-    other = Shard(tmp_path / "store", (0, 4096), sync=True)
+    other = Shard(tmp_path / "store", ALL, sync=True)
     with pytest.raises(
-        SchemaError, match=r"^store must serve the slots of its log, got --slots 0:4096 for 0:2048 "
+        SchemaError,
+        match=r"^store must be started with the slots of its log, got --slots 0:4096 for 0:2048 ",
     ):
         other.load()
     other.close()
@@ -203,10 +211,12 @@ def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
 
 
 def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path: Path) -> None:
-    shard = Shard(tmp_path / "store", (0, 4096), sync=False)
+    shard = Shard(tmp_path / "store", ALL, sync=False)
     shard.load()
     limits = Limits(message_bytes=4096, in_flight_bytes=3 * 2 * 4096, delay_sec=0.02)
-    server = StoreServer(shard, "grpc://127.0.0.1:0", token=TOKEN, limits=limits)
+    departures = Departures(shard, ACCESS, clock=time.monotonic)
+    actions = Actions(shard, departures, kill=lambda: None, restart=lambda: None)
+    server = StoreServer(shard, "grpc://127.0.0.1:0", token=TOKEN, limits=limits, actions=actions)
     try:
         store = group_over(f"grpc://127.0.0.1:{server.port}")["items"]
         rows = np.arange(4096 // record_bytes(LAYOUT))
@@ -215,12 +225,12 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path:
             list(pool.map(lambda s: store.write(rows, record_of(s, len(rows)), s), steps))
         assert server.budget.peak_bytes == 3 * 2 * 4096
         assert store.fetch(rows).state.tolist() == [[47.0]] * len(rows)
-        large = np.arange(500)
+        large, peer = np.arange(500), Peer(f"grpc://127.0.0.1:{server.port}", ACCESS)
         request = Request(op="fetch", session="process", tables=(("items", 500),))
         with pytest.raises(
             SchemaError, match=r"^message must have at most 4096 bytes, got 500 rows"
         ):
-            store.group._peers[0].exchange(request, rows_batch(large), LAYOUT)
+            peer.exchange(request.to_bytes(), rows_batch(large), LAYOUT)
     finally:
         server.shutdown()
         shard.close()

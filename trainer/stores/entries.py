@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.jagged import Array
+from trainer.stores.claims import Ranges
+from trainer.stores.control import Control, control_from
 from trainer.stores.redo_log import Buffer, replay
 from trainer.stores.store import TableLayout
 from trainer.stores.wire import layouts_from, record_width
@@ -19,24 +21,34 @@ from trainer.stores.wire import layouts_from, record_width
 
 @dataclass(frozen=True, slots=True)
 class OpenEntry:
-    """From here on rows are of this run.
+    """From here on rows are of these tables; the first record of a log.
 
     Attributes:
-        owner: names the run.
-        session: names the training process.
-        slots: first slot and the one after the last.
         layouts: tables by name, all of one shape.
     """
 
-    owner: str
-    session: str
-    slots: tuple[int, int]
     layouts: Mapping[str, TableLayout]
 
     def parts(self) -> list[Buffer]:
         """Return the payload in parts."""
-        layouts = [asdict(layout) for layout in self.layouts.values()]
-        return _parts({**asdict(self), "op": "open", "layouts": layouts})
+        return _parts({"op": "open", "layouts": [asdict(each) for each in self.layouts.values()]})
+
+
+@dataclass(frozen=True, slots=True)
+class ControlEntry:
+    """What the store is from here on.
+
+    Attributes:
+        control: whose rows it holds, and of which slots.
+        dropped: slots whose rows are forgotten.
+    """
+
+    control: Control
+    dropped: Ranges = ()
+
+    def parts(self) -> list[Buffer]:
+        """Return the payload in parts."""
+        return _parts({"op": "control", "dropped": self.dropped, **self.control.to_json()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +59,29 @@ class RowsEntry:
         tables: table to its rows, one table after the other below.
         steps: (n,) int64, the step that made each record.
         block: (n, record_width).
+        committed: the last committed step; None: these are committed.
+        counted: whether this is a message of a trainer, which `Control.sequence` counts.
     """
 
     tables: Mapping[str, NDArray[np.int64]]
     steps: NDArray[np.int64]
     block: Array
+    committed: int | None = None
+    counted: bool = False
 
     def parts(self) -> list[Buffer]:
         """Return the payload in parts."""
         counts = [[table, len(rows)] for table, rows in self.tables.items()]
         rows = np.concatenate([*self.tables.values()])
-        return _parts({"op": "rows", "tables": counts}, rows, self.steps, self.block)
+        header = {"op": "rows", "tables": counts}
+        header |= {"committed": self.committed, "counted": self.counted}
+        return _parts(header, rows, self.steps, self.block)
 
 
-def read_entries(path: Path) -> Iterator[OpenEntry | RowsEntry]:
+Entry = OpenEntry | ControlEntry | RowsEntry
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
     """Yield what a log says, in order; a torn last record is cut off.
 
     Raises:
@@ -72,15 +93,18 @@ def read_entries(path: Path) -> Iterator[OpenEntry | RowsEntry]:
         header = json.loads(bytes(payload[4:size]))
         if header["op"] == "open":
             layouts = layouts_from(header["layouts"])
-            slots = (header["slots"][0], header["slots"][1])
-            yield OpenEntry(header["owner"], header["session"], slots, layouts)
+            yield OpenEntry(layouts)
+        elif header["op"] == "control":
+            dropped = tuple((int(first), int(end)) for first, end in header["dropped"])
+            yield ControlEntry(control_from(header), dropped)
         else:
-            yield _rows_entry(header["tables"], payload, size, next(iter(layouts.values())))
+            yield _rows_entry(header, payload, size, next(iter(layouts.values())))
 
 
 def _rows_entry(
-    counts: list[tuple[str, int]], payload: memoryview, start: int, layout: TableLayout
+    header: Mapping[str, Any], payload: memoryview, start: int, layout: TableLayout
 ) -> RowsEntry:
+    counts = header["tables"]
     count = sum(n for _, n in counts)
     # copies: the file is unmapped after the replay
     numbers = np.frombuffer(payload, np.int64, 2 * count, start).copy()
@@ -91,7 +115,13 @@ def _rows_entry(
     for table, n in counts:
         tables[table] = numbers[end : end + n]
         end += n
-    return RowsEntry(tables, numbers[count:], block.reshape(count, width))
+    return RowsEntry(
+        tables,
+        numbers[count:],
+        block.reshape(count, width),
+        header["committed"],
+        bool(header["counted"]),
+    )
 
 
 def _parts(header: dict[str, Any], *arrays: Array) -> list[Buffer]:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
-from schemas.hashing import NUM_SLOTS, slot_of_row
+from schemas.hashing import slot_of_row
 from schemas.jagged import Array, offsets_of
-from trainer.stores.peer import Access, Peer
+from trainer.stores.failures import MapChangedError, StoreGoneError
+from trainer.stores.members import Members
+from trainer.stores.peer import Access, Answer
+from trainer.stores.repair import Repair
 from trainer.stores.runs import Part, merged
+from trainer.stores.slot_map import SlotMap
 from trainer.stores.store import Records, TableLayout, WriteBack
 from trainer.stores.wire import (
     CHECKPOINTED,
     CONTENTS,
-    DESCRIBE,
     FETCH,
-    OPEN,
     WRITE,
     Request,
     block_of,
@@ -34,57 +34,74 @@ from trainer.stores.wire import (
 
 _CALLS_PER_PEER = 4
 """Calls under way at each store when several threads ask."""
-_Ask = Callable[[int, NDArray[np.int64]], None]
-"""(peer, places of the rows that it serves) of one message."""
+_Ask = Callable[[SlotMap, int, NDArray[np.int64]], None]
+"""(map, place of a store in it, places of the rows that it serves) of one message."""
 
 
 class FlightGroup:
-    """The tables of a run over all its store processes, which are asked at the same time."""
+    """The tables of a run over all its store processes, which are asked at the same time.
+
+    Every call may be repeated. One that a store refuses because slots moved, or
+    that meets a store that is gone, is made again when it is known who serves
+    its rows. With copies a write is done when each of a row's stores has it.
+    """
 
     def __init__(
-        self,
-        peers: Sequence[Peer],
-        peer_of_slot: NDArray[np.int64],
-        layouts: Mapping[str, TableLayout],
-        session: str,
-        message_bytes: int,
+        self, members: Members, layouts: Mapping[str, TableLayout], message_bytes: int
     ) -> None:
         """Keep the parts; `open_group` makes them.
 
         Args:
-            peers: the processes.
-            peer_of_slot: (NUM_SLOTS,) which of them serves each slot.
+            members: the processes, opened.
             layouts: tables by name, all of one shape.
-            session: names this process.
             message_bytes: largest message that all of them take.
         """
-        self._peers = peers
-        self._peer_of_slot = peer_of_slot
+        self.members = members
         self._layouts = layouts
         self._layout = next(iter(layouts.values()))
-        self._session = session
         self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
-        workers = _CALLS_PER_PEER * len(peers)
+        workers = _CALLS_PER_PEER * len(members.addresses)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="stores")
+        self._repair = Repair(members)
+        self._repair.begin()
 
-    def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
-        """Return copies of the rows that a step uses."""
+    def fetch(
+        self, train_step: int, rows: Mapping[str, NDArray[np.int64]], as_of: int | None = None
+    ) -> dict[str, Records]:
+        """Return copies of the rows that a step uses.
+
+        Args:
+            train_step: the step.
+            rows: table to distinct rows.
+            as_of: the step after which they are asked for, the last committed one or a later; as
+                they are now when None.
+        """
         offsets, flat = _flat(rows)
         block = self._new_block(len(flat))
 
-        def ask(peer: int, chosen: NDArray[np.int64]) -> None:
-            request = self._request(FETCH, train_step, rows, offsets, chosen)
-            answer = self._peers[peer].exchange(request, rows_batch(flat[chosen]), self._layout)
-            block[chosen] = block_of(answer, self._layout)
+        def ask(slot_map: SlotMap, place: int, chosen: NDArray[np.int64]) -> None:
+            tables = _tables_of(rows, offsets, chosen)
+            request = self._request(slot_map, place, FETCH, tables=tables, as_of=as_of)
+            answer = self._exchange(slot_map, place, request, rows_batch(flat[chosen]))
+            block[chosen] = block_of(answer.batch, self._layout)
 
-        self._ask_all(flat, ask)
+        self._ask_all(flat, ask, lambda slot_map: slot_map.readers[None])
         return {
             table: self._records(block[start:end])
             for table, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True)
         }
 
-    def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        """Have rows kept as they are after a step; returns when all are acknowledged."""
+    def write(
+        self, train_step: int, leaving: Mapping[str, WriteBack], committed: int | None = None
+    ) -> None:
+        """Have rows kept as they are after a step; returns when all are acknowledged.
+
+        Args:
+            train_step: the step.
+            leaving: table to rows.
+            committed: the last committed step, at most two before: what later ones replace can
+                still be asked for; None: this step is.
+        """
         rows = {table: back.rows for table, back in leaving.items()}
         offsets, flat = _flat(rows)
         block = self._new_block(len(flat))
@@ -92,72 +109,140 @@ class FlightGroup:
             block[start:end, : self._layout.dim] = back.records.values
             block[start:end, self._layout.dim :] = back.records.state
 
-        def ask(peer: int, chosen: NDArray[np.int64]) -> None:
-            request = self._request(WRITE, train_step, rows, offsets, chosen)
+        def ask(slot_map: SlotMap, place: int, chosen: NDArray[np.int64]) -> None:
+            tables = _tables_of(rows, offsets, chosen)
+            request = self._request(
+                slot_map, place, WRITE, tables=tables, train_step=train_step, committed=committed
+            )
             batch = records_batch(flat[chosen], block[chosen], self._layout)
-            self._peers[peer].exchange(request, batch, self._layout)
+            self._exchange(slot_map, place, request, batch)
 
-        self._ask_all(flat, ask)
+        self._ask_all(flat, ask, lambda slot_map: slot_map.copies)
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table ever written, ascending, and their records, in parts."""
-        for rows, block in merged([self._contents_of(peer, table) for peer in self._peers]):
-            yield rows, self._records(block)
+        after = -1
+        while True:
+            slot_map = self.members.slot_map
+            streams = [
+                self._contents_of(slot_map, place, table, after)
+                for place in np.unique(slot_map.readers).tolist()
+            ]
+            try:
+                for rows, block in merged(streams):
+                    yield rows, self._records(block)
+                    after = int(rows[-1])
+            except (StoreGoneError, MapChangedError):
+                self.members.learn_anew(slot_map)
+            else:
+                return
 
     def checkpointed(self, train_step: int) -> None:
         """Let the stores truncate their logs."""
-        body = {"session": self._session}
-        list(self._pool.map(lambda peer: peer.action(CHECKPOINTED, body), self._peers))
+        body = {"session": self.members.session}
+
+        def tell(address: str) -> None:
+            self.members.peer(address).action(CHECKPOINTED, body)
+
+        while True:
+            slot_map = self.members.slot_map
+            try:
+                list(self._pool.map(tell, slot_map.addresses))
+            except (StoreGoneError, MapChangedError):
+                self.members.learn_anew(slot_map)
+            else:
+                return
 
     def close(self) -> None:
         """Give the connections back; the processes go on."""
+        self._repair.end()
         self._pool.shutdown()
-        for peer in self._peers:
-            peer.close()
+        self.members.close()
 
-    def _ask_all(self, flat: NDArray[np.int64], ask: _Ask) -> None:
-        peers = self._peer_of_slot[slot_of_row(flat)]
+    def _ask_all(
+        self,
+        flat: NDArray[np.int64],
+        ask: _Ask,
+        stores_of: Callable[[SlotMap], NDArray[np.int64]],
+    ) -> None:
+        """Ask the stores of all rows, again those whose answer is missing under a newer map."""
+        slots, left = slot_of_row(flat), np.arange(len(flat))
+        while len(left):
+            slot_map = self.members.slot_map
+            wanted = stores_of(slot_map)[:, slots[left]]  # (copies, rows)
 
-        def ask_one(peer: int) -> None:
-            mine = np.flatnonzero(peers == peer)
-            for start in range(0, len(mine), self._rows_per_message):
-                ask(peer, mine[start : start + self._rows_per_message])
+            def ask_one(
+                place: int,
+                slot_map: SlotMap = slot_map,
+                wanted: NDArray[np.int64] = wanted,
+                left: NDArray[np.int64] = left,
+            ) -> NDArray[np.int64]:
+                """Return the rows for which the store must be asked again."""
+                mine = left[(wanted == place).any(0)]
+                for start in range(0, len(mine), self._rows_per_message):
+                    try:
+                        ask(slot_map, place, mine[start : start + self._rows_per_message])
+                    except (StoreGoneError, MapChangedError):
+                        return mine[start:]
+                return mine[:0]
 
-        list(self._pool.map(ask_one, range(len(self._peers))))
+            failed = self._pool.map(ask_one, range(len(slot_map.addresses)))
+            left = np.unique(np.concatenate(list(failed)))
+            if len(left):
+                self.members.learn_anew(slot_map)
 
-    def _contents_of(self, peer: Peer, table: str) -> Iterator[Part]:
-        """Yield what one process holds, a message at a time; the next is under way meanwhile."""
-        size = self._rows_per_message
+    def _exchange(
+        self, slot_map: SlotMap, place: int, request: Request, batch: pa.RecordBatch | None
+    ) -> Answer:
+        address = slot_map.addresses[place]
+        answer = self.members.peer(address).exchange(request.to_bytes(), batch, self._layout)
+        self.members.note(address, answer.sequence)
+        return answer
 
-        def ask(start: int) -> pa.RecordBatch:
-            request = Request(
-                op=CONTENTS, session=self._session, tables=((table, size),), start=start
-            )
-            return peer.exchange(request, None, self._layout)
+    def _contents_of(self, slot_map: SlotMap, place: int, table: str, after: int) -> Iterator[Part]:
+        """Yield what is read from one process, a message at a time; the next is under way."""
+        size, mine = self._rows_per_message, slot_map.readers == place
 
-        start = 0
-        page = self._pool.submit(ask, start)
+        def ask(after: int) -> pa.RecordBatch:
+            tables = ((table, size),)
+            request = self._request(slot_map, place, CONTENTS, tables=tables, after=after)
+            return self._exchange(slot_map, place, request, None).batch
+
+        page = self._pool.submit(ask, after)
         while True:
             found = page.result()
-            start += found.num_rows
-            if found.num_rows == size:
-                page = self._pool.submit(ask, start)
-            if found.num_rows:
-                yield rows_of(found), block_of(found, self._layout)
-            if found.num_rows < size:
+            rows = rows_of(found)
+            if not len(rows):
                 return
+            page = self._pool.submit(ask, int(rows[-1]))
+            chosen = mine[slot_of_row(rows)]
+            if chosen.any():
+                yield rows[chosen], block_of(found, self._layout)[chosen]
 
     def _request(
         self,
+        slot_map: SlotMap,
+        place: int,
         op: str,
-        train_step: int,
-        rows: Mapping[str, NDArray[np.int64]],
-        offsets: NDArray[np.int64],
-        chosen: NDArray[np.int64],
+        *,
+        tables: tuple[tuple[str, int], ...],
+        train_step: int = -1,
+        as_of: int | None = None,
+        committed: int | None = None,
+        after: int = -1,
     ) -> Request:
-        counts = np.diff(np.searchsorted(chosen, offsets)).tolist()
-        tables = tuple((table, n) for table, n in zip(rows, counts, strict=True) if n)
-        return Request(op=op, session=self._session, train_step=train_step, tables=tables)
+        return Request(
+            op=op,
+            session=self.members.session,
+            incarnation=slot_map.incarnations[place],
+            map_version=slot_map.version,
+            acknowledged=self.members.acknowledged(slot_map.addresses[place]),
+            train_step=train_step,
+            as_of=as_of,
+            committed=committed,
+            tables=tables,
+            after=after,
+        )
 
     def _new_block(self, count: int) -> Array:
         return np.empty((count, record_width(self._layout)), self._layout.dtype)
@@ -206,6 +291,7 @@ def open_group(
     owner: str,
     session: str,
     reset: bool,
+    replicas: int = 1,
 ) -> dict[str, FlightStore]:
     """Take store processes for a run.
 
@@ -216,40 +302,20 @@ def open_group(
         owner: names the run.
         session: names this process; calls of an older one are refused from now on.
         reset: forget the rows of this run: those of its checkpoint will be written.
+        replicas: stores that serve each slot.
 
     Raises:
         SchemaError: one refuses or cannot be reached, or together they do not serve every slot
-            once.
+            so often.
     """
-    peers = [Peer(address, access) for address in addresses]
-    found = [peer.action(DESCRIBE, {}) for peer in peers]
-    peer_of_slot = _peer_of_slot([each["slots"] for each in found], addresses)
-    body = {
-        "owner": owner,
-        "session": session,
-        "layouts": [asdict(layout) for layout in layouts.values()],
-        "reset": reset,
-    }
-    for peer in peers:
-        peer.action(OPEN, body)
-    message_bytes = min(int(each["message_bytes"]) for each in found)
-    group = FlightGroup(peers, peer_of_slot, layouts, session, message_bytes)
+    members = Members(addresses, access, session, replicas)
+    try:
+        message_bytes = members.open(owner, layouts, reset=reset)
+    except BaseException:
+        members.close()
+        raise
+    group = FlightGroup(members, layouts, message_bytes)
     return {table: FlightStore(group, layout) for table, layout in layouts.items()}
-
-
-def _peer_of_slot(slots: Sequence[tuple[int, int]], addresses: Sequence[str]) -> NDArray[np.int64]:
-    served = np.zeros(NUM_SLOTS, np.int64)
-    peer_of_slot = np.zeros(NUM_SLOTS, np.int64)
-    for peer, (start, end) in enumerate(slots):
-        served[start:end] += 1
-        peer_of_slot[start:end] = peer
-    if not (served == 1).all():
-        slot = int(np.flatnonzero(served != 1)[0])
-        raise SchemaError(
-            f"stores must serve each of {NUM_SLOTS} slots once, got slot {slot} served "
-            f"{served[slot]} times by {', '.join(addresses)}; start them with other --slots"
-        )
-    return peer_of_slot
 
 
 def _flat(
@@ -257,3 +323,13 @@ def _flat(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     offsets = offsets_of(np.array([len(r) for r in rows.values()], np.int64))
     return offsets, np.concatenate([*rows.values(), np.empty(0, np.int64)])
+
+
+def _tables_of(
+    rows: Mapping[str, NDArray[np.int64]],
+    offsets: NDArray[np.int64],
+    chosen: NDArray[np.int64],
+) -> tuple[tuple[str, int], ...]:
+    """Return how many of some places belong to each table."""
+    counts = np.diff(np.searchsorted(chosen, offsets)).tolist()
+    return tuple((table, n) for table, n in zip(rows, counts, strict=True) if n)

@@ -16,25 +16,27 @@ import pyarrow.flight as fl
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
+from trainer.stores.actions import Actions
 from trainer.stores.budget import Budget, BusyError
+from trainer.stores.entries import RowsEntry
+from trainer.stores.failures import BUSY, MAP, REFUSED, MapChangedError, StoreGoneError
 from trainer.stores.shard import Shard
 from trainer.stores.store import TableLayout
 from trainer.stores.wire import (
     AUTHORIZATION,
-    CHECKPOINTED,
     CONTENTS,
-    DESCRIBE,
     FETCH,
-    OPEN,
+    RECEIVE,
     WRITE,
     Request,
     block_of,
-    layouts_from,
     record_bytes,
     records_batch,
     records_schema,
     rows_of,
     rows_schema,
+    steps_of,
+    versions_schema,
 )
 
 
@@ -85,6 +87,7 @@ class StoreServer(fl.FlightServerBase):
         *,
         token: str,
         limits: Limits,
+        actions: Actions,
         certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
         """Listen at once, as Flight servers do.
@@ -94,9 +97,11 @@ class StoreServer(fl.FlightServerBase):
             location: `grpc://host:port` or `grpc+tls://host:port`; port 0 takes a free one.
             token: what callers must present.
             limits: of messages.
+            actions: what it does beside rows.
             certificate: chain and key, PEM, for TLS.
         """
         self._shard = shard
+        self._actions = actions
         self._limits = limits
         self.budget = Budget(limits.in_flight_bytes, limits.wait_sec)
         super().__init__(
@@ -106,23 +111,10 @@ class StoreServer(fl.FlightServerBase):
         )
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[bytes]:
-        """Describe, open, or take note of a checkpoint."""
+        """Do what is asked beside rows; the answer describes the store."""
         with _named():
-            body = _json(action.body.to_pybytes() or b"{}")
-            if action.type == OPEN:
-                self._shard.open(
-                    str(body.get("owner")),
-                    str(body.get("session")),
-                    layouts_from(body.get("layouts")),
-                    reset=bool(body.get("reset")),
-                )
-            elif action.type == CHECKPOINTED:
-                self._shard.checkpointed(str(body.get("session")))
-            elif action.type != DESCRIBE:
-                raise SchemaError(f"action must be known, got {action.type!r}; use {DESCRIBE}")
-            found = self._shard.describe()
-        found["message_bytes"] = self._limits.message_bytes
-        return [json.dumps(found).encode()]
+            answer = self._actions.do(action.type, _json(action.body.to_pybytes() or b"{}"))
+        return [json.dumps(answer | {"message_bytes": self._limits.message_bytes}).encode()]
 
     def do_exchange(
         self,
@@ -135,33 +127,44 @@ class StoreServer(fl.FlightServerBase):
         # room for the request and for its answer, taken before the request is read
         with _named(), self.budget.reserve(2 * self._limits.message_bytes):
             request = Request.from_bytes(descriptor.command)
-            layout = self._shard.layout(request.session)
-            answer = self._answer(request, layout, reader)
+            layout = self._layout(request)
+            answer, sequence = self._answer(request, layout, reader)
             if self._limits.delay_sec:
                 time.sleep(self._limits.delay_sec)
             writer.begin(records_schema(layout))
-            writer.write_batch(answer)
+            writer.write_with_metadata(answer, str(sequence).encode())
+
+    def _layout(self, request: Request) -> TableLayout:
+        if request.op == RECEIVE:
+            return self._actions.arrivals.layout(request.session)
+        return self._shard.layout(request)
 
     def _answer(
         self, request: Request, layout: TableLayout, reader: fl.MetadataRecordBatchReader
-    ) -> pa.RecordBatch:
+    ) -> tuple[pa.RecordBatch, int]:
         batch = reader.read_chunk().data
         if request.op == CONTENTS:
             name, count = request.tables[0] if request.tables else ("", 0)
             self._check_size(count, layout)
-            rows, block = self._shard.contents(request.session, name, request.start, count)
-            return records_batch(rows, block, layout)
-        rows = self._rows(request, layout, batch)
+            rows, block, done = self._shard.contents(request, name, count)
+            return records_batch(rows, block, layout), done.sequence
+        tables = self._rows(request, layout, batch)
         if request.op == FETCH:
-            block = self._shard.fetch(request.session, rows)
-            return records_batch(rows_of(batch), block, layout)
-        self._shard.write(request.session, request.train_step, rows, block_of(batch, layout))
-        return records_batch(rows_of(batch)[:0], block_of(batch, layout)[:0], layout)
+            block, done = self._shard.fetch(request, tables)
+            return records_batch(rows_of(batch), block, layout), done.sequence
+        block = block_of(batch, layout)
+        none = records_batch(rows_of(batch)[:0], block[:0], layout)
+        if request.op == RECEIVE:
+            entry = RowsEntry(tables, steps_of(batch), block, request.committed)
+            self._actions.arrivals.receive(request.session, entry)
+            return none, 0
+        return none, self._shard.write(request, tables, block).sequence
 
     def _rows(
         self, request: Request, layout: TableLayout, batch: pa.RecordBatch
     ) -> dict[str, NDArray[np.int64]]:
-        wanted = {FETCH: rows_schema(), WRITE: records_schema(layout)}.get(request.op)
+        columns = {FETCH: rows_schema(), WRITE: records_schema(layout)}
+        wanted = (columns | {RECEIVE: versions_schema(layout)}).get(request.op)
         if wanted is None:
             raise SchemaError(f"op must be known, got {request.op!r}; use {FETCH} or {WRITE}")
         if batch.schema != wanted:
@@ -202,11 +205,17 @@ def _json(data: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Send what is refused as the one line that says why, beside Flight's own text."""
+    """Send what is refused as a code and the one line that says why, beside Flight's own text."""
     try:
         yield
     except BusyError as error:
-        raise fl.FlightUnavailableError(f"store is busy: {error}") from error
-    except (SchemaError, OSError) as error:
-        line = str(error)
-        raise fl.FlightServerError(line, extra_info=line.encode()) from error
+        line = f"store is busy: {error}"
+        raise fl.FlightUnavailableError(line, extra_info=_info(BUSY, line)) from error
+    except MapChangedError as error:
+        raise fl.FlightServerError(str(error), extra_info=_info(MAP, str(error))) from error
+    except (SchemaError, OSError, StoreGoneError) as error:
+        raise fl.FlightServerError(str(error), extra_info=_info(REFUSED, str(error))) from error
+
+
+def _info(code: str, line: str) -> bytes:
+    return json.dumps({"code": code, "line": line}).encode()

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from schemas.errors import SchemaError
+from trainer.stores.failures import BUSY, MAP, REFUSED, MapChangedError, StoreGoneError
 from trainer.stores.store import TableLayout
-from trainer.stores.wire import AUTHORIZATION, Request, records_schema, rows_batch
+from trainer.stores.wire import AUTHORIZATION, records_schema, rows_batch
 
 T = TypeVar("T")
 
@@ -28,6 +29,20 @@ _GONE = (
     StopIteration,
 )
 """A process that is not there, is too slow, or died while it answered."""
+_Call = Callable[[fl.FlightClient, fl.FlightCallOptions], T]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One message of a store.
+
+    Attributes:
+        batch: rows with their records.
+        sequence: messages of rows that it acknowledged in this session.
+    """
+
+    batch: pa.RecordBatch
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,23 +76,26 @@ class Peer:
         self._client: fl.FlightClient | None = None
 
     def action(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Have a short message answered.
+        """Have a short message answered, however often it takes.
 
         Raises:
             SchemaError: the store refuses, or cannot be reached.
+            MapChangedError: it does not serve what it was asked for.
         """
-        action = fl.Action(name, json.dumps(body).encode())
+        return self._repeated(_action(name, body))
 
-        def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> dict[str, Any]:
-            (result,) = client.do_action(action, options)
-            return json.loads(result.body.to_pybytes())
+    def action_once(self, name: str, body: dict[str, Any], within_sec: float) -> dict[str, Any]:
+        """Have a message answered now.
 
-        return self._repeated(call)
+        Raises:
+            StoreGoneError: the store cannot be reached.
+            SchemaError: it refuses.
+            MapChangedError: as `action`.
+        """
+        return self._once(_action(name, body), within_sec)
 
-    def exchange(
-        self, request: Request, batch: pa.RecordBatch | None, layout: TableLayout
-    ) -> pa.RecordBatch:
-        """Have one message of rows answered.
+    def exchange(self, request: bytes, batch: pa.RecordBatch | None, layout: TableLayout) -> Answer:
+        """Have one message of rows answered now; a store that is busy is asked again.
 
         Args:
             request: what is asked.
@@ -85,12 +103,14 @@ class Peer:
             layout: of the records.
 
         Raises:
-            SchemaError: as `action`.
+            StoreGoneError: the store cannot be reached.
+            SchemaError: it refuses.
+            MapChangedError: as `action`.
         """
         sent = rows_batch(np.empty(0, np.int64)) if batch is None else batch
 
-        def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> pa.RecordBatch:
-            descriptor = fl.FlightDescriptor.for_command(request.to_bytes())
+        def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> Answer:
+            descriptor = fl.FlightDescriptor.for_command(request)
             writer, reader = client.do_exchange(descriptor, options)
             try:
                 # a store that refuses may have stopped reading: its answer says why
@@ -98,19 +118,27 @@ class Peer:
                     writer.begin(sent.schema)
                     writer.write_batch(sent)
                     writer.done_writing()
-                found = reader.read_chunk().data
+                chunk = reader.read_chunk()
             finally:
                 with suppress(OSError, pa.ArrowException):
                     writer.close()
-            if found.schema != records_schema(layout):
+            if chunk.data.schema != records_schema(layout):
                 raise SchemaError(
-                    f"store must answer with {records_schema(layout)}, got {found.schema}; "
+                    f"store must answer with {records_schema(layout)}, got {chunk.data.schema}; "
                     "use a store of the trainer's release",
                     file=self.address,
                 )
-            return found
+            return Answer(chunk.data, int(chunk.app_metadata.to_pybytes()))
 
-        return self._repeated(call)
+        return self._once(call, self._access.timeout_sec)
+
+    def __enter__(self) -> Peer:
+        """Return it, to be closed at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the connection back."""
+        self.close()
 
     def close(self) -> None:
         """Give the connection back."""
@@ -118,19 +146,32 @@ class Peer:
         if client is not None:
             client.close()
 
-    def _repeated(self, call: Callable[[fl.FlightClient, fl.FlightCallOptions], T]) -> T:
+    def _repeated(self, call: _Call[T]) -> T:
+        start, pause = self._clock(), 0.02
+        while True:
+            try:
+                return self._once(call, self._access.timeout_sec)
+            except StoreGoneError as error:
+                if self._clock() - start + pause > self._access.timeout_sec:
+                    raise unreachable(self.address, self._access.timeout_sec, error) from error
+                self._sleep(pause)
+                pause = min(2 * pause, 1.0)
+
+    def _once(self, call: _Call[T], within_sec: float) -> T:
         start, pause = self._clock(), 0.02
         while True:
             options = fl.FlightCallOptions(
-                timeout=self._access.timeout_sec,
+                timeout=within_sec,
                 headers=[(AUTHORIZATION.encode(), f"Bearer {self._access.token}".encode())],
             )
             try:
                 return call(self._connected(), options)
             except _GONE as error:
-                if self._clock() - start + pause > self._access.timeout_sec:
-                    raise self._unreachable(error) from error
-                self.close()
+                if _code_and_line(error)[0] != BUSY:
+                    self.close()
+                    raise StoreGoneError(_reason(error)) from error
+                if self._clock() - start > self._access.timeout_sec:
+                    raise SchemaError(_code_and_line(error)[1], file=self.address) from error
                 self._sleep(pause)
                 pause = min(2 * pause, 1.0)
             except (fl.FlightError, pa.ArrowException) as error:
@@ -141,18 +182,44 @@ class Peer:
             self._client = fl.FlightClient(self.address, tls_root_certs=self._access.certificates)
         return self._client
 
-    def _unreachable(self, error: Exception) -> SchemaError:
-        reason = str(error).rpartition("message: ")[2].partition("; ")[0].partition(". ")[0]
-        reason = " ".join(reason.split())[:200]
-        return SchemaError(
-            f"store must answer within {self._access.timeout_sec:g} s, got {reason!r}; start it "
-            "with its --port and --directory, it has every write that it acknowledged",
-            file=self.address,
-        )
-
-    def _refused(self, error: Exception) -> SchemaError:
-        line = getattr(error, "extra_info", b"") or str(error).partition(". Detail:")[0].encode()
-        what, separator, advice = line.decode().replace("\n", " ").partition("; ")
+    def _refused(self, error: Exception) -> Exception:
+        code, line = _code_and_line(error)
+        if code == MAP:
+            return MapChangedError(line)
+        what, separator, advice = line.replace("\n", " ").partition("; ")
         if isinstance(error, fl.FlightUnauthenticatedError):
             separator, advice = "; ", "use the same token file for both"
         return SchemaError(f"{what}{separator}{advice}", file=self.address)
+
+
+def unreachable(address: str, timeout_sec: float, error: Exception | None) -> SchemaError:
+    """Return what is said of a store that stayed away."""
+    return SchemaError(
+        f"store must answer within {timeout_sec:g} s, got {str(error)!r}; start it "
+        "with its --port and --directory, it has every write that it acknowledged",
+        file=address,
+    )
+
+
+def _action(name: str, body: dict[str, Any]) -> _Call[dict[str, Any]]:
+    action = fl.Action(name, json.dumps(body).encode())
+
+    def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> dict[str, Any]:
+        (result,) = client.do_action(action, options)
+        return json.loads(result.body.to_pybytes())
+
+    return call
+
+
+def _reason(error: Exception) -> str:
+    reason = str(error).rpartition("message: ")[2].partition("; ")[0].partition(". ")[0]
+    return " ".join(reason.split())[:200]
+
+
+def _code_and_line(error: Exception) -> tuple[str, str]:
+    """Return what a store says of a call that failed, beside Flight's own text."""
+    try:
+        body = json.loads(getattr(error, "extra_info", b"") or b"")
+        return str(body["code"]), str(body["line"])
+    except (ValueError, TypeError, KeyError):
+        return REFUSED, str(error).partition(". Detail:")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import select
@@ -10,15 +11,22 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 
 from schemas.errors import SchemaError
-from trainer.stores.wire import slots_of_part
+from trainer.stores.claims import text_of
+from trainer.stores.wire import home_of_store
 
+logger = logging.getLogger(__name__)
 _START_SEC = 60.0
 _END_SEC = 10.0
 _MAX_STARTS = 5
+_STARTS_SEC = 60.0
+"""A store that dies oftener than `_MAX_STARTS` times in so long is not started again."""
+_RETRY_SEC = 1.0
 _ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "token"
 
@@ -31,14 +39,20 @@ class LocalStores:
     does, however that happens: each reads a pipe that only this process holds.
     """
 
-    def __init__(self, count: int, directory: Path) -> None:
+    def __init__(self, count: int, directory: Path, *, replicas: int = 1) -> None:
         """Remember what to start.
 
         Args:
             count: processes.
             directory: for token and logs; those of an earlier run are removed.
+            replicas: processes that serve each slot.
+
+        Raises:
+            ValueError: there are fewer processes than copies.
         """
+        check_replicas(replicas, count)
         self._count = count
+        self._replicas = replicas
         self._directory = directory
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watchers: list[threading.Thread] = []
@@ -84,9 +98,9 @@ class LocalStores:
         self._end()
 
     def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
-        first, end = slots_of_part(index, self._count)
+        slots = text_of(home_of_store(index, self._count, self._replicas))
         command = [sys.executable, "-m", "trainer", "store", "--port", str(port)]
-        command += ["--slots", f"{first}:{end}", "--end-with-stdin"]
+        command += ["--slots", slots, "--end-with-stdin"]
         command += ["--directory", str(self._directory / f"store-{index:03d}")]
         command += ["--token-file", str(self._directory / TOKEN)]
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -99,14 +113,33 @@ class LocalStores:
         )
 
     def _watch(self, index: int) -> None:
+        """Start a process again whenever it dies, unless it does so all the time."""
         port = int(self.addresses[index].rpartition(":")[2])
-        for _ in range(_MAX_STARTS):
-            self._processes[index].wait()
+        deaths: deque[float] = deque(maxlen=_MAX_STARTS)
+        while True:
+            status = self._processes[index].wait()
             with self._lock:
                 if self._ending.is_set():
                     return
-                _close_pipes(self._processes[index])
-                self._processes[index] = self._start(index, port)
+                now = time.monotonic()
+                if len(deaths) == _MAX_STARTS and now - deaths[0] < _STARTS_SEC:
+                    logger.error(
+                        "store not started again: it died too often address=%s status=%s",
+                        self.addresses[index],
+                        status,
+                    )
+                    return
+                deaths.append(now)
+                logger.warning("store died address=%s status=%s", self.addresses[index], status)
+                try:
+                    started = self._start(index, port)
+                except OSError as error:  # no process or memory to be had: tried again
+                    logger.warning("store not started again yet: %s", error)
+                else:
+                    _close_pipes(self._processes[index])
+                    self._processes[index] = started
+                    continue
+            self._ending.wait(_RETRY_SEC)
 
     def _end(self) -> None:
         with self._lock:
@@ -123,6 +156,19 @@ class LocalStores:
             _close_pipes(process)
         for watcher in self._watchers:
             watcher.join()
+
+
+def check_replicas(replicas: int, count: int) -> None:
+    """Refuse copies for which there are no stores.
+
+    Raises:
+        ValueError: there are fewer stores than copies.
+    """
+    if replicas > count:
+        raise ValueError(
+            f"replicas must be at most the number of stores, got replicas={replicas}, "
+            f"stores={count}; start more stores"
+        )
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,15 @@ from typing import BinaryIO
 
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS
+from trainer.stores.actions import Actions
+from trainer.stores.claims import Ranges, check_ranges
+from trainer.stores.departures import Departures
 from trainer.stores.flight_server import Limits, StoreServer
+from trainer.stores.peer import Access
 from trainer.stores.shard import Shard
 
 _SHUTDOWN_SEC = 5.0
+_ANSWER_SEC = 0.05
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -32,10 +38,12 @@ class StoreOptions:
     """Address to listen on."""
     port: int = 0
     """Port to listen on; a free one when 0."""
-    slots: tuple[int, int] = (0, NUM_SLOTS)
-    """First slot that it serves and the one after its last."""
+    slots: Ranges = ((0, NUM_SLOTS),)
+    """Slots that it serves from the start: first of each range and the one after its last."""
     certificate: tuple[Path, Path] | None = None
     """PEM files of certificate chain and key, for TLS."""
+    trusted: Path | None = None
+    """PEM file of the authorities of other stores, which slots move to; the system's when None."""
     sync: bool = False
     """Whether each write waits for the device."""
     limits: Limits = field(default_factory=Limits)
@@ -48,11 +56,7 @@ class StoreOptions:
                 f"host must be loopback without TLS, got host={self.host!r}; "
                 "give --tls-cert and --tls-key"
             )
-        if not 0 <= self.slots[0] < self.slots[1] <= NUM_SLOTS:
-            raise ValueError(
-                f"slots must lie in [0, {NUM_SLOTS}], got {self.slots[0]}:{self.slots[1]}; "
-                f"write 0:{NUM_SLOTS} for all"
-            )
+        check_ranges(self.slots)
 
 
 def read_token(path: Path) -> str:
@@ -73,13 +77,16 @@ def read_token(path: Path) -> str:
 
 def run_store(
     options: StoreOptions, announce: Callable[[str], None], end_with: BinaryIO | None
-) -> None:
+) -> int | None:
     """Serve until SIGTERM or SIGINT, or until a pipe ends.
 
     Args:
         options: what to serve.
         announce: called with one JSON line when calls are answered: address, pid and slots.
         end_with: a pipe that the parent holds open; None to outlive the parent.
+
+    Returns:
+        The port on which it shall be started anew in its place, None when it was told to end.
 
     Raises:
         SchemaError: the directory or the token cannot be used.
@@ -91,16 +98,35 @@ def run_store(
         chain, key = options.certificate
         certificate = (chain.read_bytes(), key.read_bytes())
     shard = Shard(options.directory, options.slots, sync=options.sync)
+    trusted = options.trusted.read_bytes() if options.trusted is not None else None
+    access = Access(token=token, certificates=trusted)
+    departures = Departures(shard, access, clock=time.monotonic)
+    ended, again = threading.Event(), threading.Event()
+
+    def end_soon(function: Callable[[], None]) -> None:
+        threading.Timer(_ANSWER_SEC, function).start()  # its caller is answered first
+
+    def restart() -> None:
+        again.set()
+        ended.set()
+
+    actions = Actions(
+        shard,
+        departures,
+        kill=lambda: end_soon(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        restart=lambda: end_soon(restart),
+    )
     try:
         shard.load()
+        departures.settle_in_background()
         server = StoreServer(
             shard,
             f"{scheme}://{options.host}:{options.port}",
             token=token,
             limits=options.limits,
+            actions=actions,
             certificate=certificate,
         )
-        ended = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
         if end_with is not None:
@@ -111,6 +137,7 @@ def run_store(
         stopping = threading.Thread(target=server.shutdown, daemon=True)
         stopping.start()
         stopping.join(_SHUTDOWN_SEC)
+        return server.port if again.is_set() else None
     finally:
         shard.close()
 

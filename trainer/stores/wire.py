@@ -19,12 +19,23 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS
 from schemas.jagged import Array
+from trainer.stores.claims import Ranges, mask_of, ranges_of
 from trainer.stores.store import TableLayout
 
-FETCH, WRITE, CONTENTS = "fetch", "write", "contents"
-"""Exchanges."""
-DESCRIBE, OPEN, CHECKPOINTED = "describe", "open", "checkpointed"
-"""Actions."""
+FETCH, WRITE, CONTENTS, RECEIVE = "fetch", "write", "contents", "receive"
+"""Exchanges; `receive` is between stores."""
+DESCRIBE, OPEN, CHECKPOINTED, FENCE, MOVE, KILL, RESTART = (
+    "describe",
+    "open",
+    "checkpointed",
+    "fence",
+    "move",
+    "kill",
+    "restart",
+)
+"""Actions of trainers, of the scheduler and of the command line."""
+ARRIVE, TAKE, GIVE_UP = "arrive", "take", "give-up"
+"""Actions between two stores: slots will come, serve them from now on, forget about them."""
 AUTHORIZATION = "authorization"
 """Header that carries `Bearer <token>`."""
 
@@ -34,15 +45,25 @@ class Request:
     """The JSON beside the rows of one exchange."""
 
     op: str
-    """fetch, write or contents."""
+    """fetch, write, contents or receive."""
     session: str
-    """Names the training process; the store answers the newest only."""
+    """Names the training process; the store answers the newest only. For receive, the move."""
+    incarnation: str = ""
+    """Of the store process, as it described itself."""
+    map_version: int = 0
+    """Newest version of the map of slots that the caller knows."""
+    acknowledged: int = 0
+    """Messages of rows that this store acknowledged to the caller, as the store counts them."""
     train_step: int = -1
     """Step that made the values, for write."""
+    as_of: int | None = None
+    """Step after which rows are asked for, for fetch; as they are now when null."""
+    committed: int | None = None
+    """Last committed step, for write; null: that of the values."""
     tables: tuple[tuple[str, int], ...] = ()
     """Table names, each with its number of rows."""
-    start: int = 0
-    """First place in the ascending rows, for contents."""
+    after: int = -1
+    """The row that those asked for follow, for contents."""
 
     def to_bytes(self) -> bytes:
         """Return canonical JSON."""
@@ -61,18 +82,27 @@ class Request:
             request = Request(
                 op=str(body["op"]),
                 session=str(body["session"]),
+                incarnation=str(body["incarnation"]),
+                map_version=int(body["map_version"]),
+                acknowledged=int(body["acknowledged"]),
                 train_step=int(body["train_step"]),
+                as_of=_optional(body["as_of"]),
+                committed=_optional(body["committed"]),
                 tables=tables,
-                start=int(body["start"]),
+                after=int(body["after"]),
             )
         except (ValueError, TypeError, KeyError) as error:
             raise SchemaError(
                 f"request must be JSON with op, session and tables, got {data[:80]!r}; "
                 "use a trainer of the store's release"
             ) from error
-        if request.start < 0 or any(count < 0 for _, count in tables):
+        if any(count < 0 for _, count in tables):
             raise SchemaError(f"counts must not be negative, got {data[:80]!r}; send others")
         return request
+
+
+def _optional(value: object) -> int | None:
+    return None if value is None else int(str(value))
 
 
 def record_width(layout: TableLayout) -> int:
@@ -96,6 +126,11 @@ def records_schema(layout: TableLayout) -> pa.Schema:
     return rows_schema().append(pa.field("record", record, nullable=False))
 
 
+def versions_schema(layout: TableLayout) -> pa.Schema:
+    """Return the columns of rows with their records and the steps that made these."""
+    return records_schema(layout).append(pa.field("step", pa.int64(), nullable=False))
+
+
 def rows_batch(rows: NDArray[np.int64]) -> pa.RecordBatch:
     """Return rows as a batch."""
     return pa.record_batch([pa.array(rows)], schema=rows_schema())
@@ -114,9 +149,24 @@ def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) ->
     return pa.record_batch([pa.array(rows), records], schema=records_schema(layout))
 
 
+def versions_batch(
+    rows: NDArray[np.int64], steps: NDArray[np.int64], block: Array, layout: TableLayout
+) -> pa.RecordBatch:
+    """Return rows, the steps that made their records, and these as a batch."""
+    batch = records_batch(rows, block, layout)
+    return pa.record_batch(
+        [*batch.columns, pa.array(np.ascontiguousarray(steps))], schema=versions_schema(layout)
+    )
+
+
 def rows_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """Return the rows of a batch."""
     return batch.column("row").to_numpy()
+
+
+def steps_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
+    """Return the steps of a batch."""
+    return batch.column("step").to_numpy()
 
 
 def block_of(batch: pa.RecordBatch, layout: TableLayout) -> Array:
@@ -132,6 +182,17 @@ def slots_of_part(index: int, count: int) -> tuple[int, int]:
         [(0, 1365), (1365, 2730), (2730, 4096)]
     """
     return NUM_SLOTS * index // count, NUM_SLOTS * (index + 1) // count
+
+
+def home_of_store(index: int, count: int, replicas: int) -> Ranges:
+    """Return the slots of one of some stores: its own part and copies of those before.
+
+    Example:
+        >>> [home_of_store(k, 3, 2) for k in range(3)]
+        [((0, 1365), (2730, 4096)), ((0, 2730),), ((1365, 4096),)]
+    """
+    parts = [slots_of_part((index - k) % count, count) for k in range(replicas)]
+    return ranges_of(mask_of(parts))
 
 
 def check_same_layouts(

@@ -1,0 +1,76 @@
+"""What a scheduler, or a person, may ask of running stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import SchemaError
+from trainer.stores.claims import Ranges
+from trainer.stores.departures import Moved
+from trainer.stores.failures import MapChangedError, StoreGoneError
+from trainer.stores.peer import Access, Peer, unreachable
+from trainer.stores.serve import read_token
+from trainer.stores.wire import KILL, MOVE, RESTART
+
+_MOVE_SEC = 3600.0
+_TELL_SEC = 10.0
+
+
+def migrate_slots(
+    giver: str, taker: str, slots: Ranges, *, token_file: Path, trusted: Path | None = None
+) -> Moved:
+    """Move slots of a run from one store to another while it trains; returns when they are there.
+
+    Args:
+        giver: address of the store that serves them.
+        taker: address of the store that takes them, as the giver and trainers reach it; it may have
+            been started with `--slots none`.
+        slots: ranges.
+        token_file: of the stores.
+        trusted: PEM file of their authorities; the system's when None.
+
+    Raises:
+        SchemaError: a store refuses or cannot be reached; the giver has the slots still, or will
+            as soon as it hears of the taker.
+    """
+    body = {"to": taker, "slots": slots, "keep": False}
+    return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, token_file, trusted)["moved"])
+
+
+def kill_store(address: str, *, token_file: Path, trusted: Path | None = None) -> None:
+    """End a store as `kill -9` would; who started it starts it again, and nothing is lost.
+
+    Raises:
+        SchemaError: it refuses or cannot be reached.
+    """
+    _asked(address, KILL, {}, _TELL_SEC, token_file, trusted)
+
+
+def restart_store(address: str, *, token_file: Path, trusted: Path | None = None) -> None:
+    """End a store in order and start it anew in its place, with its command line, on its port.
+
+    Raises:
+        SchemaError: it refuses or cannot be reached.
+    """
+    _asked(address, RESTART, {}, _TELL_SEC, token_file, trusted)
+
+
+def _asked(
+    address: str,
+    action: str,
+    body: dict[str, Any],
+    within_sec: float,
+    token_file: Path,
+    trusted: Path | None,
+) -> dict[str, Any]:
+    certificates = trusted.read_bytes() if trusted is not None else None
+    with Peer(address, Access(token=read_token(token_file), certificates=certificates)) as peer:
+        try:
+            return peer.action_once(action, body, within_sec)
+        except StoreGoneError as error:
+            raise unreachable(address, within_sec, error) from error
+        except MapChangedError as error:
+            raise SchemaError(
+                f"store must serve a run, got: {error}; begin training", file=address
+            ) from error

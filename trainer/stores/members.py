@@ -1,0 +1,202 @@
+"""The store processes of a run as one of its processes knows them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from schemas.errors import SchemaError
+from trainer.stores.claims import text_of
+from trainer.stores.failures import MapChangedError, StoreGoneError, StoreLostError
+from trainer.stores.peer import Access, Peer, unreachable
+from trainer.stores.slot_map import Described, SlotMap, described, placement, resolve
+from trainer.stores.store import TableLayout
+from trainer.stores.wire import DESCRIBE, FENCE, OPEN
+
+logger = logging.getLogger(__name__)
+_DESCRIBE_SEC = 5.0
+"""Longest wait for a store to describe itself; one that is slower is taken for gone."""
+_PAUSE_SEC = 0.05
+
+
+class Members:
+    """Knows the stores, and learns anew who serves what when one is gone or slots have moved."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        access: Access,
+        session: str,
+        replicas: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Keep the parts; nothing is connected yet.
+
+        Args:
+            addresses: of the stores that the run was started with.
+            access: how stores are reached.
+            session: names this process.
+            replicas: stores that serve each slot.
+            clock: seconds.
+            sleep: waits.
+        """
+        self.session = session
+        self.replicas = replicas
+        self.addresses = tuple(addresses)
+        self._access = access
+        self._clock = clock
+        self._sleep = sleep
+        self._peers: dict[str, Peer] = {}
+        self._map: SlotMap | None = None
+        self._acknowledged: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._learning = threading.Lock()
+        self._pool = ThreadPoolExecutor(max(4, len(addresses)), thread_name_prefix="describe")
+
+    @property
+    def slot_map(self) -> SlotMap:
+        """Who serves what, as far as is known."""
+        assert self._map is not None, "stores are opened first"
+        return self._map
+
+    def peer(self, address: str) -> Peer:
+        """Return the caller of a store."""
+        with self._lock:
+            if address not in self._peers:
+                self._peers[address] = Peer(address, self._access)
+            return self._peers[address]
+
+    def acknowledged(self, address: str) -> int:
+        """Return the messages that a store acknowledged."""
+        with self._lock:
+            return self._acknowledged.get(address, 0)
+
+    def note(self, address: str, sequence: int) -> None:
+        """Take note of what a store acknowledged."""
+        with self._lock:
+            self._acknowledged[address] = max(sequence, self._acknowledged.get(address, 0))
+
+    def open(self, owner: str, layouts: Mapping[str, TableLayout], *, reset: bool) -> int:
+        """Take the stores for this session; return the bytes that a message may have.
+
+        Raises:
+            SchemaError: one refuses or cannot be reached, or they do not serve every slot.
+        """
+        first = {a: described(self.peer(a).action(DESCRIBE, {})) for a in self.addresses}
+        found = {a: store for a, store in self._with_takers(first).items() if store is not None}
+        version, claims = placement(found, self.replicas, self.session)
+        body: dict[str, Any] = {"owner": owner, "session": self.session, "version": version}
+        body |= {"reset": reset, "layouts": [asdict(layout) for layout in layouts.values()]}
+        for address, mine in claims.items():
+            if mine.served.any() or address in self.addresses:
+                self.peer(address).action(OPEN, body | {"claims": mine.to_json()})
+        self._learn(None)
+        return min(store.message_bytes for store in found.values())
+
+    def learn_anew(self, before: SlotMap) -> None:
+        """Find out who serves what, after a store refused or was gone under a map.
+
+        Raises:
+            StoreLostError: acknowledged rows are in no store.
+            SchemaError: a store stays away for too long, or serves another process.
+        """
+        with self._learning:
+            if self._map is before:
+                self._learn(before)
+
+    def describe_all(self) -> dict[str, Described | None]:
+        """Ask all known stores, and those that took slots over; None for one that is gone."""
+        known = self._map.addresses if self._map is not None else ()
+        return self._with_takers(self._describe({*self.addresses, *known}))
+
+    def close(self) -> None:
+        """Give the connections back; the processes go on."""
+        self._pool.shutdown()
+        with self._lock:
+            for peer in self._peers.values():
+                peer.close()
+
+    def _learn(self, before: SlotMap | None) -> None:
+        start = self._clock()
+        while True:
+            found = self.describe_all()
+            result = resolve(before, found, self.session, self._acknowledged)
+            if result.lost:
+                self._check_sessions(found)
+                raise StoreLostError(
+                    f"stores must have every write that they acknowledged, got none with slots "
+                    f"{text_of(result.lost)}; go back to the newest checkpoint, with --resume"
+                )
+            if result.slot_map is not None:
+                for address in result.slot_map.addresses:
+                    store = found[address]
+                    assert store is not None, "a store in the map was heard"
+                    self.note(address, store.sequence)
+                if before is not None:
+                    logger.info("slots: new map version=%s", result.slot_map.version)
+                self._map = result.slot_map
+                return
+            if result.fence is not None:
+                self._fence(found, result.fence)
+            elif self._clock() - start > self._access.timeout_sec:
+                address = result.waiting[0]
+                raise unreachable(address, self._access.timeout_sec, self._why(address))
+            else:
+                self._sleep(_PAUSE_SEC)
+
+    def _fence(self, found: Mapping[str, Described | None], fence: Mapping[str, Any]) -> None:
+        """Have the copies that are left served in a newer version, which those away do not know."""
+        version = max(store.version for store in found.values() if store is not None) + 1
+        body = {"session": self.session, "version": version, "tag": secrets.randbits(56) + 1}
+        for address, slots in fence.items():
+            logger.warning(
+                "slots served by one store: a copy is away store=%s slots=%s",
+                address,
+                text_of(slots),
+            )
+            with suppress(StoreGoneError, MapChangedError):  # then it is asked again
+                self.peer(address).action_once(FENCE, body | {"slots": slots}, _DESCRIBE_SEC)
+
+    def _why(self, address: str) -> Exception:
+        try:
+            self.peer(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC)
+        except (StoreGoneError, SchemaError, MapChangedError) as error:
+            return error
+        return StoreGoneError("it does not know whether its slots were taken over")
+
+    def _check_sessions(self, found: Mapping[str, Described | None]) -> None:
+        for address, store in found.items():
+            if store is not None and store.session not in ("", self.session):
+                raise SchemaError(
+                    f"session must be the newest that opened the store, got {self.session!r}; "
+                    "another process trains on it, end one of the two",
+                    file=address,
+                )
+
+    def _with_takers(self, found: Mapping[str, Described | None]) -> dict[str, Described | None]:
+        """Ask the stores that others name, too."""
+        everyone = dict(found)
+        while True:
+            named = {a for store in everyone.values() if store is not None for a in store.addresses}
+            if not (named := named - everyone.keys()):
+                return everyone
+            everyone |= self._describe(named)
+
+    def _describe(self, addresses: Iterable[str]) -> dict[str, Described | None]:
+        def ask(address: str) -> Described | None:
+            try:
+                return described(self.peer(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC))
+            except StoreGoneError:
+                return None
+
+        wanted = sorted(addresses)
+        return dict(zip(wanted, self._pool.map(ask, wanted), strict=True))
