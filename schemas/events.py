@@ -90,6 +90,10 @@ class RunSummary:
     """How tables were held: plain, cached, lru or uncached."""
     expanded: bool = False
     """Whether deduplication was undone before training."""
+    num_rollbacks: int = 0
+    """Times that the run went back to a checkpoint, for a store had lost rows."""
+    recomputed_steps: int = 0
+    """Committed steps that were trained again after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

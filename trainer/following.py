@@ -101,6 +101,11 @@ class Following:
             return span
         return self._awaited(0)
 
+    def current(self) -> Span:
+        """Return the newest span that is known, which begins with all before."""
+        assert self._span is not None, "the first span is waited for first"
+        return self._span
+
     def next(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
         """Return the span that a step lies in, or the last one when none comes.
 

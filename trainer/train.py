@@ -31,6 +31,7 @@ from trainer.next_use import NextUse
 from trainer.opening import open_stores, readable
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.reader import Reader
+from trainer.rollback import with_rollbacks
 from trainer.run import (
     check_run,
     has_run,
@@ -98,30 +99,42 @@ def train(
             start_run(run, job_path, span.dataset, config, follows=options.follow)
         checkpoint = newest_checkpoint(run) if goes_on else None
         watchdog.write_to(run)
-        with ExitStack() as opened, told(f"stopped before a step; train on {run} with --resume"):
-            with watchdog(START), drain.at_once():
-                kernels_of(config.kernels)
-                kind = _kind_of_store(options, config)
-                stores = opened.enter_context(
-                    open_stores(
-                        run,
-                        layouts_of(spec, config),
-                        config.stores,
-                        job=job_path,
-                        kind=kind,
-                        num_processes=options.stores,
+
+        def attempt(checkpoint: Path | None) -> tuple[Evaluation, RowSource]:
+            span = data.current()
+            with (
+                ExitStack() as opened,
+                told(f"stopped before a step; train on {run} with --resume"),
+            ):
+                with watchdog(START), drain.at_once():
+                    kernels_of(config.kernels)
+                    kind = _kind_of_store(options, config)
+                    stores = opened.enter_context(
+                        open_stores(
+                            run,
+                            layouts_of(spec, config),
+                            config.stores,
+                            job=job_path,
+                            kind=kind,
+                            num_processes=options.stores,
+                        )
                     )
-                )
-                parts = build_parts(spec, config, stores)
-                start = _start(job, options, span, parts, checkpoint)
-            timer = PhaseTimer(clock, watchdog)
-            training = Training(run, job, options, data, parts, drain, watchdog, timer, on_step)
-            span = training.run(span, *start)
-            with drain.at_once(), told(f"all steps are trained; evaluate {run} with --resume"):
-                found = readable(stores, newest_checkpoint(run))
-                parts = replace(parts, stores=found)
-                evaluation = evaluate_parts(job, span.dataset, parts, watchdog)
-    summary = _summary(run, options, evaluation, start[1])
+                    parts = build_parts(spec, config, stores)
+                    start = _start(job, options, span, parts, checkpoint)
+                timer = PhaseTimer(clock, watchdog)
+                training = Training(run, job, options, data, parts, drain, watchdog, timer, on_step)
+                span = training.run(span, *start)
+                with drain.at_once(), told(f"all steps are trained; evaluate {run} with --resume"):
+                    found = readable(stores, newest_checkpoint(run))
+                    parts = replace(parts, stores=found)
+                    return evaluate_parts(job, span.dataset, parts, watchdog), start[1]
+
+        (evaluation, source), rollbacks = with_rollbacks(run, checkpoint, attempt)
+    summary = replace(
+        _summary(run, options, evaluation, source),
+        num_rollbacks=rollbacks.num_rollbacks,
+        recomputed_steps=rollbacks.recomputed_steps,
+    )
     write_summary(run, summary)
     return summary
 

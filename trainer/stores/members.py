@@ -137,10 +137,7 @@ class Members:
                     f"{text_of(result.lost)}; go back to the newest checkpoint, with --resume"
                 )
             if result.slot_map is not None:
-                for address in result.slot_map.addresses:
-                    store = found[address]
-                    assert store is not None, "a store in the map was heard"
-                    self.note(address, store.sequence)
+                self._count_from(found, result.slot_map.addresses)
                 if before is not None:
                     logger.info("slots: new map version=%s", result.slot_map.version)
                 self._map = result.slot_map
@@ -152,6 +149,12 @@ class Members:
                 raise unreachable(address, self._access.timeout_sec, self._why(address))
             else:
                 self._sleep(_PAUSE_SEC)
+
+    def _count_from(self, found: Mapping[str, Described | None], addresses: Sequence[str]) -> None:
+        """Go by what stores in the map say; one that is not in it will begin anew."""
+        said = {a: store.sequence for a, store in found.items() if store is not None}
+        with self._lock:
+            self._acknowledged = {a: max(said[a], self._acknowledged.get(a, 0)) for a in addresses}
 
     def _fence(self, found: Mapping[str, Described | None], fence: Mapping[str, Any]) -> None:
         """Have the copies that are left served in a newer version, which those away do not know."""

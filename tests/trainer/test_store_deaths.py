@@ -1,0 +1,199 @@
+"""Store processes and their directories die while a run trains: what it leaves stays the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.events import read_summary
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, run_job
+from trainer.compare import compare_runs
+from trainer.run import RunLog
+from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
+
+EVERY = 6
+"""Steps between checkpoints."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return job_with(tmp_path_factory.mktemp("deaths") / "job", 1)
+
+
+@pytest.fixture(scope="module")
+def copied_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return job_with(tmp_path_factory.mktemp("copied") / "job", 2)
+
+
+@pytest.fixture(scope="module")
+def dataset(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("deaths_of") / "dataset", job, SEGMENTS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_job(job, dataset, run)
+    return run
+
+
+def job_with(folder: Path, replicas: int) -> Path:
+    job = write_job(folder, dtype="float32", every_steps=str(EVERY), lookahead="2")
+    with job.open("a") as file:
+        file.write(f"  stores: {{replicas: {replicas}, timeout: 60s}}\n")
+    return job
+
+
+def stores_of(run: Path) -> dict[int, int]:
+    """Return the number of each store of a run that is there, and its process."""
+    found: dict[int, int] = {}
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            for argument in command:
+                if argument.startswith(f"{run / 'store'}/store-"):
+                    found[int(argument[-3:])] = pid
+    return found
+
+
+def kill(run: Path, *numbers: int, forget: bool = False) -> None:
+    """Kill stores, with their directories if the node dies."""
+    there = stores_of(run)
+    for number in numbers:
+        if number in there:
+            os.kill(there[number], 9)
+        if forget:
+            shutil.rmtree(run / "store" / f"store-{number:03d}", ignore_errors=True)
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Path], None]]]:
+    """What happens after a step was committed, once each."""
+    wanted: dict[int, Callable[[Path], None]] = {}
+    commit = RunLog.commit
+
+    def commit_and_act(log: RunLog, metric: object, entry: object) -> None:
+        commit(log, metric, entry)  # type: ignore[arg-type]
+        action = wanted.pop(metric.step, None)  # type: ignore[attr-defined]
+        if action is not None:
+            action(log._run)
+
+    monkeypatch.setattr(RunLog, "commit", commit_and_act)
+    yield wanted
+    assert not wanted, "everything happened"
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[FlightGroup]:
+    """The stores of runs, as they are opened."""
+    found: list[FlightGroup] = []
+
+    def open_and_tell(*arguments: Any, **options: Any) -> dict[str, FlightStore]:
+        stores = open_group(*arguments, **options)
+        found.append(next(iter(stores.values())).group)
+        return stores
+
+    monkeypatch.setattr("trainer.opening.open_group", open_and_tell)
+    return found
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    assert compare_runs(one, other).difference is None
+
+
+def test_stores_killed_at_any_moment_cost_no_committed_step(
+    job: Path,
+    dataset: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    at_step: dict[int, Callable[[Path], None]],
+) -> None:
+    def shortly_again(run: Path) -> None:
+        kill(run, 0)
+        # the next one while it is started, or replays, or meets its first calls
+        threading.Timer(0.7, kill, (run, 0)).start()
+
+    run = tmp_path / "run"
+    at_step |= {2: lambda run: kill(run, 0), 7: lambda run: kill(run, 0, 1), 12: shortly_again}
+    at_step[13] = lambda run: threading.Timer(0.01, kill, (run, 1)).start()
+    summary = run_job(job, dataset, run, embedding="cached", stores=2)
+    assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
+    assert_equal(undisturbed, run)
+
+
+@pytest.mark.parametrize("embedding", ["cached", "uncached"])
+def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint(
+    embedding: str,
+    job: Path,
+    dataset: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    at_step: dict[int, Callable[[Path], None]],
+) -> None:
+    run = tmp_path / "run"
+    at_step |= {2: lambda run: kill(run, 0, forget=True), 10: lambda run: kill(run, 1, forget=True)}
+    summary = run_job(job, dataset, run, embedding=embedding, stores=2)
+    assert summary.num_rollbacks == 2
+    # the loss is seen some steps later at most: rows that are read have come before their step
+    assert 3 + 5 <= summary.recomputed_steps <= 2 * EVERY + 4
+    assert read_summary(run / "summary.json").recomputed_steps == summary.recomputed_steps
+    assert_equal(undisturbed, run)
+
+
+def test_store_that_comes_back_in_an_older_state_is_not_believed(
+    job: Path,
+    dataset: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    at_step: dict[int, Callable[[Path], None]],
+) -> None:
+    run = tmp_path / "run"
+
+    def keep_copy(run: Path) -> None:
+        shutil.copytree(run / "store" / "store-000", tmp_path / "older")
+
+    def put_back(run: Path) -> None:
+        folder = run / "store" / "store-000"
+        newest = max(folder.glob("log-*.bin"))
+        kill(run, 0)
+        (old,) = (tmp_path / "older").glob("log-*.bin")
+        assert newest.stat().st_size > old.stat().st_size
+        shutil.copy(old, newest)
+
+    at_step |= {7: keep_copy, 10: put_back}
+    summary = run_job(job, dataset, run, embedding="uncached", stores=2)
+    assert summary.num_rollbacks == 1
+    assert_equal(undisturbed, run)
+
+
+def test_node_that_dies_costs_nothing_where_slots_have_copies(
+    copied_job: Path,
+    dataset: Path,
+    undisturbed: Path,
+    tmp_path: Path,
+    at_step: dict[int, Callable[[Path], None]],
+    groups: list[FlightGroup],
+) -> None:
+    run = tmp_path / "run"
+
+    def next_when_filled(run: Path) -> None:
+        (members,) = (group.members for group in groups)
+        assert members.slot_map.version > 1, "training went on with one copy"
+        deadline = time.monotonic() + 60
+        while not (members.slot_map.num_copies == 2).all() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (members.slot_map.num_copies == 2).all()
+        kill(run, 1, forget=True)
+
+    at_step |= {2: lambda run: kill(run, 0, forget=True), 9: next_when_filled}
+    summary = run_job(copied_job, dataset, run, embedding="cached", stores=2)
+    assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
+    assert_equal(undisturbed, run)

@@ -1,0 +1,295 @@
+"""Slots move between real store processes while rows are written, whatever is killed."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.hashing import slot_of_row
+from tests.trainer.stores import (
+    ACCESS,
+    TOKEN,
+    StoreProcess,
+    group_over,
+    running,
+    start_store,
+    whole,
+)
+from trainer.__main__ import main
+from trainer.stores.departures import Moved
+from trainer.stores.flight_client import FlightGroup, FlightStore
+from trainer.stores.manage import kill_store, migrate_slots, restart_store
+from trainer.stores.peer import Peer
+from trainer.stores.slot_map import described
+from trainer.stores.store import Records, WriteBack
+from trainer.stores.wire import DESCRIBE
+
+NUM_ROWS = 3000
+HALF = ((0, 2048),)
+SMALL = ("--message-bytes", "4096")  # a hundred rows: a move is many messages
+
+
+class Writer:
+    """Writes some rows each step, and knows what the last step of each was."""
+
+    def __init__(self, store: FlightStore) -> None:
+        self.store = store
+        self.last_step = np.full(NUM_ROWS, -1)
+        self.step = 0
+        self.slowest_sec = 0.0
+        self._ending = threading.Event()
+
+    def write_step(self) -> None:
+        rows = np.flatnonzero(np.random.default_rng(self.step).random(NUM_ROWS) < 0.2)
+        start = time.monotonic()
+        self.store.write(rows, record_of(self.step, len(rows)), self.step)
+        self.slowest_sec = max(self.slowest_sec, time.monotonic() - start)
+        self.last_step[rows] = self.step
+        self.step += 1
+
+    def check(self) -> None:
+        """Compare all rows, read one way and the other."""
+        rows, records = whole(self.store)
+        assert rows.tolist() == np.flatnonzero(self.last_step >= 0).tolist()
+        assert (records.values == records.state).all()
+        assert records.state[:, 0].tolist() == self.last_step[rows].tolist()
+        assert self.store.fetch(rows).state[:, 0].tolist() == self.last_step[rows].tolist()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write beside, all the time."""
+
+        def write_on() -> None:
+            while not self._ending.is_set():
+                self.write_step()
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(write_on)
+            try:
+                yield
+            finally:
+                self._ending.set()
+                done.result()
+                self._ending.clear()
+
+
+def record_of(value: float, count: int) -> Records:
+    state = np.full((count, 1), value, np.float32)
+    return Records(np.repeat(state, 4, axis=1), state)
+
+
+def token_of(directory: Path) -> Path:
+    return directory.with_suffix(".token")
+
+
+def served(group: FlightGroup) -> dict[str, int]:
+    """Return how many slots each store says it serves."""
+    found = group.members.describe_all()
+    return {a: int(s.claims.served.sum()) for a, s in found.items() if s is not None}
+
+
+def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) -> None:
+    one, two = (
+        start_store(tmp_path / "one", *SMALL),
+        start_store(tmp_path / "two", *SMALL, "--slots", "none"),
+    )
+    with running(one, two):
+        writer = Writer(group_over(one.address)["items"])
+        for _ in range(20):
+            writer.write_step()
+        with writer.writing():
+            token = token_of(tmp_path / "one")
+            moved = migrate_slots(one.address, two.address, HALF, token_file=token)
+            time.sleep(0.3)
+        assert moved.num_rows > NUM_ROWS / 3
+        group = writer.store.group
+        assert served(group) == {one.address: 2048, two.address: 2048}
+        writer.check()
+        group.checkpointed(writer.step)
+        for process in (one, two):
+            process.kill()
+        one.process = start_store(tmp_path / "one", *SMALL, "--port", one.port).process
+        options = (*SMALL, "--slots", "none", "--port", two.port)
+        two.process = start_store(tmp_path / "two", *options).process
+        writer.write_step()
+        writer.check()
+        # another client finds the taker by the giver, whose address alone it knows
+        other = group_over(one.address, session="process", reset=False)["items"]
+        rows, records = whole(other)
+        assert records.state[:, 0].tolist() == writer.last_step[rows].tolist()
+        later = group_over(one.address, session="later", reset=False)["items"]
+        assert whole(later)[0].tolist() == rows.tolist()
+        back = migrate_slots(two.address, one.address, HALF, token_file=token)
+        assert back.num_rows == (slot_of_row(rows) < 2048).sum()
+        assert whole(later)[0].tolist() == rows.tolist()
+        assert served(later.group)[one.address] == 4096
+
+
+def test_versions_of_uncommitted_steps_move_with_their_rows(tmp_path: Path) -> None:
+    one, two = start_store(tmp_path / "one"), start_store(tmp_path / "two", "--slots", "none")
+    with running(one, two):
+        group, rows = group_over(one.address)["items"].group, np.arange(500)
+        for step in range(3):
+            back = {"items": WriteBack(rows, record_of(step, 500))}
+            group.write(step, back, committed=0)
+        migrate_slots(one.address, two.address, HALF, token_file=token_of(tmp_path / "one"))
+        for step in range(3):
+            found = group.fetch(3, {"items": rows}, as_of=step)["items"].state
+            assert (found == step).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("killed", ["giver", "taker"])
+def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
+    killed: str, seed: int, tmp_path: Path
+) -> None:
+    slow = (*SMALL, "--delay-sec", "0.005")
+    one = start_store(tmp_path / "one", *SMALL)
+    two = start_store(tmp_path / "two", *slow, "--slots", "none")
+    rng = np.random.default_rng(seed)
+    with running(one, two):
+        writer = Writer(group_over(one.address)["items"])
+        for _ in range(20):
+            writer.write_step()
+        token = token_of(tmp_path / "one")
+        with writer.writing(), ThreadPoolExecutor(1) as pool:
+            moving = pool.submit(migrate_slots, one.address, two.address, HALF, token_file=token)
+            time.sleep(rng.uniform(0.0, 0.5))
+            if killed == "giver":
+                one.kill()
+                one.process = start_store(tmp_path / "one", *SMALL, "--port", one.port).process
+            else:
+                two.kill()
+                options = (*slow, "--slots", "none", "--port", two.port)
+                two.process = start_store(tmp_path / "two", *options).process
+            outcome = result_of(moving)
+            time.sleep(0.3)
+        group = writer.store.group
+        if isinstance(outcome, Moved):
+            assert served(group) == {one.address: 2048, two.address: 2048}
+        owners = served(group)
+        assert sum(owners.values()) == 4096
+        writer.check()
+        if owners.get(one.address) == 4096:  # it can be moved again
+            migrate_slots(one.address, two.address, HALF, token_file=token)
+            assert served(group) == {one.address: 2048, two.address: 2048}
+            writer.write_step()
+            writer.check()
+
+
+def result_of(moving: "Future[Moved]") -> Moved | SchemaError:
+    try:
+        return moving.result()
+    except SchemaError as error:
+        return error
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_move_in_doubt_is_settled_by_its_taker(taken: bool, tmp_path: Path) -> None:
+    """The giver dies after it logged that it may not serve, before or after the taker took over."""
+    one, two = start_store(tmp_path / "one"), start_store(tmp_path / "two", "--slots", "none")
+    with running(one, two):
+        writer = Writer(group_over(one.address)["items"])
+        for _ in range(10):
+            writer.write_step()
+        migrate_slots(one.address, two.address, HALF, token_file=token_of(tmp_path / "one"))
+        one.kill()
+        if not taken:
+            two.kill()
+        for name, process, slots in (("one", one, "0:4096"), ("two", two, "none")):
+            if process.process.poll() is not None:
+                cut_last_control(tmp_path / name)
+                options = ("--slots", slots, "--port", process.port)
+                process.process = start_store(tmp_path / name, *options).process
+        writer.write_step()
+        writer.check()
+        expected = {one.address: 2048, two.address: 2048} if taken else {one.address: 4096}
+        assert {a: n for a, n in served(writer.store.group).items() if n} == expected
+
+
+def cut_last_control(directory: Path) -> None:
+    """Take the last record, how a move ended, from a log: it was not written before the death."""
+    (log,) = directory.glob("log-*.bin")
+    data = log.read_bytes()
+    last = data.rindex(b"PRL1")
+    assert b'"op": "control"' in data[last:]
+    log.write_bytes(data[:last])
+
+
+def test_store_is_killed_and_restarted_by_call_and_keeps_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process, token = start_store(tmp_path / "store"), token_of(tmp_path / "store")
+    with running(process):
+        writer = Writer(group_over(process.address)["items"])
+        writer.write_step()
+        before = incarnation_of(process)
+        arguments = [process.address, "--token-file", str(token), "--json"]
+        assert main(["restart-store", *arguments]) == 0
+        assert capsys.readouterr().out == f'{{"address": "{process.address}"}}\n'
+        deadline = time.monotonic() + 20
+        while incarnation_of(process) == before and time.monotonic() < deadline:
+            writer.write_step()
+        assert incarnation_of(process) != before
+        writer.check()
+        assert process.process.poll() is None, "it is the same process"
+        assert main(["kill-store", *arguments]) == 0
+        assert process.process.wait(10) == -9
+        process.process = start_store(tmp_path / "store", "--port", process.port).process
+        writer.write_step()
+        writer.check()
+
+
+def incarnation_of(process: StoreProcess) -> str:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            with Peer(process.address, ACCESS) as peer:
+                return described(peer.action_once(DESCRIBE, {}, 5.0)).incarnation
+        except Exception:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_moves_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = start_store(tmp_path / "one", "--slots", "0:2048")
+    two = start_store(tmp_path / "two", "--slots", "2048:4096")
+    token = token_of(tmp_path / "one")
+    with running(one, two):
+        cases = [
+            ("none", "slots must be served by the store that gives them, got none in ", False),
+            ("0:10", "store must serve a run, got none in ", True),
+            ("0:2049", "slots must be served by the store that gives them, got 0:2049 in ", False),
+        ]
+        for slots, message, before in sorted(cases, key=lambda case: not case[2]):
+            if not before:
+                group_over(one.address, two.address)
+            arguments = ["--from", one.address, "--to", two.address, "--slots", slots]
+            assert main(["migrate-slots", *arguments, "--token-file", str(token)]) == 1
+            assert capsys.readouterr().err.startswith(f"error: {message}{one.address}; ")
+        for taker, message in (
+            (one.address, "slots must not be served by the store that takes them, got 10 that are"),
+            ("grpc://127.0.0.1:1", "store must answer within 5 s, got "),
+        ):
+            arguments = ["--from", one.address, "--to", taker, "--slots", "0:10"]
+            assert main(["migrate-slots", *arguments, "--token-file", str(token)]) == 1
+            assert capsys.readouterr().err.startswith(f"error: {message}")
+        token.write_text("another")
+        message = (
+            "token must be that of the store's --token-file, got another or none in "
+            f"{one.address}; use the same token file for both"
+        )
+        for call in (kill_store, restart_store):
+            with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+                call(one.address, token_file=token)
+        token.write_text(TOKEN)
+        assert one.process.poll() is None
