@@ -94,6 +94,8 @@ class RunSummary:
     """Times that the run went back to a checkpoint, for a store had lost rows."""
     recomputed_steps: int = 0
     """Committed steps that were trained again after that."""
+    fast: bool = False
+    """Whether all samples of a step were computed at once, with bits of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,9 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=_positive, help="stop before this step")
     run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
+    run.add_argument(
+        "--fast", action="store_true", help="all samples of a step at once; bits are its own"
+    )
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     run.add_argument(
         "--follow",
@@ -146,6 +149,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         stores=arguments.stores,
         follow=arguments.follow,
+        fast=arguments.fast,
     )
     with show_progress() as on_step:
         summary = train(

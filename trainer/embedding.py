@@ -1,9 +1,11 @@
 """The embedding of one step's rows: borrowed, looked up, updated and given back.
 
-`open` borrows the rows that a step looks up from where they lie, TorchRec
-models look them up through `forward` and `sequence`, and `close` applies the
-row optimizer to their gradients, in place, and gives them back. Where they lie
-is the source's affair; plain and cached training run this same code.
+`open` borrows the rows that a step looks up from where they lie, and TorchRec
+models look them up through `forward` and `sequence`, leaf by leaf, several at
+once in threads of their own. `leaf` has the gradients of the rows of a leaf,
+`update` changes all rows of the step by the sum of all leaves, in place. With
+one leaf `close` does both in one pass. Where rows lie is the source's affair;
+plain and cached training run this same code.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from schemas.job_train import TrainConfig
 from trainer.batch import Batch
 from trainer.device import moved, reaches_arenas
 from trainer.kernels.build import kernels_of
-from trainer.kernels.contract import ArenaRows, PlaceGradients, RowRule, TableRows
+from trainer.kernels.contract import ArenaRows, RowRule, RowSums, TableRows
+from trainer.leaves import Leaves, whole
+from trainer.open_leaf import OpenLeaf, no_gradients
 from trainer.optimizer import rule_at
-from trainer.pooling import Pooling
 from trainer.sources import RowSource
 from trainer.stores.store import Lent, Records, Store
 from trainer.stores.together import fetch_rows
-from trainer.taking import take_unsorted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +43,6 @@ class TableSpec:
     """Rows that ids are mapped to."""
     features: tuple[str, ...]
     """Sparse features that look into it, in schema order."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """Rows of the open step, by table.
-
-    Attributes:
-        batch: its look-ups.
-        pooling: of the batch.
-        rows: where the rows lie.
-        copies: (num_rows, dim) of tables that are looked up unpooled; they collect gradients.
-    """
-
-    batch: Batch
-    pooling: Pooling
-    rows: dict[str, ArenaRows]
-    copies: dict[str, torch.Tensor]
 
 
 class Embedding(nn.Module):
@@ -76,14 +61,16 @@ class Embedding(nn.Module):
         self._source = source
         self._table_of = {f: t.name for t in tables for f in t.features}
         self._mean = config.pooling == "mean"
-        self._open: _Open | None = None
+        self._open: dict[int, OpenLeaf] = {}
+        self._leaves: Leaves | None = None
+        self._rows: dict[str, ArenaRows] = {}
         self._lent: Mapping[str, Lent] = {}
         self._device = torch.device(config.device)
 
     def read_from(self, source: RowSource) -> None:
         """Take rows from another source from now on."""
         self._source = source
-        self._open = None
+        self._open = {}
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return one config per table, as TorchRec's collection does."""
@@ -98,10 +85,10 @@ class Embedding(nn.Module):
             for table in self._tables
         ]
 
-    def open(self, batch: Batch) -> None:
-        """Borrow the rows of a batch; look-ups are of this batch until the next one."""
-        self._lent = self._source.lend(batch.step.train_step, self._rows_of(batch))
-        self._set(batch, {table: self._here(found) for table, found in self._lent.items()})
+    def open(self, leaves: Leaves) -> None:
+        """Borrow the rows of a step; look-ups are of its leaves until the next one."""
+        self._lent = self._source.lend(leaves.step.train_step, leaves.rows)
+        self._set(leaves, {table: self._here(found) for table, found in self._lent.items()})
 
     def look(self, batch: Batch, stores: Mapping[str, Store]) -> None:
         """Take copies of the rows of a batch, for look-ups that train nothing.
@@ -110,30 +97,68 @@ class Embedding(nn.Module):
             batch: is looked up.
             stores: by table; no row is created.
         """
-        records = fetch_rows(stores, batch.step.train_step, self._rows_of(batch))
-        self._set(batch, {table: self._here(Lent(found)) for table, found in records.items()})
+        leaves = whole(batch)
+        records = fetch_rows(stores, batch.step.train_step, leaves.rows)
+        self._set(leaves, {table: self._here(Lent(found)) for table, found in records.items()})
 
     def close(self) -> None:
-        """Update the rows by their gradients where they lie and give them back."""
-        batch = self._opened().batch
-        step = batch.step.train_step
-        rows = self._opened().rows
-        self._sum(rows, rule_at(self._config.sparse_optimizer, step))
-        if not reaches_arenas(self._device):
-            for table, lent in self._lent.items():
-                found = rows[table]
-                lent.put(Records(found.values.cpu().numpy(), found.state.cpu().numpy()))
-        self._source.take_back(step, self._rows_of(batch))
-        self._open = None
+        """Update the rows of the only leaf by their gradients where they lie, and give them back.
+
+        One pass over the gradients: none of the size of the rows is made.
+        """
+        leaves = self._step()
+        [opened] = self._open.values()
+        opened.update(opened.rows, self._rule(leaves))
+        self._give_back(leaves)
+
+    def leaf(self, batch: Batch) -> OpenLeaf:
+        """Return what an open leaf looks up and what came back for it.
+
+        Args:
+            batch: of the leaf.
+        """
+        return self._opened(batch.sparse)
+
+    def update(self, total: RowSums) -> None:
+        """Update the rows of the step by the sum of all its leaves, and give them back.
+
+        Args:
+            total: gradients of the rows of the step; others stay as they are.
+        """
+        leaves = self._step()
+        tables: list[TableRows] = []
+        first = 0
+        for rows in self._rows.values():
+            low, high = torch.searchsorted(
+                total.rows, torch.tensor([first, first + len(rows)], dtype=torch.int32)
+            ).tolist()
+            first += len(rows)
+            if low == high:
+                continue  # nothing came back for this table
+            assert high - low == len(rows), "all rows of a table come back, or none"
+            tables.append(
+                TableRows(
+                    rows=rows,
+                    readers=total.rows[:0],
+                    reader_offsets=total.rows.new_zeros(len(rows) + 1),
+                    factors=None,
+                    more=total.sums[low:high],
+                )
+            )
+        if tables:
+            kernels_of(self._config.kernels).update(
+                tables, no_gradients(total.sums), self._rule(leaves)
+            )
+        self._give_back(leaves)
 
     def gradients(self) -> Mapping[str, tuple[NDArray[np.int64], torch.Tensor]]:
-        """Return by table the rows of the open step and the gradient of each."""
-        opened = self._opened()
+        """Return by table the rows of the only open leaf and the gradient of each."""
+        [opened] = self._open.values()
         sums = {
             table: ArenaRows(rows.values.new_zeros(len(rows), rows.values.shape[1]), rows.state)
             for table, rows in opened.rows.items()
         }
-        self._sum(sums, RowRule(name="sum"))
+        opened.update(sums, RowRule(name="sum"))
         lookups = opened.batch.lookups
         return {table: (lookups[table].rows, rows.values) for table, rows in sums.items()}
 
@@ -146,8 +171,7 @@ class Embedding(nn.Module):
         Returns:
             (num_samples, dim) for each key.
         """
-        self._batch_of(sparse)
-        opened = self._opened()
+        opened = self._opened(sparse)
         keys = list(opened.pooling.keys)
         pooled = opened.pooling(opened.rows)
         return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), pooled)
@@ -158,8 +182,7 @@ class Embedding(nn.Module):
         Args:
             sparse: `batch.sparse` of the open batch.
         """
-        self._batch_of(sparse)
-        opened = self._opened()
+        opened = self._opened(sparse)
         return opened.pooling.unique(opened.rows)
 
     def sided(self, sparse: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,9 +191,9 @@ class Embedding(nn.Module):
         Args:
             sparse: `batch.sparse` of the open batch, which has sides.
         """
-        sides = self._batch_of(sparse).sides
+        opened = self._opened(sparse)
+        sides = opened.batch.sides
         assert sides is not None, "the reader is asked for sides"
-        opened = self._opened()
         return opened.pooling.sided(opened.rows, sides)
 
     def sequence(
@@ -186,35 +209,7 @@ class Embedding(nn.Module):
             values: (sum of lengths, dim).
             offsets: (num_bags + 1,) int64.
         """
-        lookup = self._batch_of(sparse).lookups[self._table_of[feature]]
-        values, bags = lookup.part(feature)
-        offsets = lookup.bag_offsets[bags.start : bags.stop + 1]
-        positions = lookup.positions[values].long()
-        return take_unsorted(self._copy_of(feature), positions), (offsets - offsets[0]).long()
-
-    def _sum(self, rows: Mapping[str, ArenaRows], rule: RowRule) -> None:
-        """Sum the gradients of each row over its readers and apply a rule to it, in place."""
-        opened = self._opened()
-        pooled = opened.pooling.gradients
-        tables: list[TableRows] = []
-        for table, lookup in opened.batch.lookups.items():
-            copy = opened.copies.get(table)
-            more = None if copy is None else copy.grad
-            if pooled is None and more is None:
-                continue
-            tables.append(
-                TableRows(
-                    rows=rows[table],
-                    readers=lookup.readers,
-                    reader_offsets=_none_of(lookup.reader_offsets, pooled),
-                    factors=lookup.reader_factors,
-                    more=more,
-                )
-            )
-        if tables:
-            none = tables[0].rows.values[:0]
-            empty = PlaceGradients(outputs=none[:, None], num_features=1, bags=none, scales=None)
-            kernels_of(self._config.kernels).update(tables, pooled or empty, rule)
+        return self._opened(sparse).unpooled(self._table_of[feature], feature)
 
     def _here(self, lent: Lent) -> ArenaRows:
         """Return rows where they lie, or copies for a device that cannot reach them."""
@@ -222,35 +217,33 @@ class Embedding(nn.Module):
             return arena_rows(lent)
         return moved(arena_rows(Lent(lent.taken())), self._device)
 
-    def _copy_of(self, feature: str) -> torch.Tensor:
-        """Return the rows of a feature's table, in order, with a gradient of their own."""
-        opened, table = self._opened(), self._table_of[feature]
-        if table not in opened.copies:
-            rows = opened.rows[table]
-            copy = rows.values if rows.places is None else rows.values[rows.places]
-            opened.copies[table] = copy.detach().requires_grad_()
-        return opened.copies[table]
+    def _rule(self, leaves: Leaves) -> RowRule:
+        return rule_at(self._config.sparse_optimizer, leaves.step.train_step)
 
-    def _rows_of(self, batch: Batch) -> dict[str, NDArray[np.int64]]:
-        return {t.name: batch.lookups[t.name].rows for t in self._tables}
+    def _set(self, leaves: Leaves, rows: dict[str, ArenaRows]) -> None:
+        kernels = kernels_of(self._config.kernels)
+        self._leaves, self._rows = leaves, rows
+        self._open = {
+            id(batch.sparse): OpenLeaf(kernels, batch, rows, places, mean=self._mean)
+            for batch, places in zip(leaves.batches, leaves.places, strict=True)
+        }
 
-    def _set(self, batch: Batch, rows: dict[str, ArenaRows]) -> None:
-        pooling = Pooling(kernels_of(self._config.kernels), batch, mean=self._mean)
-        self._open = _Open(batch, pooling, rows, {})
+    def _give_back(self, leaves: Leaves) -> None:
+        if not reaches_arenas(self._device):
+            for table, lent in self._lent.items():
+                found = self._rows[table]
+                lent.put(Records(found.values.cpu().numpy(), found.state.cpu().numpy()))
+        self._source.take_back(leaves.step.train_step, leaves.rows)
+        self._open, self._leaves = {}, None
 
-    def _opened(self) -> _Open:
-        assert self._open is not None, "rows are looked up and updated between open and close"
-        return self._open
+    def _step(self) -> Leaves:
+        assert self._leaves is not None, "rows are updated while a step is open"
+        return self._leaves
 
-    def _batch_of(self, sparse: KeyedJaggedTensor) -> Batch:
-        opened = self._opened()
-        assert sparse is opened.batch.sparse, "look-ups are of the batch that was opened"
-        return opened.batch
-
-
-def _none_of(reader_offsets: torch.Tensor, pooled: PlaceGradients | None) -> torch.Tensor:
-    """Return offsets that leave all readers out where nothing came back for them."""
-    return torch.zeros_like(reader_offsets) if pooled is None else reader_offsets
+    def _opened(self, sparse: KeyedJaggedTensor) -> OpenLeaf:
+        opened = self._open.get(id(sparse))
+        assert opened is not None, "look-ups are of a batch that is open"
+        return opened
 
 
 def arena_rows(lent: Lent) -> ArenaRows:

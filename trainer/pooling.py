@@ -36,7 +36,7 @@ class Pooling:
         self._places = batch.places
         self._scales: torch.Tensor | None = None
         self._gradients: PlaceGradients | None = None
-        self._way_back = torch.empty(0, requires_grad=True)
+        self.way_back = torch.empty(0, requires_grad=True)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class Pooling:
         Args:
             rows: by table, where the rows of the step lie.
         """
-        return _Pool.apply(self, rows, self._way_back)
+        return _Pool.apply(self, rows, self.way_back)
 
     def pool(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
         """Return the output without a way back."""
@@ -68,7 +68,7 @@ class Pooling:
         Args:
             rows: by table, where the rows of the step lie.
         """
-        parts = _PoolUnique.apply(self, rows, self._way_back)
+        parts = _PoolUnique.apply(self, rows, self.way_back)
         found: dict[str, torch.Tensor] = {}
         for members, part in zip(self._members(), parts, strict=True):
             found.update(zip(members, part.unbind(1), strict=True))
@@ -103,7 +103,7 @@ class Pooling:
             rows: by table, where the rows of the step lie.
             sides: of the batch.
         """
-        return _PoolSides.apply(self, sides, rows, self._way_back)
+        return _PoolSides.apply(self, sides, rows, self.way_back)
 
     def pool_sides(
         self, rows: Mapping[str, ArenaRows], sides: Sides

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 
 from schemas.absent import absent_columns, read_with_absent
@@ -22,6 +23,7 @@ from schemas.stored import read_group
 from trainer.batch import Batch
 from trainer.collate import Piece, collate
 from trainer.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode
+from trainer.leaves import Leaves, leaves_of
 from trainer.lookup import Transpose, transpose
 
 CACHE_BYTES = 512 << 20
@@ -106,6 +108,28 @@ class Reader:
         train = self._segments[step.segment].segment.positions(TRAIN)
         return self._assemble(step, train[step.positions])
 
+    def leaves(
+        self,
+        train_step: int,
+        run: slice = slice(None),
+        rows: Mapping[str, NDArray[np.int64]] | None = None,
+    ) -> Leaves:
+        """Return the blocks of a step, each by itself.
+
+        Args:
+            train_step: position in the run.
+            run: which of its blocks, at least one; all of them when left out.
+            rows: by table, all rows that the step looks up; None: those of the chosen blocks.
+
+        Raises:
+            SchemaError: a file is missing, a byte of it has changed, or its content does not fit.
+        """
+        step = self._order.step(train_step)
+        train = self._segments[step.segment].segment.positions(TRAIN)
+        chosen = range(len(step.positions))[run]
+        batches = [self._assemble(step, train[step.positions[i : i + 1]]) for i in chosen]
+        return leaves_of(step, chosen.start, batches, rows, self._transpose)
+
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yield the samples of the evaluation split once, in stored order."""
         count = 0
@@ -174,9 +198,13 @@ class Reader:
 def prefetched(
     function: Callable[[T], R], items: Iterable[T], depth: int
 ) -> Generator[R, None, None]:
-    """Yield function(item) of each item in order, computed up to `depth` ahead in one thread."""
+    """Yield function(item) of each item in order, computed up to `depth` ahead in one thread.
+
+    It takes no other thread to help it: they would wait for its small pieces of work, spinning.
+    """
     remaining = iter(items)
-    with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
+    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ThreadPoolExecutor(1, "reader", **alone) as pool:
         ahead: list[Future[R]] = [pool.submit(function, i) for i in islice(remaining, depth)]
         try:
             while ahead:

@@ -1,9 +1,10 @@
-"""One step: fetch, forward, backward, update."""
+"""One step: fetch, forward, backward, update; leaf by leaf, or all samples at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +12,16 @@ from torch import nn
 
 from schemas.events import PHASES
 from trainer.batch import Batch
+from trainer.device import moved
 from trainer.embedding import Embedding
+from trainer.leaf_work import LeafWork
+from trainer.leaves import Leaves, whole
+from trainer.reader import Reader
 
 Clock = Callable[[], float]
 Watch = Callable[[str], AbstractContextManager[object]]
 """Phase to what is entered while it lasts."""
+B = TypeVar("B", Batch, Leaves)
 
 
 class PhaseTimer:
@@ -73,9 +79,13 @@ def train_step(
     batch: Batch,
     timer: PhaseTimer,
 ) -> float:
-    """Train one batch and return its loss before the update."""
+    """Train one batch as a whole and return its loss before the update.
+
+    The gradient of a row is summed and applied in one pass. Bits depend on what is in the batch
+    together, so this is for one process that computes all of a step.
+    """
     with timer("fetch"):
-        embedding.open(batch)
+        embedding.open(whole(batch))
     with timer("forward"):
         loss = loss_of(model(batch), batch)
     with timer("backward"):
@@ -85,3 +95,81 @@ def train_step(
         optimizer.step()
         embedding.close()
     return loss.item()
+
+
+def train_leaves(
+    work: LeafWork,
+    embedding: Embedding,
+    optimizer: torch.optim.Optimizer,
+    leaves: Leaves,
+    timer: PhaseTimer,
+) -> float:
+    """Train all leaves of a step and return its loss before the update.
+
+    Bits depend on the leaves alone: neither on threads nor on which process computed which.
+    """
+    with timer("fetch"):
+        embedding.open(leaves)
+    with timer("backward"):
+        total = work.compute(leaves).total()
+    with timer("update"):
+        work.set_gradients(total)
+        optimizer.step()
+        embedding.update(total.rows.over(total.weight))
+    return total.loss / total.weight
+
+
+class Steps(Protocol[B]):
+    """One way to train the steps of a run."""
+
+    def read(self, train_step: int) -> B:
+        """Return what a step is trained on; called beside training."""
+        ...
+
+    def train(self, batch: B, timer: PhaseTimer) -> float:
+        """Train what was read and return its loss before the update."""
+        ...
+
+
+class LeafSteps:
+    """Leaf by leaf: bits do not depend on threads, or on how leaves are shared out."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        work: LeafWork,
+        embedding: Embedding,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Keep the parts of the run."""
+        self.read = reader.leaves
+        self._parts = (work, embedding, optimizer)
+
+    def train(self, batch: Leaves, timer: PhaseTimer) -> float:
+        """Train all leaves of a step and return its loss before the update."""
+        return train_leaves(*self._parts, batch, timer)
+
+
+class WholeSteps:
+    """All samples at once: for one process, faster where leaves are small."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        model: nn.Module,
+        embedding: Embedding,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+    ) -> None:
+        """Keep the parts of the run."""
+        self._reader = reader
+        self._device = device
+        self._parts = (model, embedding, optimizer)
+
+    def read(self, train_step: int) -> Batch:
+        """Return the batch of a step where it is computed."""
+        return moved(self._reader.read(train_step), self._device)
+
+    def train(self, batch: Batch, timer: PhaseTimer) -> float:
+        """Train a batch and return its loss before the update."""
+        return train_step(*self._parts, batch, timer)

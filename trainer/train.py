@@ -268,4 +268,5 @@ def _summary(
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         embedding=options.embedding,
         expanded=options.expanded,
+        fast=options.fast,
     )

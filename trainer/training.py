@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +19,19 @@ from trainer.batch import Batch
 from trainer.cache import PlannedCache
 from trainer.checkpoint import save_checkpoint
 from trainer.decode import spec_of
-from trainer.device import device_of, moved
+from trainer.device import device_of
 from trainer.draining import Drain, told
 from trainer.extending import extend, settle
 from trainer.following import Following, Span
 from trainer.kernels.build import kernels_of
+from trainer.leaf_work import LeafWork
+from trainer.leaves import Leaves
 from trainer.models.build import wants_sides
 from trainer.parts import Parts
 from trainer.reader import Reader, prefetched
 from trainer.run import RunLog, cut_run, write_dataset
 from trainer.sources import RowSource
-from trainer.step import PhaseTimer, train_step
+from trainer.step import LeafSteps, PhaseTimer, Steps, WholeSteps
 from trainer.stores.together import checkpointed
 from trainer.watchdog import Watchdog
 
@@ -56,6 +58,8 @@ class TrainOptions:
     """Store processes to start on this machine; those of the job when None."""
     follow: bool = False
     """Train on committed segments while later ones are built, until the dataset is finished."""
+    fast: bool = False
+    """Compute all samples of a step at once: other bits than leaf by leaf, equal to rounding."""
 
     def __post_init__(self) -> None:
         """Refuse stores that nothing would be kept in."""
@@ -132,18 +136,17 @@ class Training:
     def _steps(self, span: Span, step: int, source: RowSource, log: RunLog) -> int:
         """Train the steps of a span, as far as nothing ends it before; return the next one."""
         config, until = self._job.train, span.horizon.until
-        reader, device = reader_of(span, self._options, config), device_of(config.device)
+        reader = reader_of(span, self._options, config)
         every = config.checkpoint.every_steps
-        batches = prefetched(
-            lambda step: moved(reader.read(step), device), range(step, until), READ_AHEAD
-        )
-        with closing(batches):
+        with ExitStack() as stack:
+            steps = stack.enter_context(steps_of(self._options, config, reader, self._parts))
+            batches = prefetched(steps.read, range(step, until), READ_AHEAD)
+            stack.enter_context(closing(batches))
             while step < until and not self._drain.asked:
                 self._watchdog.step = step
                 with self._timer("read"):
                     batch = next(batches)
-                parts = self._parts
-                loss = train_step(parts.model, parts.embedding, parts.optimizer, batch, self._timer)
+                loss = steps.train(batch, self._timer)
                 metric = _metric(batch, loss, self._timer)
                 log.commit(metric, _entry(batch, span.dataset, reader))
                 self._on_step(metric, until)
@@ -189,6 +192,19 @@ def reader_of(span: Span, options: TrainOptions, config: TrainConfig) -> Reader:
     )
 
 
+@contextmanager
+def steps_of(
+    options: TrainOptions, config: TrainConfig, reader: Reader, parts: Parts
+) -> Iterator[Steps]:
+    """Yield how steps are computed: on a GPU as a whole, for leaves would leave it idle."""
+    device = device_of(config.device)
+    if options.fast or device.type != "cpu":
+        yield WholeSteps(reader, parts.model, parts.embedding, parts.optimizer, device)
+        return
+    with LeafWork(parts.model, parts.embedding, kernels_of(config.kernels)) as work:
+        yield LeafSteps(reader, work, parts.embedding, parts.optimizer)
+
+
 def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> int:
     source.flush()
     cached = source.cached(step) if isinstance(source, PlannedCache) else None
@@ -197,7 +213,7 @@ def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> i
     return step
 
 
-def _metric(batch: Batch, loss: float, timer: PhaseTimer) -> StepMetric:
+def _metric(batch: Batch | Leaves, loss: float, timer: PhaseTimer) -> StepMetric:
     if not math.isfinite(loss):
         raise SchemaError(
             f"loss must be finite, got {loss} at step {batch.step.train_step}; lower the learning "
@@ -215,7 +231,7 @@ def _metric(batch: Batch, loss: float, timer: PhaseTimer) -> StepMetric:
     )
 
 
-def _entry(batch: Batch, dataset: Dataset, reader: Reader) -> LedgerEntry:
+def _entry(batch: Batch | Leaves, dataset: Dataset, reader: Reader) -> LedgerEntry:
     return LedgerEntry(
         step=batch.step.train_step,
         epoch=batch.step.epoch,

@@ -15,6 +15,7 @@ from trainer.decode import spec_of
 from trainer.embedding import Embedding
 from trainer.inverse import inverse_of
 from trainer.kernels.build import interactions_of
+from trainer.leaves import whole
 from trainer.models.dedup_dlrm import DedupDlrm, columns_of
 from trainer.models.dlrm import DlrmModel
 from trainer.parts import build_parts, memory_stores
@@ -45,7 +46,7 @@ def plain_and_dedup(
 def results(model: torch.nn.Module, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
     """Return logits and the gradient of everything that is trained."""
     model.zero_grad()
-    embedding.open(batch)
+    embedding.open(whole(batch))
     logits = model(batch)
     loss_of(logits, batch).backward()
     found = {"logits": logits.detach()}

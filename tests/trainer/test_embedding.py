@@ -12,6 +12,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, parts_of, reader_of
 from trainer.batch import Batch
 from trainer.embedding import Embedding
+from trainer.leaves import whole
 from trainer.optimizer import rule_at, state_width, update_rows
 from trainer.stores.store import Store
 from trainer.taking import take_unsorted
@@ -39,7 +40,7 @@ def reference_pooled(batch: Batch, feature: str, table: nn.EmbeddingBag) -> torc
 def train_both(
     batch: Batch, embedding: Embedding, table: nn.EmbeddingBag, target: torch.Tensor
 ) -> None:
-    embedding.open(batch)
+    embedding.open(whole(batch))
     pooled = embedding(batch.sparse).to_dict()
     features = ("clicked", "item", "viewed")
     for feature in features:
@@ -79,18 +80,18 @@ def test_embedding_trains_like_embedding_bag(
 def test_sequence_gives_the_rows_of_each_unique_list(dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     parts, batch = parts_of(job, dataset), reader_of(job, dataset).read(3)
-    parts.embedding.open(batch)
+    parts.embedding.open(whole(batch))
     values, offsets = parts.embedding.sequence(batch.sparse, "viewed")
-    whole = weights_of(parts.stores["items"], NUM_ITEMS).requires_grad_()
+    every = weights_of(parts.stores["items"], NUM_ITEMS).requires_grad_()
     jagged = batch.jagged_of("viewed")
     assert torch.equal(offsets, jagged.offsets())
-    assert torch.equal(values, whole[jagged.values()])
+    assert torch.equal(values, every[jagged.values()])
     scale = torch.arange(values.numel(), dtype=torch.float64).view_as(values)
     (values * scale).sum().backward()
-    (whole[jagged.values()] * scale).sum().backward()
+    (every[jagged.values()] * scale).sum().backward()
     rows, gradient = parts.embedding.gradients()["items"]
-    assert whole.grad is not None
-    torch.testing.assert_close(gradient, whole.grad[torch.from_numpy(rows)])
+    assert every.grad is not None
+    torch.testing.assert_close(gradient, every.grad[torch.from_numpy(rows)])
 
 
 def test_backward_of_look_ups_is_their_derivative() -> None:

@@ -30,6 +30,7 @@ from tests.trainer.runs import SEGMENTS, reader_of
 from trainer.batch import Batch
 from trainer.decode import spec_of
 from trainer.embedding import Embedding
+from trainer.leaves import whole
 from trainer.models import dcn, deepfm, wide_deep
 from trainer.models.shares import dense_part, first_layer
 from trainer.parts import build_parts, memory_stores
@@ -146,7 +147,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
     """Return logits and the gradient of everything that is trained."""
     model.zero_grad()
-    embedding.open(batch)
+    embedding.open(whole(batch))
     logits = model(batch)
     loss_of(logits, batch).backward()
     found = {"logits": logits.detach()}

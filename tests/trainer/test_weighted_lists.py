@@ -16,6 +16,7 @@ from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, run_job
 from tests.trainer.test_own_loops import job_tables
 from trainer.collections import EmbeddingBagCollection
 from trainer.decode import spec_of
+from trainer.leaves import whole
 
 WEIGHTS = ", clicked_weights"
 
@@ -34,10 +35,10 @@ def test_weighted_bags_and_their_gradients_are_torchs(
 ) -> None:
     job = write_job(tmp_path / "job", weights=WEIGHTS, pooling=pooling)
     parts, batch = parts_of(job, dataset), reader_of(job, dataset, expanded=expanded).read(3)
-    parts.embedding.open(batch)
+    parts.embedding.open(whole(batch))
     pooled = parts.embedding(batch.sparse).to_dict()
-    whole = parts.stores["items"].fetch(np.arange(300)).values
-    table = torch.from_numpy(whole).requires_grad_()
+    every = parts.stores["items"].fetch(np.arange(300)).values
+    table = torch.from_numpy(every).requires_grad_()
     expected: list[torch.Tensor] = []
     features = ("clicked", "item", "viewed")
     for feature in features:

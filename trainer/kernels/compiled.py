@@ -15,6 +15,7 @@ from trainer.kernels.contract import (
     GroupSamples,
     PlaceGradients,
     RowRule,
+    RowSums,
     TableRows,
     Transposed,
 )
@@ -32,6 +33,7 @@ _ENTRIES = {
         *(_POINTER, _WORD, _POINTER, _POINTER, _WORD, _WORD, _WORD),
         *(_POINTER, _WORD, _POINTER, _WORD),
     ),
+    "merge": (*(_POINTER, _POINTER, _WORD) * 2, _WORD, _POINTER, _POINTER),
 }
 
 
@@ -57,7 +59,7 @@ class CompiledKernels:
             for dtype, suffix in _DTYPES.items()
         }
         for (name, _), entry in self._entries.items():
-            entry.argtypes, entry.restype = _ENTRIES[name], None
+            entry.argtypes, entry.restype = _ENTRIES[name], _WORD if name == "merge" else None
         self._transpose = loaded.presage_transpose
         self._transpose.argtypes = (_POINTER, _WORD, _WORD, _WORD, *[_POINTER] * 5)
         self._transpose.restype = _WORD
@@ -154,6 +156,19 @@ class CompiledKernels:
             dim,
             ctypes.addressof(found),
         )
+
+    def merge(self, left: RowSums, right: RowSums) -> RowSums:
+        """Return the sums of the rows of either, left added to right where a row is in both."""
+        most, dtype = len(left.rows) + len(right.rows), left.sums.dtype
+        rows, sums = left.rows.new_empty(most), left.sums.new_empty(most, left.sums.shape[1])
+        sides = [
+            word
+            for side in (left, right)
+            for word in (_at(side.rows), _at(side.sums, dtype), len(side.rows))
+        ]
+        entry = self._entries["merge", dtype]
+        found = entry(*sides, sums.shape[1], rows.data_ptr(), sums.data_ptr())
+        return RowSums(rows[:found], sums[:found])
 
     def _call(self, name: str, like: torch.Tensor, words: np.ndarray, *rest: int) -> None:
         entry = self._entries[name, like.dtype]

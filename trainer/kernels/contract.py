@@ -123,6 +123,26 @@ class PlaceGradients:
         return len(self.outputs) * self.num_features
 
 
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """The gradients of rows, summed over some leaves of a step, all tables together.
+
+    The rows of a step have numbers: those of the first table in ascending order, then those of the
+    next one.
+
+    Attributes:
+        rows: (n,) int32, ascending numbers of rows of the step.
+        sums: (n, dim), the gradient of each.
+    """
+
+    rows: torch.Tensor
+    sums: torch.Tensor
+
+    def over(self, weight: float) -> RowSums:
+        """Return the sums divided by a number."""
+        return RowSums(self.rows, self.sums / weight)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
     """One step of an update rule; see `trainer.optimizer.update_rows`."""
@@ -172,6 +192,10 @@ class Kernels(Protocol):
 
     def update(self, tables: Sequence[TableRows], gradients: PlaceGradients, rule: RowRule) -> None:
         """Sum the gradients of each row over its readers, in order, and update it."""
+        ...
+
+    def merge(self, left: RowSums, right: RowSums) -> RowSums:
+        """Return the sums of the rows of either, left added to right where a row is in both."""
         ...
 
 

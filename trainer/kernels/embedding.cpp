@@ -251,6 +251,34 @@ void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& grad
   });
 }
 
+// The sums of the rows of either of two lists, both ascending; left plus right where both have one.
+template <typename T>
+int64_t merge(const int32_t* left, const T* left_sums, int64_t num_left, const int32_t* right,
+              const T* right_sums, int64_t num_right, int64_t dim, int32_t* rows, T* sums) {
+  int64_t l = 0, r = 0, n = 0;
+  for (; l < num_left && r < num_right; n++) {
+    const int32_t row = std::min(left[l], right[r]);
+    T* __restrict out = sums + n * dim;
+    rows[n] = row;
+    if (left[l] != row) {
+      std::memcpy(out, right_sums + r++ * dim, dim * sizeof(T));
+    } else if (right[r] != row) {
+      std::memcpy(out, left_sums + l++ * dim, dim * sizeof(T));
+    } else {
+      const T *a = left_sums + l++ * dim, *b = right_sums + r++ * dim;
+      for (int64_t d = 0; d < dim; d++) out[d] = a[d] + b[d];
+    }
+  }
+  const auto rest = [&](const int32_t* from, const T* from_sums, int64_t first, int64_t count) {
+    std::memcpy(rows + n, from + first, (count - first) * sizeof(int32_t));
+    std::memcpy(sums + n * dim, from_sums + first * dim, (count - first) * dim * sizeof(T));
+    n += count - first;
+  };
+  rest(left, left_sums, l, num_left);
+  rest(right, right_sums, r, num_right);
+  return n;
+}
+
 }  // namespace presage
 
 using namespace presage;
@@ -282,6 +310,14 @@ using namespace presage;
       update(static_cast<const Table<T>*>(tables), num_tables, gradients, width,                \
              *static_cast<const Rule*>(rule), int(threads));                                    \
     });                                                                                         \
+  }                                                                                             \
+  extern "C" int64_t presage_merge_##suffix(const int32_t* left, const void* left_sums,         \
+                                            int64_t num_left, const int32_t* right,             \
+                                            const void* right_sums, int64_t num_right,          \
+                                            int64_t dim, int32_t* rows, void* sums) {           \
+    return merge(left, static_cast<const T*>(left_sums), num_left, right,                       \
+                 static_cast<const T*>(right_sums), num_right, dim, rows,                       \
+                 static_cast<T*>(sums));                                                        \
   }
 
 PRESAGE_ENTRIES(float, float32)

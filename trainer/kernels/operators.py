@@ -14,6 +14,7 @@ from trainer.kernels.contract import (
     GroupSamples,
     PlaceGradients,
     RowRule,
+    RowSums,
     TableRows,
     Transposed,
 )
@@ -75,6 +76,14 @@ class TorchKernels:
             values, state = rows.values[at], rows.state[at]
             update_rows(rule, values, state, gradient)
             rows.values[at], rows.state[at] = values, state
+
+    def merge(self, left: RowSums, right: RowSums) -> RowSums:
+        """Return the sums of the rows of either, left added to right where a row is in both."""
+        rows, places = torch.cat([left.rows, right.rows]).unique(return_inverse=True)
+        sums = left.sums.new_zeros(len(rows), left.sums.shape[1])
+        sums[places[: len(left.rows)]] = left.sums
+        sums.index_add_(0, places[len(left.rows) :], right.sums)
+        return RowSums(rows, sums)
 
 
 def _sums(

@@ -1,0 +1,136 @@
+"""A step leaf by leaf has the result of the whole batch, and bits that show nothing else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.job import load_job
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, final_rows, losses_of, parts_of, reader_of, run_job
+from trainer.kernels.build import kernels_of
+from trainer.kernels.contract import RowSums
+from trainer.leaf_work import LeafWork, Partial
+from trainer.models.build import wants_sides
+
+ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
+MODELS = {
+    "dlrm": "{top_layers: [16]}",
+    "plain dlrm": "{top_layers: [16], dedup_compute: false}",
+    "attention": ATTENTION,
+    "dcn": "{name: dcn, top_layers: [16], cross_layers: 2, cross_rank: 4}",
+    "deepfm": "{name: deepfm, top_layers: [16]}",
+    "wide_deep": "{name: wide_deep, top_layers: [16]}",
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("leaves")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("model", MODELS)
+def test_leaf_by_leaf_is_the_whole_batch_up_to_rounding(
+    model: str, optimizer: str, dataset: Path, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", model=MODELS[model], optimizer=optimizer)
+    for name in ("leaves", "whole"):
+        run_job(job, dataset, tmp_path / name, fast=name == "whole")
+    leaves, whole = losses_of(tmp_path / "leaves"), losses_of(tmp_path / "whole")
+    assert len(leaves) == 32
+    np.testing.assert_allclose(leaves, whole, rtol=1e-9, atol=0)
+    ours, other = final_rows(tmp_path / "leaves"), final_rows(tmp_path / "whole")
+    assert list(ours) == list(other)
+    for name, rows in ours.items():
+        np.testing.assert_allclose(rows, other[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_threads_do_not_show(kernels: str, dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", kernels=kernels)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            run_job(job, dataset, tmp_path / str(threads))
+    finally:
+        torch.set_num_threads(before)
+    one = final_rows(tmp_path / "1")
+    for other in ("2", "3"):
+        assert (losses_of(tmp_path / "1") == losses_of(tmp_path / other)).all()
+        found = final_rows(tmp_path / other)
+        assert all(np.array_equal(one[name], found[name]) for name in one)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("cuts", [(1,), (3,), (1, 2), (1, 2, 3)])
+def test_it_does_not_show_who_computed_which_leaf(
+    model: str, cuts: tuple[int, ...], dataset: Path, tmp_path: Path
+) -> None:
+    path = write_job(tmp_path / "job", dtype="float32", model=MODELS[model])
+    job = load_job(path).train
+    reader = reader_of(path, dataset, sides=wants_sides(job))
+    every = reader.leaves(2)
+    assert every.num_leaves == 4
+
+    def computed(first: int, end: int) -> dict:
+        parts = parts_of(path, dataset)
+        leaves = reader.leaves(2, slice(first, end), every.rows)
+        parts.embedding.open(leaves)
+        with LeafWork(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
+            return work.compute(leaves).held
+
+    parts = parts_of(path, dataset)
+    with LeafWork(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
+        joined = work.tree(4)
+        edges = (0, *cuts, 4)
+        for first, end in pairwise(edges):
+            for node, value in computed(first, end).items():
+                joined.add(node, value)
+        assert same(joined.total(), *computed(0, 4).values())
+        assert not same(joined.total(), *computed(1, 2).values())
+
+
+def same(one: Partial, other: Partial) -> bool:
+    """Return whether two sums have the same bits."""
+    return (
+        (one.loss, one.weight) == (other.loss, other.weight)
+        and torch.equal(one.dense, other.dense)
+        and torch.equal(one.rows.rows, other.rows.rows)
+        and torch.equal(one.rows.sums, other.rows.sums)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(20))
+def test_kernels_merge_sums_alike(seed: int, dtype: torch.dtype) -> None:
+    chance = np.random.default_rng(seed)
+    sides: list[RowSums] = []
+    for _ in range(2):
+        rows = np.flatnonzero(chance.random(chance.integers(0, 60)) < 0.5)
+        sums = torch.from_numpy(chance.normal(size=(len(rows), 5))).to(dtype)
+        sides.append(RowSums(torch.from_numpy(rows).int(), sums))
+    compiled, torchs = (kernels_of(k).merge(*sides) for k in ("compiled", "torch"))
+    assert torch.equal(compiled.rows, torchs.rows)
+    assert torch.equal(compiled.sums, torchs.sums)
+    by_hand = {int(r): s.clone() for r, s in zip(sides[0].rows, sides[0].sums, strict=True)}
+    for row, sums in zip(sides[1].rows.tolist(), sides[1].sums, strict=True):
+        by_hand[row] = by_hand[row] + sums if row in by_hand else sums
+    assert compiled.rows.tolist() == sorted(by_hand)
+    for row, sums in zip(compiled.rows.tolist(), compiled.sums, strict=True):
+        assert torch.equal(sums, by_hand[row])
+
+
+def test_rows_that_the_step_does_not_have_are_refused(dataset: Path, tmp_path: Path) -> None:
+    reader = reader_of(write_job(tmp_path / "job"), dataset)
+    rows = dict(reader.leaves(1).rows)
+    table = next(iter(rows))
+    rows[table] = rows[table][1:]
+    with pytest.raises(ValueError, match=f"got 1 others in table '{table}'"):
+        reader.leaves(1, rows=rows)
