@@ -31,6 +31,7 @@ from schemas.job_train import TrainConfig
 from trainer.batch import Batch
 from trainer.decode import spec_of
 from trainer.embedding import Embedding
+from trainer.leaves import whole
 from trainer.parts import Parts, build_parts, memory_stores
 from trainer.sides import Sides
 from trainer.step import PhaseTimer
@@ -127,7 +128,7 @@ def _wide_steps(embedding: Embedding, ours: Sequence[Batch], given: Given) -> An
 
     def step(number: int) -> float:
         batch = ours[number]
-        embedding.open(batch)
+        embedding.open(whole(batch))
         embedding(batch.sparse).values().backward(back)
         embedding.close()
         return 0.0
@@ -147,7 +148,7 @@ def _sided_steps(
     def step(number: int) -> float:
         batch = ours[number]
         with timer("fetch"):
-            embedding.open(batch)
+            embedding.open(whole(batch))
         with timer("forward"):
             if batch.sides is None:
                 vectors = (embedding(batch.sparse).values(),)

@@ -17,6 +17,7 @@ import torch
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, parts_of, reader_of, run_job
 from trainer.checkpoint import load_checkpoint
+from trainer.leaves import whole
 from trainer.models.dedup_dlrm import DedupDlrm
 from trainer.step import loss_of
 
@@ -124,7 +125,7 @@ def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(
             batch = reader_of(job, dataset, expanded=expanded, sides=True).read(step)
             assert (batch.sides is None) == (not batch.groups) == expanded
             assert isinstance(parts.model, DedupDlrm) == (model == "dlrm")
-            parts.embedding.open(batch)
+            parts.embedding.open(whole(batch))
             loss = loss_of(parts.model(batch), batch)
             loss.backward()
             dense = {name: p.grad for name, p in parts.model.named_parameters()}

@@ -62,13 +62,15 @@ class Limits:
             )
 
 
-class _TokenCheck(fl.ServerMiddlewareFactory):
+class TokenCheck(fl.ServerMiddlewareFactory):
     """Turns callers without the token away before anything of theirs is read."""
 
     def __init__(self, token: str) -> None:
+        """Keep what callers must present."""
         self._wanted = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> None:
+        """Compare in constant time."""
         given = headers.get(AUTHORIZATION, [""])[0]
         found = given.encode() if isinstance(given, str) else bytes(given)
         if not hmac.compare_digest(found, self._wanted):
@@ -107,7 +109,7 @@ class StoreServer(fl.FlightServerBase):
         super().__init__(
             location,
             tls_certificates=[certificate] if certificate else None,
-            middleware={"token": _TokenCheck(token)},
+            middleware={"token": TokenCheck(token)},
         )
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[bytes]:
