@@ -186,7 +186,7 @@ def test_node_that_dies_costs_nothing_where_slots_have_copies(
 
     def next_when_filled(run: Path) -> None:
         (members,) = (group.members for group in groups)
-        assert members.slot_map.version > 1, "training went on with one copy"
+        assert max(members.slot_map.versions) > 1, "training went on with one copy"
         deadline = time.monotonic() + 60
         while not (members.slot_map.num_copies == 2).all() and time.monotonic() < deadline:
             time.sleep(0.05)

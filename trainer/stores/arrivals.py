@@ -55,7 +55,8 @@ class Arrivals:
             forgotten = move.slots
             if control.arriving is not None:
                 forgotten = forgotten | (control.arriving.slots & ~given.served)
-            new = replace(control, claims=given, arriving=move)
+            version = control.version + bool((given.served != control.claims.served).any())
+            new = replace(control, claims=given, arriving=move, version=version)
             shard.log_control(new, ranges_of(forgotten))
 
     def layout(self, move_id: str) -> TableLayout:
@@ -95,7 +96,7 @@ class Arrivals:
                 replace(
                     control,
                     claims=control.claims.joined(claims_from(move.claims)),
-                    version=max(control.version, move.version),
+                    version=max(control.version + 1, move.version),
                     arriving=None,
                     taken=(*control.taken, move_id),
                 )

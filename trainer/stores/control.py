@@ -20,7 +20,7 @@ class Move:
         id: names this move.
         to: address of the store that takes them.
         claims: of the giver on the slots; the taker's will be the same.
-        version: of the map that begins with the move.
+        version: of the giver after the move; no other store that took part has an older one.
         keep: whether the giver serves them, too: the taker becomes a second copy.
     """
 
@@ -61,7 +61,7 @@ class Control:
         owner: names the run.
         session: names the training process, or the group of replicas; empty before the first.
         claims: slots that it serves.
-        version: newest version of the map that it took part in.
+        version: grows whenever slots come, go, or get another copy; no claim is newer.
         sequence: acknowledged messages of rows in this session, when this was logged.
         leaving: a move whose taker was told to take over and has not been heard since.
         arriving: a move whose rows come in.

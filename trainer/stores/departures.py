@@ -259,7 +259,7 @@ class Departures:
             control = replace(
                 control,
                 claims=control.claims if move.keep else control.claims.given(move.slots),
-                version=max(control.version, move.version),
+                version=max(control.version + 1, move.version),
                 addresses=tuple(dict.fromkeys((*control.addresses, move.to))),
             )
         self._shard.log_control(control)

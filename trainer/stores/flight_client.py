@@ -235,7 +235,7 @@ class FlightGroup:
             op=op,
             session=self.members.session,
             incarnation=slot_map.incarnations[place],
-            map_version=slot_map.version,
+            store_version=slot_map.versions[place],
             acknowledged=self.members.acknowledged(slot_map.addresses[place]),
             train_step=train_step,
             as_of=as_of,

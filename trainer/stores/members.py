@@ -126,23 +126,28 @@ class Members:
                 peer.close()
 
     def _learn(self, before: SlotMap | None) -> None:
-        start = self._clock()
+        start, before_that = self._clock(), None
         while True:
+            with self._lock:
+                acknowledged = dict(self._acknowledged)  # before they are asked, for it grows
             found = self.describe_all()
-            result = resolve(before, found, self.session, self._acknowledged)
-            if result.lost:
+            result = resolve(before, found, self.session, acknowledged)
+            state = {a: s and (s.incarnation, s.version) for a, s in found.items()}
+            if result.lost and state != before_that:
+                before_that = state  # they were not asked at one moment: slots may have moved
+            elif result.lost:
                 self._check_sessions(found)
                 raise StoreLostError(
                     f"stores must have every write that they acknowledged, got none with slots "
                     f"{text_of(result.lost)}; go back to the newest checkpoint, with --resume"
                 )
-            if result.slot_map is not None:
+            elif result.slot_map is not None:
                 self._count_from(found, result.slot_map.addresses)
                 if before is not None:
-                    logger.info("slots: new map version=%s", result.slot_map.version)
+                    logger.info("slots: new map versions=%s", result.slot_map.versions)
                 self._map = result.slot_map
                 return
-            if result.fence is not None:
+            elif result.fence is not None:
                 self._fence(found, result.fence)
             elif self._clock() - start > self._access.timeout_sec:
                 address = result.waiting[0]

@@ -53,7 +53,7 @@ class LocalStores:
         check_replicas(replicas, count)
         self._count = count
         self._replicas = replicas
-        self._directory = directory
+        self.directory = directory
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watchers: list[threading.Thread] = []
         self._ending = threading.Event()
@@ -69,11 +69,11 @@ class LocalStores:
 
     def __enter__(self) -> LocalStores:
         """Start all, and wait until they answer."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._directory.mkdir(parents=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
         self.token = secrets.token_urlsafe(32)
         with os.fdopen(
-            os.open(self._directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+            os.open(self.directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
         ) as file:
             file.write(self.token)
         try:
@@ -101,8 +101,8 @@ class LocalStores:
         slots = text_of(home_of_store(index, self._count, self._replicas))
         command = [sys.executable, "-m", "trainer", "store", "--port", str(port)]
         command += ["--slots", slots, "--end-with-stdin"]
-        command += ["--directory", str(self._directory / f"store-{index:03d}")]
-        command += ["--token-file", str(self._directory / TOKEN)]
+        command += ["--directory", str(self.directory / f"store-{index:03d}")]
+        command += ["--token-file", str(self.directory / TOKEN)]
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.Popen(
             command,

@@ -64,8 +64,6 @@ class Repair:
             SchemaError: a store refuses.
         """
         self._members.learn_anew(slot_map)
-        if self._members.slot_map.version != slot_map.version:
-            return  # another process saw to it
         slot_map = self._members.slot_map
         found = {a: s for a, s in self._members.describe_all().items() if s is not None}
         chosen = next_fill(slot_map, found, self._members.replicas)

@@ -287,8 +287,8 @@ class Shard:
             raise MapChangedError("store must be the process that was described, got a later one")
         if request.acknowledged > self.sequence:
             raise MapChangedError("store must have what it acknowledged, got an older state")
-        if request.map_version < self.control.version:
-            raise MapChangedError("map must be the newest, got an older one")
+        if request.store_version != self.control.version:
+            raise MapChangedError("slots must be as they were described, got another version")
         for table, rows in tables.items():
             if table not in self.tables:
                 raise SchemaError(

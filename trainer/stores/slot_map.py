@@ -25,7 +25,7 @@ class Described:
         session: whom it serves; empty when it began empty.
         owner: names the run of its rows.
         sequence: messages of rows that it acknowledged in the session.
-        version: newest version of the map that it took part in.
+        version: grows whenever its slots change.
         claims: slots that it serves.
         leaving: (NUM_SLOTS,) slots of a move in doubt.
         home: (NUM_SLOTS,) slots that it was started with.
@@ -63,19 +63,19 @@ def described(body: Mapping[str, Any]) -> Described:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMap:
-    """One version of who serves what.
+    """Who serves what.
 
     Attributes:
-        version: newest version that a store took part in.
         addresses: of stores.
         incarnations: of their processes, one for each.
+        versions: of their slots, one for each.
         copies: (MOST_COPIES, NUM_SLOTS) place in `addresses` of each slot's stores, -1 for none.
         claims: the claims that are in force.
     """
 
-    version: int
     addresses: tuple[str, ...]
     incarnations: tuple[str, ...]
+    versions: tuple[int, ...]
     copies: NDArray[np.int64]
     claims: Claims
 
@@ -158,9 +158,9 @@ def resolve(
     copies = np.full((MOST_COPIES, NUM_SLOTS), -1, np.int64)
     copies[: len(order)] = np.where(np.take_along_axis(holds, order, 0), order, -1)
     slot_map = SlotMap(
-        version=max(there[address].version for address in addresses),
         addresses=addresses,
         incarnations=tuple(there[address].incarnation for address in addresses),
+        versions=tuple(there[address].version for address in addresses),
         copies=copies,
         claims=Claims(newest, tag),
     )

@@ -50,8 +50,8 @@ class Request:
     """Names the training process; the store answers the newest only. For receive, the move."""
     incarnation: str = ""
     """Of the store process, as it described itself."""
-    map_version: int = 0
-    """Newest version of the map of slots that the caller knows."""
+    store_version: int = 0
+    """Of the store, as it described itself; it has another one when slots came or went since."""
     acknowledged: int = 0
     """Messages of rows that this store acknowledged to the caller, as the store counts them."""
     train_step: int = -1
@@ -83,7 +83,7 @@ class Request:
                 op=str(body["op"]),
                 session=str(body["session"]),
                 incarnation=str(body["incarnation"]),
-                map_version=int(body["map_version"]),
+                store_version=int(body["store_version"]),
                 acknowledged=int(body["acknowledged"]),
                 train_step=int(body["train_step"]),
                 as_of=_optional(body["as_of"]),

@@ -1,0 +1,151 @@
+"""Slots in two store processes: writes go to both, and one may die with its directory."""
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.errors import SchemaError
+from tests.trainer.stores import ACCESS, LAYOUT
+from tests.trainer.test_store_moves import Writer
+from trainer.stores.claims import ranges_of
+from trainer.stores.failures import StoreLostError
+from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
+from trainer.stores.manage import migrate_slots
+from trainer.stores.peer import Access
+from trainer.stores.processes import TOKEN, LocalStores
+
+
+def group_over(stores: LocalStores, replicas: int = 2) -> FlightStore:
+    access = Access(token=stores.token, timeout_sec=ACCESS.timeout_sec)
+    tables = {LAYOUT.table: LAYOUT}
+    return open_group(
+        stores.addresses, access, tables, owner="run", session="s", reset=True, replicas=replicas
+    )["items"]
+
+
+def wait_for_copies(group: FlightGroup) -> None:
+    deadline = time.monotonic() + 60
+    while not (group.members.slot_map.num_copies == 2).all():
+        assert time.monotonic() < deadline, "copies are made"
+        time.sleep(0.02)
+
+
+def kill(stores: LocalStores, number: int, *, forget: bool) -> None:
+    os.kill(stores.pids[number], 9)
+    if forget:
+        shutil.rmtree(stores.directory / f"store-{number:03d}", ignore_errors=True)
+
+
+def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: Path) -> None:
+    with LocalStores(3, tmp_path / "stores", replicas=2) as stores:
+        writer = Writer(group_over(stores))
+        for _ in range(10):
+            writer.write_step()
+        with writer.writing():
+            for number, forget in ((0, True), (1, False), (2, True), (0, False)):
+                before = writer.store.group.members.slot_map
+                kill(stores, number, forget=forget)
+                deadline = time.monotonic() + 60
+                while writer.store.group.members.slot_map is before:
+                    assert time.monotonic() < deadline, "its death is noticed"
+                    time.sleep(0.02)
+                wait_for_copies(writer.store.group)
+        writer.check()
+        assert writer.slowest_sec < 30
+        writer.store.group.checkpointed(writer.step)
+        writer.write_step()
+        for number in range(3):  # what each store holds is the same, wherever it is read
+            kill(stores, number, forget=True)
+            writer.check()
+            wait_for_copies(writer.store.group)
+        writer.store.group.close()
+
+
+def test_slots_of_a_copy_move_and_both_copies_stay_in_force(tmp_path: Path) -> None:
+    with LocalStores(3, tmp_path / "stores", replicas=2) as stores:
+        writer = Writer(group_over(stores))
+        for _ in range(10):
+            writer.write_step()
+        first, _, third = stores.addresses
+        token = stores.directory / TOKEN
+        with writer.writing():
+            moved = migrate_slots(first, third, ((0, 500),), token_file=token)
+        assert moved.num_rows > 0
+        writer.write_step()
+        slot_map = writer.store.group.members.slot_map
+        assert (slot_map.num_copies == 2).all()
+        place = slot_map.addresses.index(third)
+        assert ranges_of((slot_map.copies == place).any(0)) == ((0, 500), (1365, 4096))
+        with pytest.raises(SchemaError, match=r"^slots must not be served by the store that takes"):
+            migrate_slots(stores.addresses[1], third, ((0, 500),), token_file=token)
+        writer.check()
+        kill(stores, 2, forget=True)
+        writer.check()
+        writer.store.group.close()
+
+
+def test_both_nodes_dead_at_once_is_said_and_never_first_values(tmp_path: Path) -> None:
+    with LocalStores(2, tmp_path / "stores", replicas=2) as stores:
+        writer = Writer(group_over(stores))
+        writer.write_step()
+        for number in range(2):
+            kill(stores, number, forget=True)
+        message = (
+            r"^stores must have every write that they acknowledged, got none with slots 0:4096; "
+            r"go back to the newest checkpoint, with --resume$"
+        )
+        with pytest.raises(StoreLostError, match=message):
+            writer.store.fetch(np.arange(10))
+        writer.store.group.close()
+
+
+def test_more_copies_than_stores_are_refused(tmp_path: Path) -> None:
+    message = (
+        r"^replicas must be at most the number of stores, got replicas=2, stores=1; "
+        r"start more stores$"
+    )
+    with pytest.raises(ValueError, match=message):
+        LocalStores(1, tmp_path / "stores", replicas=2)
+
+
+def test_store_that_dies_all_the_time_is_not_started_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LocalStores(1, tmp_path / "stores") as stores:
+        seen: set[int] = set()
+        deadline = time.monotonic() + 120
+        while "died too often" not in caplog.text:
+            assert time.monotonic() < deadline
+            for pid in set(stores.pids) - seen:
+                os.kill(pid, 9)
+                seen.add(pid)
+            time.sleep(0.02)
+        assert len(seen) == 6
+        assert threading.active_count() >= 1
+
+
+def test_store_that_cannot_be_started_at_once_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalStores(1, tmp_path / "stores") as stores:
+        writer = Writer(group_over(stores, 1))
+        writer.write_step()
+        start, refused = stores._start, []
+
+        def start_later(index: int, port: int) -> object:
+            if len(refused) < 2:
+                refused.append(index)
+                raise BlockingIOError("no process to be had")
+            return start(index, port)
+
+        monkeypatch.setattr(stores, "_start", start_later)
+        kill(stores, 0, forget=False)
+        writer.write_step()
+        writer.check()
+        assert len(refused) == 2
+        writer.store.group.close()
