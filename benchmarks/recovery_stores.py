@@ -5,9 +5,10 @@
 The demo's tables in two store processes that a supervisor starts again, one training process with
 the planned cache. After some steps a store is killed (`kill -9`), alone or with its directory, or
 half of its slots move to the other one. Told are the seconds from then to the next step that was
-not committed before, the longest time between two commits from then on beside the median before,
-and the steps that were trained again. The peer is what is left without any of this: the whole run
-is killed and started again with `--resume` from its newest checkpoint. All in the same rounds.
+not committed before, the longest time between two commits until the next checkpoint beside the
+median before, and the steps that were trained again. The peer is what is left without any of this:
+the training process is killed and started again with `--resume` from its newest checkpoint. All in
+the same rounds.
 """
 
 from __future__ import annotations
@@ -163,10 +164,11 @@ def measure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
                 shutil.rmtree(folder / "stores" / "store-000", ignore_errors=True)
         done = time.monotonic()
         after = commits.until(lambda count: count > before)
+        saving = commits.until(lambda count: count >= FAULT + EVERY // 2)
         commits.until(lambda count: count >= STEPS)
         if commits.process.wait() != 0:
             raise RuntimeError(f"{scenario} must train to the end, got another exit status")
-        gap, usual = commits.longest_gap(fault - 1.0), commits.median_gap(fault)
+        gap, usual = commits.longest_gap(fault - 1.0, saving), commits.median_gap(fault)
         summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
         lowest = min(count for at, count in commits.seen if at >= fault)
         return found | {
