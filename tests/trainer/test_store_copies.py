@@ -1,15 +1,18 @@
 """Slots in two store processes: writes go to both, and one may die with its directory."""
 
 import os
+import re
 import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
+from schemas.job_train import StoresConfig
 from tests.trainer.stores import ACCESS, LAYOUT
 from tests.trainer.test_store_moves import Writer
 from trainer.stores.claims import ranges_of
@@ -111,6 +114,22 @@ def test_more_copies_than_stores_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=message):
         LocalStores(1, tmp_path / "stores", replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 3}, "replicas must be 1 or 2, got 3; write 2 for a copy"),
+        (
+            {"replicas": 2, "addresses": ("grpc://a:1",), "token_file": "token"},
+            "replicas must be at most the number of stores, got replicas=2, addresses=1; "
+            "start more stores",
+        ),
+    ],
+)
+def test_job_with_copies_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        StoresConfig(**settings)
 
 
 def test_store_that_dies_all_the_time_is_not_started_for_ever(
