@@ -167,6 +167,11 @@ class CheckpointConfig:
     """Steps between checkpoints; only one at the end when null."""
     keep: int = 2
     """Newest checkpoints that are kept."""
+    late: Literal["skip", "wait"] = "skip"
+    """A checkpoint that comes due while the one before is still being written: it is skipped, and
+    training never waits; or training waits."""
+    copy_to: str = "/dev/shm"
+    """Directory for the copy that waits to be written: in memory, or on a disk, which is slower."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -63,6 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (move, kill, again):
         command.add_argument("--token-file", type=Path, required=True, help="of the stores")
         command.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
+    agent = commands.add_parser("persist", help="write a trainer's checkpoints; it starts this")
+    agent.add_argument("run", type=Path, help="run folder")
+    agent.add_argument("--memory", type=Path, required=True, help="where the copies lie")
+    agent.add_argument("--keep", type=_positive, required=True, help="checkpoints that remain")
+    agent.add_argument("--parent", type=_positive, required=True, help="process id of the trainer")
     for command in (run, score, check, equal, move, kill, again):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
@@ -101,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "migrate-slots": _migrate_slots,
         "kill-store": _tell_store,
         "restart-store": _tell_store,
+        "persist": _persist,
     }[arguments.command]
     try:
         return command(arguments)
@@ -253,6 +259,20 @@ def _tell_store(arguments: argparse.Namespace) -> int:
     tell = kill_store if arguments.command == "kill-store" else restart_store
     tell(arguments.address, token_file=arguments.token_file, trusted=arguments.trusted)
     _show(arguments, json.dumps({"address": arguments.address}))
+    return 0
+
+
+def _persist(arguments: argparse.Namespace) -> int:
+    from trainer.flash.agent import run_agent, tell
+
+    run_agent(
+        arguments.run,
+        arguments.memory,
+        keep=arguments.keep,
+        parent=arguments.parent,
+        lines=sys.stdin.buffer,
+        answer=lambda line: tell(sys.stdout.buffer, line),
+    )
     return 0
 
 

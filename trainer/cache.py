@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.plan import PlanStep
 from schemas.plan_slots import Keyframe
+from trainer.flash.changes import Changes, Found
 from trainer.keyframes import CachedRows
 from trainer.sources import RowsOfTables
 from trainer.stores.store import Lent, Records, Store, TableLayout, WriteBack
@@ -148,6 +149,7 @@ class PlannedCache:
         self._num_accesses = 0
         self._fetched_rows = 0
         self._saves_at = saves_at
+        self._changes: Changes | None = None
         self._cached: dict[int, dict[str, CachedRows]] = {}
 
     def hold(self, table: str, cached: CachedRows, records: Records) -> None:
@@ -163,6 +165,8 @@ class PlannedCache:
 
     def cached(self, train_step: int) -> dict[str, CachedRows]:
         """Return where the plans stand before a step that `saves_at` named, once."""
+        for step in [step for step in list(self._cached) if step < train_step]:
+            del self._cached[step]
         return self._cached.pop(train_step, {})
 
     def settle(self) -> int:
@@ -226,6 +230,8 @@ class PlannedCache:
 
     def take_back(self, train_step: int, rows: RowsOfTables) -> None:
         """Take the rows that were lent; those that leave go to the store in the background."""
+        if self._changes is not None:
+            self._tell(self._changes, train_step)
         leaving = {  # of all tables: rows may leave after a step that looks nothing up
             table: self._slots[table].release(arrival.leaving)
             for table, arrival in self._current.items()
@@ -240,9 +246,24 @@ class PlannedCache:
         self._thread.write(self._written, resident)
         self._thread.finish_writes()
 
+    def follow(self, changes: Changes) -> None:
+        """Tell from now on which rows change."""
+        self._changes = changes
+
+    def held(self, table: str, places: NDArray[np.int32]) -> Found:
+        """Return the rows at some slots of a table and the arrays that they lie in."""
+        slots = self._slots[table]
+        return slots.rows[places], slots.records
+
     def close(self) -> None:
         """Stop the background thread; rows that were not flushed are lost."""
         self._thread.close()
+
+    def _tell(self, changes: Changes, train_step: int) -> None:
+        for table, arrival in self._current.items():
+            slots, leaving = self._slots[table], arrival.leaving.evict_slots
+            changes.used(table, arrival.slots, train_step)
+            changes.leave(table, leaving, slots.rows[leaving], slots.take)
 
     def _submit_reads(self, until: int) -> None:
         while self._next < until:

@@ -1,36 +1,40 @@
 """Checkpoints: dense parameters, both optimizers, and the rows that were ever trained.
 
-A checkpoint is a folder named by its step, written under another name and
-renamed when its manifest, which holds the hash of every file, is complete.
+Here whole tables are written while training waits, at the end of a run that saves nowhere else, and
+checkpoints of any kind are read; `flash/` writes them beside training.
 """
 
 from __future__ import annotations
 
-import io
-import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from schemas.checked import sha256_of
-from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
-from schemas.manifest import canonical_json, replace_bytes
-from trainer.keyframes import CachedRows, save_cached
-from trainer.npy import NpyFile
-from trainer.stores.store import ROWS_AT_ONCE, Records, Store, WriteBack
+from trainer.arrays import from_bytes
+from trainer.flash.fits import check_fits
+from trainer.flash.manifest import (
+    CHECKPOINTS,
+    DENSE,
+    PLAN,
+    CheckpointManifest,
+    complete,
+    folder_of,
+    read_checkpoint_manifest,
+    verify_files,
+)
+from trainer.flash.persist import NewCheckpoint
+from trainer.keyframes import CachedRows, arrays_of_cached
+from trainer.state import load_state, state_of
+from trainer.stores.checkpoint_store import CheckpointStore
+from trainer.stores.store import Records, Store, WriteBack
 from trainer.stores.together import write_rows
 
-CHECKPOINTS = "checkpoints"
-DENSE = "dense.pt"
-ROW_FILES = "rows", "values", "state"
-"""Arrays of a table, row by row."""
-_PARTIAL = ".partial"
 _NO_ROWS = np.empty(0, np.int64)
 NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
 """(table, train_step, rows) to the first step from that one on that uses each row."""
@@ -45,8 +49,9 @@ def save_checkpoint(
     *,
     keep: int,
     cached: Mapping[str, CachedRows] | None = None,
+    made_of: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save the state before a step; flush the row source first.
+    """Save the state before a step, all rows of it; flush the row source first.
 
     Args:
         run: run folder.
@@ -56,55 +61,24 @@ def save_checkpoint(
         stores: rows by table.
         keep: newest checkpoints that remain.
         cached: where the plan stands, of a planned cache.
+        made_of: what the run is, from `flash.fits`.
 
     Raises:
         SchemaError: the disk is full; nothing is left of this checkpoint.
     """
-    folder = run / CHECKPOINTS / f"{train_step:08d}"
-    partial = folder.with_name(folder.name + _PARTIAL)
-    for leftover in (partial, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
-    dense = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    try:
-        partial.mkdir(parents=True)
-        _save(partial, train_step, dense, stores, cached)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise SchemaError(
-            f"disk must have room for a checkpoint, got {error.strerror}; free some and train on "
-            "with --resume, the checkpoints before are whole",
-            file=str(folder),
-        ) from error
-    partial.rename(folder)
-    for old in _complete(run)[: -max(1, keep)]:
-        shutil.rmtree(old)
-    return folder
-
-
-def _save(
-    folder: Path,
-    train_step: int,
-    dense: Mapping[str, object],
-    stores: Mapping[str, Store],
-    cached: Mapping[str, CachedRows] | None,
-) -> None:
-    """Write all files of a checkpoint, its manifest last."""
-    whole = io.BytesIO()  # torch's own writer does not say that the disk is full
-    torch.save(dense, whole)
-    (folder / DENSE).write_bytes(whole.getbuffer())
-    for table, store in stores.items():
-        _save_table(folder / table, store)
+    with NewCheckpoint(run / CHECKPOINTS, train_step) as writing:
+        writing.arrays(DENSE, state_of(model, optimizer))
         if cached:
-            save_cached(folder / table, cached[table])
-    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    hashes = {path: sha256_of(folder / path) for path in files}
-    body = canonical_json({"train_step": train_step, "files": hashes})
-    replace_bytes(folder / MANIFEST, body.encode())
+            writing.arrays(PLAN, arrays_of_cached(cached))
+        for table, store in stores.items():
+            writing.rows(table, store.layout, store.contents())
+        parts = {table: (f"{folder_of(train_step)}/{table}",) for table in stores}
+        return writing.finish(made_of or {}, parts, {}, keep=keep)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
     """Return the folder of the newest complete checkpoint, None when there is none."""
-    found = _complete(run)
+    found = complete(run / CHECKPOINTS)
     return found[-1] if found else None
 
 
@@ -116,7 +90,7 @@ def load_checkpoint(
     next_use: NextUseOf | None = None,
     cached: Mapping[str, CachedRows] | None = None,
 ) -> int:
-    """Load a checkpoint into fresh parts.
+    """Load a checkpoint into fresh parts; `verified` looks at it first.
 
     Args:
         checkpoint: folder of the checkpoint.
@@ -130,70 +104,56 @@ def load_checkpoint(
         The next step to train.
 
     Raises:
-        SchemaError: a file is missing or has changed.
+        SchemaError: a file is missing or has changed, or the state is of another model.
     """
-    train_step, hashes = _read_manifest(checkpoint / MANIFEST)
-    for path, wanted in hashes.items():
-        file = checkpoint / path
-        if not file.is_file() or sha256_of(file) != wanted:
-            raise SchemaError(
-                f"file must have sha256 {wanted[:12]}, got other content or none; "
-                "remove this checkpoint to use the one before it",
-                file=str(file),
-            )
-    dense = torch.load(checkpoint / DENSE, map_location="cpu", weights_only=True)
-    model.load_state_dict(dense["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(dense["optimizer"])
+    manifest = verified(checkpoint, None)
+    train_step = manifest.train_step
+    load_state(dense_of(checkpoint), model, optimizer, file=str(checkpoint / DENSE))
     held = {table: rows.rows[rows.held] for table, rows in (cached or {}).items()}
     for table, store in stores.items():
-        rows, values, state = (
-            np.load(checkpoint / table / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ROW_FILES
-        )
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            found = np.array(rows[part])
-            records = Records(np.array(values[part]), np.array(state[part]))
-            steps = None
+        apart_from = held.get(table, _NO_ROWS) if next_use is not None else _NO_ROWS
+        for all_rows, all_records in store_of(checkpoint, manifest, store).contents():
+            rows, records, steps = all_rows, all_records, None
             if next_use is not None:
-                apart = np.isin(found, held.get(table, _NO_ROWS), invert=True)
-                found = found[apart]
+                apart = np.isin(rows, apart_from, invert=True)
+                rows = rows[apart]
                 records = Records(records.values[apart], records.state[apart])
-                steps = next_use(table, train_step, found)
-            write_rows({table: store}, train_step - 1, {table: WriteBack(found, records, steps)})
+                steps = next_use(table, train_step, rows)
+            write_rows({table: store}, train_step - 1, {table: WriteBack(rows, records, steps)})
     return train_step
 
 
-def _save_table(folder: Path, store: Store) -> None:
-    """Write the rows of a table as they come, some at a time."""
-    folder.mkdir()
-    layout = store.layout
-    with (
-        NpyFile(folder / "rows.npy", (), np.int64) as rows,
-        NpyFile(folder / "values.npy", (layout.dim,), layout.dtype) as values,
-        NpyFile(folder / "state.npy", (layout.state_width,), layout.dtype) as state,
-    ):
-        for some_rows, records in store.contents():
-            rows.append(some_rows)
-            values.append(records.values)
-            state.append(records.state)
+def verified(checkpoint: Path, wanted: Mapping[str, Any] | None) -> CheckpointManifest:
+    """Return the manifest of a checkpoint of which every byte is as it was written.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        wanted: what the run is, from `flash.fits`; None to take any.
+
+    Raises:
+        SchemaError: a file is missing or has changed, or it is the checkpoint of something else.
+    """
+    manifest = read_checkpoint_manifest(checkpoint)
+    if wanted is not None:
+        file = str(checkpoint / MANIFEST)
+        check_fits(manifest.made_of, wanted, manifest.train_step, file)
+    verify_files(checkpoint, manifest)
+    return manifest
 
 
-def _read_manifest(path: Path) -> tuple[int, dict[str, str]]:
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        return int(body["train_step"]), dict(body["files"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise SchemaError(
-            "manifest must be JSON with train_step and files, got other content; "
-            "remove this checkpoint to use the one before it",
-            file=str(path),
-        ) from error
+def dense_of(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Return the dense state of a checkpoint, by name."""
+    path = checkpoint / DENSE
+    return from_bytes(path.read_bytes(), file=str(path))
 
 
-def _complete(run: Path) -> list[Path]:
-    folder = run / CHECKPOINTS
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+def store_of(checkpoint: Path, manifest: CheckpointManifest, store: Store) -> CheckpointStore:
+    """Return a store of the rows of a checkpoint, of the layout of another."""
+    parts = manifest.parts.get(store.layout.table, ())
+    return CheckpointStore(store.layout, [checkpoint.parent / part for part in parts])
+
+
+def stores_of(checkpoint: Path, stores: Mapping[str, Store]) -> dict[str, Store]:
+    """Return stores of all rows of a checkpoint, of the layouts of others."""
+    manifest = read_checkpoint_manifest(checkpoint)
+    return {table: store_of(checkpoint, manifest, store) for table, store in stores.items()}

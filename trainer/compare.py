@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.events import METRICS, read_metrics
-from trainer.checkpoint import DENSE, ROW_FILES, newest_checkpoint
-
-_ROWS_AT_ONCE = 1 << 16
+from schemas.jagged import Array
+from trainer.checkpoint import dense_of, newest_checkpoint
+from trainer.flash.manifest import CheckpointManifest, read_checkpoint_manifest
+from trainer.flash.row_parts import RowPart, RowsAndRecords, newest
+from trainer.stores.store import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,20 +48,25 @@ def compare_runs(one: Path, other: Path) -> Comparison:
     """
     losses, theirs = (_losses(run) for run in (one, other))
     a, b = (_newest(run) for run in (one, other))
-    tensors = [dict(_leaves("", _dense(checkpoint))) for checkpoint in (a, b)]
-    tables = [sorted(p.name for p in checkpoint.iterdir() if p.is_dir()) for checkpoint in (a, b)]
+    tensors = [dense_of(checkpoint) for checkpoint in (a, b)]
+    manifests = [read_checkpoint_manifest(checkpoint) for checkpoint in (a, b)]
+    tables = [sorted(manifest.parts) for manifest in manifests]
     found = _of_losses(losses, theirs)
     if found is None and a.name != b.name:
         found = f"newest checkpoint: step {int(a.name)} and step {int(b.name)}"
     found = found or _of_tensors(*tensors)
     if found is None and tables[0] != tables[1]:
         found = f"tables: {', '.join(tables[0])} and {', '.join(tables[1])}"
+    num_rows = 0
     for table in tables[0]:
-        found = found or _of_rows(table, a / table, b / table)
+        if found is None:
+            streams = [_rows_of(*each, table) for each in zip((a, b), manifests, strict=True)]
+            count, found = _of_rows(table, *streams)
+            num_rows += count
     return Comparison(
         num_steps=min(len(losses), len(theirs)),
         num_tensors=len(tensors[0]),
-        num_rows=sum(len(_array(a / table, "rows")) for table in tables[0]),
+        num_rows=num_rows,
         difference=found,
     )
 
@@ -78,22 +84,6 @@ def _newest(run: Path) -> Path:
     return found
 
 
-def _dense(checkpoint: Path) -> object:
-    return torch.load(checkpoint / DENSE, weights_only=True, map_location="cpu")
-
-
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield everything that nested dictionaries and lists hold, by its path."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(f"{name}/{key}", inner)
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _leaves(f"{name}/{index}", inner)
-    else:
-        yield name.lstrip("/"), value
-
-
 def _of_losses(one: list[float], other: list[float]) -> str | None:
     for step, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
@@ -101,41 +91,81 @@ def _of_losses(one: list[float], other: list[float]) -> str | None:
     return None if len(one) == len(other) else f"steps: {len(one)} and {len(other)}"
 
 
-def _of_tensors(one: dict[str, object], other: dict[str, object]) -> str | None:
+def _of_tensors(one: dict[str, Array], other: dict[str, Array]) -> str | None:
     for name in sorted(one.keys() | other.keys()):
         if _bits(one.get(name)) != _bits(other.get(name)):
             return f"dense {name}: other bits"
     return None
 
 
-def _bits(value: object) -> object:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.dtype, tuple(value.shape), value.reshape(-1).numpy().tobytes()
+def _bits(value: Array | None) -> object:
+    return value if value is None else (value.dtype, value.shape, value.tobytes())
 
 
-def _array(folder: Path, name: str) -> NDArray[np.generic]:
-    return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+def _rows_of(
+    checkpoint: Path, manifest: CheckpointManifest, table: str
+) -> Iterator[RowsAndRecords]:
+    parts = [RowPart(checkpoint.parent / part) for part in manifest.parts[table]]
+    return newest([part.pieces() for part in parts])
 
 
-def _of_rows(table: str, one: Path, other: Path) -> str | None:
-    rows = _array(one, "rows")
-    for name in ROW_FILES:
-        a, b = _array(one, name), _array(other, name)
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return f"{name} of table {table}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
-        for start in range(0, len(a), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            unequal = np.argwhere(_bytes_of(a[part]) != _bytes_of(b[part]))
-            if len(unequal):
-                row, byte = unequal[0].tolist()
-                at, column = start + row, byte // a.dtype.itemsize
-                values = a[at].reshape(-1)[column].item(), b[at].reshape(-1)[column].item()
+def _of_rows(
+    table: str, one: Iterator[RowsAndRecords], other: Iterator[RowsAndRecords]
+) -> tuple[int, str | None]:
+    """Return how many rows are equal, and what comes then."""
+    count = 0
+    for (rows, records), (others, theirs) in _aligned(one, other):
+        pairs = {
+            "rows": (rows, others),
+            "values": (records.values, theirs.values),
+            "state": (records.state, theirs.state),
+        }
+        for name, (a, b) in pairs.items():
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
                 return (
+                    count,
+                    f"{name} of table {table}: {a.dtype} {a.shape} and {b.dtype} {b.shape}",
+                )
+            unequal = np.argwhere(_bytes_of(a) != _bytes_of(b))
+            if len(unequal):
+                at, byte = unequal[0].tolist()
+                column = byte // a.dtype.itemsize
+                values = a[at].reshape(-1)[column].item(), b[at].reshape(-1)[column].item()
+                return count, (
                     f"{name} of table {table}, row {rows[at]}, column {column}: "
                     f"{values[0]!r} and {values[1]!r}"
                 )
-    return None
+        count += len(rows)
+    return count, None
+
+
+def _aligned(
+    one: Iterator[RowsAndRecords], other: Iterator[RowsAndRecords]
+) -> Iterator[tuple[RowsAndRecords, RowsAndRecords]]:
+    """Yield pieces of equally many rows while both have some, then what one has more."""
+    a, b = _more(None, one), _more(None, other)
+    while a is not None and b is not None:
+        count = min(len(a[0]), len(b[0]))
+        yield _part(a, slice(0, count)), _part(b, slice(0, count))
+        a, b = _more(_part(a, slice(count, None)), one), _more(_part(b, slice(count, None)), other)
+    last = a or b
+    if last is not None:
+        none = _part(last, slice(0, 0))
+        yield a or none, b or none
+
+
+def _more(piece: RowsAndRecords | None, stream: Iterator[RowsAndRecords]) -> RowsAndRecords | None:
+    """Return a piece that has rows."""
+    while piece is None or not len(piece[0]):
+        piece = next(stream, None)
+        if piece is None:
+            return None
+    return piece
+
+
+def _part(piece: RowsAndRecords, part: slice) -> RowsAndRecords:
+    rows, records = piece
+    return rows[part], Records(records.values[part], records.state[part])
 
 
 def _bytes_of(array: NDArray[np.generic]) -> NDArray[np.uint8]:

@@ -32,15 +32,13 @@ def plans_of_span(
     Raises:
         PlanError: the cache is too small for a table.
     """
-    # a log takes copies at a checkpoint, and every row when it leaves
-    ordered = isinstance(group_of(stores), FutureLog)
     return plans_of(
         span.dataset,
         span.order,
         stores,
         config.cache,
         first_step,
-        None if ordered else config.checkpoint.every_steps,
+        None,
         starts,
         span.horizon.until,
     )

@@ -1,24 +1,24 @@
 """The plan's state in a checkpoint: a resumed run reads what one that never stopped would have.
 
-A file for each table, 48 bytes for each row that the cache may hold: which rows are cached, where
+Of each table 48 bytes for each row that the cache may hold: which rows are cached, where
 they lie, when they were used and will be again. Their values are the checkpoint's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
+from schemas.jagged import Array
 from schemas.plan_slots import UNUSED, Keyframe
+from trainer.arrays import from_bytes
 
-KEYFRAME = "plan.npz"
 _ROWS = "rows"
 
 
@@ -40,40 +40,42 @@ class CachedRows:
         return self.keyframe.last_use != UNUSED
 
 
-def save_cached(folder: Path, cached: CachedRows) -> None:
-    """Write the state of a table's plan into the table's folder of a checkpoint."""
-    frame = cached.keyframe
-    arrays = {field.name: getattr(frame, field.name) for field in fields(frame)}
-    np.savez(folder / KEYFRAME, allow_pickle=False, **arrays, **{_ROWS: cached.rows})
+def arrays_of_cached(cached: Mapping[str, CachedRows]) -> dict[str, Array]:
+    """Return the state of all tables' plans as named arrays."""
+    found: dict[str, Array] = {}
+    for table, each in cached.items():
+        for field in fields(each.keyframe):
+            value = getattr(each.keyframe, field.name)
+            found[f"{table}/{field.name}"] = np.asarray(value, np.int64)
+        found[f"{table}/{_ROWS}"] = each.rows
+    return found
 
 
-def load_cached(checkpoint: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
+def load_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
     """Return the state of the plan of each table, none where the run had no planned cache.
 
     Args:
-        checkpoint: folder whose files have been verified.
+        path: file of a checkpoint, which may not be there.
         tables: all tables of the run.
 
     Raises:
-        SchemaError: a file is no state of a plan.
+        SchemaError: the file is no state of a plan.
     """
-    paths = {table: checkpoint / table / KEYFRAME for table in tables}
-    if not all(path.is_file() for path in paths.values()):
+    if not path.is_file():
         return {}
-    return {table: _load(path) for table, path in paths.items()}
-
-
-def _load(path: Path) -> CachedRows:
+    arrays = from_bytes(path.read_bytes(), file=str(path))
     try:
-        with np.load(path, allow_pickle=False) as found:
-            arrays: dict[str, Any] = {f.name: found[f.name] for f in fields(Keyframe)}
-            rows = found[_ROWS]
-    except (KeyError, ValueError, BadZipFile) as error:
+        return {table: _cached_rows(table, arrays) for table in tables}
+    except (KeyError, TypeError) as error:
         raise SchemaError(
-            "plan of a checkpoint must be arrays by name, got other content; "
+            "plan of a checkpoint must be arrays by table and name, got other content; "
             "remove this checkpoint to use the one before it",
             file=str(path),
         ) from error
+
+
+def _cached_rows(table: str, arrays: Mapping[str, Array]) -> CachedRows:
+    found: dict[str, Any] = {f.name: arrays[f"{table}/{f.name}"] for f in fields(Keyframe)}
     for name in ("train_step", "num_slots"):
-        arrays[name] = int(arrays[name])
-    return CachedRows(Keyframe(**arrays), rows)
+        found[name] = int(found[name])
+    return CachedRows(Keyframe(**found), arrays[f"{table}/{_ROWS}"])

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import PlanError
+from trainer.flash.changes import Changes, Found
 from trainer.sources import RowsOfTables
 from trainer.stores.row_map import RowMap
 from trainer.stores.store import Lent, Records, Store, TableLayout, WriteBack
@@ -33,11 +34,13 @@ class _Admission:
         slots: (n,) where each row of the step lies.
         missing: (n,) bool, rows that must be read.
         leaving: rows that made room for them, as they are.
+        left: where these lay.
     """
 
     slots: NDArray[np.int64]
     missing: NDArray[np.bool_]
     leaving: WriteBack
+    left: NDArray[np.int64]
 
 
 class _Table:
@@ -75,14 +78,14 @@ class _Table:
         missing = slots == _NOWHERE
         self._last_used[slots[~missing]] = train_step  # before anything leaves
         wanted = int(missing.sum())
-        leaving = self._make_room(wanted - len(self._free))
+        leaving, left = self._make_room(wanted - len(self._free))
         taken, self._free = self._free[:wanted], self._free[wanted:]
         slots[missing] = taken
         self._slot_of[positions] = slots
         self._position[taken] = positions[missing]
         self._last_used[taken] = train_step
         self._queue.append((train_step, slots))
-        return _Admission(slots, missing, leaving)
+        return _Admission(slots, missing, leaving, left)
 
     def put(self, slots: NDArray[np.int64], records: Records) -> None:
         self.records.values[slots] = records.values
@@ -90,6 +93,9 @@ class _Table:
 
     def take(self, slots: NDArray[np.int64]) -> Records:
         return Records(self.records.values[slots], self.records.state[slots])
+
+    def held(self, slots: NDArray[np.int32]) -> Found:
+        return self._map.rows[self._position[slots]], self.records
 
     def resident(self) -> WriteBack:
         slots = np.flatnonzero(self._position != _NOWHERE)
@@ -106,7 +112,7 @@ class _Table:
                 self._slot_of = longer
         return positions
 
-    def _make_room(self, count: int) -> WriteBack:
+    def _make_room(self, count: int) -> tuple[WriteBack, NDArray[np.int64]]:
         """Let the `count` least recently used rows go, lower slots first within a step."""
         found: list[NDArray[np.int64]] = []
         while count > 0:
@@ -125,7 +131,7 @@ class _Table:
         self._position[leaving] = _NOWHERE
         self._last_used[leaving] = _NOWHERE
         self._free = np.concatenate([self._free, leaving])
-        return gone
+        return gone, leaving
 
 
 class LruCache:
@@ -144,6 +150,8 @@ class LruCache:
         self._num_accesses = 0
         self._fetched_rows = 0
         self._written = _NOWHERE
+        self._changes: Changes | None = None
+        self._lent: dict[str, NDArray[np.int64]] = {}
 
     @property
     def num_accesses(self) -> int:
@@ -169,6 +177,10 @@ class LruCache:
         if any(len(back.rows) for back in leaving.values()):
             self._thread.write(train_step - 1, leaving)
         fetched = reading.result()
+        if self._changes is not None:
+            for table, a in admitted.items():
+                self._changes.leave(table, a.left, a.leaving.rows, self._tables[table].take)
+        self._lent = {table: a.slots for table, a in admitted.items()}
         found: dict[str, Lent] = {}
         for table, a in admitted.items():
             self._tables[table].put(a.slots[a.missing], fetched[table])
@@ -180,12 +192,23 @@ class LruCache:
     def take_back(self, train_step: int, rows: RowsOfTables) -> None:
         """Take the rows that were lent; they stay cached until others need their room."""
         self._written = train_step
+        if self._changes is not None:
+            for table, slots in self._lent.items():
+                self._changes.used(table, slots, train_step)
         self._thread.check()
 
     def flush(self) -> None:
         """Write every cached row to its store; the rows stay cached."""
         self._thread.write(self._written, {t: c.resident() for t, c in self._tables.items()})
         self._thread.finish_writes()
+
+    def follow(self, changes: Changes) -> None:
+        """Tell from now on which rows change."""
+        self._changes = changes
+
+    def held(self, table: str, places: NDArray[np.int32]) -> Found:
+        """Return the rows at some slots of a table and the arrays that they lie in."""
+        return self._tables[table].held(places)
 
     def close(self) -> None:
         """Stop the background thread; rows that were not flushed are lost."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from schemas.job_train import StoresConfig
 from schemas.manifest import canonical_json, replace_bytes
-from trainer.stores.checkpoint_store import CheckpointStore
+from trainer.checkpoint import stores_of
 from trainer.stores.flight_client import open_group
 from trainer.stores.future_log import FutureLog, log_stores
 from trainer.stores.memory import memory_store
@@ -77,7 +77,7 @@ def readable(stores: Mapping[str, Store], checkpoint: Path | None) -> dict[str, 
     """
     if checkpoint is None or not isinstance(group_of(stores), FutureLog):
         return dict(stores)
-    return {t: CheckpointStore(store.layout, checkpoint / t) for t, store in stores.items()}
+    return stores_of(checkpoint, stores)
 
 
 @contextmanager

@@ -28,7 +28,10 @@ class Rollbacks:
 
 
 def with_rollbacks(
-    run: Path, checkpoint: Path | None, attempt: Callable[[Path | None], T]
+    run: Path,
+    checkpoint: Path | None,
+    attempt: Callable[[Path | None], T],
+    settle: Callable[[], None] = lambda: None,
 ) -> tuple[T, Rollbacks]:
     """Train, again from the newest checkpoint whenever a store lost rows.
 
@@ -36,6 +39,7 @@ def with_rollbacks(
         run: run folder.
         checkpoint: to begin with; None for the beginning.
         attempt: trains from a checkpoint to the end, with stores of its own.
+        settle: waits until the checkpoints of the attempt before are all on the disk.
 
     Returns:
         (what the attempt returned that came to its end, what the others cost).
@@ -54,6 +58,7 @@ def with_rollbacks(
             furthest = max(furthest, committed)
             if in_vain == _MOST_IN_VAIN:
                 raise
+            settle()
             checkpoint = newest_checkpoint(run)
             first = int(checkpoint.name) if checkpoint is not None else 0
             found = Rollbacks(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.events import LEDGER, METRICS, SUMMARY, LedgerEntry, RunSummary, StepMetric, to_line
-from schemas.job_train import CheckpointConfig, TrainConfig
+from schemas.job import TableConfig
+from schemas.job_train import TrainConfig
 from schemas.layout import JOB
-from schemas.manifest import canonical_json, hash_of, replace_bytes
+from schemas.manifest import canonical_json, replace_bytes
 from trainer.ledger import write_expected
 
 IDENTITY = "run.json"
@@ -26,28 +28,39 @@ IDENTITY = "run.json"
 class RunIdentity:
     """What must be equal for a run to be continued."""
 
-    dataset_sha256: str
-    """Hash of the dataset's job and schema; indexes may come and go."""
+    dataset: Mapping[str, Any]
+    """What its columns and tables mean; indexes may come and go."""
     segments: tuple[str, ...]
     """Hash of the manifest of each segment; of a run that follows the pipeline, those so far."""
     closed: bool
     """Whether no segment may follow: the dataset said so, or the run does not follow it."""
-    train_sha256: str
-    """Hash of the job's train section without checkpoints, stores, limits and threads."""
+    train: Mapping[str, Any]
+    """The job's train section without checkpoints, stores, cache, limits and threads."""
 
 
 def identity_of(dataset: Dataset, config: TrainConfig, *, follows: bool) -> RunIdentity:
     """Return what a run of this job on this dataset is."""
-    m = dataset.manifest
-    same = asdict(replace(config, checkpoint=CheckpointConfig(), num_threads=None))
-    del same["stores"], same["cache"]["files"]  # where rows lie changes no bit of them
-    del same["limits"], same["follow"]  # nor does how long something may take
+    m, train = dataset.manifest, asdict(config)
+    for name in ("checkpoint", "stores", "cache", "num_threads"):
+        del train[name]  # where rows lie, and for how long, changes no bit of them
+    del train["limits"], train["follow"]  # nor does how long something may take
+    meaning = {
+        "features": {f.name: f.role for f in dataset.features.features if f.role != "kept"},
+        "tables": {name: _of_table(table) for name, table in dataset.job.data.tables.items()},
+    }
+    # as they are read back: lists, and texts for what JSON has not
+    same = json.loads(canonical_json({"dataset": meaning, "train": train}))
     return RunIdentity(
-        dataset_sha256=hash_of([m.job_sha256, m.schema_sha256]),
+        **same,
         segments=tuple(reference.manifest_sha256 for reference in m.segments),
         closed=m.finished or not follows,
-        train_sha256=hash_of(same),
     )
+
+
+def _of_table(table: TableConfig) -> dict[str, Any]:
+    """Return what makes ids to rows: more rows of an identity table leave those that are there."""
+    found = {"features": table.features, "rows": table.rows}
+    return found if table.rows == "identity" else {**found, "num_rows": table.num_rows}
 
 
 def has_run(run: Path) -> bool:
@@ -108,19 +121,38 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool
         found = RunIdentity(**{**body, "segments": tuple(body["segments"])})
     except (ValueError, TypeError, KeyError) as error:
         raise SchemaError(
-            "identity must be JSON with the hashes of the run, got other content; restore it",
+            "identity must be JSON with dataset and train, got other content; restore it",
             file=str(path),
         ) from error
     wanted = identity_of(dataset, config, follows=follows)
-    for field, what in (("dataset_sha256", "dataset"), ("train_sha256", "train section")):
-        old, new = getattr(found, field), getattr(wanted, field)
-        if old != new:
+    for field in ("dataset", "train"):
+        different = first_difference(getattr(found, field), getattr(wanted, field), field)
+        if different is not None:
+            name, old, new = different
             raise SchemaError(
-                f"{what} must be that of the run, got {field}={new[:12]} for {old[:12]}; "
-                "use the one it was started with",
+                f"{name} must be that of the run, got {new!r} for {old!r}; "
+                "use the job and the dataset that it was started with",
                 file=str(path),
             )
     _check_segments(path, found, wanted, follows=follows, epochs=config.epochs)
+
+
+def first_difference(old: Any, new: Any, name: str) -> tuple[str, Any, Any] | None:
+    """Return the name of the first value that differs in nested mappings, and both values.
+
+    Example:
+        >>> first_difference({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"d": 2}}, "x")
+        ('x.b.c', 2, None)
+    """
+    if old == new:
+        return None
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return name, old, new
+    for key in [*old, *new]:
+        found = first_difference(old.get(key), new.get(key), f"{name}.{key}")
+        if found is not None:
+            return found
+    return None
 
 
 def _check_segments(

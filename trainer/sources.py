@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.flash.changes import Changes, Found
 from trainer.stores.store import Lending, Lent, Store, WriteBack
 from trainer.stores.together import fetch_rows, write_rows
 
@@ -40,6 +41,14 @@ class RowSource(Protocol):
         """Bring every row that was taken back into its store."""
         ...
 
+    def follow(self, changes: Changes) -> None:
+        """Tell from now on which rows change."""
+        ...
+
+    def held(self, table: str, places: NDArray[np.int32]) -> Found:
+        """Return the rows at some places of a table and the arrays that they lie in."""
+        ...
+
     def close(self) -> None:
         """Stop background work."""
         ...
@@ -56,6 +65,8 @@ class DirectSource:
         """
         self._stores = stores
         self._copies: dict[str, Lent] = {}
+        self._lent: dict[str, Lent] = {}
+        self._changes: Changes | None = None
         self._num_accesses = 0
 
     @property
@@ -81,6 +92,7 @@ class DirectSource:
                 copied[table] = wanted
         fetched = fetch_rows(self._stores, train_step, copied) if copied else {}
         self._copies = {table: Lent(records) for table, records in fetched.items()}
+        self._lent = lent
         return lent | self._copies
 
     def take_back(self, train_step: int, rows: RowsOfTables) -> None:
@@ -88,9 +100,26 @@ class DirectSource:
         backs = {t: WriteBack(rows[t], lent.records) for t, lent in self._copies.items()}
         if backs:
             write_rows(self._stores, train_step, backs)
+        if self._changes is None:
+            return
+        for table, lent in self._lent.items():
+            assert lent.places is not None, "a store that lends says where"
+            self._changes.used(table, lent.places, train_step)
+        for table, back in backs.items():
+            self._changes.passed(table, back.rows, back.records, train_step)
 
     def flush(self) -> None:
         """Do nothing: rows are in their stores."""
+
+    def follow(self, changes: Changes) -> None:
+        """Tell from now on which rows change."""
+        self._changes = changes
+
+    def held(self, table: str, places: NDArray[np.int32]) -> Found:
+        """Return the rows at some places of a table and the arrays that they lie in."""
+        store = self._stores[table]
+        assert isinstance(store, Lending), "only a store that lends has places"
+        return store.held(places)
 
     def close(self) -> None:
         """Do nothing: there is no background work."""

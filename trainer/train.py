@@ -16,12 +16,14 @@ from schemas.job import Job, load_job
 from schemas.job_limits import EVALUATE, START, WAIT
 from schemas.job_train import TrainConfig
 from trainer.cache import PlannedCache
-from trainer.checkpoint import load_checkpoint, newest_checkpoint
+from trainer.checkpoint import load_checkpoint, newest_checkpoint, stores_of, verified
 from trainer.decode import spec_of
 from trainer.device import device_of, moved
 from trainer.draining import Drain, told
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.extending import plans_of_span
+from trainer.flash.fits import made_of, same_plan
+from trainer.flash.manifest import PLAN
 from trainer.following import Following, FollowOptions, Span
 from trainer.kernels.build import kernels_of
 from trainer.keyframes import CachedRows, load_cached
@@ -39,9 +41,9 @@ from trainer.run import (
     write_dataset,
     write_summary,
 )
+from trainer.saving import claim_leftovers
 from trainer.sources import DirectSource, RowSource
 from trainer.step import Clock, PhaseTimer
-from trainer.stores.checkpoint_store import CheckpointStore
 from trainer.stores.future_log import FutureLog
 from trainer.stores.together import group_of
 from trainer.training import Training, TrainOptions
@@ -80,6 +82,8 @@ def train(
     config, drain = job.train, drain or Drain()
     device_of(config.device)
     goes_on = options.resume and (has_run(run) or not options.follow)
+    if goes_on and has_run(run):
+        claim_leftovers(run, config.checkpoint, resume=True)
 
     def check(dataset: Dataset) -> None:
         if goes_on:
@@ -97,6 +101,7 @@ def train(
             write_dataset(run, span.dataset, config, follows=options.follow)
         else:
             start_run(run, job_path, span.dataset, config, follows=options.follow)
+            claim_leftovers(run, config.checkpoint, resume=False)
         checkpoint = newest_checkpoint(run) if goes_on else None
         watchdog.write_to(run)
 
@@ -123,13 +128,15 @@ def train(
                     start = _start(job, options, span, parts, checkpoint)
                 timer = PhaseTimer(clock, watchdog)
                 training = Training(run, job, options, data, parts, drain, watchdog, timer, on_step)
-                span = training.run(span, *start)
+                span = training.run(span, *start, loaded=checkpoint is not None)
                 with drain.at_once(), told(f"all steps are trained; evaluate {run} with --resume"):
                     found = readable(stores, newest_checkpoint(run))
                     parts = replace(parts, stores=found)
                     return evaluate_parts(job, span.dataset, parts, watchdog), start[1]
 
-        (evaluation, source), rollbacks = with_rollbacks(run, checkpoint, attempt)
+        (evaluation, source), rollbacks = with_rollbacks(
+            run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
+        )
     summary = replace(
         _summary(run, options, evaluation, source),
         num_rollbacks=rollbacks.num_rollbacks,
@@ -153,8 +160,9 @@ def _start(
         next_use = None
         if isinstance(group_of(parts.stores), FutureLog):
             next_use = NextUse(span.dataset, span.order, span.horizon.until)
-        if options.embedding == "cached":
-            cached = load_cached(checkpoint, parts.stores)
+        manifest = verified(checkpoint, made_of(job, span.dataset))
+        if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
+            cached = load_cached(checkpoint / PLAN, parts.stores)
         first = load_checkpoint(
             checkpoint, parts.model, parts.optimizer, parts.stores, next_use, cached
         )
@@ -193,6 +201,7 @@ def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
+    verified(checkpoint, made_of(job, dataset))
     load_checkpoint(checkpoint, parts.model, None, parts.stores)
     return evaluate_parts(job, dataset, parts)
 
@@ -232,9 +241,9 @@ def _hold(
     source: PlannedCache, checkpoint: Path, parts: Parts, cached: Mapping[str, CachedRows]
 ) -> None:
     """Fill the cache with the rows of a checkpoint that it held."""
+    rows = stores_of(checkpoint, parts.stores)
     for table, found in cached.items():
-        rows = CheckpointStore(parts.stores[table].layout, checkpoint / table)
-        source.hold(table, found, rows.fetch(found.rows[found.held]))
+        source.hold(table, found, rows[table].fetch(found.rows[found.held]))
 
 
 def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memory", "mmap", "log"]:

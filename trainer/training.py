@@ -17,11 +17,12 @@ from schemas.job_limits import SAVE, WAIT
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
 from trainer.cache import PlannedCache
-from trainer.checkpoint import save_checkpoint
 from trainer.decode import spec_of
 from trainer.device import device_of
 from trainer.draining import Drain, told
 from trainer.extending import extend, settle
+from trainer.flash.fits import made_of
+from trainer.flash.space import copy_bytes
 from trainer.following import Following, Span
 from trainer.kernels.build import kernels_of
 from trainer.leaf_work import LeafWork
@@ -30,9 +31,9 @@ from trainer.models.build import wants_sides
 from trainer.parts import Parts
 from trainer.reader import Reader, prefetched
 from trainer.run import RunLog, cut_run, write_dataset
+from trainer.saving import Saver, saver_of
 from trainer.sources import RowSource
 from trainer.step import LeafSteps, PhaseTimer, Steps, WholeSteps
-from trainer.stores.together import checkpointed
 from trainer.watchdog import Watchdog
 
 READ_AHEAD = 2
@@ -101,15 +102,15 @@ class Training:
         self._run, self._job, self._options = run, job, options
         self._data, self._parts, self._drain = data, parts, drain
         self._watchdog, self._timer, self._on_step = watchdog, timer, on_step
-        self._saved = 0
 
-    def run(self, span: Span, first: int, source: RowSource) -> Span:
+    def run(self, span: Span, first: int, source: RowSource, *, loaded: bool) -> Span:
         """Train all steps and save.
 
         Args:
             span: the first.
             first: step to begin with.
             source: of the rows.
+            loaded: whether a checkpoint before that step was loaded.
 
         Returns:
             The last span.
@@ -118,16 +119,20 @@ class Training:
             SchemaError: the data, or a disk; checkpoints are whole.
             DrainInterrupt: it was asked to end; what was trained is saved.
         """
+        self._known = span.dataset
+        saver = self._saver = self._saver_of(span, first, source, loaded=loaded)
         cut_run(self._run, first)
-        step = self._saved = first
+        step = first
         try:
             with RunLog(self._run) as log:
                 step = self._steps(span, step, source, log)
                 while not self._drain.asked and decide(step, span.horizon) != "end":
                     span = self._next_span(span, step, source)
                     step = self._steps(span, step, source, log)
-            self._save(step, source)
+            with self._watchdog(SAVE):
+                saver.finish(step)
         finally:
+            saver.close()
             source.close()
         with told(f"stopped at step {step}, which {self._run} goes on from with --resume"):
             self._drain.check()
@@ -137,7 +142,6 @@ class Training:
         """Train the steps of a span, as far as nothing ends it before; return the next one."""
         config, until = self._job.train, span.horizon.until
         reader = reader_of(span, self._options, config)
-        every = config.checkpoint.every_steps
         with ExitStack() as stack:
             steps = stack.enter_context(steps_of(self._options, config, reader, self._parts))
             batches = prefetched(steps.read, range(step, until), READ_AHEAD)
@@ -151,8 +155,8 @@ class Training:
                 log.commit(metric, _entry(batch, span.dataset, reader))
                 self._on_step(metric, until)
                 step += 1
-                if every is not None and step % every == 0:
-                    self._save(step, source)
+                with self._watchdog(SAVE):
+                    self._saver.after(step)
                 if self._data.grown():
                     until = min(until, max(step, settle(source)))
         return step
@@ -162,22 +166,38 @@ class Training:
         self._watchdog.step = step
         try:
             with self._timer(WAIT), told(f"stopped at step {step}; {self._run} goes on from it"):
-                found = self._data.next(step, lambda: self._save(step, source))
+                found = self._data.next(step, lambda: self._save(step))
                 if found is not span:
-                    known = found.dataset
+                    known = self._known = found.dataset
                     write_dataset(self._run, known, self._job.train, follows=True)
                     extend(source, self._parts.stores, found, self._job.train, step)
         except (SchemaError, PlanError):
-            self._save(step, source)  # what was trained stays, whatever became of the dataset
+            self._save(step)  # what was trained stays, whatever became of the dataset
             raise
         return found
 
-    def _save(self, step: int, source: RowSource) -> None:
-        if step == self._saved:
-            return
+    def _save(self, step: int) -> None:
         with self._watchdog(SAVE):
-            keep = self._job.train.checkpoint.keep
-            self._saved = _save(self._run, step, self._parts, source, keep)
+            self._saver.save(step)
+
+    def _saver_of(self, span: Span, first: int, source: RowSource, *, loaded: bool) -> Saver:
+        """Return what saves the run, before its first step: there may be too little memory."""
+        config, stores = self._job.train, self._parts.stores
+        layouts = {table: store.layout for table, store in stores.items()}
+        steps = range(first, span.horizon.until)
+        cache = config.cache if isinstance(source, PlannedCache) else None
+        return saver_of(
+            self._run,
+            config.checkpoint,
+            self._parts,
+            source,
+            lambda: made_of(self._job, self._known),
+            first_step=first,
+            loaded=loaded,
+            num_bytes=lambda every: copy_bytes(
+                span.dataset, span.order, layouts, steps, every, cache
+            ),
+        )
 
 
 def reader_of(span: Span, options: TrainOptions, config: TrainConfig) -> Reader:
@@ -203,14 +223,6 @@ def steps_of(
         return
     with LeafWork(parts.model, parts.embedding, kernels_of(config.kernels)) as work:
         yield LeafSteps(reader, work, parts.embedding, parts.optimizer)
-
-
-def _save(run: Path, step: int, parts: Parts, source: RowSource, keep: int) -> int:
-    source.flush()
-    cached = source.cached(step) if isinstance(source, PlannedCache) else None
-    save_checkpoint(run, step, parts.model, parts.optimizer, parts.stores, keep=keep, cached=cached)
-    checkpointed(parts.stores, step)
-    return step
 
 
 def _metric(batch: Batch | Leaves, loss: float, timer: PhaseTimer) -> StepMetric:

@@ -76,7 +76,7 @@ train:
   sparse_optimizer: {{name: {optimizer}, learning_rate: 0.05}}
   kernels: {kernels}
   cache: {{policy: {policy}, lookahead: {lookahead}, rows: {rows}, files: {files}}}
-  checkpoint: {{every_steps: {every_steps}, keep: 20}}
+  checkpoint: {{every_steps: {every_steps}, keep: 20, late: wait{checkpoint}}}
 """
 
 _ROLES = {
@@ -94,6 +94,7 @@ _ROLES = {
 _WEIGHTS = {"clicked_weights": ("FLOAT", "kept", True)}
 _DEFAULTS = {
     "weights": "",
+    "checkpoint": "",
     "epochs": "2",
     "shuffle": "blocks",
     "model": "{bottom_layers: [16], top_layers: [16]}",

@@ -10,8 +10,9 @@ import numpy as np
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, RunSummary, read_metrics
 from schemas.job import load_job
-from trainer.checkpoint import CHECKPOINTS, newest_checkpoint
+from trainer.checkpoint import newest_checkpoint
 from trainer.decode import spec_of
+from trainer.flash.manifest import CHECKPOINTS, ROW_FILES, read_checkpoint_manifest
 from trainer.parts import Parts, build_parts, memory_stores, order_of
 from trainer.reader import Reader
 from trainer.train import TrainOptions, train
@@ -58,7 +59,26 @@ def final_rows(run: Path) -> dict[str, np.ndarray]:
     """Return every array of the newest checkpoint's rows."""
     newest = newest_checkpoint(run)
     assert newest is not None, "a finished run leaves a checkpoint"
-    return {p.relative_to(newest).as_posix(): np.load(p) for p in sorted(newest.rglob("*.npy"))}
+    return rows_in(newest)
+
+
+def rows_in(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Return every array of a checkpoint's rows, all parts of a table together."""
+    found: dict[str, np.ndarray] = {}
+    for table, parts in read_checkpoint_manifest(checkpoint).parts.items():
+        whole: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for part in reversed(parts):
+            arrays = [np.load(checkpoint.parent / part / f"{name}.npy") for name in ROW_FILES]
+            whole |= {
+                row: (values, state)
+                for row, values, state in zip(arrays[0].tolist(), *arrays[1:], strict=True)
+            }
+        rows = np.array(sorted(whole), np.int64)
+        found[f"{table}/rows.npy"] = rows
+        for place, name in enumerate(ROW_FILES[1:]):
+            lines = [whole[row][place] for row in rows.tolist()]
+            found[f"{table}/{name}.npy"] = np.array(lines)
+    return found
 
 
 def checkpoint_at(run: Path, train_step: int) -> Path:

@@ -14,8 +14,8 @@ from schemas.layout import MANIFEST, group_path, samples_path
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
-from trainer.checkpoint import CHECKPOINTS
 from trainer.decode import SAMPLES, BlockCounts, decode, spec_of
+from trainer.flash.manifest import CHECKPOINTS
 from trainer.run import IDENTITY
 
 
@@ -101,7 +101,7 @@ def test_torn_identity_is_refused_by_name(
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / IDENTITY).write_text(text)
     message = (
-        "identity must be JSON with the hashes of the run, got other content "
+        "identity must be JSON with dataset and train, got other content "
         f"in {copy / IDENTITY}; restore it"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
@@ -116,8 +116,8 @@ def test_torn_checkpoint_is_refused_by_name(
     manifest = copy / CHECKPOINTS / "00000002" / MANIFEST
     manifest.write_text(text)
     message = (
-        f"manifest must be JSON with train_step and files, got other content in {manifest}; "
-        "remove this checkpoint to use the one before it"
+        "manifest must be JSON with train_step, parts, files and a checksum, got other content in "
+        f"{manifest}; no checkpoint before is whole without it; train again"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, copy, resume=True)

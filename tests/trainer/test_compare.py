@@ -4,17 +4,23 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from schemas.events import METRICS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
+from trainer.arrays import from_bytes, to_bytes
 from trainer.checkpoint import newest_checkpoint
+from trainer.flash.manifest import (
+    DENSE,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +67,18 @@ def state(run: Path) -> None:
 
 
 def dense(run: Path) -> None:
-    path = newest(run) / "dense.pt"
-    body = torch.load(path, weights_only=True)
-    name = sorted(body["model"])[0]
-    body["model"][name].view(-1)[0] += 1e-3
-    torch.save(body, path)
+    path = newest(run) / DENSE
+    arrays = {name: array.copy() for name, array in from_bytes(path.read_bytes()).items()}
+    name = next(name for name in sorted(arrays) if name.startswith("model/"))
+    arrays[name].reshape(-1)[0] += 1e-3
+    path.write_bytes(to_bytes(arrays))
 
 
 def table(run: Path) -> None:
-    shutil.rmtree(newest(run) / "items")
+    checkpoint = newest(run)
+    manifest = read_checkpoint_manifest(checkpoint)
+    parts = {name: each for name, each in manifest.parts.items() if name != "items"}
+    write_checkpoint_manifest(checkpoint, replace(manifest, parts=parts))
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -211,6 +211,6 @@ def test_identity_with_other_content_is_refused_by_name(
 ) -> None:
     run_job(job, versions[0], tmp_path / "run", steps=1)
     (tmp_path / "run" / IDENTITY).write_text(text)
-    with pytest.raises(SchemaError, match=r"^identity must be JSON with the hashes of the run"):
+    with pytest.raises(SchemaError, match=r"^identity must be JSON with dataset and train"):
         run_job(job, versions[0], tmp_path / "run", resume=True)
     assert json.loads(text) is not None

@@ -58,7 +58,7 @@ def test_mapped_files_take_their_room_from_the_disk_before_they_are_written(tmp_
 def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
     dataset: Path, tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", every_steps="5")
+    job = write_job(tmp_path / "job", dtype="float32")  # beside training: test_flash.py
     run_job(job, dataset, tmp_path / "plain")
     run = tmp_path / "run"
     run_job(job, dataset, run, steps=5)
@@ -68,7 +68,7 @@ def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
         "train on with --resume, the checkpoints before are whole"
     )
     with largest_file(6_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        run_job(job, dataset, run, resume=True)
+        run_job(job, dataset, run, resume=True, steps=10)
     assert [path.name for path in folder.parent.iterdir()] == ["00000005"]
     assert len(losses_of(run)) == 10
     run_job(job, dataset, run, resume=True)

@@ -17,6 +17,8 @@ from tests.trainer.runs import (
     reader_of,
     run_job,
 )
+from trainer.arrays import to_bytes
+from trainer.flash.manifest import PLAN
 from trainer.keyframes import load_cached
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
@@ -190,14 +192,14 @@ def test_train_resumed_with_another_embedding_needs_no_keyframe(
 def test_torn_keyframe_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     run_job(job, dataset, tmp_path / "run", embedding="cached", steps=3)
-    path = checkpoint_at(tmp_path / "run", 3) / "items" / "plan.npz"
-    np.savez(path, rows=np.arange(3))
+    path = checkpoint_at(tmp_path / "run", 3) / PLAN
+    path.write_bytes(to_bytes({"items/rows": np.arange(3)}))
     message = (
-        f"plan of a checkpoint must be arrays by name, got other content in {path}; "
+        f"plan of a checkpoint must be arrays by table and name, got other content in {path}; "
         "remove this checkpoint to use the one before it"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        load_cached(checkpoint_at(tmp_path / "run", 3), ["items"])
+        load_cached(path, ["items"])
 
 
 def test_train_resumed_in_the_middle_drops_the_lines_after_its_checkpoint(

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.flash.row_parts import RowPart, newest
 from trainer.rows import initial_rows
-from trainer.stores.store import ROWS_AT_ONCE, Records, TableLayout
+from trainer.stores.store import Records, TableLayout
 
 
 class CheckpointStore:
     """One table of a checkpoint, not to be written."""
 
-    def __init__(self, layout: TableLayout, folder: Path) -> None:
+    def __init__(self, layout: TableLayout, folders: Sequence[Path]) -> None:
         """Map the table's files.
 
         Args:
             layout: of the run.
-            folder: of the table, in a complete checkpoint.
+            folders: parts of the table, in a complete checkpoint; of a row the first holds.
         """
         self._layout = layout
-        self._rows, values, state = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ("rows", "values", "state")
-        )
-        for array in (values, state):
-            if isinstance(array, np.memmap):  # one without numbers is not mapped
-                array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined] # no other way
-        self._records = Records(values, state)
+        self._folders = folders
+        self._parts = [RowPart(folder, random=True) for folder in folders]
 
     @property
     def layout(self) -> TableLayout:
@@ -41,16 +35,17 @@ class CheckpointStore:
     def fetch(self, rows: NDArray[np.int64]) -> Records:
         """Return copies of rows; a row that was never trained has its first values."""
         layout = self._layout
-        at = np.searchsorted(self._rows, rows)
-        known = np.zeros(len(rows), bool)
-        inside = at < len(self._rows)
-        known[inside] = self._rows[at[inside]] == rows[inside]
         values = initial_rows(
             rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
         )
         state = np.zeros((len(rows), layout.state_width), layout.dtype)
-        values[known] = self._records.values[at[known]]
-        state[known] = self._records.state[at[known]]
+        for part in reversed(self._parts):
+            at = np.searchsorted(part.rows, rows)
+            known = np.zeros(len(rows), bool)
+            inside = at < len(part.rows)
+            known[inside] = part.rows[at[inside]] == rows[inside]
+            values[known] = part.records.values[at[known]]
+            state[known] = part.records.state[at[known]]
         return Records(values, state)
 
     def write(self, rows: NDArray[np.int64], records: Records) -> None:
@@ -59,7 +54,4 @@ class CheckpointStore:
 
     def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows, ascending, and their records, in parts."""
-        for start in range(0, len(self._rows), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            values, state = self._records.values[part], self._records.state[part]
-            yield np.array(self._rows[part]), Records(np.array(values), np.array(state))
+        return newest([RowPart(folder).pieces() for folder in self._folders])

@@ -115,6 +115,10 @@ class Lending(Protocol):
         """Return where rows lie, until the next one is added; a new row gets its first values."""
         ...
 
+    def held(self, places: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
+        """Return the rows at some places and the arrays that all lie in; places do not change."""
+        ...
+
 
 class StoreGroup(Protocol):
     """Stores of several tables that are asked together: one request instead of one per table."""
@@ -199,6 +203,10 @@ class ArrayStore:
                 f"{self._layout.table!r}; use train.stores"
             )
         return Lent(self._records, positions.astype(np.int32))
+
+    def held(self, places: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
+        """Return the rows at some places and the arrays that all lie in; places do not change."""
+        return self._map.rows[places], self._records
 
     def _added(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
         """Return the positions of rows, after adding the unknown ones, and which these are."""

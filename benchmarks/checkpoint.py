@@ -1,0 +1,214 @@
+"""How long training stands still for a checkpoint: copied and written beside, or written at once.
+
+`python -m benchmarks.checkpoint [--json] [--samples N] [--rounds N] [--every N] [--embedding KIND]`
+
+The demo's job over so many epochs as it takes. Every `--every` steps the run is saved by both ways,
+taking turns: `ours` copies what changed to memory and lets the agent write, `peer` writes
+everything while training waits, fsync included, as a checkpoint at the end of a run does. Both are
+timed in the training thread. `pause_share` is ours over the time of the steps between;
+`memory_ratio` the most bytes taken for copies, with those of rows that left the cache, over the
+most that changed between two checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.order import built
+from pipelines.generator.log import GeneratorConfig, write_log
+from schemas.dataset import open_dataset
+from schemas.job import load_job
+from trainer.cache import PlannedCache
+from trainer.checkpoint import save_checkpoint
+from trainer.decode import spec_of
+from trainer.flash.fits import made_of
+from trainer.flash.manifest import CHECKPOINTS, read_checkpoint_manifest
+from trainer.flash.saver import COPIES
+from trainer.flash.space import copy_bytes
+from trainer.models.build import wants_sides
+from trainer.opening import open_stores
+from trainer.parts import build_parts, layouts_of, order_of
+from trainer.planning import plans_of
+from trainer.reader import Reader, prefetched
+from trainer.saving import Saver, saver_of
+from trainer.sources import DirectSource, RowSource
+from trainer.step import PhaseTimer
+from trainer.training import TrainOptions, steps_of
+
+DEMO = Path(__file__).resolve().parents[1] / "schemas" / "demo"
+WARM = 5
+"""Steps before the first one that is timed."""
+
+
+def write_job(folder: Path, epochs: int, every: int) -> Path:
+    """Write the demo's job for so many epochs and checkpoints; return its path."""
+    folder.mkdir(parents=True)
+    job = yaml.safe_load((DEMO / "job.yaml").read_text(encoding="utf-8"))
+    job["data"]["oracle"]["epochs"] = epochs
+    job["train"] |= {"epochs": epochs, "checkpoint": {"every_steps": every, "late": "wait"}}
+    (folder / "schema.pbtxt").write_bytes((DEMO / "schema.pbtxt").read_bytes())
+    (folder / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    return folder / "job.yaml"
+
+
+def measured(
+    job_path: Path, dataset_path: Path, scratch: Path, rounds: int, embedding: str
+) -> dict[str, Any]:
+    """Train, save by both ways at each boundary, and return the seconds of each."""
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    config, run = job.train, scratch / "run"
+    every = config.checkpoint.every_steps
+    assert every is not None, "the job saves"
+    order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
+    last = min(order.num_steps, WARM // every * every + every * (rounds + 1))
+    reader = Reader(dataset, order, spec, sides=wants_sides(config))
+    layouts = layouts_of(spec, config)
+    kind = "memory" if embedding == "plain" else config.cache.files
+    run.mkdir()
+    ours: list[float] = []
+    peer: list[float] = []
+    between: list[float] = []
+    with ExitStack() as opened:
+        stores = opened.enter_context(
+            open_stores(run, layouts, config.stores, job=job_path, kind=kind, num_processes=None)
+        )
+        parts = build_parts(spec, config, stores)
+        source: RowSource = DirectSource(stores)
+        if embedding == "cached":
+            source = PlannedCache(
+                stores,
+                plans_of(dataset, order, stores, config.cache, 0),
+                first_step=0,
+                last_step=last,
+                prefetch_steps=config.cache.prefetch_steps,
+                saves_at=lambda step: step % every == 0,
+            )
+        parts.embedding.read_from(source)
+        planned = config.cache if embedding == "cached" else None
+        saver = saver_of(
+            run,
+            config.checkpoint,
+            parts,
+            source,
+            lambda: made_of(job, dataset),
+            first_step=0,
+            loaded=False,
+            num_bytes=lambda n: copy_bytes(dataset, order, layouts, range(last), n, planned),
+        )
+        timer = PhaseTimer(time.perf_counter)
+
+        def save_at_once(step: int) -> float:
+            start = time.perf_counter()
+            source.flush()
+            save_checkpoint(scratch / "peer", step, parts.model, parts.optimizer, stores, keep=1)
+            return time.perf_counter() - start
+
+        try:
+            steps = opened.enter_context(steps_of(TrainOptions(), config, reader, parts))
+            batches = prefetched(steps.read, range(last), 2)
+            start = time.perf_counter()
+            for step in range(last):
+                steps.train(next(batches), timer)
+                if (step + 1) % every:
+                    continue
+                between.append(time.perf_counter() - start)
+                first = len(ours) % 2 == 0
+                if first:
+                    ours.append(save_beside(saver, step + 1))
+                peer.append(save_at_once(step + 1))
+                if not first:
+                    ours.append(save_beside(saver, step + 1))
+                start = time.perf_counter()
+            saver.finish(last)
+        finally:
+            saver.close()
+            source.close()
+    return {"ours": ours[1:], "peer": peer[1:], "between": between[1:], **sizes_of(run)}
+
+
+def save_beside(saver: Saver, step: int) -> float:
+    """Return the seconds that training waits, when the copy before is on the disk already."""
+    saver.settle()
+    start = time.perf_counter()
+    saver.after(step)
+    return time.perf_counter() - start
+
+
+def sizes_of(run: Path) -> dict[str, float]:
+    """Return what was copied and written, in bytes of a checkpoint."""
+    lines = [json.loads(line) for line in (run / COPIES).read_text().splitlines()]
+    copied = [line["num_bytes"] for line in lines[1:]]
+    memory = [line["memory_bytes"] for line in lines[1:]]
+    newest = sorted((run / CHECKPOINTS).iterdir())[-1]
+    files = read_checkpoint_manifest(newest).files
+    own = sum(each.num_bytes for name, each in files.items() if name.startswith(newest.name))
+    return {
+        "copied_bytes": statistics.mean(copied),
+        "memory_bytes": max(memory),
+        "memory_ratio": max(memory) / max(copied),
+        "written_bytes": own,
+        "checkpoint_bytes": sum(each.num_bytes for each in files.values()),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print it, the headline first."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--samples", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--embedding", choices=("plain", "cached"), default="plain")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(2)
+    steps = (options.rounds + 2) * options.every + WARM
+    epochs = -(-steps * 4096 // (options.samples * 9 // 10))
+    with tempfile.TemporaryDirectory(prefix="presage-checkpoint-") as name:
+        scratch = Path(name)
+        job = write_job(scratch / "job", epochs, options.every)
+        write_log(
+            GeneratorConfig(num_samples=options.samples, start=datetime(2026, 1, 1)),
+            scratch / "log",
+        )
+        dataset = built(job, scratch / "log", scratch / "dataset")
+        found = measured(job, dataset, scratch, options.rounds, options.embedding)
+    ours, peer = statistics.median(found["ours"]), statistics.median(found["peer"])
+    shares = [a / b for a, b in zip(found["ours"], found["between"], strict=True)]
+    result = {
+        "ours": ours,
+        "peer": peer,
+        "ratio": peer / ours,
+        "unit": "s that training waits for a checkpoint",
+        "rounds": [b / a for a, b in zip(found["ours"], found["peer"], strict=True)],
+        "pause_share": statistics.median(shares),
+        "pause_share_max": max(shares),
+        "peer_share": statistics.median(
+            a / b for a, b in zip(found["peer"], found["between"], strict=True)
+        ),
+        "embedding": options.embedding,
+        "every_steps": options.every,
+        **{k: v for k, v in found.items() if k not in ("ours", "peer", "between")},
+    }
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for key, value in result.items():
+            print(f"{key:>20} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

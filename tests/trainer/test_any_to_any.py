@@ -1,0 +1,293 @@
+"""A checkpoint of any kind of run goes on in any other; one of something else is refused."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.events import METRICS
+from schemas.layout import MANIFEST
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
+from trainer.__main__ import main
+from trainer.checkpoint import dense_of, verified
+from trainer.flash.manifest import read_checkpoint_manifest
+from trainer.train import evaluate_run
+
+STOP, END = 13, 17
+KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "a log by time to live": ({}, {"embedding": "cached"}),
+    "a log in a small cache": (
+        {"policy": "belady", "rows": "206"},
+        {"embedding": "cached"},
+    ),
+    "mapped files in a large cache": (
+        {"policy": "belady", "files": "mmap"},
+        {"embedding": "cached"},
+    ),
+    "the rows used last": ({"rows": "205"}, {"embedding": "lru"}),
+    "one store and no cache": ({}, {"embedding": "uncached", "stores": 1}),
+    "three stores behind a cache": ({"lookahead": "5"}, {"embedding": "cached", "stores": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("any")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+@pytest.fixture(scope="module")
+def straight(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    run_job(write_job(folder / "job", dtype="float32"), dataset, folder / "run", steps=END)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def stopped(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each kind that was stopped, with checkpoints of several parts."""
+    folder = tmp_path_factory.mktemp("stopped")
+    for number, (changes, options) in enumerate(KINDS.values()):
+        job = write_job(folder / f"job{number}", dtype="float32", every_steps="2", **changes)
+        run_job(job, dataset, folder / str(number), steps=STOP, **options)
+    return {kind: folder / str(number) for number, kind in enumerate(KINDS)}
+
+
+def test_stopped_runs_have_equal_checkpoints_of_several_parts(stopped: dict[str, Path]) -> None:
+    found = {kind: checkpoint_at(run, STOP) for kind, run in stopped.items()}
+    rows, dense = rows_in(found["plain"]), dense_of(found["plain"])
+    for kind, checkpoint in found.items():
+        for one, other in ((rows, rows_in(checkpoint)), (dense, dense_of(checkpoint))):
+            assert {n: a.tobytes() for n, a in one.items()} == {
+                n: a.tobytes() for n, a in other.items()
+            }, kind
+        manifest = read_checkpoint_manifest(checkpoint)
+        assert max(len(parts) for parts in manifest.parts.values()) > 1, kind
+        assert "stores" not in (checkpoint / MANIFEST).read_text()
+
+
+@pytest.mark.parametrize("loads", KINDS)
+def test_any_kind_goes_on_from_any_other_with_the_same_bits(
+    loads: str, dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    changes, options = KINDS[loads]
+    job = write_job(tmp_path / "job", dtype="float32", **changes)
+    wanted = rows_in(checkpoint_at(straight, END))
+    for number, saved in enumerate(KINDS):
+        run = Path(shutil.copytree(stopped[saved], tmp_path / str(number)))
+        run_job(job, dataset, run, resume=True, steps=END, **options)
+        assert losses_of(run).tobytes() == losses_of(straight).tobytes(), saved
+        found = rows_in(checkpoint_at(run, END))
+        assert {n: a.tobytes() for n, a in found.items()} == {
+            n: a.tobytes() for n, a in wanted.items()
+        }, saved
+
+
+def test_evaluation_reads_a_checkpoint_of_several_parts(
+    dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, run = tmp_path / "whole", stopped["a log by time to live"]
+    job = write_job(tmp_path / "job", dtype="float32")
+    run_job(job, dataset, whole, steps=STOP)
+    assert evaluate_run(job, dataset, run) == evaluate_run(job, dataset, whole)
+    arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(run), "--json"]
+    assert main(arguments) == 0
+
+
+def test_run_goes_on_with_a_larger_identity_table(
+    straight: Path, stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32")
+    job.write_text(
+        job.read_text().replace("num_rows: 12, rows: ident", "num_rows: 40, rows: ident")
+    )
+    grown = make_dataset(tmp_path / "dataset", job, SEGMENTS)
+    for number, saved in enumerate(("plain", "three stores behind a cache")):
+        run = Path(shutil.copytree(stopped[saved], tmp_path / str(number)))
+        run_job(job, grown, run, resume=True, steps=END, embedding="cached")
+        assert losses_of(run).tobytes() == losses_of(straight).tobytes()
+
+
+def test_run_does_not_go_on_with_a_larger_hashed_table(
+    stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32")
+    job.write_text(job.read_text().replace("num_rows: 300", "num_rows: 400"))
+    grown = make_dataset(tmp_path / "dataset", job, SEGMENTS)
+    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
+    with pytest.raises(SchemaError, match=r"^dataset\.tables\.items\.num_rows must be that of"):
+        run_job(job, grown, run, resume=True)
+    assert len(losses_of(run)) == STOP
+
+
+ADVICE = "use the job and the dataset that it was started with"
+OTHER_RUNS: dict[str, tuple[dict[str, str], str, str]] = {
+    "another shape of the model": (
+        {"top_layers: [16]": "top_layers: [8]"},
+        "train.model.top_layers must be that of the run, got [8] for [16]",
+        "array 'model/{array}' must be float32 ({shape}), got float32",
+    ),
+    "another model": (
+        {"bottom_layers: [16]": "bottom_layers: [16], name: dcn"},
+        "train.model.name must be that of the run, got 'dcn' for 'dlrm'",
+        "checkpoint must have model='dcn', got 'dlrm' in ",
+    ),
+    "another row optimizer": (
+        {"rowwise_adagrad": "adagrad"},
+        "train.sparse_optimizer.name must be that of the run, got 'adagrad' for 'rowwise_adagrad'",
+        "checkpoint must have sparse_optimizer='adagrad', got 'rowwise_adagrad' in ",
+    ),
+    "another dense optimizer": (
+        {"dense_optimizer: {": "dense_optimizer: {name: sgd, "},
+        "train.dense_optimizer.name must be that of the run, got 'sgd' for 'adam'",
+        "checkpoint must have dense_optimizer='sgd', got 'adam' in ",
+    ),
+    "another dtype": (
+        {"dtype: float32": "dtype: float64"},
+        "train.dtype must be that of the run, got 'float64' for 'float32'",
+        "checkpoint must have tables.items.dtype='float64', got 'float32' in ",
+    ),
+    "another width of rows": (
+        {"embedding_dim: 8": "embedding_dim: 16"},
+        "train.embedding_dim must be that of the run, got 16 for 8",
+        "checkpoint must have tables.items.dim=16, got 8 in ",
+    ),
+    "another batch": (
+        {"  batch_samples: 64\n": "  batch_samples: 32\n"},
+        "train.batch_samples must be that of the run, got 32 for 64",
+        "checkpoint must have order.blocks_per_batch=2, got 4 in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_RUNS)
+def test_checkpoint_of_another_run_is_refused_with_both_sides(
+    other: str, dataset: Path, stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    changes, message, of_checkpoint = OTHER_RUNS[other]
+    job = write_job(tmp_path / "job", dtype="float32")
+    for old, new in changes.items():
+        assert old in job.read_text()
+        job.write_text(job.read_text().replace(old, new))
+    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
+    before = (run / METRICS).read_bytes()
+    wanted = f"{message} in {run / 'run.json'}; {ADVICE}"
+    with pytest.raises(SchemaError, match=f"^{re.escape(wanted)}$"):
+        run_job(job, dataset, run, resume=True)
+    assert (run / METRICS).read_bytes() == before
+    strange = tmp_path / "strange"  # with the checkpoint of the other run, put there by hand
+    run_job(job, dataset, strange, steps=1)
+    before = (strange / METRICS).read_bytes()
+    shutil.copytree(run / "checkpoints", strange / "checkpoints", dirs_exist_ok=True)
+    start = of_checkpoint.partition("{")[0]
+    with pytest.raises(SchemaError, match=f"^{re.escape(start)}") as found:
+        run_job(job, dataset, strange, resume=True)
+    assert found.value.file is not None
+    assert found.value.file.startswith(str(checkpoint_at(strange, STOP)))
+    assert (strange / METRICS).read_bytes() == before
+
+
+def test_checkpoint_of_another_dataset_is_refused_with_both_sides(
+    stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    job = write_job(tmp_path / "job", dtype="float32")
+    other = make_dataset(tmp_path / "dataset", job, SEGMENTS, seed=1)
+    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
+    message = r"^dataset must begin with the segments of the run, got segment=\w{12} for \w{12} "
+    with pytest.raises(SchemaError, match=message):
+        run_job(job, other, run, resume=True)
+    strange = tmp_path / "strange"
+    run_job(job, other, strange, steps=1)
+    shutil.copytree(run / "checkpoints", strange / "checkpoints", dirs_exist_ok=True)
+    message = r"^checkpoint must have segments\[0\]\.sha256='\w{12}', got '\w{12}' in .*MANIFEST"
+    with pytest.raises(SchemaError, match=message):
+        run_job(job, other, strange, resume=True)
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, r"^file must have \d+ bytes, got \d+ in {path}; {advice}$"),
+    "changed": (flip, r"^file must have sha256 \w{{12}}, got \w{{12}} in {path}; {advice}$"),
+    "missing": (Path.unlink, r"^file must have \d+ bytes, got none in {path}; {advice}$"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damaged_file_is_refused_before_the_first_step_and_says_what_can_be_used(
+    fault: str, dataset: Path, stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    damage, message = FAULTS[fault]
+    job = write_job(tmp_path / "job", dtype="float32")
+    run = Path(shutil.copytree(stopped["a log by time to live"], tmp_path / "run"))
+    newest = checkpoint_at(run, STOP)
+    manifest = read_checkpoint_manifest(newest)
+    kept = {
+        step: read_checkpoint_manifest(checkpoint_at(run, step)).files for step in range(2, STOP, 2)
+    }
+    metrics = (run / METRICS).read_bytes()
+    tried = set[str]()
+    for name in manifest.files:
+        kind = name.partition("/")[0] == newest.name, name.rpartition("/")[2]
+        if str(kind) in tried:
+            continue
+        tried.add(str(kind))
+        path = newest.parent / name
+        whole = path.read_bytes()
+        damage(path)
+        without = [step for step, files in kept.items() if name not in files]
+        advice = "remove this checkpoint to use the one before it"
+        if not without:
+            advice = "no checkpoint before is whole without it; train again"
+        elif without[-1] != 12:
+            advice = f"remove the checkpoints after {without[-1]:08d} to use that one"
+        wanted = message.format(path=re.escape(str(path)), advice=advice)
+        with pytest.raises(SchemaError, match=wanted):
+            run_job(job, dataset, run, resume=True)
+        assert (run / METRICS).read_bytes() == metrics
+        path.write_bytes(whole)
+    assert len(tried) == 3 + 2 + 3  # own and older rows, dense state and plan
+    verified(newest, None)
+
+
+def test_changed_byte_of_a_manifest_is_refused(stopped: dict[str, Path], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
+    path = checkpoint_at(run, STOP) / MANIFEST
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 97):
+        data = bytearray(whole)
+        data[place] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(
+            SchemaError, match=r"^manifest must .* in .*MANIFEST\.json; remove this "
+        ):
+            read_checkpoint_manifest(path.parent)
+    path.write_bytes(whole)
+    read_checkpoint_manifest(path.parent)
+
+
+def test_half_written_checkpoints_are_no_checkpoints(
+    dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
+    for name in ("00000099.partial", "00000098"):
+        shutil.copytree(checkpoint_at(run, STOP), run / "checkpoints" / name)
+    (run / "checkpoints" / "00000098" / MANIFEST).unlink()
+    job = write_job(tmp_path / "job", dtype="float32")
+    run_job(job, dataset, run, resume=True, steps=END)
+    assert losses_of(run).tobytes() == losses_of(straight).tobytes()

@@ -1,0 +1,315 @@
+"""Checkpoints beside training: real trainers and agents, killed at the worst moments."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
+from trainer.__main__ import main
+from trainer.compare import compare_runs
+from trainer.flash.manifest import complete
+from trainer.flash.memory import CopyMemory, memory_path
+from trainer.flash.saver import COPIES, BesideSaver
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {
+    "plain": (),
+    "cached in a log": ("--embedding", "cached"),
+    "cached over two store processes": ("--embedding", "cached", "--stores", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flash")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+@pytest.fixture(scope="module")
+def plain(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    run_job(write_job(folder / "job", dtype="float32"), dataset, folder / "run")
+    return folder / "run"
+
+
+def job_of(folder: Path, memory: Path, **changes: str) -> Path:
+    """Write a job that saves every five steps, its copies in `memory`."""
+    memory.mkdir(exist_ok=True)
+    settings = {"dtype": "float32", "every_steps": "5", "checkpoint": f", copy_to: {memory}"}
+    return write_job(folder / "job", **(settings | changes))
+
+
+def start_trainer(job: Path, dataset: Path, run: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", str(dataset)]
+    return subprocess.Popen([*command, "--output", str(run), *options], cwd=ROOT)
+
+
+def agents_of(pid: int) -> list[int]:
+    """Return the ids of the agents that a process has started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            found += [int(child)] if b"persist" in command else []
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def has_copied(run: Path) -> bool:
+    return (run / COPIES).is_file() and (run / COPIES).read_bytes().endswith(b"\n")
+
+
+def is_gone(pid: int) -> bool:
+    """Tell whether a process has ended; one of this test's own children may be unwaited."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> int:
+    """Kill a trainer whose agent stands still with the copy of step 5; return the agent's id."""
+    trainer = start_trainer(job, dataset, run, *options)
+    wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
+    (agent,) = agents_of(trainer.pid)
+    os.kill(agent, signal.SIGSTOP)
+    wait_for(lambda: has_copied(run) or trainer.poll() is not None)
+    assert complete(run / "checkpoints") == []
+    trainer.kill()
+    assert trainer.wait() == -signal.SIGKILL
+    return agent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer_killed_after_the_copy_loses_nothing_that_its_agent_holds(
+    kind: str, dataset: Path, plain: Path, tmp_path: Path
+) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    job = job_of(tmp_path, memory)
+    agent = kill_after_the_copy(job, dataset, run, *KINDS[kind])
+    assert len(list(memory.iterdir())) == 1
+    os.kill(agent, signal.SIGCONT)
+    start = time.monotonic()
+    wait_for(lambda: is_gone(agent))
+    assert time.monotonic() - start < 10
+    assert [folder.name for folder in complete(run / "checkpoints")] == ["00000005"]
+    assert list(memory.iterdir()) == []
+    arguments = ["train", str(job), "--dataset", str(dataset), "--output", str(run), "--resume"]
+    assert main([*arguments, *KINDS[kind]]) == 0
+    assert compare_runs(plain, run).difference is None
+    assert list(memory.iterdir()) == []
+
+
+def test_copy_of_a_trainer_and_an_agent_that_both_died_is_written_by_the_next_start(
+    dataset: Path, plain: Path, tmp_path: Path
+) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    job = job_of(tmp_path, memory)
+    agent = kill_after_the_copy(job, dataset, run)
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: is_gone(agent))
+    strangers = memory_path(memory, tmp_path / "other run")
+    strangers.write_bytes(b"x" * 4096)
+    assert len(list(memory.iterdir())) == 2
+    run_job(job, dataset, run, resume=True, steps=6)
+    assert [folder.name for folder in complete(run / "checkpoints")] == ["00000005", "00000006"]
+    assert list(memory.iterdir()) == [strangers]
+    run_job(job, dataset, run, resume=True)
+    assert compare_runs(plain, run).difference is None
+
+
+def test_leftovers_of_a_run_that_is_begun_again_are_cleared_and_not_used(
+    dataset: Path, tmp_path: Path
+) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    job = job_of(tmp_path, memory)
+    agent = kill_after_the_copy(job, dataset, run)
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: is_gone(agent))
+    for path in sorted(run.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    run_job(job, dataset, run, steps=3)
+    assert [folder.name for folder in complete(run / "checkpoints")] == ["00000003"]
+    assert list(memory.iterdir()) == []
+
+
+def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
+    dataset: Path, plain: Path, tmp_path: Path
+) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    trainer = start_trainer(job_of(tmp_path, memory), dataset, run)
+    wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
+    (agent,) = agents_of(trainer.pid)
+    os.kill(agent, signal.SIGSTOP)
+    wait_for(lambda: has_copied(run) or trainer.poll() is not None)
+    os.kill(agent, signal.SIGKILL)
+    assert trainer.wait() == 0
+    found = [int(folder.name) for folder in complete(run / "checkpoints")]
+    assert found == [5, 10, 15, 20, 25, 30, 32]
+    assert compare_runs(plain, run).difference is None
+    assert list(memory.iterdir()) == []
+
+
+class FailedError(Exception):
+    """What ends a run in the middle."""
+
+
+@pytest.mark.parametrize("late", ["wait", "skip"])
+def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
+    late: str, dataset: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    job = job_of(tmp_path, memory)
+    job.write_text(job.read_text().replace("late: wait", f"late: {late}"))
+    whole = BesideSaver.save
+
+    def save_and_fail(saver: BesideSaver, train_step: int) -> None:
+        whole(saver, train_step)
+        if train_step == 10:
+            raise FailedError
+
+    monkeypatch.setattr(BesideSaver, "save", save_and_fail)
+    with pytest.raises(FailedError):
+        run_job(job, dataset, run)
+    monkeypatch.setattr(BesideSaver, "save", whole)
+    found = [int(folder.name) for folder in complete(run / "checkpoints")]
+    assert found == ([5, 10] if late == "wait" else [5])  # the agent was not up at step 10
+    assert list(memory.iterdir()) == []
+    run_job(job, dataset, run, resume=True)
+    assert compare_runs(plain, run).difference is None
+
+
+@pytest.mark.parametrize("embedding", ["plain", "cached", "lru", "uncached"])
+def test_skipped_checkpoints_are_in_the_next_one(
+    embedding: str, dataset: Path, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = job_of(tmp_path, tmp_path / "memory", every_steps="1", rows="210")
+    job.write_text(job.read_text().replace("late: wait", "late: skip"))
+    run = tmp_path / "run"
+    run_job(job, dataset, run, embedding=embedding)
+    lines = [json.loads(line) for line in (run / COPIES).read_text().splitlines()]
+    assert [line["train_step"] for line in lines][:32] == list(range(1, 33))
+    copied = [line["train_step"] for line in lines if line["num_bytes"]]
+    assert copied[0] == 1
+    assert len(copied) < 32
+    assert "checkpoint is skipped, the one before is still being written; " in caplog.text
+    assert compare_runs(plain, run).difference is None
+
+
+def limit_files_of(agent: int, num_bytes: int) -> None:
+    resource.prlimit(agent, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("embedding", ["plain", "cached"])
+def test_training_goes_on_while_the_disk_is_full_and_the_next_checkpoint_has_everything(
+    embedding: str,
+    dataset: Path,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = tmp_path / "run"
+    job = job_of(tmp_path, tmp_path / "memory")
+    whole = BesideSaver.save
+
+    def save(saver: BesideSaver, train_step: int) -> None:
+        saver.settle()
+        (agent,) = agents_of(os.getpid())
+        limit_files_of(agent, 3000 if train_step in (10, 15) else resource.RLIM_INFINITY)
+        whole(saver, train_step)
+
+    monkeypatch.setattr(BesideSaver, "save", save)
+    run_job(job, dataset, run, embedding=embedding)
+    found = [int(folder.name) for folder in complete(run / "checkpoints")]
+    assert found == [5, 20, 25, 30, 32]
+    warning = "checkpoint is not written, the next one tries again: disk must have room for a "
+    assert caplog.text.count(warning) == 2
+    assert compare_runs(plain, run).difference is None
+    straight = tmp_path / "straight"
+    run_job(write_job(tmp_path / "to 20", dtype="float32"), dataset, straight, steps=20)
+    a, b = rows_in(checkpoint_at(run, 20)), rows_in(checkpoint_at(straight, 20))
+    assert {name: each.tobytes() for name, each in a.items()} == {
+        name: each.tobytes() for name, each in b.items()
+    }
+
+
+def test_last_checkpoint_on_a_full_disk_is_an_error(
+    dataset: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    job = job_of(tmp_path, tmp_path / "memory")
+    whole = BesideSaver.save
+
+    def save(saver: BesideSaver, train_step: int) -> None:
+        saver.settle()
+        (agent,) = agents_of(os.getpid())
+        limit_files_of(agent, 3000 if train_step > 30 else resource.RLIM_INFINITY)
+        whole(saver, train_step)
+
+    monkeypatch.setattr(BesideSaver, "save", save)
+    message = (
+        f"disk must have room for a checkpoint, got File too large in {checkpoint_at(run, 32)}; "
+        "free some and train on with --resume, the checkpoints before are whole"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        run_job(job, dataset, run)
+    assert [int(folder.name) for folder in complete(run / "checkpoints")][-1] == 30
+    monkeypatch.setattr(BesideSaver, "save", whole)
+    run_job(job, dataset, run, resume=True)
+    assert compare_runs(plain, run).difference is None
+
+
+def test_memory_too_small_is_refused_before_the_first_step(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(memory: CopyMemory, num_bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CopyMemory, "reserve", full)
+    job = job_of(tmp_path, tmp_path / "memory")
+    message = r"^memory for the copy of a checkpoint must have \d+ bytes, got \d+ free: No space "
+    with pytest.raises(SchemaError, match=message):
+        run_job(job, dataset, tmp_path / "run")
+    assert losses_of(tmp_path / "run").tolist() == []
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+def test_copy_that_outgrows_memory_goes_to_the_disk(
+    dataset: Path,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    whole = CopyMemory.reserve
+
+    def reserve(self: CopyMemory, num_bytes: int) -> None:
+        if self.path.parent == memory and num_bytes > 0 and self._mapped is not None:
+            raise OSError(28, "No space left on device")
+        whole(self, num_bytes)
+
+    monkeypatch.setattr(CopyMemory, "reserve", reserve)
+    run_job(job_of(tmp_path, memory), dataset, run, embedding="cached")
+    assert "copy of a checkpoint is more than memory holds, it goes to the disk; " in caplog.text
+    assert compare_runs(plain, run).difference is None
+    assert list(memory.iterdir()) == []
+    assert not [path for path in run.iterdir() if path.name.startswith("presage-")]

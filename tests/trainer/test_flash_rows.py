@@ -1,0 +1,278 @@
+"""What a checkpoint is made of: rows that changed, copies, parts on disk, and what is swept."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.errors import SchemaError
+from trainer.flash.changes import Changed, Changes
+from trainer.flash.left import LeftRows
+from trainer.flash.manifest import complete, read_checkpoint_manifest, verify_files
+from trainer.flash.memory import COMMITTED, START, CopyMemory, claim, memory_path
+from trainer.flash.persist import MOST_PARTS, persist
+from trainer.flash.row_parts import RowPart, newest
+from trainer.flash.snapshot import DENSE, About, Snapshot, copy_to
+from trainer.flash.space import most_changed
+from trainer.flash.used import UsedPlaces
+from trainer.stores.checkpoint_store import CheckpointStore
+from trainer.stores.store import Lent, Records, TableLayout
+
+LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
+OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)
+PLACES = st.lists(st.integers(0, 40), max_size=12, unique=True)
+
+
+def records_of(values: np.ndarray) -> Records:
+    state = np.asarray(values, np.float32)[:, None]
+    return Records(np.repeat(state, 3, axis=1), state)
+
+
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from(["use", "free", "since", "forget"]), PLACES, st.integers(0, 9)),
+        max_size=40,
+    )
+)
+@settings(max_examples=300)
+def test_used_places_are_those_of_a_dictionary(
+    events: list[tuple[str, list[int], int]],
+) -> None:
+    used, last = UsedPlaces(), dict[int, int]()
+    for step, (kind, places, back) in enumerate(events):
+        array = np.array(places, np.int64)
+        if kind == "use":
+            used.use(array, step)
+            last |= dict.fromkeys(places, step)
+        elif kind == "free":
+            assert used.free(array).tolist() == [last.pop(place, -1) for place in places]
+        elif kind == "since":
+            found = used.since(step - back).tolist()
+            assert sorted(found) == sorted(p for p, at in last.items() if at >= step - back)
+        else:
+            used.forget(step - back)
+            last = {place: at for place, at in last.items() if at >= step - back}
+
+
+@given(
+    events=st.lists(
+        st.tuples(
+            st.sampled_from(["put", "since", "forget"]),
+            st.lists(st.integers(0, 1 << 62), max_size=8, unique=True),
+            st.integers(0, 9),
+        ),
+        max_size=30,
+    )
+)
+@settings(max_examples=200)
+def test_rows_that_left_are_those_of_a_dictionary(
+    events: list[tuple[str, list[int], int]],
+) -> None:
+    left, held = LeftRows(LAYOUT), dict[int, tuple[int, float]]()
+    for step, (kind, rows, back) in enumerate(events):
+        array = np.array(rows, np.int64)
+        if kind == "put":
+            values = np.arange(len(rows), dtype=np.float32) + 100 * step
+            left.put(array, records_of(values), np.full(len(rows), step))
+            held |= {r: (step, v) for r, v in zip(rows, values.tolist(), strict=True)}
+        elif kind == "since":
+            found, lent = left.since(step - back, array)
+            records = lent.taken()
+            assert (records.values == records.state).all()
+            assert dict(zip(found.tolist(), records.state[:, 0].tolist(), strict=True)) == {
+                r: value for r, (at, value) in held.items() if at >= step - back and r not in rows
+            }
+        else:
+            left.forget(step - back)
+            held = {r: each for r, each in held.items() if each[0] >= step - back}
+        assert len(left) == len(held)
+
+
+def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now() -> None:
+    changes = Changes({"items": LAYOUT})
+    arena = records_of(np.zeros(4, np.float32))
+    rows = np.array([10, 11, 12, 13])
+
+    def held(table: str, places: np.ndarray) -> tuple[np.ndarray, Records]:
+        return rows[places], arena
+
+    def take(places: np.ndarray) -> Records:
+        return Records(arena.values[places].copy(), arena.state[places].copy())
+
+    changes.used("items", np.array([0, 1]), 5)
+    arena.state[:2] = [[1], [2]]
+    changes.leave("items", np.array([0, 1, 3]), rows[[0, 1, 3]], take)  # 13 was never used
+    rows[2] = 11  # comes back into another place
+    changes.used("items", np.array([2]), 6)
+    arena.state[2] = 7
+    (back, left) = changes.since(5, held)["items"]
+    assert (back.rows.tolist(), back.lent.taken().state.tolist()) == ([11], [[7]])
+    assert (left.rows.tolist(), left.lent.taken().state.tolist()) == ([10], [[1]])
+    changes.forget(6)
+    assert [part.rows.tolist() for part in changes.since(0, held)["items"]] == [[11]]
+
+
+@given(
+    accesses=st.lists(st.lists(st.integers(0, 12), max_size=6, unique=True), max_size=14),
+    first=st.integers(0, 5),
+    every=st.integers(1, 5),
+)
+@settings(max_examples=200)
+def test_most_changed_counts_the_rows_of_each_interval(
+    accesses: list[list[int]], first: int, every: int
+) -> None:
+    distances: list[np.ndarray] = []
+    for step, rows in enumerate(accesses):
+        nexts = [
+            next(
+                (later - step for later in range(step + 1, len(accesses)) if r in accesses[later]),
+                0,
+            )
+            for r in rows
+        ]
+        distances.append(np.array(nexts, np.int32))
+    wanted = 0
+    changed = set[int]()
+    for step, rows in enumerate(accesses, start=first):
+        changed |= set(rows)
+        wanted = max(wanted, len(changed))
+        if (step + 1) % every == 0:
+            changed = set()
+    assert most_changed(distances, first, every) == wanted
+
+
+def snapshot_of(
+    memory: CopyMemory, step: int, since: int | None, rows: dict[str, dict[int, float]]
+) -> Snapshot:
+    layouts = {"items": LAYOUT, "users": OTHER}
+    changed: dict[str, list[Changed]] = {}
+    for table, values in rows.items():
+        numbers = np.array([*values.values()], np.float32)
+        found = np.array([*values], np.int64)
+        half = len(found) // 2
+        parts = [slice(0, half), slice(half, None)]
+        changed[table] = [Changed(found[p], Lent(records_of(numbers[p]))) for p in parts]
+    about = About(train_step=step, since=since, made_of={"a": 1}, layouts=layouts)
+    size = copy_to(memory, about, {"w": np.arange(step)}, {}, changed)
+    assert memory.state == COMMITTED
+    assert size <= memory.num_bytes
+    return Snapshot(memory)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("keep", [1, 3])
+def test_every_kept_checkpoint_has_the_rows_of_its_step_through_any_number_of_parts(
+    seed: int, keep: int, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(seed)
+    memory, checkpoints = CopyMemory(tmp_path / "memory"), tmp_path / "checkpoints"
+    memory.create(0)
+    state: dict[str, dict[int, float]] = {"items": {}, "users": {}}
+    at_step: dict[int, dict[str, dict[int, float]]] = {}
+    since, most = None, 0
+    for step in range(1, 40):
+        changed: dict[str, dict[int, float]] = {}
+        for table, size in (("items", 40_000), ("users", 20)):
+            count = 50_000 if step == 1 else int(rng.integers(0, 3000))
+            rows = np.unique(rng.integers(0, size, count)).tolist()
+            changed[table] = dict(
+                zip(rows, rng.random(len(rows), np.float32).tolist(), strict=True)
+            )
+            state[table] |= changed[table]
+        at_step[step] = {table: dict(rows) for table, rows in state.items()}
+        if rng.random() < 0.2:
+            (checkpoints / f"{step:08d}.partial").mkdir(parents=True)  # a half-written one
+        persist(checkpoints, snapshot_of(memory, step, since, changed), keep=keep)
+        if since is not None and rng.random() < 0.1:
+            break
+        since = step
+        found = complete(checkpoints)
+        assert [int(folder.name) for folder in found] == list(
+            range(max(1, step - keep + 1), step + 1)
+        )
+        for folder in found if step % 9 == 0 else found[-1:]:
+            manifest = read_checkpoint_manifest(folder)
+            verify_files(folder, manifest)
+            most = max(most, len(manifest.parts["items"]))
+            for layout in (LAYOUT, OTHER):
+                parts = [checkpoints / part for part in manifest.parts[layout.table]]
+                store = CheckpointStore(layout, parts)
+                wanted = at_step[int(folder.name)][layout.table]
+                given_rows = [(r, rec) for r, rec in store.contents()]
+                rows = [row for r, _ in given_rows for row in r.tolist()]
+                values = [v for _, rec in given_rows for v in rec.state[:, 0].tolist()]
+                assert rows == sorted(wanted)
+                assert values == [wanted[row] for row in rows]
+                some = np.array([*rows[:50], 1 << 40], np.int64)
+                assert store.fetch(some).state[:-1, 0].tolist() == values[:50]
+    assert 2 <= most <= MOST_PARTS
+    memory.remove()
+
+
+def test_newest_takes_rows_of_the_first_stream_that_has_them(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    streams, wanted = [], dict[int, float]()
+    for number in range(4):
+        rows = np.unique(rng.integers(0, 1000, 300))
+        values = rows + number / 10
+        wanted = dict(zip(rows.tolist(), values.tolist(), strict=True)) | wanted
+        cuts = np.sort(rng.integers(0, len(rows), 5))
+        pieces = zip(np.split(rows, cuts), np.split(values[:, None], cuts), strict=True)
+        streams.append(iter([(r, Records(v, v)) for r, v in pieces]))
+    found = [(r, rec) for r, rec in newest(streams)]
+    rows = np.concatenate([r for r, _ in found]).tolist()
+    assert rows == sorted(wanted)
+    assert np.concatenate([rec.values[:, 0] for _, rec in found]).tolist() == [
+        wanted[row] for row in rows
+    ]
+
+
+def test_part_without_rows_is_read(tmp_path: Path) -> None:
+    memory = CopyMemory(tmp_path / "memory")
+    memory.create(0)
+    folder = persist(
+        tmp_path / "checkpoints",
+        snapshot_of(memory, 3, None, {"items": {}, "users": {5: 1.5}}),
+        keep=1,
+    )
+    assert list(RowPart(folder / "items").pieces()) == []
+    assert Snapshot(memory).arrays(DENSE)["w"].tolist() == [0, 1, 2]
+
+
+def test_checkpoint_that_a_delta_adds_to_must_be_there(tmp_path: Path) -> None:
+    memory = CopyMemory(tmp_path / "memory")
+    memory.create(0)
+    snapshot = snapshot_of(memory, 3, 2, {"items": {}, "users": {}})
+    with pytest.raises(SchemaError, match=r"^checkpoint must stay while the run adds to it, got "):
+        persist(tmp_path / "checkpoints", snapshot, keep=1)
+
+
+def test_memory_of_a_run_is_claimed_when_nobody_holds_it(tmp_path: Path) -> None:
+    path = memory_path(tmp_path, tmp_path / "run")
+    assert path != memory_path(tmp_path, tmp_path / "other")
+    assert claim(path) is None
+    memory = CopyMemory(path)
+    memory.create(5000)
+    assert path.stat().st_size >= START + 5000
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(SchemaError, match=r"^run must be trained by one process at a time, got "):
+        claim(path, wait_sec=0.2)
+    memory.close()
+    found = claim(path)
+    assert found is not None
+    found.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_is_too_small_names_the_missing_bytes(tmp_path: Path) -> None:
+    memory = CopyMemory(tmp_path / "memory")
+    with pytest.raises(
+        SchemaError,
+        match=r"^memory for the copy of a checkpoint must have \d+ bytes, got \d+ free: .* in "
+        r".*; enlarge it, save more often \(train\.checkpoint\.every_steps\), or set "
+        r"train\.checkpoint\.copy_to to a directory of a disk$",
+    ):
+        memory.create(1 << 60)
+    assert list(tmp_path.iterdir()) == []

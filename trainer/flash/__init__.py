@@ -1,0 +1,1 @@
+"""Checkpoints that are copied to memory at a step boundary and written beside training."""

@@ -1,0 +1,194 @@
+"""Which files make up a checkpoint, and which files of a run no kept checkpoint needs.
+
+`checkpoints/<step>/` holds what a checkpoint wrote; its manifest also lists files of earlier ones:
+rows that did not change since are where they were. A file goes when no kept manifest lists it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from schemas.checked import sha256_of
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
+from schemas.manifest import canonical_json, hash_of, replace_bytes
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run."""
+DENSE, PLAN = "dense.safetensors", "plan.safetensors"
+"""Named arrays of a checkpoint: the dense state, and where the plan of a planned cache stands."""
+ROW_FILES = "rows", "values", "state"
+"""Arrays of a part, row by row, rows ascending."""
+PARTIAL = ".partial"
+_CHECKSUM = "checksum"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSum:
+    """What a file must be."""
+
+    num_bytes: int
+    """Its size."""
+    sha256: str
+    """Of its bytes, hex."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointManifest:
+    """One complete checkpoint. The state is the same for any number of processes."""
+
+    train_step: int
+    """The next step to train; all steps before are in it."""
+    made_of: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Dataset, index, tables, model and optimizers that it belongs to."""
+    parts: Mapping[str, tuple[str, ...]]
+    """By table, folders below `checkpoints/` with its rows; of a row in several the first holds."""
+    files: Mapping[str, FileSum]
+    """Every file that it needs, by path below `checkpoints/`."""
+
+
+def folder_of(train_step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"{train_step:08d}"
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Return the folders of complete checkpoints, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = (p for p in checkpoints.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+    return sorted(found)
+
+
+def write_checkpoint_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Write a manifest atomically, with a checksum of itself; the checkpoint is complete then."""
+    body = json.loads(canonical_json(asdict(manifest)))
+    text = canonical_json({**body, _CHECKSUM: hash_of(body)})
+    replace_bytes(folder / MANIFEST, text.encode())
+
+
+def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        SchemaError: it is missing, changed, or of another release.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+        body = json.loads(data)
+        checksum = body.pop(_CHECKSUM)
+        intact = canonical_json({**body, _CHECKSUM: hash_of(body)}).encode() == data
+        parts = {table: tuple(names) for table, names in body.pop("parts").items()}
+        files = {name: FileSum(**each) for name, each in body.pop("files").items()}
+        manifest = CheckpointManifest(**body, parts=parts, files=files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SchemaError(
+            "manifest must be JSON with train_step, parts, files and a checksum, got other "
+            f"content; {_without(folder, None)}",
+            file=str(path),
+        ) from error
+    if not intact:
+        raise SchemaError(
+            f"manifest must have checksum {str(checksum)[:12]}, got {hash_of(body)[:12]}; "
+            f"{_without(folder, None)}",
+            file=str(path),
+        )
+    return manifest
+
+
+def file_sum(path: Path) -> FileSum:
+    """Return size and hash of a finished file."""
+    return FileSum(num_bytes=path.stat().st_size, sha256=sha256_of(path))
+
+
+def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
+    """Compare every byte of a checkpoint with its manifest.
+
+    Raises:
+        SchemaError: a file is missing, cut or changed; names it, and the checkpoint to use instead.
+    """
+    for name, wanted in manifest.files.items():
+        check_file(folder, name, wanted)
+
+
+def check_file(folder: Path, name: str, wanted: FileSum) -> None:
+    """Compare a file with what a checkpoint's manifest says of it.
+
+    Raises:
+        SchemaError: as `verify_files`.
+    """
+    path = folder.parent / name
+    size = path.stat().st_size if path.is_file() else None
+    if size != wanted.num_bytes:
+        got = "none" if size is None else str(size)
+        raise SchemaError(
+            f"file must have {wanted.num_bytes} bytes, got {got}; {_without(folder, name)}",
+            file=str(path),
+        )
+    sha256 = sha256_of(path)
+    if sha256 != wanted.sha256:
+        raise SchemaError(
+            f"file must have sha256 {wanted.sha256[:12]}, got {sha256[:12]}; "
+            f"{_without(folder, name)}",
+            file=str(path),
+        )
+
+
+def _without(folder: Path, name: str | None) -> str:
+    """Return the advice that leads to the newest other checkpoint that does not need a file."""
+    before = [other for other in complete(folder.parent) if other.name < folder.name]
+    for nth, other in enumerate(reversed(before)):
+        try:
+            needs = name is not None and name in read_checkpoint_manifest(other).files
+        except SchemaError:
+            continue
+        if not needs:
+            if nth == 0:
+                return "remove this checkpoint to use the one before it"
+            return f"remove the checkpoints after {other.name} to use that one"
+    return "no checkpoint before is whole without it; train again"
+
+
+def sweep(checkpoints: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints, and every file that these do not need.
+
+    Args:
+        checkpoints: folder of a run.
+        keep: newest checkpoints that remain, at least one.
+    """
+    found = complete(checkpoints)
+    kept = found[-max(1, keep) :]
+    try:
+        needed = set(_needed(kept))
+    except SchemaError:
+        return  # what a damaged one needs is not known: all files stay
+    for old in found[: len(found) - len(kept)]:
+        (old / MANIFEST).unlink()  # first: what follows makes it incomplete
+    for folder in checkpoints.iterdir():
+        if not folder.is_dir():
+            continue
+        for path in folder.rglob("*"):
+            if path.is_file() and path.relative_to(checkpoints).as_posix() not in needed:
+                path.unlink()
+        _remove_empty(folder)
+
+
+def _needed(kept: Iterable[Path]) -> Iterable[str]:
+    for folder in kept:
+        yield f"{folder.name}/{MANIFEST}"
+        yield from read_checkpoint_manifest(folder).files
+
+
+def _remove_empty(folder: Path) -> None:
+    if not any(path.is_file() for path in folder.rglob("*")):
+        shutil.rmtree(folder)
+        return
+    for inner in folder.iterdir():
+        if inner.is_dir() and not any(inner.iterdir()):
+            inner.rmdir()

@@ -1,0 +1,205 @@
+"""From a copy in memory, or from whole tables, to a complete checkpoint on disk.
+
+A checkpoint writes the rows that changed as a part of their table. Where that would leave the parts
+of a table longer than half its oldest one, or more than `MOST_PARTS`, all are merged into one: each
+row is rewritten after its table grew or changed by half, not at every checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.errors import SchemaError
+from schemas.jagged import Array
+from schemas.layout import MANIFEST
+from trainer.arrays import to_parts
+from trainer.flash.manifest import DENSE as DENSE_FILE
+from trainer.flash.manifest import (
+    PARTIAL,
+    CheckpointManifest,
+    FileSum,
+    check_file,
+    file_sum,
+    folder_of,
+    read_checkpoint_manifest,
+    sweep,
+    write_checkpoint_manifest,
+)
+from trainer.flash.manifest import PLAN as PLAN_FILE
+from trainer.flash.row_parts import RowPart, RowsAndRecords, newest, write_part
+from trainer.flash.snapshot import DENSE, PLAN, Snapshot
+from trainer.stores.store import ROWS_AT_ONCE, Records, TableLayout
+
+MOST_PARTS = 8
+"""Parts of a table that are read together."""
+
+
+def persist(checkpoints: Path, snapshot: Snapshot, *, keep: int) -> Path:
+    """Write a copy as a checkpoint and return its folder; others that are not kept go.
+
+    Args:
+        checkpoints: folder of the run.
+        snapshot: committed.
+        keep: newest checkpoints that remain.
+
+    Raises:
+        SchemaError: the disk is full, or a file that it builds on has changed; nothing is left of
+            this checkpoint, and those before are whole.
+    """
+    about = snapshot.about
+    before, older = _before(checkpoints, about.since)
+    parts: dict[str, tuple[str, ...]] = {}
+    with NewCheckpoint(checkpoints, about.train_step) as writing:
+        writing.arrays(DENSE_FILE, snapshot.arrays(DENSE))
+        plan = snapshot.arrays(PLAN)
+        if plan:
+            writing.arrays(PLAN_FILE, plan)
+        for table, layout in about.layouts.items():
+            rows, records = snapshot.rows(table)
+            stream = _ascending(rows, records)
+            old = before.parts.get(table, ()) if before else ()
+            if _merges(checkpoints, old, len(rows)):
+                for name in (f for f in older if f.rpartition("/")[0] in old):
+                    check_file(checkpoints / folder_of(about.since or 0), name, older[name])
+                stream = newest([stream, *(RowPart(checkpoints / p).pieces() for p in old)])
+                old = ()
+            writing.rows(table, layout, stream)
+            parts[table] = (f"{folder_of(about.train_step)}/{table}", *old)
+        used = {part for names in parts.values() for part in names}
+        return writing.finish(
+            about.made_of,
+            parts,
+            {name: each for name, each in older.items() if name.rpartition("/")[0] in used},
+            keep=keep,
+        )
+
+
+class NewCheckpoint:
+    """Writes a checkpoint under another name, and gives it its own when it is complete."""
+
+    def __init__(self, checkpoints: Path, train_step: int) -> None:
+        """Remember the place; entering the context makes the folder.
+
+        Args:
+            checkpoints: folder of the run.
+            train_step: the next step to train.
+        """
+        self._train_step = train_step
+        self._folder = checkpoints / folder_of(train_step)
+        self._partial = checkpoints / (folder_of(train_step) + PARTIAL)
+
+    def __enter__(self) -> NewCheckpoint:
+        """Make the folder."""
+        for leftover in (self._partial, self._folder):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        return self
+
+    def arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
+        """Write named arrays as one file."""
+        with (self._partial / name).open("wb") as file:
+            for part in to_parts(arrays):
+                file.write(part)
+
+    def rows(self, table: str, layout: TableLayout, pieces: Iterable[RowsAndRecords]) -> None:
+        """Write ascending rows as a part of their table."""
+        write_part(self._partial / table, layout, pieces)
+
+    def finish(
+        self,
+        made_of: Mapping[str, Any],
+        parts: Mapping[str, tuple[str, ...]],
+        older: Mapping[str, FileSum],
+        *,
+        keep: int,
+    ) -> Path:
+        """Write the manifest when all else is on the disk; the checkpoint is complete then.
+
+        Args:
+            made_of: of the manifest.
+            parts: of the manifest.
+            older: files of earlier checkpoints that it needs.
+            keep: newest checkpoints that remain.
+        """
+        files = dict(older)
+        for path in sorted(p for p in self._partial.rglob("*") if p.is_file()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            name = path.relative_to(self._partial).as_posix()
+            files[f"{self._folder.name}/{name}"] = file_sum(path)
+        manifest = CheckpointManifest(
+            train_step=self._train_step, made_of=made_of, parts=parts, files=files
+        )
+        write_checkpoint_manifest(self._partial, manifest)
+        self._partial.rename(self._folder)
+        _sync_directory(self._folder.parent)
+        sweep(self._folder.parent, keep)
+        return self._folder
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave nothing of a checkpoint that is not complete."""
+        if error is None:
+            return
+        shutil.rmtree(self._partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SchemaError(
+                f"disk must have room for a checkpoint, got {error.strerror}; free some and train "
+                "on with --resume, the checkpoints before are whole",
+                file=str(self._folder),
+            ) from error
+
+
+def _before(
+    checkpoints: Path, since: int | None
+) -> tuple[CheckpointManifest | None, Mapping[str, FileSum]]:
+    if since is None:
+        return None, {}
+    folder = checkpoints / folder_of(since)
+    if not (folder / MANIFEST).is_file():
+        raise SchemaError(
+            "checkpoint must stay while the run adds to it, got none; start the run again with "
+            "--resume",
+            file=str(folder),
+        )
+    manifest = read_checkpoint_manifest(folder)
+    return manifest, manifest.files
+
+
+def _merges(checkpoints: Path, old: tuple[str, ...], num_new: int) -> bool:
+    """Say whether a part of so many rows is merged with those before."""
+    if not old:
+        return False
+    lengths = [_num_rows(checkpoints / part) for part in old]
+    return len(old) >= MOST_PARTS or 2 * (sum(lengths[:-1]) + num_new) > lengths[-1]
+
+
+def _num_rows(folder: Path) -> int:
+    return len(np.load(folder / "rows.npy", mmap_mode="r", allow_pickle=False))
+
+
+def _ascending(rows: NDArray[np.int64], records: Records) -> Iterator[RowsAndRecords]:
+    order = np.argsort(rows)
+    for start in range(0, len(order), ROWS_AT_ONCE):
+        chosen = order[start : start + ROWS_AT_ONCE]
+        yield rows[chosen], Records(records.values[chosen], records.state[chosen])
+
+
+def _sync_directory(directory: Path) -> None:
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,290 @@
+"""The trainer's side of checkpoints: copy at a step boundary, and let the agent write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from schemas.errors import SchemaError
+from schemas.jagged import Array
+from schemas.job_train import CheckpointConfig
+from schemas.manifest import canonical_json
+from trainer.flash.changes import Changed
+from trainer.flash.memory import COMMITTED, WRITTEN, CopyMemory, memory_path
+from trainer.flash.snapshot import About, copy_to
+from trainer.stores.store import TableLayout
+
+logger = logging.getLogger(__name__)
+
+COPIES = "checkpoints.jsonl"
+"""File of the run with a line for each checkpoint that was due."""
+_ROOT = Path(__file__).resolve().parents[2]
+_END_SEC = 10.0
+"""How long an agent that has nothing to write may take to end."""
+
+
+class State(Protocol):
+    """What a checkpoint is taken of, at a step boundary."""
+
+    def dense(self) -> Mapping[str, Array]:
+        """Return the dense state, by name."""
+        ...
+
+    def plan(self, train_step: int) -> Mapping[str, Array]:
+        """Return where a planned cache stands before a step, by name; nothing without."""
+        ...
+
+    def changed(self, since: int) -> Mapping[str, list[Changed]]:
+        """Return by table the rows that steps from one on used, and where they lie."""
+        ...
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of copies of rows that left the cache."""
+        ...
+
+    def made_of(self) -> Mapping[str, Any]:
+        """Return what the run is by now, as it stands in manifests."""
+        ...
+
+    def saved(self, train_step: int) -> None:
+        """Take note that a checkpoint before a step is on the disk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyEvent:
+    """A checkpoint that was due: a line of `checkpoints.jsonl`."""
+
+    train_step: int
+    """The next step to train."""
+    pause_sec: float
+    """Time that training stood still for it."""
+    num_bytes: int
+    """Bytes that were copied; 0 when it was skipped."""
+    memory_bytes: int
+    """Bytes that are taken for copies, those of rows that left the cache with them."""
+
+
+class BesideSaver:
+    """Copies at step boundaries; one copy at a time is under way to the disk.
+
+    A checkpoint that comes due while the one before is still being written is skipped, and training
+    never waits for the disk; its rows are in the next one. Or training waits, as the job says.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        memory: CopyMemory,
+        state: State,
+        *,
+        layouts: Mapping[str, TableLayout],
+        first_step: int,
+        loaded: bool,
+        config: CheckpointConfig,
+    ) -> None:
+        """Keep the parts; `start` begins.
+
+        Args:
+            run: run folder.
+            memory: not yet made.
+            state: what is saved.
+            layouts: tables by name.
+            first_step: the first step that is trained.
+            loaded: whether a checkpoint before that step was loaded.
+            config: of the job.
+        """
+        self._run = run
+        self._memory = memory
+        self._state = state
+        self._layouts = layouts
+        self._saved = first_step  # the newest that is on disk
+        self._since = first_step if loaded else None
+        self._under_way: int | None = None
+        self._failed: str | None = None
+        self._config = config
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def start(self, num_bytes: int) -> None:
+        """Make the memory and start the agent.
+
+        Args:
+            num_bytes: of the largest copy, from the oracle.
+
+        Raises:
+            SchemaError: there is too little memory.
+        """
+        self._memory.create(num_bytes)
+        self._agent = self._started()
+
+    def save(self, train_step: int) -> None:
+        """Take a checkpoint before a step, unless the one before is still being written."""
+        start = time.perf_counter()
+        self._look()
+        if self._config.late == "wait":
+            self.settle()
+        copied, plan = 0, self._state.plan(train_step)
+        if self._under_way is not None:
+            logger.warning(
+                "checkpoint is skipped, the one before is still being written; save less often "
+                "train_step=%s being_written=%s",
+                train_step,
+                self._under_way,
+            )
+        else:
+            copied = self._copy(train_step, plan)
+        event = CopyEvent(
+            train_step=train_step,
+            pause_sec=time.perf_counter() - start,
+            num_bytes=copied,
+            memory_bytes=self._memory.num_bytes + self._state.left_bytes,
+        )
+        with (self._run / COPIES).open("a", encoding="utf-8") as file:
+            file.write(f"{canonical_json(asdict(event))}\n")
+
+    def settle(self) -> None:
+        """Wait until nothing is under way to the disk."""
+        while self._under_way is not None:
+            self._look(1.0)
+
+    def finish(self, train_step: int) -> None:
+        """Have the state before a step on the disk, the last one of a run.
+
+        Raises:
+            SchemaError: it cannot be written.
+        """
+        self.settle()
+        if self._saved < train_step or self._failed is not None:
+            self.save(train_step)
+            self.settle()
+        if self._failed is not None:
+            raise SchemaError(self._failed)
+
+    def close(self) -> None:
+        """End the agent, when it has written what is under way, and give the memory back."""
+        agent, self._agent = self._agent, None
+        if agent is None or _end(agent):
+            self._memory.remove()
+        else:
+            self._memory.close()  # the agent gives it back when it has written what is there
+
+    def _copy(self, train_step: int, plan: Mapping[str, Array]) -> int:
+        about = About(
+            train_step=train_step,
+            since=self._since,
+            made_of=self._state.made_of(),
+            layouts=self._layouts,
+        )
+        changed = self._state.changed(0 if self._since is None else self._since)
+        arguments = about, self._state.dense(), plan, changed
+        try:
+            num_bytes = copy_to(self._memory, *arguments)
+        except OSError:  # more rows than an interval has: a checkpoint was skipped, or failed
+            self._move()
+            num_bytes = copy_to(self._memory, *arguments)
+        self._under_way, self._failed = train_step, None
+        self._send(train_step)
+        return num_bytes
+
+    def _move(self) -> None:
+        """Have the memory in the run's folder, where there is more room than in memory."""
+        logger.warning(
+            "copy of a checkpoint is more than memory holds, it goes to the disk; save more often, "
+            "or give it more memory directory=%s",
+            self._memory.path.parent,
+        )
+        agent, self._agent = self._agent, None
+        assert agent is not None, "the agent runs while there is something to save"
+        _end(agent)
+        self._memory.remove()
+        self._memory = CopyMemory(memory_path(self._run, self._run))
+        self._memory.create(0)
+        self._agent = self._started()
+
+    def _send(self, train_step: int) -> None:
+        agent = self._agent
+        if agent is None or agent.stdin is None:
+            return
+        try:
+            agent.stdin.write(f"{train_step}\n".encode())
+            agent.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died: the next look starts another, which finds what is committed
+
+    def _look(self, timeout_sec: float = 0.0) -> bool:
+        """Read an answer of the agent, if there is one; start it again where it died."""
+        agent = self._agent
+        assert agent is not None, "the agent runs while there is something to save"
+        assert agent.stdout is not None, "its output is a pipe"
+        ready, _, _ = select.select([agent.stdout], [], [], timeout_sec)
+        if not ready:
+            return False
+        line = agent.stdout.readline()
+        if not line:
+            self._start_again(agent)
+            return True
+        answer = json.loads(line)
+        step = int(answer["train_step"])
+        if answer["error"] is not None:
+            self._told(str(answer["error"]))
+        else:
+            self._is_saved(step)
+        self._under_way = None
+        return True
+
+    def _is_saved(self, train_step: int) -> None:
+        self._saved = self._since = train_step
+        self._state.saved(train_step)
+
+    def _told(self, error: str) -> None:
+        self._failed = error
+        logger.warning("checkpoint is not written, the next one tries again: %s", error)
+
+    def _start_again(self, agent: subprocess.Popen[bytes]) -> None:
+        agent.wait()
+        logger.warning("agent of checkpoints died, another is started status=%s", agent.returncode)
+        if self._under_way is not None and self._memory.state != COMMITTED:
+            if self._memory.state == WRITTEN:
+                self._is_saved(self._under_way)
+            self._under_way = None
+        self._agent = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "trainer", "persist", str(self._run.resolve())]
+        command += ["--memory", str(self._memory.path.resolve()), "--keep", str(self._config.keep)]
+        command += ["--parent", str(os.getpid())]
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # what ends the trainer's group must not end what it saved
+        )
+
+
+def _end(agent: subprocess.Popen[bytes]) -> bool:
+    """Close an agent's input and wait: it writes what is committed, then it ends.
+
+    Returns:
+        Whether it has ended; it may have much to write.
+    """
+    for pipe in (agent.stdin, agent.stdout):
+        if pipe is not None:
+            pipe.close()
+    try:
+        agent.wait(_END_SEC)
+    except subprocess.TimeoutExpired:
+        logger.warning("agent of checkpoints goes on writing pid=%s", agent.pid)
+        return False
+    return True
