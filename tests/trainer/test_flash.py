@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from trainer.flash.memory import CopyMemory, memory_path
 from trainer.flash.saver import COPIES, BesideSaver
 
 ROOT = Path(__file__).resolve().parents[2]
+STARTED: list[subprocess.Popen[bytes]] = []
 KINDS = {
     "plain": (),
     "cached in a log": ("--embedding", "cached"),
@@ -50,9 +51,21 @@ def job_of(folder: Path, memory: Path, **changes: str) -> Path:
     return write_job(folder / "job", **(settings | changes))
 
 
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """End the trainers and agents that a failed test left."""
+    yield
+    for trainer in STARTED:
+        for pid in [*agents_of(trainer.pid), trainer.pid] if trainer.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+        trainer.wait()
+    STARTED.clear()
+
+
 def start_trainer(job: Path, dataset: Path, run: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", str(dataset)]
-    return subprocess.Popen([*command, "--output", str(run), *options], cwd=ROOT)
+    STARTED.append(subprocess.Popen([*command, "--output", str(run), *options], cwd=ROOT))
+    return STARTED[-1]
 
 
 def agents_of(pid: int) -> list[int]:
