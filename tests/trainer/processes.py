@@ -1,0 +1,68 @@
+"""Trainings in processes of their own, to be signalled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from schemas.events import METRICS
+from tests.conftest import REPOSITORY
+
+PATIENCE = 120.0
+"""Seconds until a test gives up; nothing is measured."""
+
+
+def with_keys(job: Path, keys: str) -> Path:
+    """Add keys to the train section, which is the last of the file."""
+    job.write_text(f"{job.read_text()}  {keys}\n", encoding="utf-8")
+    return job
+
+
+def started(
+    job: Path, dataset: Path, run: Path, *arguments: str, own_group: bool = False
+) -> subprocess.Popen[str]:
+    """Start `python -m trainer train`."""
+    command = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", str(dataset)]
+    return subprocess.Popen(
+        [*command, "--output", str(run), *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=own_group,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; return the status and what was said on stderr."""
+    try:
+        _, said = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, said
+
+
+def trained(job: Path, dataset: Path, run: Path, *arguments: str) -> None:
+    """Train to the end."""
+    status, said = ended(started(job, dataset, run, *arguments))
+    assert status == 0, said
+
+
+def until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    """Wait until something has happened while a process runs."""
+    deadline = time.monotonic() + PATIENCE
+    while not happened():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"never happened: {process.communicate()}")
+        time.sleep(0.01)
+
+
+def num_steps(run: Path) -> int:
+    """Return the committed steps of a run, 0 when there is none."""
+    path = run / METRICS
+    return len(path.read_bytes().splitlines()) if path.exists() else 0

@@ -1,0 +1,209 @@
+"""Runs that are asked to end: the step is finished, all is saved, and nothing differs later."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from schemas.events import SUMMARY
+from schemas.layout import FILES, SEGMENTS
+from tests.trainer.growing import commit
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
+from trainer.checkpoint import CHECKPOINTS, newest_checkpoint
+from trainer.compare import compare_runs
+from trainer.draining import Drain, DrainInterrupt, told
+from trainer.ledger import verify_run
+from trainer.run import IDENTITY
+
+SEGMENT = [[(2000, 1500)]]
+EPOCHS = {"epochs": "8"}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job of 256 steps."""
+    return write_job(tmp_path_factory.mktemp("job"), **EPOCHS)
+
+
+@pytest.fixture(scope="module")
+def dataset(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its dataset, not to be changed."""
+    return make_dataset(tmp_path_factory.mktemp("dataset"), job, SEGMENT)
+
+
+@pytest.fixture(scope="module")
+def whole(job: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain run that was left alone."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    trained(job, dataset, run)
+    return run
+
+
+MODES = {
+    "plain": (("--embedding", "plain"), signal.SIGTERM),
+    "a log": (("--embedding", "cached"), signal.SIGINT),
+    "stores, its group": (("--embedding", "cached", "--stores", "2"), signal.SIGINT),
+}
+
+
+@pytest.mark.parametrize(("arguments", "number"), MODES.values(), ids=MODES.keys())
+def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_bits(
+    arguments: tuple[str, ...],
+    number: signal.Signals,
+    job: Path,
+    dataset: Path,
+    whole: Path,
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    process = started(job, dataset, run, *arguments, own_group=True)
+    until(process, lambda: num_steps(run) >= 3)
+    os.killpg(process.pid, number)  # as a terminal does: to all of the group
+    status, said = ended(process)
+    step = num_steps(run)
+    assert status == 0, said
+    message = f"{number.name}: stopped at step {step}, which {run} goes on from with --resume"
+    assert said.splitlines()[-1] == message
+    newest = newest_checkpoint(run)
+    assert newest is not None
+    assert int(newest.name) == step < num_steps(whole)
+    assert not (run / SUMMARY).exists()
+    trained(job, dataset, run, *arguments, "--resume")
+    assert compare_runs(run, whole).difference is None
+    assert verify_run(run).problems == ()
+
+
+def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
+    job: Path, dataset: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = started(job, dataset, run)
+    until(process, (run / IDENTITY).exists)
+    process.send_signal(signal.SIGTERM)
+    status, said = ended(process)
+    assert status == 0, said
+    assert "SIGTERM: stopped " in said
+    trained(job, dataset, run, "--resume")
+    assert compare_runs(run, whole).difference is None
+
+
+def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(
+    tmp_path: Path,
+) -> None:
+    job = write_job(tmp_path / "job", epochs="1")
+    dataset = make_dataset(tmp_path / "dataset", job, [[(128, 12_000)]])
+    run = tmp_path / "run"
+    process = started(job, dataset, run)
+    until(process, (run / CHECKPOINTS / "00000002").exists)
+    process.send_signal(signal.SIGTERM)
+    status, said = ended(process)
+    assert status == 0, said
+    assert said.splitlines()[-1] == f"SIGTERM: all steps are trained; evaluate {run} with --resume"
+    assert not (run / SUMMARY).exists()
+    trained(job, dataset, run, "--resume")
+    assert (run / SUMMARY).exists()
+
+
+def test_run_that_waits_for_the_pipeline_ends_when_asked_and_goes_on_later(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", epochs="1")
+    version = make_dataset(tmp_path / "first", job, SEGMENT, index="index-small-1")
+    run, dataset = tmp_path / "run", tmp_path / "dataset"
+    arguments = ("--embedding", "cached", "--follow")
+    process = started(job, dataset, run, *arguments, "--json")
+    assert process.stderr is not None
+    assert process.stderr.readline() == f"waiting at step 0: {dataset} does not exist yet\n"
+    process.send_signal(signal.SIGTERM)
+    output, said = process.communicate()
+    assert (process.returncode, said) == (0, "SIGTERM: nothing was begun\n")
+    assert output == '{"stopped": "SIGTERM", "message": "nothing was begun"}\n'
+    assert not run.exists()
+    commit(version, dataset)
+    process = started(job, dataset, run, *arguments, "--resume")
+    until(process, lambda: num_steps(run) == 32)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("waiting at step 32: 1 segments are committed")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 0
+    commit(make_dataset(tmp_path / "last", job, [*SEGMENT, [(300, 0)]], finished=True), dataset)
+    trained(job, dataset, run, *arguments, "--resume")
+    trained(job, dataset, tmp_path / "whole")
+    assert compare_runs(run, tmp_path / "whole").difference is None
+
+
+def fifo_for_a_file(dataset: Path) -> Path:
+    """Put a pipe that nobody writes to in the place of a data file, and return it."""
+    path = next((dataset / SEGMENTS).glob("*/samples/00000.parquet"))
+    assert path.name != FILES
+    path.unlink()
+    os.mkfifo(path)
+    return path
+
+
+def test_second_signal_ends_the_process_as_it_stands(job: Path, tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
+    fifo_for_a_file(dataset)
+    run = tmp_path / "run"
+    process = started(job, dataset, run)
+    until(process, lambda: waits_for_a_pipe(process.pid))
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)  # the batch in hand never comes
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 128 + signal.SIGTERM
+
+
+def waits_for_a_pipe(pid: int) -> bool:
+    """Tell whether a thread of a process is opening a pipe that has no writer."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return any((task / "wchan").read_text() == "wait_for_partner" for task in tasks)
+    except OSError:
+        return False
+
+
+def test_run_that_cannot_end_in_time_says_where_it_hangs(tmp_path: Path) -> None:
+    job = with_keys(write_job(tmp_path / "job", **EPOCHS), "limits: {drain: 2s}")
+    dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
+    fifo_for_a_file(dataset)
+    run = tmp_path / "run"
+    process = started(job, dataset, run)
+    until(process, lambda: waits_for_a_pipe(process.pid))
+    process.send_signal(signal.SIGTERM)
+    status, said = ended(process)
+    assert status == 4, said
+    assert re.fullmatch(
+        r"error: phase must end within 2 s, got phase='drain', step=0, rank='0' after \d+\.\d s, "
+        r"in phase='read'; see what each thread waits for in .*/stacks-0.txt, raise "
+        r"train.limits.drain if it is only slow, and train on with --resume",
+        said.splitlines()[-1],
+    )
+
+
+def test_signal_interrupts_only_where_nothing_can_be_lost() -> None:
+    drain = Drain()
+    drain.check()
+    drain.ask("SIGTERM")
+    assert drain.asked
+    with pytest.raises(DrainInterrupt) as found, told("outer"), told("inner"):
+        drain.check()
+    assert (found.value.reason, found.value.message) == ("SIGTERM", "inner")
+    with pytest.raises(DrainInterrupt), drain.at_once():
+        raise AssertionError("a body that may be interrupted is not begun")
+    asked: list[str] = []
+    drain = Drain(lambda: asked.append("once"))
+    with pytest.raises(DrainInterrupt), drain.at_once():
+        drain.ask("SIGINT")
+    assert asked == ["once"]
+
+
+def test_handlers_are_given_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    drain = Drain()
+    with drain.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert drain.asked
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
