@@ -167,9 +167,8 @@ class Watchdog:
     def describe(self, found: Watched, where: Path | None) -> str:
         """Return the line that says what took too long."""
         stacks = "above" if where is None else f"in {where}"
-        inner = f", in phase={self._phases[-1].phase!r}" if found.phase == DRAIN else ""
-        if not self._phases:
-            inner = ""
+        inside = self._phases[-1:] if found.phase == DRAIN else []
+        inner = "".join(f", in phase={watched.phase!r}" for watched in inside)
         return (
             f"phase must end within {found.limit:g} s, got phase={found.phase!r}, "
             f"step={found.step}, rank={self._rank!r} after {self._clock() - found.since:.1f} s"

@@ -11,7 +11,7 @@ from pathlib import Path
 from schemas.events import METRICS
 from tests.conftest import REPOSITORY
 
-PATIENCE = 120.0
+PATIENCE = 400.0
 """Seconds until a test gives up; nothing is measured."""
 
 

@@ -50,6 +50,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "number"), MODES.values(), ids=MODES.keys())
 def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_bits(
     arguments: tuple[str, ...],
@@ -77,6 +78,7 @@ def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_
     assert verify_run(run).problems == ()
 
 
+@pytest.mark.slow
 def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
     job: Path, dataset: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -91,6 +93,7 @@ def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
     assert compare_runs(run, whole).difference is None
 
 
+@pytest.mark.slow
 def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(
     tmp_path: Path,
 ) -> None:
@@ -108,6 +111,7 @@ def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(
     assert (run / SUMMARY).exists()
 
 
+@pytest.mark.slow
 def test_run_that_waits_for_the_pipeline_ends_when_asked_and_goes_on_later(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="1")
     version = make_dataset(tmp_path / "first", job, SEGMENT, index="index-small-1")
@@ -143,6 +147,7 @@ def fifo_for_a_file(dataset: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_second_signal_ends_the_process_as_it_stands(job: Path, tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
     fifo_for_a_file(dataset)
@@ -165,6 +170,7 @@ def waits_for_a_pipe(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_run_that_cannot_end_in_time_says_where_it_hangs(tmp_path: Path) -> None:
     job = with_keys(write_job(tmp_path / "job", **EPOCHS), "limits: {drain: 2s}")
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
