@@ -41,7 +41,7 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
     counts: list[int], epochs: int, stop: int
 ) -> None:
     for limit in (None, stop):
-        step, waits = 0, 0
+        step, waits, horizon = 0, 0, Horizon(until=0, last=False)
         for n in range(1, len(counts) + 1):
             known = Known(num_segments=n, finished=n == len(counts))
             horizon = horizon_of(order_of(counts[:n], epochs), known, limit)

@@ -1,0 +1,147 @@
+"""Nothing waits for ever: what hangs is named, with the stacks of all threads."""
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import PATIENCE, ended, num_steps, started, trained, until, with_keys
+from tests.trainer.test_draining import SEGMENT, fifo_for_a_file
+from trainer.compare import compare_runs
+from trainer.watchdog import HUNG, Watchdog, Watched
+
+LINE = (
+    r"error: phase must end within 3 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
+    r"see what each thread waits for in (.*)/stacks-0.txt, raise train.limits.(\w+) if it is only "
+    r"slow, and train on with --resume"
+)
+
+
+def assert_named(run: Path, said: str, phases: set[str]) -> int:
+    """Assert that the last line names phase and place, and return its step."""
+    line = said.splitlines()[-1]
+    found = re.fullmatch(LINE, line)
+    assert found is not None, said
+    assert found[1] == found[4]
+    assert found[1] in phases
+    assert found[3] == str(run)
+    stacks = (run / "stacks-0.txt").read_text()
+    assert stacks.splitlines()[-1] == line
+    for text in (stacks, said):
+        assert text.count("Thread 0x") + text.count("thread 0x") >= 3
+        assert "training.py" in text
+    return int(found[2])
+
+
+@pytest.mark.slow
+def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
+    job = with_keys(write_job(tmp_path / "job"), "limits: {read: 3s}")
+    dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
+    fifo_for_a_file(dataset)
+    status, said = ended(started(job, dataset, tmp_path / "run"))
+    assert status == HUNG, said
+    assert assert_named(tmp_path / "run", said, {"read"}) == 0
+    assert "_row_group" in said  # the thread that opens the file
+
+
+@pytest.mark.slow
+def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", epochs="8", every_steps="2")
+    keys = "limits: {fetch: 3s, update: 3s, save: 3s}\n  stores: {timeout: 120s}"
+    limited = with_keys(write_job(tmp_path / "limited", epochs="8", every_steps="2"), keys)
+    dataset, run = make_dataset(tmp_path / "dataset", job, SEGMENT), tmp_path / "run"
+    arguments = ("--embedding", "uncached", "--stores", "1")
+    process = started(limited, dataset, run, *arguments)
+    until(process, lambda: num_steps(run) >= 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (store,) = [int(pid) for pid in children]
+    os.kill(store, signal.SIGSTOP)
+    try:
+        process.wait(PATIENCE)
+    finally:
+        os.kill(store, signal.SIGCONT)  # it ends with the pipe that its owner held
+    status, said = ended(process)
+    assert status == HUNG, said
+    assert assert_named(run, said, {"fetch", "update", "save"}) >= 2
+    trained(job, dataset, run, *arguments, "--resume")
+    trained(job, dataset, tmp_path / "whole")
+    assert compare_runs(run, tmp_path / "whole").difference is None
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        """Start at nothing."""
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return them."""
+        return self.now
+
+
+def test_phase_is_overdue_after_its_limit_and_the_innermost_counts() -> None:
+    clock = Clock()
+    watchdog = Watchdog({"read": 10, "save": 30, "drain": 100}, clock=clock, rank="3")
+    watchdog.step = 7
+    with watchdog("read"):
+        clock.now = 10.0
+        assert watchdog.overdue() is None
+        with watchdog("save"):
+            clock.now = 40.0
+            assert watchdog.overdue() is None
+            clock.now = 40.5
+            assert watchdog.overdue() == Watched("save", 7, 10.0, 30)
+        assert watchdog.overdue() == Watched("read", 7, 0.0, 10)
+        assert watchdog.overdue(stopped=31) is None
+    assert watchdog.overdue() is None
+    watchdog.drain()
+    clock.now = 141.0
+    found = watchdog.overdue()
+    assert found is not None
+    assert found == Watched("drain", 7, 40.5, 100)
+    assert watchdog.describe(found, None) == (
+        "phase must end within 100 s, got phase='drain', step=7, rank='3' after 100.5 s; see what "
+        "each thread waits for above, raise train.limits.drain if it is only slow, and train on "
+        "with --resume"
+    )
+
+
+def test_items_are_limited_one_by_one_and_counted() -> None:
+    clock, steps = Clock(), list[int]()
+    watchdog = Watchdog({"evaluate": 5, "drain": 1}, clock=clock)
+    for item in watchdog.each("evaluate", "abc"):
+        steps.append(watchdog.step)
+        clock.now += 4
+        assert watchdog.overdue() is None, item
+    assert steps == [0, 1, 2]
+
+
+def test_watchdog_of_a_body_that_ends_in_time_calls_nobody() -> None:
+    found: list[Watched] = []
+    with Watchdog({"read": 60, "drain": 60}, expire=found.append) as watchdog, watchdog("read"):
+        pass
+    assert found == []
+    assert "watchdog" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_watchdog_calls_when_a_body_takes_too_long() -> None:
+    found: list[Watched] = []
+    called = threading.Event()
+
+    def expire(watched: Watched) -> None:
+        found.append(watched)
+        called.set()
+
+    with Watchdog({"read": 0.05, "drain": 60}, expire=expire) as watchdog, watchdog("read"):
+        assert called.wait(60)
+    assert [watched.phase for watched in found] == ["read"]
+
+
+def test_phase_without_a_limit_is_a_mistake_of_ours() -> None:
+    with pytest.raises(KeyError, match="sleep"), Watchdog({"read": 1})("sleep"):
+        pass
