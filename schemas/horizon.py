@@ -33,6 +33,8 @@ class Horizon:
 
     until: int
     """One after the last of them."""
+    known: int
+    """One after the last step that is known, which may lie behind: plans look so far."""
     last: bool
     """Whether the run ends there; otherwise it waits there for what is committed next."""
 
@@ -66,13 +68,13 @@ def horizon_of(order: Order, known: Known, stop: int | None = None) -> Horizon:
         >>> from schemas.job import OrderConfig
         >>> order = Order((4, 3), 2, epochs=2, config=OrderConfig())
         >>> horizon_of(order, Known(num_segments=1, finished=False))
-        Horizon(until=2, last=False)
+        Horizon(until=2, known=2, last=False)
         >>> horizon_of(order, Known(num_segments=2, finished=False))
-        Horizon(until=4, last=False)
+        Horizon(until=4, known=4, last=False)
         >>> horizon_of(order, Known(num_segments=2, finished=True))
-        Horizon(until=8, last=True)
+        Horizon(until=8, known=8, last=True)
         >>> horizon_of(order, Known(num_segments=2, finished=False), stop=3)
-        Horizon(until=3, last=True)
+        Horizon(until=3, known=4, last=True)
     """
     given = len(order.num_blocks)
     if given < known.num_segments or (known.finished and given != known.num_segments):
@@ -84,8 +86,8 @@ def horizon_of(order: Order, known: Known, stop: int | None = None) -> Horizon:
     if not known.finished:
         until = sum(order.steps_per_segment[: known.num_segments])
     if stop is not None and stop <= until:
-        return Horizon(until=stop, last=True)
-    return Horizon(until=until, last=known.finished)
+        return Horizon(until=stop, known=until, last=True)
+    return Horizon(until=until, known=until, last=known.finished)
 
 
 def decide(train_step: int, horizon: Horizon) -> Literal["train", "wait", "end"]:
@@ -96,9 +98,9 @@ def decide(train_step: int, horizon: Horizon) -> Literal["train", "wait", "end"]
         horizon: how far the run may go.
 
     Example:
-        >>> [decide(step, Horizon(until=2, last=False)) for step in range(3)]
+        >>> [decide(step, Horizon(until=2, known=2, last=False)) for step in range(3)]
         ['train', 'train', 'wait']
-        >>> decide(2, Horizon(until=2, last=True))
+        >>> decide(2, Horizon(until=2, known=2, last=True))
         'end'
     """
     if train_step < horizon.until:

@@ -40,7 +40,7 @@ def plans_of_span(
         first_step,
         None,
         starts,
-        span.horizon.until,
+        span.horizon.known,
     )
 
 
@@ -80,7 +80,7 @@ def _reschedule(log: FutureLog, span: Span, step: int) -> None:
 
     def next_uses(table: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if table not in known:
-            known[table] = NextUse(span.dataset, span.order, span.horizon.until)
+            known[table] = NextUse(span.dataset, span.order, span.horizon.known)
         return known[table](table, step, rows)
 
     log.reschedule(next_uses)

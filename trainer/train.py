@@ -159,7 +159,7 @@ def _start(
     if checkpoint is not None:
         next_use = None
         if isinstance(group_of(parts.stores), FutureLog):
-            next_use = NextUse(span.dataset, span.order, span.horizon.until)
+            next_use = NextUse(span.dataset, span.order, span.horizon.known)
         manifest = verified(checkpoint, made_of(job, span.dataset))
         if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
             cached = load_cached(checkpoint / PLAN, parts.stores)

@@ -41,7 +41,7 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
     counts: list[int], epochs: int, stop: int
 ) -> None:
     for limit in (None, stop):
-        step, waits, horizon = 0, 0, Horizon(until=0, last=False)
+        step, waits, horizon = 0, 0, Horizon(until=0, known=0, last=False)
         for n in range(1, len(counts) + 1):
             known = Known(num_segments=n, finished=n == len(counts))
             horizon = horizon_of(order_of(counts[:n], epochs), known, limit)
@@ -82,5 +82,5 @@ def test_order_of_other_segments_is_refused(known: Known, num_segments: int) -> 
 
 def test_empty_horizon_of_an_open_dataset_is_waited_at() -> None:
     horizon = horizon_of(order_of([0, 4], 2), Known(num_segments=1, finished=False))
-    assert horizon == Horizon(until=0, last=False)
+    assert horizon == Horizon(until=0, known=0, last=False)
     assert decide(0, horizon) == "wait"
