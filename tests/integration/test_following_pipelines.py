@@ -1,0 +1,150 @@
+"""A run that follows a real pipeline, each in its own process, and what may happen to both."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.__main__ import main
+from schemas.dataset import open_dataset
+from schemas.layout import MANIFEST
+from schemas.manifest import read_dataset
+from tests.conftest import REPOSITORY
+from tests.pipelines.appending import changed
+from tests.pipelines.logs import write_log
+from tests.trainer.processes import ended, num_steps, started, trained, until
+from trainer.compare import compare_runs
+from trainer.holding import Held
+from trainer.ledger import verify_run
+
+LOGS = (300, 200, 260, 180, 240)
+"""Rows of the log of each segment; its number is the seed."""
+TRAIN = (
+    "batch_samples: 32, embedding_dim: 8, model: {bottom_layers: [16], top_layers: [16]}, "
+    "cache: {lookahead: 4}, checkpoint: {every_steps: 3}, follow: {poll: 50ms}"
+)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The log of each segment."""
+    folder = tmp_path_factory.mktemp("logs")
+    for seed, num_rows in enumerate(LOGS):
+        write_log(folder / str(seed), num_rows, seed)
+    return [folder / str(seed) for seed in range(len(LOGS))]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The job of pipeline and run."""
+    text = ("train: {batch_samples: 32}", f"train: {{{TRAIN}}}")
+    return changed(tmp_path_factory.mktemp("job"), text)
+
+
+def pipeline(job: Path, logs: list[Path], dataset: Path) -> subprocess.Popen[str]:
+    """Start one process that builds the first segment and appends the others."""
+    first, *others = map(str, logs)
+    to = ("--dataset", str(dataset))
+    commands = [["build", str(job), "--input", first, "--output", str(dataset)]]
+    commands += [["append", str(job), "--input", log, *to] for log in others]
+    commands[-1].append("--last")
+    script = "import sys; from pipelines.__main__ import main\n"
+    script += f"for command in {commands!r}: main(command) and sys.exit(1)"
+    command = [sys.executable, "-c", script]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_follower_of_a_real_pipeline_killed_and_resumed_has_the_bits_of_one_on_the_whole(
+    job: Path, logs: list[Path], tmp_path: Path
+) -> None:
+    dataset, run, killed = (tmp_path / name for name in ("dataset", "run", "killed"))
+    cached = ("--embedding", "cached", "--follow")
+    follower = started(job, dataset, run, *cached)  # before there is a dataset
+    builder = pipeline(job, logs, dataset)
+    until(builder, (dataset / MANIFEST).exists)
+    victim = started(job, dataset, killed, *cached)
+    until(victim, lambda: num_steps(killed) >= 8)
+    victim.send_signal(signal.SIGKILL)
+    assert ended(victim)[0] == -signal.SIGKILL
+    resumed = started(job, dataset, killed, *cached, "--resume")
+    assert builder.wait() == 0
+    for process in (follower, resumed):
+        status, said = ended(process)
+        assert status == 0, said
+    assert read_dataset(dataset).finished
+    trained(job, dataset, tmp_path / "whole")
+    for one in (run, killed):
+        assert compare_runs(one, tmp_path / "whole").difference is None
+        assert verify_run(one).problems == ()
+    assert num_steps(run) > 20
+    assert len(open_dataset(dataset).segments) == len(LOGS)
+
+
+@pytest.fixture
+def dataset(job: Path, logs: list[Path], tmp_path: Path) -> Path:
+    """A dataset of one segment."""
+    to = tmp_path / "dataset"
+    assert main(["build", str(job), "--input", str(logs[0]), "--output", str(to)]) == 0
+    return to
+
+
+def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
+    """Append a log."""
+    return main(["append", str(job), "--input", str(log), "--dataset", str(dataset), *more])
+
+
+def test_index_that_is_held_outlasts_any_number_of_segments(
+    job: Path, logs: list[Path], dataset: Path
+) -> None:
+    (index,) = open_dataset(dataset).indexes
+    held = Held()
+    held(index.directory)
+    for log in logs[1:4]:
+        assert append(job, log, dataset) == 0
+    assert (index.directory / MANIFEST).exists()
+    assert len(list(dataset.glob("index-*"))) == 3  # held, of the root before, of the root
+    held()
+    assert append(job, logs[4], dataset) == 0
+    assert not index.directory.exists()
+
+
+def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
+    job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not read_dataset(dataset).finished
+    assert append(job, logs[1], dataset, "--last") == 0
+    assert read_dataset(dataset).finished
+    assert append(job, logs[1], dataset, "--last") == 0  # already there, and so is the mark
+    capsys.readouterr()
+    assert append(job, logs[2], dataset) == 1
+    message = (
+        f"error: dataset must be open for segments, got a finished one of 2 in "
+        f"{dataset / MANIFEST}; run python -m pipelines finish {dataset} --reopen, or build a new "
+        "dataset"
+    )
+    assert capsys.readouterr().err.splitlines()[-1] == message
+    reindex = ["oracle", str(dataset), "--reindex", "--batch-samples", "64", "--epochs", "1"]
+    assert main(reindex) == 0
+    assert read_dataset(dataset).finished
+    before = open_dataset(dataset).manifest
+    capsys.readouterr()
+    assert main(["finish", str(dataset), "--reopen", "--json"]) == 0
+    assert capsys.readouterr().out == '{"num_segments": 2, "finished": false}\n'
+    after = open_dataset(dataset).manifest
+    assert (after.segments, after.indexes) == (before.segments, before.indexes)
+    assert append(job, logs[2], dataset) == 0
+    assert main(["finish", str(dataset)]) == 0
+    assert read_dataset(dataset).finished
+    assert main(["verify", str(dataset)]) == 0
+
+
+def test_finish_of_no_dataset_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["finish", str(tmp_path)]) == 1
+    assert re.match(r"error: manifest must exist, got none in", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
