@@ -11,10 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 from trainer.draining import Drain, DrainInterrupt
+
+if TYPE_CHECKING:
+    from trainer.training import TrainOptions
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--stores", type=_positive, help="keep rows in so many store processes on this machine"
     )
+    run.add_argument("--replicas", type=_positive, default=1, help="processes that train together")
+    _add_replica(commands.add_parser("replica", help="one of the processes that train together"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
     score.add_argument("--dataset", type=Path, required=True, help="dataset folder")
@@ -73,6 +79,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_replica(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, help="job file")
+    parser.add_argument("--dataset", type=Path, required=True, help="dataset folder")
+    parser.add_argument("--output", type=Path, required=True, help="run folder")
+    parser.add_argument("--number", type=int, required=True, help="of this replica, from 0")
+    parser.add_argument("--lighthouse", required=True, help="http://host:port")
+    parser.add_argument("--token-file", type=Path, required=True, help="what peers must present")
+    parser.add_argument("--host", default="127.0.0.1", help="interface that peers reach")
+    parser.add_argument("--expected", type=_positive, default=1, help="replicas to wait for")
+    parser.add_argument("--heartbeat-sec", type=float, default=1.0, help="the lighthouse's own")
+    parser.add_argument("--threads", type=_positive, default=1, help="leaves computed at once")
+    parser.add_argument("--steps", type=_positive, help="stop before this step")
+    parser.add_argument("--expanded", action="store_true", help="undo the deduplication")
+    parser.add_argument("--faults", default="[]", help="faults that are to happen, as JSON")
+    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
+
+
 def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--directory", type=Path, required=True, help="where its log lies")
     parser.add_argument("--token-file", type=Path, required=True, help="what callers must present")
@@ -99,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     command = {
         "train": _train,
+        "replica": _replica,
         "evaluate": _evaluate,
         "verify": _verify,
         "equal": _equal,
@@ -157,6 +181,8 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         follow=arguments.follow,
         fast=arguments.fast,
     )
+    if arguments.replicas > 1:
+        return _train_together(arguments, options)
     with show_progress() as on_step:
         summary = train(
             arguments.job,
@@ -169,6 +195,59 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     _show(arguments, to_line(summary))
+    return 0
+
+
+def _train_together(arguments: argparse.Namespace, options: TrainOptions) -> int:
+    from schemas.events import to_line
+    from trainer.progress import show_progress
+    from trainer.replicas.launch import LaunchOptions, train_together
+
+    with show_progress() as on_step:
+        summary = train_together(
+            arguments.job,
+            arguments.dataset,
+            arguments.output,
+            options,
+            LaunchOptions(count=arguments.replicas),
+            on_step,
+        )
+    _show(arguments, to_line(summary))
+    return 0
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    import secrets
+
+    import torch
+
+    from trainer.replicas.faults import Faults
+    from trainer.replicas.launch import end_with_stdin
+    from trainer.replicas.replica import ReplicaOptions
+    from trainer.replicas.work import work
+    from trainer.stores.serve import read_token
+    from trainer.training import TrainOptions
+
+    if arguments.end_with_stdin:
+        end_with_stdin()
+    torch.set_num_threads(arguments.threads)
+    work(
+        arguments.job,
+        arguments.dataset,
+        arguments.output,
+        TrainOptions(steps=arguments.steps, expanded=arguments.expanded),
+        ReplicaOptions(
+            number=arguments.number,
+            name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
+            lighthouse=arguments.lighthouse,
+            token=read_token(arguments.token_file),
+            host=arguments.host,
+            expected=arguments.expected,
+            heartbeat_sec=arguments.heartbeat_sec,
+        ),
+        clock=time.perf_counter,
+        faults=Faults.from_json(arguments.faults),
+    )
     return 0
 
 

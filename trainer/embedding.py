@@ -90,6 +90,10 @@ class Embedding(nn.Module):
         self._lent = self._source.lend(leaves.step.train_step, leaves.rows)
         self._set(leaves, {table: self._here(found) for table, found in self._lent.items()})
 
+    def more(self, leaves: Leaves) -> None:
+        """Open more leaves of the open step, among the same rows."""
+        self._add(leaves, self._rows)
+
     def look(self, batch: Batch, stores: Mapping[str, Store]) -> None:
         """Take copies of the rows of a batch, for look-ups that train nothing.
 
@@ -221,12 +225,14 @@ class Embedding(nn.Module):
         return rule_at(self._config.sparse_optimizer, leaves.step.train_step)
 
     def _set(self, leaves: Leaves, rows: dict[str, ArenaRows]) -> None:
+        self._leaves, self._rows, self._open = leaves, rows, {}
+        self._add(leaves, rows)
+
+    def _add(self, leaves: Leaves, rows: Mapping[str, ArenaRows]) -> None:
         kernels = kernels_of(self._config.kernels)
-        self._leaves, self._rows = leaves, rows
-        self._open = {
-            id(batch.sparse): OpenLeaf(kernels, batch, rows, places, mean=self._mean)
-            for batch, places in zip(leaves.batches, leaves.places, strict=True)
-        }
+        for batch, places in zip(leaves.batches, leaves.places, strict=True):
+            leaf = OpenLeaf(kernels, batch, rows, places, mean=self._mean)
+            self._open[id(batch.sparse)] = leaf
 
     def _give_back(self, leaves: Leaves) -> None:
         if not reaches_arenas(self._device):

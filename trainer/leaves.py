@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def leaves_of(
     Args:
         step: all blocks of the step; each is a leaf.
         first: number of the first leaf.
-        batches: one for each leaf, at least one.
+        batches: one for each leaf; none only where rows are given.
         rows: by table, the rows that the step looks up, distinct and ascending; None: those that
             these leaves look up.
         transpose: how rows are sorted.
@@ -75,17 +76,17 @@ def leaves_of(
     """
     found: dict[str, NDArray[np.int64]] = {}
     places: list[dict[str, torch.Tensor]] = [{} for _ in batches]
-    for table in batches[0].lookups:
+    for table in batches[0].lookups if rows is None else rows:
         lists = [batch.lookups[table].rows for batch in batches]
-        every = np.concatenate(lists)
+        every = np.concatenate([np.empty(0, np.int64), *lists])
         if rows is None:
             found[table], positions, _, _ = transpose(every)
         else:
             found[table] = rows[table]
             positions = _positions(table, found[table], every)
-        cuts = np.cumsum([len(part) for part in lists])[:-1]
-        for by_table, part in zip(places, np.split(positions, cuts), strict=True):
-            by_table[table] = torch.from_numpy(part.astype(np.int32, copy=False))
+        edges = np.cumsum([0, *(len(part) for part in lists)]).tolist()
+        for by_table, (start, end) in zip(places, pairwise(edges), strict=True):
+            by_table[table] = torch.from_numpy(positions[start:end].astype(np.int32, copy=False))
     return Leaves(
         step=step,
         num_leaves=len(step.positions),

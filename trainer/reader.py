@@ -118,7 +118,7 @@ class Reader:
 
         Args:
             train_step: position in the run.
-            run: which of its blocks, at least one; all of them when left out.
+            run: which of its blocks, none only where rows are given; all when left out.
             rows: by table, all rows that the step looks up; None: those of the chosen blocks.
 
         Raises:

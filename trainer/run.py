@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -185,8 +186,14 @@ def _check_segments(
 def cut_run(run: Path, train_step: int) -> None:
     """Drop the lines of steps from `train_step` on: they will be trained again."""
     for name in (METRICS, LEDGER):
-        lines = (run / name).read_text(encoding="utf-8").splitlines()[:train_step]
-        replace_bytes(run / name, "".join(f"{line}\n" for line in lines).encode())
+        lines = (run / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) < train_step]
+        replace_bytes(run / name, "".join(kept).encode())
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line; of a torn one, that of none that is kept."""
+    return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
 
 
 def write_summary(run: Path, summary: RunSummary) -> None:

@@ -138,7 +138,7 @@ def train(
             run, checkpoint, attempt, lambda: claim_leftovers(run, config.checkpoint, resume=True)
         )
     summary = replace(
-        _summary(run, options, evaluation, source),
+        summary_of(run, options, evaluation, source),
         num_rollbacks=rollbacks.num_rollbacks,
         recomputed_steps=rollbacks.recomputed_steps,
     )
@@ -252,9 +252,10 @@ def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memor
     return config.cache.files if options.embedding == "cached" else "mmap"
 
 
-def _summary(
+def summary_of(
     run: Path, options: TrainOptions, evaluation: Evaluation, source: RowSource
 ) -> RunSummary:
+    """Return what a finished run comes to."""
     metrics = read_metrics(run / METRICS)
     timed = metrics[1:] or metrics
     seconds = sum(m.num_samples / m.samples_per_sec for m in timed)

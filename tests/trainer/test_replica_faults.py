@@ -1,0 +1,112 @@
+"""Any replica may die at any point: the bits are those of one process, the ledger is clean."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.events import LEDGER, RunSummary
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, run_job
+from trainer.compare import compare_runs
+from trainer.ledger import read_ledger, verify_run
+from trainer.replicas.faults import Faults
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
+from trainer.training import TrainOptions
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a dataset, its job, and a run of one process."""
+    folder = tmp_path_factory.mktemp("replicas")
+    job = write_job(folder / "job", dtype="float32")
+    make_dataset(folder / "dataset", job, SEGMENTS)
+    run_job(job, folder / "dataset", folder / "alone")
+    return folder
+
+
+def together(
+    folder: Path, run: Path, count: int, faults: Faults | None = None, **options: object
+) -> RunSummary:
+    launch = LaunchOptions(count=count, heartbeat_sec=2.0, faults=faults or Faults())
+    given = TrainOptions(**options)  # type: ignore[arg-type]
+    job = folder / "job" / "job.yaml"
+    return train_together(job, folder / "dataset", run, given, launch, lambda *_: None)
+
+
+def assert_as_alone(folder: Path, run: Path) -> None:
+    found = compare_runs(folder / "alone", run)
+    assert found.difference is None
+    assert found.num_steps == 32
+    assert verify_run(run).problems == ()
+
+
+def lives_of(run: Path) -> dict[str, int]:
+    """Return for each life of a replica the steps that it had leaves of."""
+    found: dict[str, int] = {}
+    for entry in read_ledger(run / LEDGER):
+        found[entry.replica] = found.get(entry.replica, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_any_number_of_replicas_has_the_bits_of_one_process(
+    count: int, folder: Path, tmp_path: Path
+) -> None:
+    summary = together(folder, tmp_path / "run", count)
+    assert summary.num_steps == 32
+    assert_as_alone(folder, tmp_path / "run")
+    assert len(lives_of(tmp_path / "run")) >= min(count, 4)
+
+
+FAULTS = {
+    "before its leaves": Faults().kill(1, 5, "start"),
+    "before the exchange": Faults().kill(0, 7, "computed"),
+    "before the update": Faults().kill(1, 9, "exchanged"),
+    "before the lines are written": Faults().kill(0, 11, "committed"),
+    "both, one after the other": Faults().kill(0, 3).kill(1, 25, "exchanged"),
+    "a connection breaks": Faults().fail(1, 6),
+    "one is held": Faults().stop(1, 8, 5.0),
+    "one is slow": Faults().slow(0, 3.0),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
+    together(folder, tmp_path / "run", 2, FAULTS[what])
+    assert_as_alone(folder, tmp_path / "run")
+
+
+def test_a_run_that_was_killed_as_a_whole_goes_on(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    together(folder, run, 2, steps=13)
+    together(folder, run, 3, resume=True)
+    assert_as_alone(folder, run)
+
+
+def test_replicas_that_are_killed_too_often_are_given_up(folder: Path, tmp_path: Path) -> None:
+    def kill(replicas: LocalReplicas) -> None:
+        threading.Timer(1.0, lambda: os.kill(replicas.pids[0], signal.SIGKILL)).start()
+
+    with pytest.raises(SchemaError, match="replica 0 must live, got signal 9 once too often"):
+        train_together(
+            folder / "job" / "job.yaml",
+            folder / "dataset",
+            tmp_path / "run",
+            TrainOptions(),
+            LaunchOptions(count=2, restarts=0),
+            lambda *_: None,
+            kill,
+        )
+
+
+def test_what_replicas_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="replicas must keep all rows in memory"):
+        together(folder, tmp_path / "run", 2, fast=True)

@@ -1,0 +1,204 @@
+"""Replicas agree on shares, exchange sums without ids, and hand the pen over."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.errors import SchemaError
+from schemas.events import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
+from trainer.kernels.contract import RowSums
+from trainer.leaf_work import Partial
+from trainer.replicas.exchange import Shape, pack, unpack
+from trainer.replicas.faults import Faults
+from trainer.replicas.group import Group, LostPeerError, Meeting
+from trainer.replicas.membership import Agreement, Lighthouse, Member, Membership, Told
+from trainer.replicas.share import Shares
+from trainer.replicas.splits import agreed_speeds, smoothed, split
+from trainer.replicas.writer import REMEMBERED, Writer
+from trainer.tree import Node
+
+speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_size=1, max_size=5)
+
+
+@given(st.integers(0, 40), speeds)
+def test_a_split_is_a_cut_in_runs_and_no_whole_leaf_can_be_moved_to_be_done_sooner(
+    num_leaves: int, by_name: dict[str, float]
+) -> None:
+    runs = split(num_leaves, by_name)
+    assert list(runs) == sorted(by_name)
+    assert [leaf for run in runs.values() for leaf in run] == list(range(num_leaves))
+    slowest = max(len(run) / by_name[name] for name, run in runs.items())
+    for name, run in runs.items():
+        assert (len(run) + 1) / by_name[name] >= slowest - 1e-9
+
+
+def told(**changes: object) -> Told:
+    return replace(Told(since=0, state="s", meeting="m"), **changes)  # type: ignore[arg-type]
+
+
+def agreed(step: int, number: int = 1, **members: Told) -> Agreement:
+    return Agreement(
+        number, {name: Member(name=name, step=step, told=t) for name, t in members.items()}
+    )
+
+
+def test_all_replicas_work_out_the_same_shares_and_the_dead_one_s_leaves_are_taken_over() -> None:
+    shares = {name: Shares(name) for name in "abc"}
+    first = agreed(0, a=told(speed=1.0), b=told(speed=1.0), c=told(speed=2.0))
+    more = {name: found.heed(first, lambda _: 8) for name, found in shares.items()}
+    assert [leaf for m in more.values() for run in m.runs for leaf in run] == list(range(8))
+    assert {n: found.mine(1) for n, found in shares.items()} == {
+        "a": range(2),
+        "b": range(2, 4),
+        "c": range(4, 8),
+    }
+    left = {"a": told(speed=1.0, leaves=(0, 1)), "b": told(speed=1.0, leaves=(2, 3))}
+    second = agreed(1, 2, a=left["a"], b=left["b"])
+    more = {name: shares[name].heed(second, lambda _: 8) for name in "ab"}
+    assert more["a"].owners == more["b"].owners == {"a": [0, 1, 4, 5], "b": [2, 3, 6, 7]}
+    assert more["b"].runs == [range(6, 8)]
+    assert shares["a"].mine(2) == range(4)
+    assert shares["b"].mine(3) == range(4, 8)
+
+
+def test_leaves_that_two_replicas_tell_count_for_one_of_them() -> None:
+    both = agreed(0, a=told(leaves=(0, 1)), b=told(leaves=(1, 2), since=1))
+    kept, dropped = (Shares(name).heed(both, lambda _: 4) for name in "ab")
+    assert (kept.dropped, dropped.dropped) == (False, True)
+    assert kept.owners == dropped.owners
+    assert sorted(leaf for own in kept.owners.values() for leaf in own) == [0, 1, 2, 3]
+
+
+def test_who_is_there_longest_writes_and_who_is_behind_does_not() -> None:
+    members = {
+        "a": Member(name="a", step=4, told=told(since=3)),
+        "b": Member(name="b", step=4, told=told(since=1)),
+        "c": Member(name="c", step=3, told=told(since=0)),
+    }
+    agreement = Agreement(7, members)
+    assert agreement.step == 4
+    assert list(agreement.ready) == ["a", "b"]
+    assert agreement.writer == "b"
+
+
+def test_a_replica_slowed_by_half_gets_half_within_ten_steps() -> None:
+    speed, shares = {"a": 4.0, "b": 4.0}, {"a": 8, "b": 8}
+    for _ in range(10):
+        measured = {"a": 4.0, "b": 2.0}
+        speed = {name: smoothed(speed[name], measured[name]) for name in speed}
+        shares = {name: len(run) for name, run in split(15, agreed_speeds(speed)).items()}
+    assert shares == {"a": 10, "b": 5}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(10))
+def test_sums_come_over_the_wire_as_they_are(seed: int, dtype: torch.dtype) -> None:
+    chance = np.random.default_rng(seed)
+    shape = Shape(num_parameters=5, num_rows=int(chance.integers(1, 70)), dim=3, dtype=dtype)
+    held: dict[Node, Partial] = {}
+    for number in range(int(chance.integers(0, 4))):
+        rows = np.flatnonzero(chance.random(shape.num_rows) < 0.4).astype(np.int32)
+        held[Node(number, 1)] = Partial(
+            loss=chance.normal(),
+            weight=chance.random(),
+            dense=torch.from_numpy(chance.normal(size=5)).to(dtype),
+            rows=RowSums(
+                torch.from_numpy(rows),
+                torch.from_numpy(chance.normal(size=(len(rows), 3))).to(dtype),
+            ),
+        )
+    message = pack(held, shape)
+    found = unpack(message, shape)
+    assert list(found) == list(held)
+    for node, value in held.items():
+        other = found[node]
+        assert (value.loss, value.weight) == (other.loss, other.weight)
+        for one, two in [
+            (value.dense, other.dense),
+            (value.rows.rows, other.rows.rows),
+            (value.rows.sums, other.rows.sums),
+        ]:
+            assert torch.equal(one, two)
+    with pytest.raises(ValueError, match="message must have"):
+        unpack(message[:-1], shape)
+
+
+def lines_of(step: int) -> tuple[StepMetric, list[LedgerEntry]]:
+    metric = StepMetric(
+        step=step, loss=0.5, num_samples=4, num_replicas=2, samples_per_sec=1.0, phases={}
+    )
+    entries = [
+        LedgerEntry(step=step, epoch=0, segment="s", replica=r, blocks=(step,), num_samples=2)
+        for r in "ab"
+    ]
+    return metric, entries
+
+
+@pytest.mark.parametrize("written", [0, 1, 3])
+@pytest.mark.parametrize("torn", ["", "ledger", "half a line", "metrics"])
+def test_the_next_writer_adds_what_the_last_one_left_out(
+    written: int, torn: str, tmp_path: Path
+) -> None:
+    for name in (METRICS, LEDGER):
+        (tmp_path / name).touch()
+    first, second = Writer(tmp_path), Writer(tmp_path)
+    for step in range(5):
+        second.remember(*lines_of(step))
+        if step < written:
+            first.remember(*lines_of(step))
+            first.write()
+    metric, entries = (json.dumps(x) for x in ({"step": written}, {"step": written}))
+    if torn != "":
+        whole = torn != "half a line"
+        with (tmp_path / LEDGER).open("a") as file:
+            file.write(entries + "\n" if whole else entries[:5])
+    if torn == "metrics":
+        with (tmp_path / METRICS).open("a") as file:
+            file.write(metric[:6])
+    second.write()
+    assert [m.step for m in read_metrics(tmp_path / METRICS)] == list(range(5))
+    ledger = [json.loads(line) for line in (tmp_path / LEDGER).read_text().splitlines()]
+    assert [(e["step"], e["replica"]) for e in ledger] == [(s, r) for s in range(5) for r in "ab"]
+
+
+def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> None:
+    for name in (METRICS, LEDGER):
+        (tmp_path / name).touch()
+    writer = Writer(tmp_path)
+    for step in range(REMEMBERED + 1):
+        writer.remember(*lines_of(step))
+    with pytest.raises(SchemaError, match="lines must follow step -1, got 1 for the next"):
+        writer.write()
+
+
+def test_faults_are_data() -> None:
+    faults = Faults().kill(1, 5, "exchanged").slow(0, 2.0, until=7).stop(2, 3, 0.5).fail(0, 1)
+    assert Faults.from_json(faults.to_json()) == faults
+
+
+def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
+    with (
+        Lighthouse("127.0.0.1", 0, 0.5) as lighthouse,
+        Membership(lighthouse.address, "a", 0.5, 10.0) as member,
+    ):
+        agreement = member.agree(3, told(leaves=(1, 2)))
+        assert (agreement.step, agreement.writer) == (3, "a")
+        assert agreement.ready["a"].told.leaves == (1, 2)
+
+
+def test_nobody_to_meet_is_said_within_the_time() -> None:
+    meeting = Meeting("127.0.0.1", 1.0)
+    group = Group("127.0.0.1", 1.0)
+    with pytest.raises(LostPeerError, match="members must meet"):
+        group.join("1/0/a,b", meeting.address, 0, 2)
+    group.join("2/0/a", meeting.address, 0, 1)
+    alone = torch.arange(3, dtype=torch.uint8)
+    assert [message.tolist() for message in group.gather(alone)] == [[0, 1, 2]]

@@ -1,0 +1,48 @@
+"""A committed step as replicas that are behind get it: its lines, and the sums that update."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+
+from schemas.events import LedgerEntry, StepMetric
+
+_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step left behind.
+
+    Attributes:
+        metric: its line.
+        entries: its lines of the ledger.
+        sums: message with the sum of all leaves.
+    """
+
+    metric: StepMetric
+    entries: tuple[LedgerEntry, ...]
+    sums: bytes
+
+    def to_bytes(self) -> bytes:
+        """Return length of the lines, lines as JSON, sums."""
+        body = {"metric": asdict(self.metric), "entries": [asdict(e) for e in self.entries]}
+        lines = json.dumps(body).encode()
+        return len(lines).to_bytes(_LENGTH, "little") + lines + self.sums
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Committed:
+        """Read what `to_bytes` returned."""
+        end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+        body = json.loads(data[_LENGTH:end])
+        entries = tuple(
+            LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
+        )
+        return Committed(StepMetric(**body["metric"]), entries, data[end:])
+
+    @property
+    def message(self) -> torch.Tensor:
+        """Return the sums as a message of the exchange."""
+        return torch.frombuffer(bytearray(self.sums), dtype=torch.uint8)

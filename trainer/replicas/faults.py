@@ -1,0 +1,138 @@
+"""Faults as data: what is to happen to which replica, at which point of which step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+Point = Literal["start", "computed", "exchanged", "committed", "joining"]
+"""start: before leaves; computed: before the exchange; exchanged: before the update; committed:
+before the lines are written; joining: while the state of a peer is loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One of them."""
+
+    kind: Literal["kill", "stop", "slow", "fail"]
+    """kill: SIGKILL; stop: SIGSTOP for `seconds`; slow: every leaf takes `factor` times as long;
+    fail: the connections break."""
+    replica: int
+    """Number of the replica."""
+    step: int = 0
+    """First step at which it happens; `slow` goes on until `until`."""
+    point: Point = "computed"
+    """Where in the step."""
+    factor: float = 1.0
+    """Of `slow`."""
+    seconds: float = 0.0
+    """Of `stop`."""
+    until: int | None = None
+    """First step at which `slow` is over; None for never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """A schedule.
+
+    Example:
+        >>> faults = Faults().kill(1, 5).slow(0, 2.0)
+        >>> [fault.kind for fault in faults.schedule]
+        ['kill', 'slow']
+    """
+
+    schedule: tuple[Fault, ...] = ()
+
+    def kill(self, replica: int, step: int, point: Point = "computed") -> Faults:
+        """End a replica at a point, without a word."""
+        return self._and(Fault(kind="kill", replica=replica, step=step, point=point))
+
+    def stop(self, replica: int, step: int, seconds: float, point: Point = "computed") -> Faults:
+        """Hold a replica for some seconds: it lives, and says nothing."""
+        fault = Fault(kind="stop", replica=replica, step=step, point=point, seconds=seconds)
+        return self._and(fault)
+
+    def fail(self, replica: int, step: int) -> Faults:
+        """Break a replica's connections before an exchange."""
+        return self._and(Fault(kind="fail", replica=replica, step=step))
+
+    def slow(self, replica: int, factor: float, step: int = 0, until: int | None = None) -> Faults:
+        """Make each leaf of a replica take longer."""
+        return self._and(Fault(kind="slow", replica=replica, step=step, factor=factor, until=until))
+
+    def to_json(self) -> str:
+        """Return the schedule as text."""
+        return json.dumps([asdict(fault) for fault in self.schedule])
+
+    @staticmethod
+    def from_json(text: str) -> Faults:
+        """Read a schedule."""
+        return Faults(tuple(Fault(**body) for body in json.loads(text)))
+
+    def _and(self, fault: Fault) -> Faults:
+        return replace(self, schedule=(*self.schedule, fault))
+
+
+class Injector:
+    """Lets the faults of one replica happen; each once, whatever is started again."""
+
+    def __init__(self, faults: Faults, replica: int, done: Path) -> None:
+        """Keep what concerns this replica.
+
+        Args:
+            faults: of the run.
+            replica: number of this one.
+            done: folder where faults that happened leave a mark.
+        """
+        numbered = enumerate(faults.schedule)
+        self._faults: Mapping[int, Fault] = {i: f for i, f in numbered if f.replica == replica}
+        self._done = done
+
+    def at(self, point: Point, step: int) -> bool:
+        """Let happen what is due; return whether connections are to break."""
+        broken = False
+        for number, fault in self._faults.items():
+            due = fault.kind != "slow" and (fault.point, fault.step) == (point, step)
+            if not due or not self._first(number):
+                continue
+            if fault.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault.kind == "stop":
+                _stop(fault.seconds)
+            else:
+                broken = True
+        return broken
+
+    def factor(self, step: int) -> float:
+        """Return how many times as long a leaf takes."""
+        found = 1.0
+        for fault in self._faults.values():
+            late = fault.until is not None and step >= fault.until
+            if fault.kind == "slow" and step >= fault.step and not late:
+                found *= fault.factor
+        return found
+
+    def _first(self, number: int) -> bool:
+        self._done.mkdir(parents=True, exist_ok=True)
+        try:
+            (self._done / str(number)).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def _stop(seconds: float) -> None:
+    """Hold all threads of this process."""
+    pid = os.getpid()
+    if os.fork() == 0:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    time.sleep(0.01)

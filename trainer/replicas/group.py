@@ -1,0 +1,128 @@
+"""Messages between all replicas of an agreement, over gloo; made anew when the members change."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import ProcessGroupGloo
+
+Payload = torch.Tensor
+"""(n,) uint8."""
+
+
+class LostPeerError(Exception):
+    """A member did not answer: it died, or is not reached."""
+
+
+class Meeting:
+    """Where replicas find each other: a key-value store that this process serves."""
+
+    def __init__(self, host: str, timeout_sec: float) -> None:
+        """Listen on a free port.
+
+        Args:
+            host: address of an interface of this machine; others are not listened on.
+            timeout_sec: longest wait for an answer.
+        """
+        listening = socket.create_server((host, 0))
+        port = listening.getsockname()[1]
+        self.address = f"{host}:{port}"
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_sec),
+            master_listen_fd=listening.detach(),  # it would listen everywhere by itself
+        )
+
+
+class Group:
+    """The connections to all other members; `join` makes them, any failure ends them."""
+
+    def __init__(self, host: str, timeout_sec: float) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            host: address of the interface that others reach.
+            timeout_sec: longest wait for a message.
+        """
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_sec)
+        self._key: str | None = None
+        self._group: Any = None
+        self._rank = 0
+        self._size = 1
+
+    @property
+    def key(self) -> str | None:
+        """Which agreement the connections are of; None where there are none."""
+        return self._key
+
+    def join(self, key: str, meeting: str, rank: int, size: int) -> None:
+        """Connect to all other members, which do the same.
+
+        Args:
+            key: names the agreement; never used twice.
+            meeting: address of the first member's `Meeting`.
+            rank: of this process.
+            size: number of members.
+
+        Raises:
+            LostPeerError: a member is not there.
+        """
+        self.leave()
+        self._rank, self._size = rank, size
+        if size > 1:
+            host, _, port = meeting.rpartition(":")
+            gloo: Any = ProcessGroupGloo  # torch's stubs leave out most of it
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=self._host)]
+            options._timeout = self._timeout
+            try:
+                store = TCPStore(host, int(port), is_master=False, timeout=self._timeout)
+                self._group = gloo(PrefixStore(key, store), rank, size, options)
+            except RuntimeError as error:
+                raise LostPeerError(f"members must meet at {meeting}, got {error}") from error
+        self._key = key
+
+    def leave(self) -> None:
+        """Close all connections; who waits for this process learns of it."""
+        if self._group is not None:
+            self._group.abort()
+        self._group, self._key = None, None
+
+    def gather(self, mine: Payload) -> list[Payload]:
+        """Send a message to all members and return those of all, by rank.
+
+        Args:
+            mine: of any size.
+
+        Raises:
+            LostPeerError: a member did not answer in time; connections are closed.
+        """
+        if self._group is None:
+            return [mine]
+        try:
+            return self._gather(self._group, mine)
+        except RuntimeError as error:
+            self.leave()
+            raise LostPeerError(f"all members must answer, got {error}") from error
+
+    def _gather(self, group: Any, mine: Payload) -> list[Payload]:
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
+        group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+        found = [
+            mine if rank == self._rank else torch.empty(int(size), dtype=torch.uint8)
+            for rank, size in enumerate(sizes)
+        ]
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        works = [group.recv([found[rank]], rank, 0) for rank in others]
+        works += [group.send([mine], rank, 0) for rank in others]
+        for work in works:
+            work.wait()
+        return found

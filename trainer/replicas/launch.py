@@ -1,0 +1,272 @@
+"""Several replicas on this machine: started, started again when they die, until all are done."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
+from schemas.job import load_job
+from trainer.checkpoint import newest_checkpoint
+from trainer.parts import order_of
+from trainer.replicas.faults import Faults
+from trainer.replicas.membership import Lighthouse
+from trainer.replicas.replica import REPLICAS
+from trainer.run import check_run, cut_run, start_run
+from trainer.training import TrainOptions
+
+TOKEN = "token"
+_ROOT = Path(__file__).resolve().parents[2]
+_POLL_SEC = 0.1
+_END_SEC = 10.0
+
+
+class LocalReplicas:
+    """Replica processes of one run; a context in which they run.
+
+    One that is killed is started again and joins the others. All end when this
+    process does, however that happens: each reads a pipe that only this process
+    holds.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        run: Path,
+        arguments: Iterable[str],
+        *,
+        heartbeat_sec: float,
+        restarts: int,
+    ) -> None:
+        """Remember what to start.
+
+        Args:
+            count: replicas.
+            run: run folder.
+            arguments: of `python -m trainer replica`, beside those of each replica.
+            heartbeat_sec: time without a sign of life after which one is dead.
+            restarts: most times that killed ones are started again, all together.
+        """
+        self._count = count
+        self._run = run
+        self._arguments = list(arguments)
+        self._heartbeat_sec = heartbeat_sec
+        self._restarts = restarts
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._stack = ExitStack()
+        self._lighthouse = ""
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of the replicas that run, by number."""
+        return {number: p.pid for number, p in self._processes.items() if p.poll() is None}
+
+    def __enter__(self) -> LocalReplicas:
+        """Start all."""
+        (self._run / REPLICAS).unlink(missing_ok=True)
+        _write_token(self._run / TOKEN)
+        lighthouse = Lighthouse("127.0.0.1", 0, self._heartbeat_sec)
+        self._lighthouse = self._stack.enter_context(lighthouse).address
+        self._stack.callback(self._end)
+        for number in range(self._count):
+            self._processes[number] = self._start(number, self._count)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End those that still run."""
+        self._stack.close()
+
+    def wait(self, poll: Callable[[], None]) -> None:
+        """Wait until the run is finished.
+
+        Args:
+            poll: called again and again meanwhile.
+
+        Raises:
+            SchemaError: a replica ended with an error, or was killed too often.
+        """
+        running = set(self._processes)
+        while running:
+            time.sleep(_POLL_SEC)
+            poll()
+            for number in sorted(running):
+                status = self._processes[number].poll()
+                if status is None:
+                    continue
+                running.discard(number)
+                if status > 0:
+                    raise SchemaError(
+                        f"replica {number} must end well, got status {status}; see its error above"
+                    )
+                if status < 0 and (running or not self._run_is_finished()):
+                    self._restart(number, -status)
+                    running.add(number)
+
+    def _run_is_finished(self) -> bool:
+        return (self._run / SUMMARY).is_file()
+
+    def _restart(self, number: int, signal: int) -> None:
+        if not self._restarts:
+            raise SchemaError(
+                f"replica {number} must live, got signal {signal} once too often; "
+                "go on with --resume"
+            )
+        self._restarts -= 1
+        _close(self._processes[number])
+        self._processes[number] = self._start(number, 1)
+
+    def _start(self, number: int, expected: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "trainer", "replica", *self._arguments]
+        command += ["--number", str(number), "--lighthouse", self._lighthouse]
+        command += ["--expected", str(expected), "--token-file", str(self._run / TOKEN)]
+        command += ["--heartbeat-sec", str(self._heartbeat_sec), "--end-with-stdin"]
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+        )
+
+    def _end(self) -> None:
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes.values():
+            try:
+                process.wait(_END_SEC)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class MetricTail:
+    """Calls a function for each new step of a run's metrics."""
+
+    def __init__(self, run: Path, on_step: Callable[[StepMetric, int], None], last: int) -> None:
+        """Begin with the first line.
+
+        Args:
+            run: run folder.
+            on_step: called with each metric and the number of steps.
+            last: number of steps.
+        """
+        self._path = run / METRICS
+        self._on_step = on_step
+        self._last = last
+        self._seen = 0
+
+    def __call__(self) -> None:
+        """Look for new lines."""
+        for metric in read_metrics(self._path)[self._seen :]:
+            self._seen += 1
+            self._on_step(metric, self._last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """How replicas are kept."""
+
+    count: int
+    """Replicas."""
+    heartbeat_sec: float = 1.0
+    """Time without a sign of life after which one is dead."""
+    restarts: int = 100
+    """Most times that killed ones are started again, all together."""
+    faults: Faults = field(default_factory=Faults)
+    """That are to happen."""
+
+
+def train_together(
+    job_path: Path,
+    dataset_path: Path,
+    run: Path,
+    options: TrainOptions,
+    launch: LaunchOptions,
+    on_step: Callable[[StepMetric, int], None],
+    on_start: Callable[[LocalReplicas], None] = lambda _: None,
+) -> RunSummary:
+    """Train a job on several replicas on this machine, until its end.
+
+    Args:
+        job_path: job file.
+        dataset_path: dataset folder.
+        run: output folder.
+        options: what the command line says.
+        launch: how replicas are kept.
+        on_step: called after each committed step with its metric and the number of steps.
+        on_start: called when the replicas are started.
+
+    Raises:
+        SchemaError: job, dataset or run break their format, or a replica ended with an error.
+        ValueError: replicas cannot do what is asked.
+    """
+    if options.embedding != "plain" or options.follow or options.fast:
+        raise ValueError(
+            "replicas must keep all rows in memory and train a finished dataset leaf by leaf, got "
+            f"embedding={options.embedding!r}, follow={options.follow}, fast={options.fast}; "
+            "leave these out, or train with one"
+        )
+    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    order = order_of(job, dataset)
+    if options.resume:
+        check_run(run, dataset, job.train)
+        checkpoint = newest_checkpoint(run)
+        cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
+        (run / SUMMARY).unlink(missing_ok=True)
+    else:
+        start_run(run, job_path, dataset, job.train)
+    arguments = [str(job_path), "--dataset", str(dataset_path), "--output", str(run)]
+    if options.steps is not None:
+        arguments += ["--steps", str(options.steps)]
+    if options.expanded:
+        arguments += ["--expanded"]
+    if launch.faults.schedule:
+        arguments += ["--faults", launch.faults.to_json()]
+    arguments += ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
+    last = min(order.num_steps, options.steps or order.num_steps)
+    replicas = LocalReplicas(
+        launch.count,
+        run,
+        arguments,
+        heartbeat_sec=launch.heartbeat_sec,
+        restarts=launch.restarts,
+    )
+    with replicas:
+        on_start(replicas)
+        replicas.wait(MetricTail(run, on_step, last))
+    return read_summary(run / SUMMARY)
+
+
+def _threads_each(wanted: int | None, count: int) -> int:
+    return wanted or max(1, len(os.sched_getaffinity(0)) // count)
+
+
+def end_with_stdin() -> None:
+    """End this process when its standard input ends."""
+
+    def wait() -> None:
+        while os.read(0, 1024):  # not through sys.stdin: its lock would be held at the end
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _write_token(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(number, "w", encoding="utf-8") as file:
+        file.write(secrets.token_urlsafe(32))

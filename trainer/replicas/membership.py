@@ -1,0 +1,207 @@
+"""Who trains together, agreed on anew at every step through torchft's lighthouse."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+from torchft.coordination import LighthouseClient, LighthouseServer
+
+from schemas.errors import SchemaError
+
+_TICK_MS = 10
+_BEATS_PER_TIMEOUT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a replica tells all others at the start of a step."""
+
+    since: int
+    """First step that it took part in."""
+    state: str
+    """Address where it gives its state to those that join."""
+    meeting: str
+    """Address of its `Meeting`."""
+    speed: float | None = None
+    """Leaves per second; None before its first step."""
+    leaves: tuple[int, ...] = ()
+    """Leaves of the step that it computes, or has computed."""
+    failures: int = 0
+    """How many exchanges have failed here so far."""
+    done: bool = False
+    """It has nothing left to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One replica of an agreement."""
+
+    name: str
+    """Unique; two lives of a replica have two names."""
+    step: int
+    """The step that it is about to commit."""
+    told: Told
+    """The rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all members of one round have been told alike.
+
+    Attributes:
+        number: changes with the members.
+        members: by name.
+    """
+
+    number: int
+    members: Mapping[str, Member]
+
+    @property
+    def step(self) -> int:
+        """The step that is to be committed: that of the member that is farthest."""
+        return max(member.step for member in self.members.values())
+
+    @property
+    def ready(self) -> dict[str, Member]:
+        """Members that can take part in `step`."""
+        return {name: m for name, m in self.members.items() if m.step == self.step}
+
+    @property
+    def key(self) -> str:
+        """Names the connections between the ready members: new ones after every failure."""
+        failures = sum(member.told.failures for member in self.ready.values())
+        return f"{self.number}/{failures}/{','.join(self.ready)}"
+
+    @property
+    def writer(self) -> str:
+        """The ready member that writes the run's files: the one that is there longest."""
+        ready = self.ready
+        return min(ready, key=lambda name: (ready[name].told.since, name))
+
+
+class Membership:
+    """This process as a member; a context in which others count on it."""
+
+    def __init__(self, lighthouse: str, name: str, heartbeat_sec: float, wait_sec: float) -> None:
+        """Remember who is asked.
+
+        Args:
+            lighthouse: `http://host:port`.
+            name: of this replica, unique.
+            heartbeat_sec: the lighthouse's time without a sign of life after which one is dead.
+            wait_sec: longest wait for a lighthouse that is not there.
+        """
+        self.name = name
+        self._lighthouse = lighthouse
+        self._interval = heartbeat_sec / _BEATS_PER_TIMEOUT
+        self._wait_sec = wait_sec
+        self._client: LighthouseClient | None = None
+        self._last_beat = time.monotonic()
+        self._ending = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Membership:
+        """Show signs of life."""
+        self._beating.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Show none any more."""
+        self._ending.set()
+        self._beating.join()
+
+    def agree(self, step: int, told: Told) -> Agreement:
+        """Tell all members of a step and return what all have told; waits for all living ones.
+
+        Args:
+            step: that this replica is about to commit.
+            told: of this replica.
+
+        Raises:
+            SchemaError: the lighthouse does not answer.
+        """
+        while True:
+            try:
+                if self._client is None:
+                    self._client = self._connected()
+                quorum = self._client.quorum(
+                    replica_id=self.name,
+                    timeout=timedelta(seconds=self._wait_sec),
+                    address=told.state,
+                    store_address=told.meeting,
+                    step=step,
+                    world_size=1,
+                    shrink_only=False,
+                    data={**asdict(told)},
+                )
+            except (RuntimeError, TimeoutError, ConnectionError) as error:
+                self._client = None
+                if time.monotonic() - self._last_beat > self._wait_sec:
+                    raise SchemaError(
+                        f"lighthouse must answer within {self._wait_sec:g} s, got {error} at "
+                        f"{self._lighthouse}; start it again at that address"
+                    ) from error
+                time.sleep(self._interval)
+                continue
+            found = sorted(quorum.participants, key=lambda member: member.replica_id)
+            members = {p.replica_id: _member(p.replica_id, p.step, p.data) for p in found}
+            return Agreement(int(quorum.quorum_id), members)
+
+    def _beat(self) -> None:
+        client: LighthouseClient | None = None
+        while not self._ending.wait(self._interval):
+            try:
+                client = client or self._connected()
+                client.heartbeat(self.name, timedelta(seconds=1))
+                self._last_beat = time.monotonic()
+            except (RuntimeError, TimeoutError, ConnectionError):
+                client = None  # the lighthouse may come back
+
+    def _connected(self) -> LighthouseClient:
+        return LighthouseClient(self._lighthouse, timedelta(seconds=1))
+
+
+class Lighthouse:
+    """The process-wide service that replicas agree through; a context in which it runs."""
+
+    def __init__(self, host: str, port: int, heartbeat_sec: float) -> None:
+        """Remember where to listen.
+
+        Args:
+            host: address of an interface of this machine.
+            port: 0 takes a free one.
+            heartbeat_sec: time without a sign of life after which a replica is dead.
+        """
+        self._bind = f"{host}:{port}"
+        self._host = host
+        self._heartbeat_ms = round(heartbeat_sec * 1000)
+        self._server: LighthouseServer | None = None
+        self.address = ""
+
+    def __enter__(self) -> Lighthouse:
+        """Listen."""
+        self._server = LighthouseServer(
+            bind=self._bind,
+            min_replicas=1,
+            join_timeout_ms=self._heartbeat_ms,
+            quorum_tick_ms=_TICK_MS,
+            heartbeat_timeout_ms=self._heartbeat_ms,
+        )
+        port = self._server.address().rpartition(":")[2]
+        self.address = f"http://{self._host}:{port}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop."""
+        if self._server is not None:
+            self._server.shutdown()
+
+
+def _member(name: str, step: int, data: Mapping[Any, Any] | None) -> Member:
+    body = {field.name: (data or {})[field.name] for field in fields(Told)}
+    return Member(name=name, step=step, told=Told(**{**body, "leaves": tuple(body["leaves"])}))

@@ -1,0 +1,157 @@
+"""What a replica gives to one that joins or is behind: its state, and sums of the last steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyarrow.flight as fl
+
+from schemas.errors import SchemaError
+from schemas.jagged import Array
+from trainer.arrays import from_bytes, to_parts
+from trainer.stores.flight_server import TokenCheck
+from trainer.stores.wire import AUTHORIZATION
+
+STATE, SUMS = "state", "sums"
+_PIECE = 4 << 20
+KEPT_BYTES = 128 << 20
+"""Most bytes of sums that are kept for others."""
+
+
+class PeerServer(fl.FlightServerBase):
+    """Answers other replicas of the run until `shutdown`."""
+
+    def __init__(self, location: str, token: str, wait_sec: float) -> None:
+        """Listen at once, as Flight servers do.
+
+        Args:
+            location: `grpc://host:0`.
+            token: what callers must present.
+            wait_sec: longest wait for the trainer to come to a step's end.
+        """
+        super().__init__(location, middleware={"token": TokenCheck(token)})
+        self._wait_sec = wait_sec
+        self._changed = threading.Condition()
+        self._sums: OrderedDict[int, bytes] = OrderedDict()
+        self._wanted = 0
+        self._given: bytes | None = None
+
+    def keep(self, train_step: int, sums: bytes) -> None:
+        """Keep the sums of a committed step for those that are behind.
+
+        Args:
+            train_step: that was committed.
+            sums: its message.
+        """
+        with self._changed:
+            self._sums[train_step] = sums
+            while len(self._sums) > 1 and sum(map(len, self._sums.values())) > KEPT_BYTES:
+                self._sums.popitem(last=False)
+            self._changed.notify_all()
+
+    def offer(self, state_of: Callable[[], Mapping[str, Array]]) -> None:
+        """Give the state at the end of a step to those that wait for it.
+
+        Args:
+            state_of: arrays of the state; called when somebody waits.
+        """
+        with self._changed:
+            if self._wanted:
+                self._given = b"".join(to_parts(state_of()))
+                self._changed.notify_all()
+
+    def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> Iterator[bytes]:
+        """Send the state at the next step's end, or the sums of a step."""
+        body = json.loads(action.body.to_pybytes() or b"{}")
+        if action.type == STATE:
+            data = self._state()
+        elif action.type == SUMS:
+            data = self._sums_of(int(body["train_step"]), float(body["wait_sec"]))
+        else:
+            raise fl.FlightServerError(f"action must be {STATE} or {SUMS}, got {action.type!r}")
+        for start in range(0, len(data), _PIECE):
+            yield data[start : start + _PIECE]
+
+    def _state(self) -> bytes:
+        with self._changed:
+            self._wanted += 1
+            self._given = None
+            try:
+                if not self._changed.wait_for(lambda: self._given is not None, self._wait_sec):
+                    raise fl.FlightUnavailableError("no step ended in time")
+                assert self._given is not None, "it was waited for"
+                return self._given
+            finally:
+                self._wanted -= 1
+                if not self._wanted:
+                    self._given = None
+
+    def _sums_of(self, train_step: int, wait_sec: float) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: self._last() >= train_step, wait_sec)
+            if self._last() < train_step:
+                return b""
+            found = self._sums.get(train_step)
+        if found is None:
+            raise fl.FlightServerError(f"sums of step {train_step} are gone; ask for the state")
+        return found
+
+    def _last(self) -> int:
+        return next(reversed(self._sums), -1)
+
+
+class Peer:
+    """Another replica, as one that is behind sees it."""
+
+    def __init__(self, address: str, token: str, timeout_sec: float) -> None:
+        """Connect with the first call.
+
+        Args:
+            address: `grpc://host:port`.
+            token: of the run.
+            timeout_sec: longest wait for an answer.
+        """
+        self._address = address
+        self._client = fl.FlightClient(address)
+        header = (AUTHORIZATION.encode(), f"Bearer {token}".encode())
+        self._options = fl.FlightCallOptions(timeout=timeout_sec, headers=[header])
+
+    def state(self) -> dict[str, Array]:
+        """Return the arrays of the peer's state at the end of one of its next steps.
+
+        Raises:
+            PeerError: the peer is gone, or the state is torn.
+        """
+        return from_bytes(self._call(STATE, {}), file=self._address)
+
+    def sums(self, train_step: int, wait_sec: float = 0.0) -> bytes | None:
+        """Return the sums of a step, None while it is not committed.
+
+        Args:
+            train_step: of the run.
+            wait_sec: longest wait for it.
+
+        Raises:
+            PeerError: the peer is gone, or has dropped them.
+        """
+        return self._call(SUMS, {"train_step": train_step, "wait_sec": wait_sec}) or None
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _call(self, name: str, body: Mapping[str, Any]) -> bytes:
+        action = fl.Action(name, json.dumps(body).encode())
+        try:
+            found = self._client.do_action(action, self._options)
+            return b"".join(result.body.to_pybytes() for result in found)
+        except (fl.FlightError, OSError, SchemaError) as error:
+            raise PeerError(f"{name} of {self._address} must come, got {error}") from error
+
+
+class PeerError(Exception):
+    """A peer did not answer; ask another one."""

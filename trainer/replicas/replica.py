@@ -1,0 +1,381 @@
+"""One replica: step after step with the others, until all steps are committed.
+
+tell the others which leaves I compute, and meanwhile compute them
+who is there?     leaves of the dead are shared out; who is behind catches up
+exchange          sums of leaves; who is lost here is left out of the next agreement
+update            the same on every replica, bit for bit: this commits the step
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from schemas.errors import SchemaError
+from schemas.events import StepMetric
+from schemas.jagged import Array
+from schemas.manifest import replace_bytes
+from trainer.leaf_work import LeafWork, Partial
+from trainer.leaves import Leaves
+from trainer.replicas.ahead import Ahead
+from trainer.replicas.committed import Committed
+from trainer.replicas.exchange import pack, unpack
+from trainer.replicas.faults import Injector
+from trainer.replicas.group import Group, LostPeerError, Meeting
+from trainer.replicas.membership import Agreement, Membership, Told
+from trainer.replicas.peer import Peer, PeerError, PeerServer
+from trainer.replicas.setting import Setting
+from trainer.replicas.share import Shares
+from trainer.replicas.splits import smoothed
+from trainer.replicas.writer import Writer
+from trainer.state import load_state, state_of
+from trainer.step import PhaseTimer
+from trainer.stores.store import Records
+from trainer.tree import Tree
+
+REPLICAS = "replicas.json"
+"""File of the run with the addresses where living replicas give their state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """What one replica is told."""
+
+    number: int
+    """Of the replica; one that is started again keeps it."""
+    name: str
+    """Unique for this life of it."""
+    lighthouse: str
+    """`http://host:port`."""
+    token: str
+    """What other replicas must present."""
+    host: str = "127.0.0.1"
+    """Address of the interface that others reach."""
+    expected: int = 1
+    """Replicas to wait for before the first step."""
+    heartbeat_sec: float = 1.0
+    """Time without a sign of life after which one is dead."""
+    timeout_sec: float = 30.0
+    """Longest wait for a message, and for a lighthouse that is not there."""
+
+
+class Replica:
+    """Trains with the others; a context that holds threads, servers and connections."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        options: ReplicaOptions,
+        injector: Injector,
+        save: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Take part from the first step that is not trained yet.
+
+        Args:
+            setting: of the run, at the state of `setting.first`.
+            options: of this replica.
+            injector: faults that happen to it.
+            save: called with the next step where this replica writes the run's files.
+        """
+        self.setting = setting
+        self.options = options
+        self.step = setting.first
+        self._since = setting.first
+        self._failures = 0
+        self._speed: float | None = None
+        self._injector = injector
+        self._save = save
+        self._shares = Shares(options.name)
+        self._writer = Writer(setting.run)
+        self._timer = PhaseTimer(setting.clock)
+        self._open: Leaves | None = None
+        self._told_addresses: list[str] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Replica:
+        """Listen, show signs of life, start threads."""
+        options, enter = self.options, self._stack.enter_context
+        self._server = PeerServer(f"grpc://{options.host}:0", options.token, options.timeout_sec)
+        self._stack.callback(self._server.shutdown)
+        self._state = f"grpc://{options.host}:{self._server.port}"
+        self._meeting = Meeting(options.host, options.timeout_sec)
+        self._group = Group(options.host, options.timeout_sec)
+        self._stack.callback(self._group.leave)
+        self._asking = enter(ThreadPoolExecutor(1, "agree"))
+        parts = self.setting.parts
+        self._work = enter(LeafWork(parts.model, parts.embedding, self.setting.kernels))
+        self._ahead = enter(Ahead(self.setting.read))
+        self._membership = enter(
+            Membership(options.lighthouse, options.name, options.heartbeat_sec, options.timeout_sec)
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End all of it."""
+        self._stack.close()
+
+    def train(self) -> None:
+        """Train all steps.
+
+        Raises:
+            SchemaError: a loss is not finite, the disk is full, or the lighthouse is gone.
+        """
+        self._find_state()
+        self._wait_for_others()
+        while self.step < self.setting.last:
+            self._train_step()
+
+    def agree_on_end(self, *, done: bool) -> Agreement:
+        """Return who is there after the last step.
+
+        Args:
+            done: nothing is left to do here.
+        """
+        return self._membership.agree(self.step, self._told((), done=done))
+
+    def _told(self, leaves: tuple[int, ...], *, done: bool = False) -> Told:
+        return Told(
+            since=self._since,
+            state=self._state,
+            meeting=self._meeting.address,
+            speed=self._speed,
+            leaves=leaves,
+            failures=self._failures,
+            done=done,
+        )
+
+    def _wait_for_others(self) -> None:
+        """Begin together where all are to begin; what is computed does not depend on it."""
+        end = time.monotonic() + self.options.timeout_sec
+        while self.step == self.setting.first and time.monotonic() < end:
+            agreement = self._membership.agree(self.step, self._told(()))
+            if agreement.step > self.step or len(agreement.members) >= self.options.expected:
+                return
+            time.sleep(0.02)
+
+    def _train_step(self) -> None:
+        own = self._shares.mine(self.step)
+        computed = list(own)
+        asked = self._asking.submit(self._membership.agree, self.step, self._told(tuple(own)))
+        tree = self._compute(own)
+        while True:
+            with self._timer("sync"):
+                agreement = asked.result()
+            if agreement.step > self.step:
+                self._catch_up(agreement)
+                return
+            more = self._shares.heed(agreement, self.setting.num_leaves)
+            if more.dropped:
+                tree, computed = self._work.tree(self.setting.num_leaves(self.step)), []
+            for run in more.runs:
+                self._compute_more(run, tree)
+                computed += run
+            for step in (self.step + 1, self.step + 2):
+                if step < self.setting.last:
+                    self._ahead.want(step, self._shares.mine(step))
+            try:
+                with self._timer("sync"):
+                    total, message = self._exchange(agreement, tree)
+                break
+            except LostPeerError:
+                self._failures += 1
+                told = self._told(tuple(computed))
+                asked = self._asking.submit(self._membership.agree, self.step, told)
+        self._commit(agreement, total, message, more.owners)
+
+    def _compute(self, run: range) -> Tree[Partial]:
+        self._injector.at("start", self.step)
+        with self._timer("read"):
+            leaves = self._ahead.take(self.step, run)
+        with self._timer("fetch"):
+            self._open_rows(leaves)
+        start = self.setting.clock()
+        with self._timer("backward"):
+            tree = self._work.compute(leaves)
+            slower = self._injector.factor(self.step) - 1
+            if slower > 0:
+                time.sleep(slower * (self.setting.clock() - start))
+        if len(run):
+            self._speed = smoothed(self._speed, len(run) / (self.setting.clock() - start))
+        if self._injector.at("computed", self.step):
+            self._group.leave()
+        return tree
+
+    def _open_rows(self, leaves: Leaves) -> None:
+        self.setting.parts.embedding.open(leaves)
+        self._open = leaves
+
+    def _compute_more(self, run: range, tree: Tree[Partial]) -> None:
+        with self._timer("read"):
+            leaves = self._ahead.also(self.step, run)
+        with self._timer("backward"):
+            self.setting.parts.embedding.more(leaves)
+            self._work.compute(leaves, tree)
+
+    def _exchange(self, agreement: Agreement, tree: Tree[Partial]) -> tuple[Partial, bytes]:
+        """Return the sum of all leaves of the step, and that as a message."""
+        assert self._open is not None, "rows of the step are open"
+        names = list(agreement.ready)
+        if self._group.key != agreement.key:
+            meeting = agreement.ready[names[0]].told.meeting
+            rank = names.index(self.options.name)
+            self._group.join(agreement.key, meeting, rank, len(names))
+        shape = self.setting.shape(self._open)
+        found = self._group.gather(pack(tree.held, shape))
+        for name, message in zip(names, found, strict=True):
+            if name != self.options.name:
+                for node, value in unpack(message, shape).items():
+                    tree.add(node, value)
+        total = tree.total()
+        [node] = tree.held
+        return total, pack({node: total}, shape).numpy().tobytes()
+
+    def _commit(
+        self,
+        agreement: Agreement,
+        total: Partial,
+        message: bytes,
+        owners: Mapping[str, list[int]],
+    ) -> None:
+        self._injector.at("exchanged", self.step)
+        loss = total.loss / total.weight
+        if not math.isfinite(loss):
+            raise SchemaError(
+                f"loss must be finite, got {loss} at step {self.step}; lower the learning rates, "
+                "or see whether all weights of the batch are 0"
+            )
+        with self._timer("update"):
+            self._update(total)
+        entries = [self.setting.entry(self.step, n, own) for n, own in owners.items() if own]
+        committed = Committed(self._metric(loss, len(agreement.ready)), tuple(entries), message)
+        self._server.keep(self.step, committed.to_bytes())
+        self._remember(committed)
+        self._injector.at("committed", self.step - 1)
+        if agreement.writer == self.options.name:
+            self._writer.write()
+            self._tell_newcomers(agreement)
+            self._save(self.step)
+        self._server.offer(self._state_arrays)
+
+    def _update(self, total: Partial) -> None:
+        parts = self.setting.parts
+        self._work.set_gradients(total)
+        parts.optimizer.step()
+        parts.embedding.update(total.rows.over(total.weight))
+        self._open = None
+
+    def _remember(self, committed: Committed) -> None:
+        self._writer.remember(committed.metric, committed.entries)
+        self.step += 1
+
+    def _metric(self, loss: float, num_replicas: int) -> StepMetric:
+        seconds, phases = self._timer.finish()
+        num_samples = self.setting.num_samples(self.step)
+        return StepMetric(
+            step=self.step,
+            loss=loss,
+            num_samples=num_samples,
+            num_replicas=num_replicas,
+            samples_per_sec=num_samples / seconds,
+            phases=phases,
+        )
+
+    def _catch_up(self, agreement: Agreement) -> None:
+        """Come to the step of the others, which have gone on without this replica."""
+        self._shares.forget()
+        for member in agreement.ready.values():
+            with ExitStack() as stack:
+                peer = Peer(member.told.state, self.options.token, self.options.timeout_sec)
+                stack.callback(peer.close)
+                try:
+                    self._follow(peer, agreement.step)
+                    return
+                except PeerError:
+                    continue
+
+    def _follow(self, peer: Peer, target: int) -> None:
+        while self.step < target:
+            try:
+                data = peer.sums(self.step)
+            except PeerError:
+                data = None
+            if data is None:
+                self._load(peer.state())
+            else:
+                self._apply(Committed.from_bytes(data))
+        self._since = self.step
+
+    def _apply(self, committed: Committed) -> None:
+        """Update by the sums of a step that others have committed."""
+        if self._open is None or self._open.step.train_step != self.step:
+            self._open_rows(self._ahead.take(self.step, range(0)))
+        assert self._open is not None, "rows of the step are open"
+        [total] = unpack(committed.message, self.setting.shape(self._open)).values()
+        self._update(total)
+        self._timer.finish()
+        self._server.keep(self.step, committed.to_bytes())
+        self._remember(committed)
+
+    def _find_state(self) -> None:
+        """Load the state of a replica that trains already, if there is one, and follow it."""
+        path = self.setting.run / REPLICAS
+        addresses = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+        for address in addresses:
+            peer = Peer(address, self.options.token, self.options.timeout_sec)
+            try:
+                self._load(peer.state())
+                self._injector.at("joining", self.step)
+                while (data := peer.sums(self.step)) is not None:
+                    self._apply(Committed.from_bytes(data))
+                self._since = self.step
+                return
+            except PeerError:
+                continue
+            finally:
+                peer.close()
+
+    def _tell_newcomers(self, agreement: Agreement) -> None:
+        addresses = [member.told.state for member in agreement.ready.values()]
+        if addresses != self._told_addresses:
+            replace_bytes(self.setting.run / REPLICAS, json.dumps(addresses).encode())
+            self._told_addresses = addresses
+
+    def _state_arrays(self) -> dict[str, Array]:
+        parts = self.setting.parts
+        arrays: dict[str, Array] = {"step": np.array([self.step])}
+        arrays |= state_of(parts.model, parts.optimizer)
+        for table, store in parts.stores.items():
+            found = [*store.contents()]
+            layout = store.layout
+            none = np.empty((0, layout.dim), layout.dtype)
+            arrays[f"rows/{table}/rows"] = np.concatenate(
+                [np.empty(0, np.int64), *(rows for rows, _ in found)]
+            )
+            arrays[f"rows/{table}/values"] = np.concatenate(
+                [none, *(records.values for _, records in found)]
+            )
+            arrays[f"rows/{table}/state"] = np.concatenate(
+                [
+                    np.empty((0, layout.state_width), layout.dtype),
+                    *(records.state for _, records in found),
+                ]
+            )
+        return arrays
+
+    def _load(self, arrays: Mapping[str, Array]) -> None:
+        parts = self.setting.parts
+        dense = {name: a for name, a in arrays.items() if name.startswith(("model/", "optimizer/"))}
+        load_state(dense, parts.model, parts.optimizer)
+        for table, store in parts.stores.items():
+            rows, values, state = (arrays[f"rows/{table}/{n}"] for n in ("rows", "values", "state"))
+            store.write(rows, Records(values, state))
+        [step] = arrays["step"].tolist()
+        self.step = self._since = int(step)
+        self._open = None

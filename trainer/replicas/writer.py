@@ -1,0 +1,97 @@
+"""The lines of committed steps, kept by all replicas and written by one of them.
+
+Who writes may die at any moment, also between two lines. All replicas remember
+the last steps; whoever writes next looks at what is there, drops what is torn and
+adds what is missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from schemas.errors import SchemaError
+from schemas.events import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
+
+REMEMBERED = 64
+"""Steps whose lines a replica can still write."""
+_TAIL = 1 << 16
+
+
+class Writer:
+    """The lines of a run, as one replica knows them."""
+
+    def __init__(self, run: Path) -> None:
+        """Remember the folder.
+
+        Args:
+            run: run folder; its lines are there already, perhaps none.
+        """
+        self._run = run
+        self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
+
+    def remember(self, metric: StepMetric, entries: Sequence[LedgerEntry]) -> None:
+        """Keep the lines of a committed step.
+
+        Args:
+            metric: of the step.
+            entries: one per replica that computed leaves.
+        """
+        ledger = "".join(f"{to_line(entry)}\n" for entry in entries)
+        self._lines[metric.step] = (ledger.encode(), f"{to_line(metric)}\n".encode())
+        while len(self._lines) > REMEMBERED:
+            self._lines.popitem(last=False)
+
+    def write(self) -> None:
+        """Write every remembered step that is not there yet.
+
+        A step is there when its metric is: the ledger's lines are written before.
+
+        Raises:
+            SchemaError: the disk is full, or steps are missing that nobody remembers.
+        """
+        with (self._run / METRICS).open("r+b") as metrics, (self._run / LEDGER).open("r+b") as book:
+            fcntl.flock(metrics, fcntl.LOCK_EX)
+            last = _cut(metrics, None)
+            new = {step: lines for step, lines in self._lines.items() if step > last}
+            if not new:
+                return
+            if min(new) != last + 1:
+                raise SchemaError(
+                    f"lines must follow step {last}, got {min(new)} for the next; resume the run",
+                    file=metrics.name,
+                )
+            _cut(book, last)
+            for ledger, metric in new.values():
+                for file, line in ((book, ledger), (metrics, metric)):
+                    try:
+                        os.write(file.fileno(), line)
+                    except OSError as failed:
+                        raise SchemaError(
+                            f"disk must have room for the line of a step, got {failed.strerror}; "
+                            "free some and train on with --resume",
+                            file=file.name,
+                        ) from failed
+
+
+def _cut(file: object, most: int | None) -> int:
+    """Drop a torn line and those of later steps, go to the end, and return the last step or -1."""
+    number = file.fileno()  # type: ignore[attr-defined]
+    end = os.fstat(number).st_size
+    start = max(0, end - _TAIL)
+    tail = os.pread(number, end - start, start)
+    if start:
+        tail = tail[tail.index(b"\n") + 1 :]
+    lines = tail.split(b"\n")
+    torn, lines = lines[-1], lines[:-1]
+    keep = end - len(torn)
+    while lines and most is not None and json.loads(lines[-1])["step"] > most:
+        keep -= len(lines.pop()) + 1
+    if keep != end:
+        os.ftruncate(number, keep)
+    os.lseek(number, keep, os.SEEK_SET)
+    return int(json.loads(lines[-1])["step"]) if lines else -1
