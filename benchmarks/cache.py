@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = write_job(scratch / "job", options.rows)
         dataset = options.dataset
         if dataset is None:
-            write_log(GeneratorConfig(num_samples=options.samples, seed=1), scratch / "log")
+            log = GeneratorConfig(num_samples=options.samples, seed=1, start=datetime(2026, 1, 1))
+            write_log(log, scratch / "log")
             dataset = built(job, scratch / "log", scratch / "dataset")
         found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
         for number in range(options.rounds):
