@@ -123,7 +123,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         save(tree_map(lambda t: t.cpu() if isinstance(t, Elsewhere) else t, state), file)
 
     monkeypatch.setattr("torch.save", from_here)
-    for where in ("trainer.train.device_of", "trainer.parts.device_of"):
+    for where in (
+        "trainer.train.device_of",
+        "trainer.training.device_of",
+        "trainer.parts.device_of",
+    ):
         monkeypatch.setattr(where, named)
     monkeypatch.setattr("trainer.device._pinned", lambda value, device: there(value))
     monkeypatch.setattr("trainer.parts.dense_optimizer", unfused)
