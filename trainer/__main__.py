@@ -11,14 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 from trainer.draining import Drain, DrainInterrupt
-
-if TYPE_CHECKING:
-    from trainer.training import TrainOptions
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -169,6 +165,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from schemas.events import to_line
     from trainer.progress import show_progress
+    from trainer.replicas.launch import LaunchOptions, train_together
     from trainer.train import TrainOptions, train
 
     _set_threads(arguments.job)
@@ -181,37 +178,20 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         follow=arguments.follow,
         fast=arguments.fast,
     )
-    if arguments.replicas > 1:
-        return _train_together(arguments, options)
+    paths = (arguments.job, arguments.dataset, arguments.output)
     with show_progress() as on_step:
-        summary = train(
-            arguments.job,
-            arguments.dataset,
-            arguments.output,
-            options,
-            clock=time.perf_counter,
-            on_step=on_step,
-            drain=drain,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-    _show(arguments, to_line(summary))
-    return 0
-
-
-def _train_together(arguments: argparse.Namespace, options: TrainOptions) -> int:
-    from schemas.events import to_line
-    from trainer.progress import show_progress
-    from trainer.replicas.launch import LaunchOptions, train_together
-
-    with show_progress() as on_step:
-        summary = train_together(
-            arguments.job,
-            arguments.dataset,
-            arguments.output,
-            options,
-            LaunchOptions(count=arguments.replicas),
-            on_step,
-        )
+        if arguments.replicas > 1:
+            launch = LaunchOptions(count=arguments.replicas)
+            summary = train_together(*paths, options, launch, on_step, drain)
+        else:
+            summary = train(
+                *paths,
+                options,
+                clock=time.perf_counter,
+                on_step=on_step,
+                drain=drain,
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+            )
     _show(arguments, to_line(summary))
     return 0
 
@@ -225,7 +205,7 @@ def _replica(arguments: argparse.Namespace) -> int:
     from trainer.replicas.launch import end_with_stdin
     from trainer.replicas.replica import ReplicaOptions
     from trainer.replicas.work import work
-    from trainer.stores.serve import read_token
+    from trainer.stores.token import read_token
     from trainer.training import TrainOptions
 
     if arguments.end_with_stdin:

@@ -18,9 +18,9 @@ from trainer.stores.memory import memory_store
 from trainer.stores.mmap import mmap_store
 from trainer.stores.peer import Access
 from trainer.stores.processes import LocalStores
-from trainer.stores.serve import read_token
 from trainer.stores.store import Store, TableLayout
 from trainer.stores.together import close_stores, group_of
+from trainer.stores.token import read_token
 
 STORE = "store"
 """Folder of the run for rows outside memory."""

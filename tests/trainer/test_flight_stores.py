@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.flight as fl
 import pytest
 
 from schemas.errors import SchemaError
@@ -23,7 +24,7 @@ from tests.trainer.stores import (
 from trainer.__main__ import main
 from trainer.rows import initial_rows
 from trainer.stores.memory import memory_store
-from trainer.stores.peer import Access
+from trainer.stores.peer import Access, Peer
 from trainer.stores.store import Records, TableLayout
 from trainer.stores.wire import slots_of_part
 
@@ -197,6 +198,13 @@ def test_store_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=pattern) as caught:
             group_over(process.address, access=replace(ACCESS, timeout_sec=0.3))
         assert "\n" not in str(caught.value)
+
+
+def test_stranger_on_the_port_of_a_store_that_died_is_waited_out() -> None:
+    with fl.FlightServerBase("grpc://127.0.0.1:0") as stranger:
+        peer = Peer(f"grpc://127.0.0.1:{stranger.port}", replace(ACCESS, timeout_sec=0.3))
+        with peer, pytest.raises(SchemaError, match=r"^store must answer within 0\.3 s"):
+            peer.action("hello", {})
 
 
 def test_store_over_tls_answers_who_trusts_its_certificate(tmp_path: Path) -> None:

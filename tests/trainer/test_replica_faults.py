@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, RunSummary
+from schemas.events import LEDGER, RunSummary, StepMetric
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.compare import compare_runs
+from trainer.draining import Drain, DrainInterrupt
 from trainer.ledger import read_ledger, verify_run
 from trainer.replicas.faults import Faults
 from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
@@ -103,10 +104,26 @@ def test_replicas_that_are_killed_too_often_are_given_up(folder: Path, tmp_path:
             TrainOptions(),
             LaunchOptions(count=2, restarts=0),
             lambda *_: None,
-            kill,
+            on_start=kill,
         )
 
 
 def test_what_replicas_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="replicas must keep all rows in memory"):
         together(folder, tmp_path / "run", 2, fast=True)
+
+
+def test_a_run_that_is_asked_to_end_ends_and_goes_on(folder: Path, tmp_path: Path) -> None:
+    run, drain = tmp_path / "run", Drain()
+
+    def ask(metric: StepMetric, _: int) -> None:
+        if metric.step == 9:
+            drain.ask("SIGTERM")
+
+    job, dataset = folder / "job" / "job.yaml", folder / "dataset"
+    launch = LaunchOptions(count=2, heartbeat_sec=2.0)
+    with pytest.raises(DrainInterrupt) as asked:
+        train_together(job, dataset, run, TrainOptions(), launch, ask, drain)
+    assert "--resume" in asked.value.message
+    together(folder, run, 2, resume=True)
+    assert_as_alone(folder, run)

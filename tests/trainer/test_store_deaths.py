@@ -142,8 +142,8 @@ def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint
     at_step |= {2: lambda run: kill(run, 0, forget=True), 10: lambda run: kill(run, 1, forget=True)}
     summary = run_job(job, dataset, run, embedding=embedding, stores=2)
     assert summary.num_rollbacks == 2
-    # the loss is seen some steps later at most: rows that are read have come before their step
-    assert 3 + 5 <= summary.recomputed_steps <= 2 * EVERY + 4
+    # from the kill to the next call of that store, which a whole cached step may go without
+    assert 3 <= summary.recomputed_steps <= 2 * EVERY + 4
     assert read_summary(run / "summary.json").recomputed_steps == summary.recomputed_steps
     assert_equal(undisturbed, run)
 

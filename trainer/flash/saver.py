@@ -7,7 +7,6 @@ import logging
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from schemas.errors import SchemaError
 from schemas.jagged import Array
 from schemas.job_train import CheckpointConfig
 from schemas.manifest import canonical_json
+from trainer.child import close_pipes, start_child
 from trainer.flash.changes import Changed
 from trainer.flash.memory import COMMITTED, WRITTEN, CopyMemory, memory_path
 from trainer.flash.snapshot import About, copy_to
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 COPIES = "checkpoints.jsonl"
 """File of the run with a line for each checkpoint that was due."""
-_ROOT = Path(__file__).resolve().parents[2]
 _END_SEC = 10.0
 """How long an agent that has nothing to write may take to end."""
 
@@ -260,17 +259,11 @@ class BesideSaver:
         self._agent = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "trainer", "persist", str(self._run.resolve())]
-        command += ["--memory", str(self._memory.path.resolve()), "--keep", str(self._config.keep)]
-        command += ["--parent", str(os.getpid())]
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # what ends the trainer's group must not end what it saved
-        )
+        arguments = ["persist", str(self._run.resolve()), "--parent", str(os.getpid())]
+        arguments += ["--memory", str(self._memory.path.resolve())]
+        arguments += ["--keep", str(self._config.keep)]
+        # what ends the trainer's group must not end what it saved
+        return start_child(arguments, answers=True, own_session=True)
 
 
 def _end(agent: subprocess.Popen[bytes]) -> bool:
@@ -279,9 +272,7 @@ def _end(agent: subprocess.Popen[bytes]) -> bool:
     Returns:
         Whether it has ended; it may have much to write.
     """
-    for pipe in (agent.stdin, agent.stdout):
-        if pipe is not None:
-            pipe.close()
+    close_pipes(agent)
     try:
         agent.wait(_END_SEC)
     except subprocess.TimeoutExpired:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,18 +14,20 @@ from pathlib import Path
 
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
+from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_summary
 from schemas.job import load_job
 from trainer.checkpoint import newest_checkpoint
+from trainer.child import close_pipes, end_children, start_child
+from trainer.draining import Drain, told
 from trainer.parts import order_of
 from trainer.replicas.faults import Faults
 from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
 from trainer.run import check_run, cut_run, start_run
+from trainer.stores.token import write_token
 from trainer.training import TrainOptions
 
 TOKEN = "token"
-_ROOT = Path(__file__).resolve().parents[2]
 _POLL_SEC = 0.1
 _END_SEC = 10.0
 
@@ -74,10 +75,10 @@ class LocalReplicas:
     def __enter__(self) -> LocalReplicas:
         """Start all."""
         (self._run / REPLICAS).unlink(missing_ok=True)
-        _write_token(self._run / TOKEN)
+        write_token(self._run / TOKEN)
         lighthouse = Lighthouse("127.0.0.1", 0, self._heartbeat_sec)
         self._lighthouse = self._stack.enter_context(lighthouse).address
-        self._stack.callback(self._end)
+        self._stack.callback(lambda: end_children(self._processes.values(), _END_SEC))
         for number in range(self._count):
             self._processes[number] = self._start(number, self._count)
         return self
@@ -122,29 +123,15 @@ class LocalReplicas:
                 "go on with --resume"
             )
         self._restarts -= 1
-        _close(self._processes[number])
+        close_pipes(self._processes[number])
         self._processes[number] = self._start(number, 1)
 
     def _start(self, number: int, expected: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "trainer", "replica", *self._arguments]
-        command += ["--number", str(number), "--lighthouse", self._lighthouse]
-        command += ["--expected", str(expected), "--token-file", str(self._run / TOKEN)]
-        command += ["--heartbeat-sec", str(self._heartbeat_sec), "--end-with-stdin"]
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-        )
-
-    def _end(self) -> None:
-        for process in self._processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in self._processes.values():
-            try:
-                process.wait(_END_SEC)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        arguments = ["replica", *self._arguments, "--number", str(number)]
+        arguments += ["--lighthouse", self._lighthouse, "--expected", str(expected)]
+        arguments += ["--token-file", str(self._run / TOKEN), "--end-with-stdin"]
+        arguments += ["--heartbeat-sec", str(self._heartbeat_sec)]
+        return start_child(arguments, answers=False, own_session=True)
 
 
 class MetricTail:
@@ -161,13 +148,17 @@ class MetricTail:
         self._path = run / METRICS
         self._on_step = on_step
         self._last = last
-        self._seen = 0
+        self._at = 0
 
     def __call__(self) -> None:
-        """Look for new lines."""
-        for metric in read_metrics(self._path)[self._seen :]:
-            self._seen += 1
-            self._on_step(metric, self._last)
+        """Look for new lines, behind those that were seen."""
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                self._on_step(StepMetric(**json.loads(line)), self._last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +182,7 @@ def train_together(
     options: TrainOptions,
     launch: LaunchOptions,
     on_step: Callable[[StepMetric, int], None],
+    drain: Drain | None = None,
     on_start: Callable[[LocalReplicas], None] = lambda _: None,
 ) -> RunSummary:
     """Train a job on several replicas on this machine, until its end.
@@ -202,11 +194,13 @@ def train_together(
         options: what the command line says.
         launch: how replicas are kept.
         on_step: called after each committed step with its metric and the number of steps.
+        drain: asks the run to end early, at its newest checkpoint.
         on_start: called when the replicas are started.
 
     Raises:
         SchemaError: job, dataset or run break their format, or a replica ended with an error.
         ValueError: replicas cannot do what is asked.
+        DrainInterrupt: it was asked to end; says what is left.
     """
     if options.embedding != "plain" or options.follow or options.fast:
         raise ValueError(
@@ -239,7 +233,9 @@ def train_together(
         heartbeat_sec=launch.heartbeat_sec,
         restarts=launch.restarts,
     )
-    with replicas:
+    left = f"replicas ended; {run} goes on from its newest checkpoint with --resume"
+    at_once = (drain or Drain()).at_once()
+    with replicas, told(left), at_once:
         on_start(replicas)
         replicas.wait(MetricTail(run, on_step, last))
     return read_summary(run / SUMMARY)
@@ -258,15 +254,3 @@ def end_with_stdin() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-def _write_token(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(number, "w", encoding="utf-8") as file:
-        file.write(secrets.token_urlsafe(32))

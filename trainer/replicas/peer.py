@@ -13,7 +13,7 @@ import pyarrow.flight as fl
 from schemas.errors import SchemaError
 from schemas.jagged import Array
 from trainer.arrays import from_bytes, to_parts
-from trainer.stores.flight_server import TokenCheck
+from trainer.stores.token import TokenCheck
 from trainer.stores.wire import AUTHORIZATION
 
 STATE, SUMS = "state", "sums"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,8 @@ from trainer.stores.entries import RowsEntry
 from trainer.stores.failures import BUSY, MAP, REFUSED, MapChangedError, StoreGoneError
 from trainer.stores.shard import Shard
 from trainer.stores.store import TableLayout
+from trainer.stores.token import TokenCheck
 from trainer.stores.wire import (
-    AUTHORIZATION,
     CONTENTS,
     FETCH,
     RECEIVE,
@@ -59,23 +58,6 @@ class Limits:
             raise ValueError(
                 "message_bytes must be in [4096, in_flight_bytes / 2], got "
                 f"{self.message_bytes} and {self.in_flight_bytes}; raise in_flight_bytes"
-            )
-
-
-class TokenCheck(fl.ServerMiddlewareFactory):
-    """Turns callers without the token away before anything of theirs is read."""
-
-    def __init__(self, token: str) -> None:
-        """Keep what callers must present."""
-        self._wanted = f"Bearer {token}".encode()
-
-    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> None:
-        """Compare in constant time."""
-        given = headers.get(AUTHORIZATION, [""])[0]
-        found = given.encode() if isinstance(given, str) else bytes(given)
-        if not hmac.compare_digest(found, self._wanted):
-            raise fl.FlightUnauthenticatedError(
-                "token must be that of the store's --token-file, got another or none"
             )
 
 

@@ -10,7 +10,7 @@ from trainer.stores.claims import Ranges
 from trainer.stores.departures import Moved
 from trainer.stores.failures import MapChangedError, StoreGoneError
 from trainer.stores.peer import Access, Peer, unreachable
-from trainer.stores.serve import read_token
+from trainer.stores.token import read_token
 from trainer.stores.wire import KILL, MOVE, RESTART
 
 _MOVE_SEC = 3600.0

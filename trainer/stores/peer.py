@@ -25,10 +25,11 @@ _GONE = (
     fl.FlightTimedOutError,
     fl.FlightInternalError,
     fl.FlightCancelledError,
+    pa.ArrowNotImplementedError,
     OSError,
     StopIteration,
 )
-"""A process that is not there, is too slow, or died while it answered."""
+"""A process that is not there, is too slow, died while it answered, or lost its port to another."""
 _Call = Callable[[fl.FlightClient, fl.FlightCallOptions], T]
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import secrets
 import select
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from schemas.errors import SchemaError
+from trainer.child import close_pipes, end_children, start_child
 from trainer.stores.claims import text_of
+from trainer.stores.token import write_token
 from trainer.stores.wire import home_of_store
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,6 @@ _MAX_STARTS = 5
 _STARTS_SEC = 60.0
 """A store that dies oftener than `_MAX_STARTS` times in so long is not started again."""
 _RETRY_SEC = 1.0
-_ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "token"
 
 
@@ -71,11 +69,7 @@ class LocalStores:
         """Start all, and wait until they answer."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
-        self.token = secrets.token_urlsafe(32)
-        with os.fdopen(
-            os.open(self.directory / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
-        ) as file:
-            file.write(self.token)
+        self.token = write_token(self.directory / TOKEN)
         try:
             self._processes = [self._start(index, 0) for index in range(self._count)]
             self.addresses = [_announced(process) for process in self._processes]
@@ -99,18 +93,11 @@ class LocalStores:
 
     def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
         slots = text_of(home_of_store(index, self._count, self._replicas))
-        command = [sys.executable, "-m", "trainer", "store", "--port", str(port)]
-        command += ["--slots", slots, "--end-with-stdin"]
-        command += ["--directory", str(self.directory / f"store-{index:03d}")]
-        command += ["--token-file", str(self.directory / TOKEN)]
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # ^C is for the trainer, which needs them until it has saved
-        )
+        arguments = ["store", "--port", str(port), "--slots", slots, "--end-with-stdin"]
+        arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
+        arguments += ["--token-file", str(self.directory / TOKEN)]
+        # ^C is for the trainer, which needs them until it has saved
+        return start_child(arguments, answers=True, own_session=True)
 
     def _watch(self, index: int) -> None:
         """Start a process again whenever it dies, unless it does so all the time."""
@@ -136,7 +123,7 @@ class LocalStores:
                 except OSError as error:  # no process or memory to be had: tried again
                     logger.warning("store not started again yet: %s", error)
                 else:
-                    _close_pipes(self._processes[index])
+                    close_pipes(self._processes[index])
                     self._processes[index] = started
                     continue
             self._ending.wait(_RETRY_SEC)
@@ -144,16 +131,7 @@ class LocalStores:
     def _end(self) -> None:
         with self._lock:
             self._ending.set()
-        for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(_END_SEC)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _close_pipes(process)
+        end_children(self._processes, _END_SEC)
         for watcher in self._watchers:
             watcher.join()
 
@@ -169,12 +147,6 @@ def check_replicas(replicas: int, count: int) -> None:
             f"replicas must be at most the number of stores, got replicas={replicas}, "
             f"stores={count}; start more stores"
         )
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
 
 
 def _announced(process: subprocess.Popen[bytes]) -> str:

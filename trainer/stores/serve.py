@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS
 from trainer.stores.actions import Actions
 from trainer.stores.claims import Ranges, check_ranges
@@ -20,6 +19,7 @@ from trainer.stores.departures import Departures
 from trainer.stores.flight_server import Limits, StoreServer
 from trainer.stores.peer import Access
 from trainer.stores.shard import Shard
+from trainer.stores.token import read_token
 
 _SHUTDOWN_SEC = 5.0
 _ANSWER_SEC = 0.05
@@ -57,22 +57,6 @@ class StoreOptions:
                 "give --tls-cert and --tls-key"
             )
         check_ranges(self.slots)
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file, without the spaces around it.
-
-    Raises:
-        SchemaError: it is empty, or no line of printable ASCII.
-    """
-    token = path.read_text(encoding="utf-8").strip()
-    if not token or not token.isascii() or not token.isprintable():
-        raise SchemaError(
-            "token must be one line of printable ASCII, got another text; "
-            "write one with head -c 32 /dev/urandom | base64",
-            file=str(path),
-        )
-    return token
 
 
 def run_store(

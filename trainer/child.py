@@ -1,0 +1,58 @@
+"""Processes of this program that another of its processes starts, and ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def start_child(
+    arguments: Sequence[str], *, answers: bool, own_session: bool
+) -> subprocess.Popen[bytes]:
+    """Start `python -m trainer` with a pipe to its standard input.
+
+    Args:
+        arguments: of the command line.
+        answers: whether its output is read; otherwise it is this process's.
+        own_session: whether ^C and what ends this process's group leave it alone.
+    """
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE if answers else None,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=own_session,
+    )
+
+
+def end_children(children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Close the inputs of children, wait for them, and kill who does not end.
+
+    Args:
+        children: that end with their input.
+        seconds: longest wait for each.
+    """
+    ending = list(children)
+    for child in ending:
+        if child.stdin is not None:
+            child.stdin.close()
+    for child in ending:
+        try:
+            child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        close_pipes(child)
+
+
+def close_pipes(child: subprocess.Popen[bytes]) -> None:
+    """Close this process's ends of a child's pipes."""
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
