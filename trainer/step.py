@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
@@ -10,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from schemas.events import PHASES
+from schemas.errors import SchemaError
+from schemas.events import PHASES, StepMetric
+from schemas.job_limits import WAIT
 from trainer.batch import Batch
 from trainer.device import moved
 from trainer.embedding import Embedding
-from trainer.leaf_work import LeafWork
+from trainer.leaf_work import LeafWork, Partial
 from trainer.leaves import Leaves, whole
 from trainer.reader import Reader
 
@@ -113,10 +116,46 @@ def train_leaves(
     with timer("backward"):
         total = work.compute(leaves).total()
     with timer("update"):
-        work.set_gradients(total)
-        optimizer.step()
-        embedding.update(total.rows.over(total.weight))
+        update_by(total, work, embedding, optimizer)
     return total.loss / total.weight
+
+
+def update_by(
+    total: Partial, work: LeafWork, embedding: Embedding, optimizer: torch.optim.Optimizer
+) -> None:
+    """Update all that is trained by the sum of all leaves of the open step."""
+    work.set_gradients(total)
+    optimizer.step()
+    embedding.update(total.rows.over(total.weight))
+
+
+def check_loss(loss: float, train_step: int) -> float:
+    """Return the loss of a step.
+
+    Raises:
+        SchemaError: it is not finite.
+    """
+    if not math.isfinite(loss):
+        raise SchemaError(
+            f"loss must be finite, got {loss} at step {train_step}; lower the learning rates, or "
+            "see whether all weights of the batch are 0"
+        )
+    return loss
+
+
+def metric_of(
+    train_step: int, loss: float, num_samples: int, num_replicas: int, timer: PhaseTimer
+) -> StepMetric:
+    """Return the line of a step that is trained, which ends the step for the timer."""
+    seconds, phases = timer.finish()
+    return StepMetric(
+        step=train_step,
+        loss=loss,
+        num_samples=num_samples,
+        num_replicas=num_replicas,
+        samples_per_sec=num_samples / (seconds - phases[WAIT]),
+        phases=phases,
+    )
 
 
 class Steps(Protocol[B]):

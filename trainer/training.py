@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from schemas.horizon import decide
 from schemas.job import Job
 from schemas.job_limits import SAVE, WAIT
 from schemas.job_train import TrainConfig
+from schemas.order import Order
 from trainer.batch import Batch
 from trainer.cache import PlannedCache
 from trainer.decode import spec_of
@@ -33,7 +33,7 @@ from trainer.reader import Reader, prefetched
 from trainer.run import RunLog, cut_run, write_dataset
 from trainer.saving import Saver, saver_of
 from trainer.sources import RowSource
-from trainer.step import LeafSteps, PhaseTimer, Steps, WholeSteps
+from trainer.step import LeafSteps, PhaseTimer, Steps, WholeSteps, check_loss, metric_of
 from trainer.watchdog import Watchdog
 
 READ_AHEAD = 2
@@ -141,7 +141,7 @@ class Training:
     def _steps(self, span: Span, step: int, source: RowSource, log: RunLog) -> int:
         """Train the steps of a span, as far as nothing ends it before; return the next one."""
         config, until = self._job.train, span.horizon.until
-        reader = reader_of(span, self._options, config)
+        reader = reader_of(span.dataset, span.order, self._options, config)
         with ExitStack() as stack:
             steps = stack.enter_context(steps_of(self._options, config, reader, self._parts))
             batches = prefetched(steps.read, range(step, until), READ_AHEAD)
@@ -150,8 +150,8 @@ class Training:
                 self._watchdog.step = step
                 with self._timer("read"):
                     batch = next(batches)
-                loss = steps.train(batch, self._timer)
-                metric = _metric(batch, loss, self._timer)
+                loss = check_loss(steps.train(batch, self._timer), step)
+                metric = metric_of(step, loss, batch.num_samples, 1, self._timer)
                 log.commit(metric, _entry(batch, span.dataset, reader))
                 self._on_step(metric, until)
                 step += 1
@@ -200,12 +200,12 @@ class Training:
         )
 
 
-def reader_of(span: Span, options: TrainOptions, config: TrainConfig) -> Reader:
-    """Return the reader of the training steps of a span."""
+def reader_of(dataset: Dataset, order: Order, options: TrainOptions, config: TrainConfig) -> Reader:
+    """Return the reader of the training steps of an order."""
     return Reader(
-        span.dataset,
-        span.order,
-        spec_of(span.dataset, config.dtype),
+        dataset,
+        order,
+        spec_of(dataset, config.dtype),
         expanded=options.expanded,
         sides=wants_sides(config),
         transpose=kernels_of(config.kernels).transpose,
@@ -223,24 +223,6 @@ def steps_of(
         return
     with LeafWork(parts.model, parts.embedding, kernels_of(config.kernels)) as work:
         yield LeafSteps(reader, work, parts.embedding, parts.optimizer)
-
-
-def _metric(batch: Batch | Leaves, loss: float, timer: PhaseTimer) -> StepMetric:
-    if not math.isfinite(loss):
-        raise SchemaError(
-            f"loss must be finite, got {loss} at step {batch.step.train_step}; lower the learning "
-            "rates, or see whether all weights of the batch are 0"
-        )
-    seconds, phases = timer.finish()
-    seconds -= phases[WAIT]
-    return StepMetric(
-        step=batch.step.train_step,
-        loss=loss,
-        num_samples=batch.num_samples,
-        num_replicas=1,
-        samples_per_sec=batch.num_samples / seconds,
-        phases=phases,
-    )
 
 
 def _entry(batch: Batch | Leaves, dataset: Dataset, reader: Reader) -> LedgerEntry:

@@ -19,18 +19,23 @@ class Committed:
     Attributes:
         metric: its line.
         entries: its lines of the ledger.
-        sums: message with the sum of all leaves.
+        sums: message of the exchange with the sum of all leaves.
     """
 
     metric: StepMetric
     entries: tuple[LedgerEntry, ...]
-    sums: bytes
+    sums: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what it keeps in memory."""
+        return self.sums.nbytes
 
     def to_bytes(self) -> bytes:
         """Return length of the lines, lines as JSON, sums."""
         body = {"metric": asdict(self.metric), "entries": [asdict(e) for e in self.entries]}
         lines = json.dumps(body).encode()
-        return len(lines).to_bytes(_LENGTH, "little") + lines + self.sums
+        return len(lines).to_bytes(_LENGTH, "little") + lines + self.sums.numpy().tobytes()
 
     @staticmethod
     def from_bytes(data: bytes) -> Committed:
@@ -40,9 +45,5 @@ class Committed:
         entries = tuple(
             LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
         )
-        return Committed(StepMetric(**body["metric"]), entries, data[end:])
-
-    @property
-    def message(self) -> torch.Tensor:
-        """Return the sums as a message of the exchange."""
-        return torch.frombuffer(bytearray(self.sums), dtype=torch.uint8)
+        sums = torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8)
+        return Committed(StepMetric(**body["metric"]), entries, sums)

@@ -13,6 +13,7 @@ import pyarrow.flight as fl
 from schemas.errors import SchemaError
 from schemas.jagged import Array
 from trainer.arrays import from_bytes, to_parts
+from trainer.replicas.committed import Committed
 from trainer.stores.token import TokenCheck
 from trainer.stores.wire import AUTHORIZATION
 
@@ -36,21 +37,23 @@ class PeerServer(fl.FlightServerBase):
         super().__init__(location, middleware={"token": TokenCheck(token)})
         self._wait_sec = wait_sec
         self._changed = threading.Condition()
-        self._sums: OrderedDict[int, bytes] = OrderedDict()
+        self._committed: OrderedDict[int, Committed] = OrderedDict()
+        self._kept_bytes = 0
         self._wanted = 0
         self._given: bytes | None = None
 
-    def keep(self, train_step: int, sums: bytes) -> None:
-        """Keep the sums of a committed step for those that are behind.
+    def keep(self, train_step: int, committed: Committed) -> None:
+        """Keep a committed step for those that are behind.
 
         Args:
             train_step: that was committed.
-            sums: its message.
+            committed: what it left behind.
         """
         with self._changed:
-            self._sums[train_step] = sums
-            while len(self._sums) > 1 and sum(map(len, self._sums.values())) > KEPT_BYTES:
-                self._sums.popitem(last=False)
+            self._committed[train_step] = committed
+            self._kept_bytes += committed.num_bytes
+            while len(self._committed) > 1 and self._kept_bytes > KEPT_BYTES:
+                self._kept_bytes -= self._committed.popitem(last=False)[1].num_bytes
             self._changed.notify_all()
 
     def offer(self, state_of: Callable[[], Mapping[str, Array]]) -> None:
@@ -95,13 +98,13 @@ class PeerServer(fl.FlightServerBase):
             self._changed.wait_for(lambda: self._last() >= train_step, wait_sec)
             if self._last() < train_step:
                 return b""
-            found = self._sums.get(train_step)
+            found = self._committed.get(train_step)
         if found is None:
             raise fl.FlightServerError(f"sums of step {train_step} are gone; ask for the state")
-        return found
+        return found.to_bytes()
 
     def _last(self) -> int:
-        return next(reversed(self._sums), -1)
+        return next(reversed(self._committed), -1)
 
 
 class Peer:
@@ -140,7 +143,11 @@ class Peer:
         """
         return self._call(SUMS, {"train_step": train_step, "wait_sec": wait_sec}) or None
 
-    def close(self) -> None:
+    def __enter__(self) -> Peer:
+        """Return it, to be closed at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Close the connection."""
         self._client.close()
 

@@ -9,17 +9,15 @@ update            the same on every replica, bit for bit: this commits the step
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from schemas.errors import SchemaError
-from schemas.events import StepMetric
 from schemas.jagged import Array
 from schemas.manifest import replace_bytes
 from trainer.leaf_work import LeafWork, Partial
@@ -36,7 +34,7 @@ from trainer.replicas.share import Shares
 from trainer.replicas.splits import smoothed
 from trainer.replicas.writer import Writer
 from trainer.state import load_state, state_of
-from trainer.step import PhaseTimer
+from trainer.step import PhaseTimer, check_loss, metric_of, update_by
 from trainer.stores.store import Records
 from trainer.tree import Tree
 
@@ -219,7 +217,7 @@ class Replica:
             self.setting.parts.embedding.more(leaves)
             self._work.compute(leaves, tree)
 
-    def _exchange(self, agreement: Agreement, tree: Tree[Partial]) -> tuple[Partial, bytes]:
+    def _exchange(self, agreement: Agreement, tree: Tree[Partial]) -> tuple[Partial, torch.Tensor]:
         """Return the sum of all leaves of the step, and that as a message."""
         assert self._open is not None, "rows of the step are open"
         names = list(agreement.ready)
@@ -235,27 +233,24 @@ class Replica:
                     tree.add(node, value)
         total = tree.total()
         [node] = tree.held
-        return total, pack({node: total}, shape).numpy().tobytes()
+        return total, pack({node: total}, shape)
 
     def _commit(
         self,
         agreement: Agreement,
         total: Partial,
-        message: bytes,
+        message: torch.Tensor,
         owners: Mapping[str, list[int]],
     ) -> None:
         self._injector.at("exchanged", self.step)
-        loss = total.loss / total.weight
-        if not math.isfinite(loss):
-            raise SchemaError(
-                f"loss must be finite, got {loss} at step {self.step}; lower the learning rates, "
-                "or see whether all weights of the batch are 0"
-            )
+        loss = check_loss(total.loss / total.weight, self.step)
         with self._timer("update"):
             self._update(total)
         entries = [self.setting.entry(self.step, n, own) for n, own in owners.items() if own]
-        committed = Committed(self._metric(loss, len(agreement.ready)), tuple(entries), message)
-        self._server.keep(self.step, committed.to_bytes())
+        num_samples = self.setting.num_samples(self.step)
+        metric = metric_of(self.step, loss, num_samples, len(agreement.ready), self._timer)
+        committed = Committed(metric, tuple(entries), message)
+        self._server.keep(self.step, committed)
         self._remember(committed)
         self._injector.at("committed", self.step - 1)
         if agreement.writer == self.options.name:
@@ -266,39 +261,20 @@ class Replica:
 
     def _update(self, total: Partial) -> None:
         parts = self.setting.parts
-        self._work.set_gradients(total)
-        parts.optimizer.step()
-        parts.embedding.update(total.rows.over(total.weight))
+        update_by(total, self._work, parts.embedding, parts.optimizer)
         self._open = None
 
     def _remember(self, committed: Committed) -> None:
         self._writer.remember(committed.metric, committed.entries)
         self.step += 1
 
-    def _metric(self, loss: float, num_replicas: int) -> StepMetric:
-        seconds, phases = self._timer.finish()
-        num_samples = self.setting.num_samples(self.step)
-        return StepMetric(
-            step=self.step,
-            loss=loss,
-            num_samples=num_samples,
-            num_replicas=num_replicas,
-            samples_per_sec=num_samples / seconds,
-            phases=phases,
-        )
-
     def _catch_up(self, agreement: Agreement) -> None:
         """Come to the step of the others, which have gone on without this replica."""
         self._shares.forget()
         for member in agreement.ready.values():
-            with ExitStack() as stack:
-                peer = Peer(member.told.state, self.options.token, self.options.timeout_sec)
-                stack.callback(peer.close)
-                try:
-                    self._follow(peer, agreement.step)
-                    return
-                except PeerError:
-                    continue
+            with suppress(PeerError), self._peer(member.told.state) as peer:
+                self._follow(peer, agreement.step)
+                return
 
     def _follow(self, peer: Peer, target: int) -> None:
         while self.step < target:
@@ -317,10 +293,10 @@ class Replica:
         if self._open is None or self._open.step.train_step != self.step:
             self._open_rows(self._ahead.take(self.step, range(0)))
         assert self._open is not None, "rows of the step are open"
-        [total] = unpack(committed.message, self.setting.shape(self._open)).values()
+        [total] = unpack(committed.sums, self.setting.shape(self._open)).values()
         self._update(total)
         self._timer.finish()
-        self._server.keep(self.step, committed.to_bytes())
+        self._server.keep(self.step, committed)
         self._remember(committed)
 
     def _find_state(self) -> None:
@@ -328,18 +304,16 @@ class Replica:
         path = self.setting.run / REPLICAS
         addresses = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
         for address in addresses:
-            peer = Peer(address, self.options.token, self.options.timeout_sec)
-            try:
+            with suppress(PeerError), self._peer(address) as peer:
                 self._load(peer.state())
                 self._injector.at("joining", self.step)
                 while (data := peer.sums(self.step)) is not None:
                     self._apply(Committed.from_bytes(data))
                 self._since = self.step
                 return
-            except PeerError:
-                continue
-            finally:
-                peer.close()
+
+    def _peer(self, address: str) -> Peer:
+        return Peer(address, self.options.token, self.options.timeout_sec)
 
     def _tell_newcomers(self, agreement: Agreement) -> None:
         addresses = [member.told.state for member in agreement.ready.values()]

@@ -10,10 +10,7 @@ from schemas.job import load_job
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, verified
 from trainer.decode import spec_of
 from trainer.flash.fits import made_of
-from trainer.kernels.build import kernels_of
-from trainer.models.build import wants_sides
 from trainer.parts import build_parts, memory_stores, order_of
-from trainer.reader import Reader
 from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
 from trainer.replicas.replica import Replica, ReplicaOptions
@@ -23,7 +20,7 @@ from trainer.run import check_run, write_summary
 from trainer.sources import DirectSource
 from trainer.step import Clock
 from trainer.train import evaluate_parts, summary_of
-from trainer.training import TrainOptions
+from trainer.training import TrainOptions, reader_of
 
 FAULTS_DONE = "faults"
 """Folder of the run where faults that happened leave a mark."""
@@ -87,20 +84,12 @@ def setting_of(
     if checkpoint is not None:
         verified(checkpoint, made_of(job, dataset))
         first = load_checkpoint(checkpoint, parts.model, parts.optimizer, stores)
-    reader = Reader(
-        dataset,
-        order,
-        spec,
-        expanded=options.expanded,
-        sides=wants_sides(config),
-        transpose=kernels_of(config.kernels).transpose,
-    )
     return Setting(
         run=run,
         job=job,
         dataset=dataset,
         order=order,
-        reader=reader,
+        reader=reader_of(dataset, order, options, config),
         step_rows=StepRows(dataset, order, stores),
         parts=parts,
         first=first,

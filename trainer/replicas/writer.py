@@ -56,7 +56,7 @@ class Writer:
         """
         with (self._run / METRICS).open("r+b") as metrics, (self._run / LEDGER).open("r+b") as book:
             fcntl.flock(metrics, fcntl.LOCK_EX)
-            last = _cut(metrics, None)
+            last = _cut(metrics.fileno(), None)
             new = {step: lines for step, lines in self._lines.items() if step > last}
             if not new:
                 return
@@ -65,7 +65,7 @@ class Writer:
                     f"lines must follow step {last}, got {min(new)} for the next; resume the run",
                     file=metrics.name,
                 )
-            _cut(book, last)
+            _cut(book.fileno(), last)
             for ledger, metric in new.values():
                 for file, line in ((book, ledger), (metrics, metric)):
                     try:
@@ -78,9 +78,13 @@ class Writer:
                         ) from failed
 
 
-def _cut(file: object, most: int | None) -> int:
-    """Drop a torn line and those of later steps, go to the end, and return the last step or -1."""
-    number = file.fileno()  # type: ignore[attr-defined]
+def _cut(number: int, most: int | None) -> int:
+    """Drop a torn line and those of later steps, go to the end, and return the last step or -1.
+
+    Args:
+        number: of an open file.
+        most: the last step that stays; all when None.
+    """
     end = os.fstat(number).st_size
     start = max(0, end - _TAIL)
     tail = os.pread(number, end - start, start)
