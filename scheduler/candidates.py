@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.memory import stores_needed, trainer_memory, worker_bytes
+from scheduler.model import Floats
 from scheduler.snapshot import DataFacts
 from schemas.errors import PlanError
 from schemas.job_schedule import BudgetConfig, ScheduleConfig
 from schemas.job_train import TrainConfig
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 GIB = 1 << 30
 MIB = 1 << 20
 SEGMENT_BATCHES = 64
@@ -99,7 +99,7 @@ def enumerate_grid(
     """
     first = preprocessing_sizes(facts, config, segments)
     second = training_sizes(facts, train, config, base_bytes)
-    # The smaller pool of the other kind must fit beside each: that alone makes the grid small.
+    # The smallest pool of the other kind must fit beside each: that alone makes the grid small.
     first = first[_within(_pairs(first, second[:1]), config)]
     second = second[_within(_pairs(first[:1], second), config)] if len(first) else second[:0]
     if len(first) * len(second) > MAX_CANDIDATES:
@@ -152,9 +152,9 @@ def preprocessing_sizes(facts: DataFacts, config: ScheduleConfig, segments: int)
 def training_sizes(
     facts: DataFacts, train: TrainConfig, config: ScheduleConfig, base_bytes: int
 ) -> Ints:
-    """Return (n, 2) replicas and stores within the pool's limits, fewest first.
+    """Return (n, 2) replicas and stores within the pool's limits, fewest processes first.
 
-    One replica may hold the tables itself; several share them through stores.
+    Each of several replicas holds all rows; one may keep them in stores.
 
     Raises:
         PlanError: there is none; the message says which limit to raise.
@@ -171,13 +171,13 @@ def training_sizes(
         (replicas, count)
         for replicas in range(pool.min_replicas, pool.max_replicas + 1)
         for count in stores
-        if (count > 0 or replicas == 1)
+        if (count == 0 or replicas == 1)
         and trainer_memory(facts, train, replicas, count, base_bytes).total_bytes
         <= pool.replica.memory
     ]
     if not sizes:
         raise _no_training_size(facts, train, config, base_bytes)
-    return np.array(sizes, np.int64)
+    return np.array(sorted(sizes, key=sum), np.int64)
 
 
 def mib(num_bytes: float) -> str:
@@ -210,8 +210,8 @@ def _over_budget(
 ) -> PlanError:
     """Return the error that names the smallest budget that works.
 
-    The first of each kind has the fewest processes of each sort, so it is smallest
-    in cores and in memory alike.
+    The first of each kind has the fewest processes, so it is smallest in cores and in
+    memory alike, unless one replica with stores takes the place of several without.
     """
     grid = _pairs(
         preprocessing_sizes(facts, config, segments)[:1],
@@ -234,17 +234,17 @@ def _no_training_size(
     """Return the error that names what keeps every training pool from fitting."""
     pool = config.training
     advice = "" if facts.measured else "; with --dataset only touched rows count"
-    shared = trainer_memory(facts, train, pool.max_replicas, 1, base_bytes).total_bytes
-    alone = trainer_memory(facts, train, 1, 0, base_bytes).total_bytes
-    if shared > pool.replica.memory:
-        least = min(shared, alone) if pool.min_replicas == 1 else shared
+    alone = trainer_memory(facts, train, pool.max_replicas, 0, base_bytes).total_bytes
+    served = trainer_memory(facts, train, 1, 1, base_bytes).total_bytes
+    if pool.min_replicas > 1 or served > pool.replica.memory:
+        least = alone if pool.min_replicas > 1 else min(alone, served)
         return PlanError(
             "training.replica.memory must hold a replica, got "
             f"{mib(pool.replica.memory)}; use at least {mib(least)}{advice}"
         )
-    least = stores_needed(facts, train, pool.store.memory)
+    needed = stores_needed(facts, train, pool.store.memory)
     return PlanError(
         f"training.max_stores must hold the tables, got {pool.max_stores} of "
-        f"{mib(pool.store.memory)}; use {least or 'larger'} stores, "
-        f"or replica.memory={mib(alone)} and one replica{advice}"
+        f"{mib(pool.store.memory)}; use {needed or 'larger'} stores, "
+        f"or replica.memory={mib(alone)}{advice}"
     )

@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.fit import TrainingFit
-from scheduler.model import PreprocessingModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """Everything that predicts, fitted to one snapshot."""
-
-    training: TrainingFit
-    """Step times."""
-    preprocessing: PreprocessingModel
-    """Segment times."""
-    base_bytes: int
-    """Bytes of a trainer before it holds anything of the job."""
-    num_segments: int
-    """Segments that the data is cut into."""
-    num_parts: float
-    """Parts of a segment, each written by one worker: further workers idle; inf when unknown."""
+from scheduler.models import Models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ def as_json(
         "predicted_sec": chosen.predicted_sec,
         "cost": chosen.cost,
         "cost_per_hour": chosen.cost_per_hour,
-        "confident": confident(snapshot, decision),
+        "confident": confident(snapshot, config, decision),
         "reasons": reasons(snapshot, config, decision),
     }
 
@@ -109,8 +109,4 @@ def explain(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
         f"({chosen.cost_per_hour:.4g} an hour while both pools are held)"
     )
     lines = [Text(f"- {reason}") for reason in reasons(snapshot, config, decision)]
-    prices = Text(
-        f"{chosen.predicted_sec:,.0f} s from start to trained model, cost {chosen.cost:.4g} "
-        f"({chosen.cost_per_hour:.4g} an hour while both pools are held)"
-    )
     return Group(table, prices, *lines)

@@ -1,136 +1,232 @@
-"""Coefficients of the model from measurements, as far as these tell them apart."""
+"""Coefficients from measurements, with what they are off by.
+
+Each coefficient is a multiple of a prior one, found by non-negative least squares on
+relative errors. A weak pull keeps the multiples equal where measurements do not tell
+them apart: measurements of one size only scale the prior.
+
+Intervals assume no distribution. Inside the measured sizes a prediction is off by
+what predictions of held-back settings were off by; outside, by a further part for
+each doubling, which is what earlier doublings were off by: the same fit to the lower
+half of a size predicts the upper half.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import nnls
 
-from scheduler.history import BuildRecord, RunRecord
-from scheduler.model import Floats, PreprocessingModel, TrainingModel, core_time
+from scheduler.cells import Window
+from scheduler.model import Floats, Setting
 
-PRIOR_WEIGHT = 0.03
-"""Pull of the defaults' proportions, in relative errors: it decides only what data leave open."""
-MAX_ERROR = 0.2
-"""A fit whose mean relative error is larger is not called confident."""
+PRIOR_WEIGHT = 0.01
+"""Pull of the prior's proportions, in relative errors: it decides only what data leave open."""
+LEVEL = 0.9
+"""Share of measurements that an interval is to hold."""
+FOLDS = 10
+"""Parts in which cells are held back, one after the other."""
+MIN_CELLS = 5
+"""Fewer settings cannot be held back: the spread is that of repeated measurements."""
+LEAST_GROWTH = 0.4
+"""Log error of a doubling, at least: a small half of a curve rarely tells how it goes on. Eight
+models of a published testbed (DL2) needed 0.0 to 0.5 for 90 % of their points when their workers
+were doubled (benchmarks/model.md)."""
+ASSUMED_SPREAD = 0.7
+"""Log error before anything was measured: half to twice. It fades with the root of the number of
+measurements, until there are MIN_CELLS settings."""
+NOTHING = 1e-6
+"""A prediction below this share of the measurement counts as this share, to stay finite."""
+MAX_SPREAD = 0.5
+"""A prediction whose interval is wider, to either side, is not acted upon: one that is off by
+a tenth may be trusted for one doubling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingFit:
-    """A training model and what it rests on."""
+class Fit:
+    """Coefficients of one kind of setting, and what they rest on."""
 
-    model: TrainingModel
-    """Coefficients."""
-    num_steps: int
-    """Measured steps, 0 when all coefficients are defaults."""
-    max_replicas: int
-    """Most replicas of a measured run."""
-    error: float
-    """Mean relative error of the step times."""
-    peak_rss_bytes: int
-    """Largest resident memory of the runs, 0 when there is none."""
+    coefficients: tuple[float, ...]
+    """One per term, at least 0."""
+    num_cells: int = 0
+    """Settings that were measured, 0 when the coefficients are the prior."""
+    num_measurements: int = 0
+    """Measurements that are kept."""
+    error: float = 0.0
+    """Mean relative error at the measured settings."""
+    spread: float = ASSUMED_SPREAD
+    """Log error that LEVEL of all measurements stay below, at measured sizes."""
+    growth: float = LEAST_GROWTH
+    """Further log error for each doubling beyond them."""
+    lowest: tuple[float, ...] = ()
+    """Smallest value measured of each field of a setting."""
+    highest: tuple[float, ...] = ()
+    """Largest value of each."""
+
+    def seconds(self, setting: Setting) -> Floats:
+        """Return (n,) predicted seconds."""
+        return setting.design() @ np.array(self.coefficients)
 
 
-def comparable_runs(runs: Sequence[RunRecord], embedding: str) -> tuple[RunRecord, ...]:
-    """Return the deduplicated runs with this embedding, or else with the other of plain, cached."""
-    ours = [r for r in runs if not r.summary.expanded]
-    same = tuple(r for r in ours if r.summary.embedding == embedding)
-    return same or tuple(r for r in ours if r.summary.embedding in ("plain", "cached"))
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds with their interval, one entry per setting.
+
+    Attributes:
+        seconds: (n,) predicted.
+        low: (n,) lower end.
+        high: (n,) upper end.
+        confident: (n,) whether the interval is narrow enough to act upon.
+    """
+
+    seconds: Floats
+    low: Floats
+    high: Floats
+    confident: np.ndarray
 
 
-def fit_training(prior: TrainingModel, runs: Sequence[RunRecord], cpus: float) -> TrainingFit:
-    """Fit a, k and b to the steps of some runs; e and the parallel share stay.
+def predict_seconds(fit: Fit, setting: Setting) -> Prediction:
+    """Return what a fit predicts; there is a number however little was measured."""
+    seconds = fit.seconds(setting)
+    half = fit.spread + fit.growth * doublings_outside(fit, setting)
+    return Prediction(seconds, seconds * np.exp(-half), seconds * np.exp(half), half <= MAX_SPREAD)
 
-    Each coefficient is a multiple x of its default, found by non-negative least
-    squares on relative errors of the median step time of each (r, n). A weak pull
-    keeps the multiples equal where measurements do not tell them apart: one
-    replica at one batch size only scales the defaults.
+
+def doublings_outside(fit: Fit, setting: Setting) -> Floats:
+    """Return (n,) doublings or halvings from the measured sizes, those of all sizes added.
+
+    Loads do not count: they are known ahead, and enter in proportion.
+    """
+    columns = setting.columns()[:, setting.NUM_LOADS :]
+    if not fit.num_cells:
+        return np.zeros(len(columns))
+    near = np.clip(columns, fit.lowest[setting.NUM_LOADS :], fit.highest[setting.NUM_LOADS :])
+    # One store more than none is a doubling, so that zeros need no special case.
+    return np.abs(np.log2(1.0 + columns) - np.log2(1.0 + near)).sum(axis=1)
+
+
+def fit_window(window: Window, kind: type[Setting], prior: Sequence[float] | None = None) -> Fit:
+    """Fit all measurements of a window.
 
     Args:
-        prior: the defaults.
-        runs: finished runs of the job.
-        cpus: cores that their replicas had.
+        window: measurements.
+        kind: of the settings.
+        prior: coefficients whose proportions hold where nothing else tells; None for such that
+            all terms take an equal share of the measured time.
+
+    Raises:
+        ValueError: there is neither a measurement nor a prior.
     """
-    steps = [m for run in runs for m in run.metrics[1:] if m.samples_per_sec > 0]
-    if not steps:
-        return TrainingFit(model=prior, num_steps=0, max_replicas=0, error=0.0, peak_rss_bytes=0)
-    design = np.array([(m.num_replicas, m.num_samples) for m in steps], float)
-    seconds = np.array([m.num_samples / m.samples_per_sec for m in steps])
-    cells, cell_of_step = np.unique(design, axis=0, return_inverse=True)
-    medians = np.array([np.median(seconds[cell_of_step == i]) for i in range(len(cells))])
-    terms = _terms(prior, cells, cpus)
-    scale = float(np.median(medians / terms.sum(axis=1)))
-    pull = PRIOR_WEIGHT / scale * np.eye(3)
-    left = np.concatenate([terms / medians[:, None], pull])
-    right = np.concatenate([np.ones(len(cells)), np.full(3, PRIOR_WEIGHT)])
-    a, k, b = non_negative_least_squares(left, right).tolist()
-    model = replace(
-        prior,
-        compute_sec=a * prior.compute_sec,
-        sync_sec=k * prior.sync_sec,
-        fixed_sec=b * prior.fixed_sec,
-    )
-    predicted = _terms(model, cells, cpus).sum(axis=1)[cell_of_step]
-    return TrainingFit(
-        model=model,
-        num_steps=len(steps),
-        max_replicas=int(design[:, 0].max()),
-        error=float(np.mean(np.abs(predicted / seconds - 1.0))),
-        peak_rss_bytes=max(run.summary.peak_rss_bytes for run in runs),
+    if not len(window):
+        if prior is None:
+            raise ValueError("fit must have a measurement or a prior, got neither; measure a step")
+        return Fit(coefficients=tuple(prior))
+    columns, medians, weights = window.columns(), window.medians(), window.weights()
+    design = kind.of_columns(columns).design()
+    start = even_prior(design, medians) if prior is None else np.array(prior, np.float64)
+    found = multiples(design * start, medians, weights)
+    predicted = design @ (found * start)
+    errors = _log_error(medians, predicted)
+    spread = _spread(window, design * start, medians, weights, errors)
+    return Fit(
+        coefficients=tuple((found * start).tolist()),
+        num_cells=len(window),
+        num_measurements=window.num_measurements,
+        error=float(np.average(np.abs(medians / predicted - 1.0), weights=weights)),
+        spread=spread,
+        growth=_growth(columns[:, kind.NUM_LOADS :], design * start, medians, weights, spread),
+        lowest=tuple(columns.min(axis=0).tolist()),
+        highest=tuple(columns.max(axis=0).tolist()),
     )
 
 
-def fit_preprocessing(
-    prior: PreprocessingModel, builds: Sequence[BuildRecord], cpus: float
-) -> PreprocessingModel:
-    """Return the median start-up and rate of builds that ran with one worker.
+def even_prior(design: Floats, seconds: Floats) -> Floats:
+    """Return coefficients with which every term takes an equal share of the mean time.
+
+    Example:
+        >>> even_prior(np.array([[1.0, 4.0], [1.0, 0.0]]), np.array([3.0, 5.0])).tolist()
+        [2.0, 1.0]
+    """
+    means = design.mean(axis=0)
+    used = np.count_nonzero(means)
+    return np.where(means > 0, seconds.mean() / used / np.where(means > 0, means, 1.0), 0.0)
+
+
+def multiples(terms: Floats, seconds: Floats, weights: Floats) -> Floats:
+    """Return the x >= 0 with the smallest relative errors of terms x, near a common multiple.
 
     Args:
-        prior: the defaults; the serial share stays.
-        builds: finished builds of the job.
-        cpus: cores that the worker had.
+        terms: (n, k) seconds that the prior gives each term.
+        seconds: (n,) measured.
+        weights: (n,) of the measurements, at most 1.
     """
-    if not builds:
-        return prior
-    rate = float(np.median([b.rows_per_sec for b in builds]))
-    return replace(
-        prior,
-        rows_per_worker_sec=rate / min(cpus, 1.0),
-        startup_sec=float(np.median([b.startup_sec for b in builds])),
+    roots = np.sqrt(weights)
+    scale = float(np.median(seconds / terms.sum(axis=1)))
+    width = terms.shape[1]
+    left = np.concatenate(
+        [terms * (roots / seconds)[:, None], PRIOR_WEIGHT / scale * np.eye(width)]
     )
+    right = np.concatenate([roots, np.full(width, PRIOR_WEIGHT)])
+    return np.asarray(nnls(left, right)[0], np.float64)
 
 
-def non_negative_least_squares(left: Floats, right: Floats) -> Floats:
-    """Return the x >= 0 with the smallest |left x - right|, exactly: every support is tried.
-
-    Args:
-        left: (equations, few) of full column rank.
-        right: (equations,).
-    """
-    width = left.shape[1]
-    best, best_error = np.zeros(width), float(right @ right)
-    for size in range(1, width + 1):
-        for support in combinations(range(width), size):
-            columns = list(support)
-            solution = np.linalg.lstsq(left[:, columns], right, rcond=None)[0]
-            error = float(np.sum((left[:, columns] @ solution - right) ** 2))
-            if (solution >= 0.0).all() and error < best_error:
-                best, best_error = np.zeros(width), error
-                best[columns] = solution
-    return best
-
-
-def _terms(model: TrainingModel, cells: Floats, cpus: float) -> Floats:
-    """Return the seconds of computation, synchronisation and constant of each (r, n)."""
-    replicas, samples = cells.T
-    share = samples / model.batch_samples * core_time(cpus, model.parallel_share) / replicas
-    return np.stack(
+def _spread(
+    window: Window, terms: Floats, seconds: Floats, weights: Floats, errors: Floats
+) -> float:
+    """Return the log error that LEVEL of held-back settings, or of repetitions, stay below."""
+    repeated = np.concatenate(
         [
-            model.compute_sec * share,
-            model.sync_sec * (replicas - 1.0),
-            np.full(len(cells), model.fixed_sec),
-        ],
-        axis=1,
+            np.abs(
+                np.log(np.array(window.cells[key].seconds) / np.median(window.cells[key].seconds))
+            )
+            for key in sorted(window.cells)
+        ]
     )
+    noise = _quantile(repeated)
+    if len(seconds) < MIN_CELLS:
+        unknown = ASSUMED_SPREAD / np.sqrt(window.num_measurements)
+        return max(noise, unknown, float(np.abs(errors).max()))
+    held = np.empty(len(seconds))
+    for fold in range(min(FOLDS, len(seconds))):
+        out = np.arange(len(seconds)) % FOLDS == fold
+        found = multiples(terms[~out], seconds[~out], weights[~out])
+        held[out] = _log_error(seconds[out], terms[out] @ found)
+    return max(noise, _quantile(np.abs(held)))
+
+
+def _growth(sizes: Floats, terms: Floats, seconds: Floats, weights: Floats, spread: float) -> float:
+    """Return the further log error per doubling, from doublings that were measured.
+
+    Only halves that tell the terms apart say something: those with at least three values
+    of the size, and MIN_CELLS settings.
+    """
+    found: list[Floats] = []
+    for axis in sizes.T:
+        values = np.unique(axis)
+        for cut in values[2 : np.searchsorted(values, values[-1] / 2.0, side="right")]:
+            below = axis <= cut
+            beyond = ~below & (axis <= 2.0 * cut)
+            if below.sum() < MIN_CELLS or not beyond.any():
+                continue
+            model = multiples(terms[below], seconds[below], weights[below])
+            errors = np.abs(_log_error(seconds[beyond], terms[beyond] @ model))
+            steps = np.log2((1.0 + axis[beyond]) / (1.0 + cut))
+            found.append(np.maximum(errors - spread, 0.0) / steps)
+    return max(LEAST_GROWTH, _quantile(np.concatenate(found))) if found else LEAST_GROWTH
+
+
+def _log_error(seconds: Floats, predicted: Floats) -> Floats:
+    """Return log errors; a part of the sizes may leave nothing but terms that vanish elsewhere."""
+    return np.log(seconds / np.maximum(predicted, seconds * NOTHING))
+
+
+def _quantile(errors: Floats) -> float:
+    """Return the value that LEVEL of all, and of one more, stay below.
+
+    Example:
+        >>> _quantile(np.arange(20.0)), _quantile(np.arange(3.0))
+        (18.0, 2.0)
+    """
+    rank = int(np.ceil(LEVEL * (len(errors) + 1)))
+    return float(np.sort(errors)[min(rank, len(errors)) - 1])

@@ -22,10 +22,12 @@ class BuildRecord:
     """One finished build.
 
     Attributes:
+        num_samples: samples that it wrote.
         startup_sec: seconds before the work began.
         rows_per_sec: samples per second of work, start-up left out.
     """
 
+    num_samples: int
     startup_sec: float
     rows_per_sec: float
 
@@ -82,7 +84,9 @@ def _read_build(path: Path) -> BuildRecord | None:
         body = json.loads(path.read_text(encoding="utf-8"))
         if body.get("built") is False:
             return None
-        record = BuildRecord(float(body["startup_sec"]), float(body["rows_per_sec"]))
+        record = BuildRecord(
+            int(body["num_samples"]), float(body["startup_sec"]), float(body["rows_per_sec"])
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SchemaError(
             f"build must be what build --json prints, got {error!r}; build again or remove it",

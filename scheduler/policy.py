@@ -10,26 +10,23 @@ it waits for segments, so a plan in which one pool waits for the other loses.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler.candidates import (
-    Floats,
     Grid,
     Ints,
     enumerate_grid,
-    num_segments,
     preprocessing_resources,
     training_resources,
 )
-from scheduler.decision import Candidate, Models, PlanDecision
-from scheduler.defaults import default_preprocessing, default_training
-from scheduler.fit import comparable_runs, fit_preprocessing, fit_training
-from scheduler.memory import TRAINER_BASE_BYTES, trainer_memory
-from scheduler.model import samples_per_sec, segment_sec, timeline
+from scheduler.decision import Candidate, PlanDecision
+from scheduler.fit import Prediction, predict_seconds
+from scheduler.model import Floats
+from scheduler.models import Models, fit_models, segment_setting, training_setting
 from scheduler.snapshot import Snapshot
+from scheduler.timeline import timeline
 from schemas.errors import PlanError
 from schemas.job_schedule import ScheduleConfig
 
@@ -76,41 +73,12 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
     )
 
 
-def fit_models(snapshot: Snapshot, config: ScheduleConfig) -> Models:
-    """Return the models that the snapshot's history supports, defaults for the rest."""
-    facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
-    cpus = float(train.num_threads or config.training.replica.cpus)
-    training = fit_training(
-        default_training(facts, train), comparable_runs(history.runs, "plain"), cpus
-    )
-    held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
-    segments = num_segments(facts.num_samples, train.batch_samples)
-    return Models(
-        training=training,
-        preprocessing=fit_preprocessing(
-            default_preprocessing(), history.builds, config.preprocessing.worker.cpus
-        ),
-        base_bytes=max(TRAINER_BASE_BYTES, training.peak_rss_bytes - held),
-        num_segments=segments,
-        num_parts=math.inf
-        if facts.part_rows is None
-        else math.ceil(facts.num_samples / segments / facts.part_rows - 1e-9),
-    )
-
-
 def predict(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> Predictions:
     """Return time and cost of each candidate."""
     facts, segments = snapshot.facts, models.num_segments
-    preprocessing = config.preprocessing.worker
-    segment = segment_sec(
-        models.preprocessing,
-        facts.num_samples / segments,
-        np.minimum(grid.workers_per_job, models.num_parts),
-        preprocessing.cpus,
-    )
-    speed = samples_per_sec(
-        models.training.model, grid.num_replicas, config.training.replica.cpus, grid.num_stores
-    )
+    segment = models.segments.seconds(segment_setting(models, snapshot, config, grid))
+    step = models.training.seconds(training_setting(snapshot, config, grid))
+    speed = snapshot.job.train.batch_samples / step
     train_segment = facts.num_train_samples / segments / speed
     times = timeline(segment, segments, grid.segment_jobs, train_segment, snapshot.job.train.epochs)
     prices = (
@@ -125,6 +93,19 @@ def predict(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Mode
         predicted_sec=times.end_sec,
         cost=(prices[0] * times.built_sec + prices[1] * held) / SEC_PER_HOUR,
         cost_per_hour=prices[0] + prices[1],
+    )
+
+
+def chosen_predictions(
+    snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
+) -> tuple[Prediction, Prediction]:
+    """Return what is predicted of a chosen plan's steps and segment jobs, with intervals."""
+    models, chosen = decision.models, decision.chosen
+    sizes = (chosen.segment_jobs, chosen.workers_per_job, chosen.num_replicas, chosen.num_stores)
+    grid = Grid(*(np.array([size]) for size in sizes))
+    return (
+        predict_seconds(models.training, training_setting(snapshot, config, grid)),
+        predict_seconds(models.segments, segment_setting(models, snapshot, config, grid)),
     )
 
 

@@ -12,16 +12,11 @@ from scheduler.decision import (
     preprocessing_words,
     training_words,
 )
-from scheduler.fit import MAX_ERROR
+from scheduler.fit import Prediction
 from scheduler.memory import store_bytes, stores_needed, tables_bytes, trainer_memory
-from scheduler.policy import TOLERANCE
+from scheduler.policy import TOLERANCE, chosen_predictions
 from scheduler.snapshot import Snapshot
 from schemas.job_schedule import ScheduleConfig
-
-MIN_STEPS = 20
-"""Fewer measured steps say too little about their spread."""
-REACH = 2
-"""A fit speaks for at most so many times the replicas that were measured."""
 
 
 def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
@@ -31,36 +26,39 @@ def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
         training_reason(config, decision),
         balance_reason(snapshot, decision),
         tables_reason(snapshot, config, decision),
-        trust_reason(snapshot, decision),
+        trust_reason(snapshot, config, decision),
     ]
 
 
-def confident(snapshot: Snapshot, decision: PlanDecision) -> bool:
+def confident(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> bool:
     """Tell whether both pools were measured near the chosen sizes."""
-    return not doubts(snapshot, decision)
+    return not doubts(snapshot, config, decision)
 
 
-def doubts(snapshot: Snapshot, decision: PlanDecision) -> list[str]:
+def doubts(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
     """Return what the prediction rests on without a measurement, empty when nothing."""
     fit, chosen = decision.models.training, decision.chosen
+    steps, segments = chosen_predictions(snapshot, config, decision)
     found: list[str] = []
     if not snapshot.facts.measured:
         found.append("sizes of the data come from the job file, not from a dataset")
     if not snapshot.history.builds:
         found.append("no build was measured")
-    elif chosen.workers_per_job > REACH:
-        found.append("builds were measured with one worker")
-    if fit.num_steps == 0:
+    elif not segments.confident[0]:
+        found.append(f"segment times may be {_interval(segments)} of the predicted ones")
+    if not fit.num_cells:
         found.append("no run was measured")
-    elif fit.num_steps < MIN_STEPS:
-        found.append(f"only {counted(fit.num_steps, 'step')} of runs were measured")
-    if fit.num_steps and chosen.num_replicas > REACH * fit.max_replicas:
-        found.append(f"runs were measured with at most {fit.max_replicas} replicas")
-    if fit.error > MAX_ERROR:
-        found.append(f"step times differ from the fit by {fit.error:.0%} on average")
+    elif not steps.confident[0]:
+        found.append(f"step times may be {_interval(steps)} of the predicted ones")
     if chosen.num_stores:
         found.append("transfers from stores were not measured")
     return found
+
+
+def _interval(found: Prediction) -> str:
+    """Return the ends of an interval relative to the prediction."""
+    low, high = found.low[0] / found.seconds[0], found.high[0] / found.seconds[0]
+    return f"{low:.0%} to {high:.0%}"
 
 
 def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
@@ -112,30 +110,26 @@ def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDeci
     kind = "touched" if facts.measured else "possible"
     text = f"memory: {rows:,} {kind} rows take {mib(tables_bytes(facts, train))}"
     if chosen.num_stores == 0:
-        return f"{text}; one replica needs {mib(alone)} of its {mib(limit)} with them, so no store"
+        return f"{text}; a replica with them needs {mib(alone)} of its {mib(limit)}, so no store"
     least = stores_needed(facts, train, config.training.store.memory)
-    why = (
-        "several replicas share them"
-        if alone <= limit
-        else f"one replica would need {mib(alone)} and has {mib(limit)}"
-    )
     held = store_bytes(facts, train, chosen.num_stores)
     return (
-        f"{text}; {why}, so {counted(chosen.num_stores, 'store')} with "
+        f"{text}; one replica would need {mib(alone)} and has {mib(limit)}, "
+        f"so {counted(chosen.num_stores, 'store')} with "
         f"{mib(held)} of {mib(config.training.store.memory)} each hold them; "
         f"{least} would be enough"
     )
 
 
-def trust_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
+def trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
     """Say what the prediction rests on."""
-    found = doubts(snapshot, decision)
+    found = doubts(snapshot, config, decision)
     fit, builds = decision.models.training, snapshot.history.builds
     compared = f"{counted(decision.num_candidates, 'plan')} compared"
     if found:
         return f"low confidence: {'; '.join(found)}; {compared}"
     return (
-        f"confident: {counted(len(builds), 'build')} and {counted(fit.num_steps, 'step')} "
+        f"confident: {counted(len(builds), 'build')} and {counted(fit.num_measurements, 'step')} "
         f"were measured, the fit is {fit.error:.0%} off on average; {compared}"
     )
 

@@ -154,7 +154,7 @@ def test_main_plan_with_a_build_without_a_rate_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = write_job(tmp_path)
-    body = {"startup_sec": 2, "rows_per_sec": 0}
+    body = {"num_samples": 9, "startup_sec": 2, "rows_per_sec": 0}
     (tmp_path / "build.json").write_text(json.dumps(body))
     message = fail(["plan", str(job), "--history", str(tmp_path)], capsys)
     assert message == (

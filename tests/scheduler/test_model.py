@@ -1,111 +1,128 @@
-"""Laws of the model: monotone, diminishing, and its closed forms equal a slow walk."""
+"""Laws of the equations: what more of each resource does, and each term by hand."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model import (
-    PreprocessingModel,
-    TrainingModel,
-    samples_per_sec,
-    segment_sec,
-    step_sec,
-    timeline,
-)
+from scheduler.fit import Fit
+from scheduler.model import SEGMENT_TERMS, TRAINING_TERMS, SegmentSetting, TrainingSetting
 
-seconds = st.floats(1e-5, 10.0)
-shares = st.floats(0.0, 1.0)
-training_models = st.builds(
-    TrainingModel,
-    batch_samples=st.integers(16, 1 << 16),
-    compute_sec=seconds,
-    sync_sec=st.one_of(st.just(0.0), seconds),
-    lookup_sec=st.one_of(st.just(0.0), seconds),
-    fixed_sec=st.one_of(st.just(0.0), seconds),
-    parallel_share=shares,
-)
-preprocessing_models = st.builds(
-    PreprocessingModel,
-    rows_per_worker_sec=st.floats(1.0, 1e6),
-    startup_sec=st.floats(0.0, 100.0),
-    serial_share=shares,
-)
+seconds = st.one_of(st.just(0.0), st.floats(1e-5, 10.0))
+
+
+def fits(num_terms: int) -> st.SearchStrategy[Fit]:
+    """Return models with any coefficients that are not all 0."""
+    some = st.tuples(*[seconds] * num_terms).filter(any)
+    return st.builds(Fit, coefficients=some)
+
+
+training_fits = fits(len(TRAINING_TERMS))
+segment_fits = fits(len(SEGMENT_TERMS))
 COUNTS = np.arange(1, 65)
 
 
-def assert_monotone_with_diminishing_returns(speed: np.ndarray) -> None:
+def test_design_of_a_step_holds_each_term_of_the_equation() -> None:
+    setting = TrainingSetting(
+        num_replicas=4,
+        num_stores=2,
+        replica_cpus=0.5,
+        store_cpus=3,
+        batch_samples=100,
+        unique_rows=60,
+        fetched_rows=30,
+        moved_bytes=800,
+    )
+    found = dict(zip(TRAINING_TERMS, setting.design()[0].tolist(), strict=True))
+    assert found == {
+        "compute": 100 / (4 * 0.5),
+        "serial": 100 / (4 * 0.5),  # below one core everything is stretched
+        "update": 60 / 0.5,
+        "exchange": 3,
+        "tree": 2,
+        "lookup": 30 / (2 * 3),
+        "transfer": 800 / 2,
+        "meeting": 800 * 4 / 2,
+        "fixed": 1,
+    }
+
+
+def test_design_of_a_segment_job_holds_each_term_of_the_equation() -> None:
+    setting = SegmentSetting(rows=1000, workers=4, worker_cpus=0.5, segment_jobs=3)
+    assert setting.design().tolist() == [[1.0, 2000.0, 500.0, 2000.0]]
+
+
+def test_design_without_stores_has_no_embedding_terms() -> None:
+    design = TrainingSetting(num_replicas=3, fetched_rows=1e6, moved_bytes=1e9).design()[0]
+    assert design[5:8].tolist() == [0.0, 0.0, 0.0]
+
+
+def assert_concave_to_its_peak_and_falling_after(speed: np.ndarray) -> None:
+    """One peak: gains shrink up to it, and there is none after it."""
     slack = 1e-9 * speed.max()
     gains = np.diff(speed)
-    assert (gains >= -slack).all()
-    assert (np.diff(gains) <= slack).all()
+    peak = int(speed.argmax())
+    assert (np.diff(gains[:peak]) <= slack).all()
+    assert (gains[peak:] <= slack).all()
 
 
-@given(training_models, st.floats(0.25, 64.0), st.integers(0, 16))
-def test_samples_per_sec_over_replicas_grows_ever_less(
-    model: TrainingModel, cpus: float, stores: int
+@given(training_fits, st.floats(0.25, 64.0), st.integers(0, 16))
+def test_throughput_over_replicas_gains_ever_less_and_has_one_peak(
+    fit: Fit, cpus: float, stores: int
 ) -> None:
-    assert_monotone_with_diminishing_returns(samples_per_sec(model, COUNTS, cpus, stores))
+    setting = TrainingSetting(num_replicas=COUNTS, num_stores=stores, replica_cpus=cpus)
+    taken = fit.seconds(setting)
+    if taken.min() > 0:
+        assert_concave_to_its_peak_and_falling_after(1.0 / taken)
 
 
-@given(training_models, st.floats(0.25, 64.0), st.integers(1, 32))
-def test_samples_per_sec_over_stores_grows_ever_less(
-    model: TrainingModel, cpus: float, replicas: int
+GROWING = {
+    "stores": ("num_stores", np.arange(1.0, 65.0)),
+    "cores of a replica": ("replica_cpus", np.arange(1.0, 65.0) / 4),
+    "cores of a store": ("store_cpus", np.arange(1.0, 65.0) / 4),
+}
+
+
+@pytest.mark.parametrize(("name", "values"), GROWING.values(), ids=GROWING.keys())
+@given(fit=training_fits, replicas=st.integers(1, 32))
+def test_step_of_more_resources_is_not_longer_and_gains_ever_less(
+    name: str, values: np.ndarray, fit: Fit, replicas: int
 ) -> None:
-    assert_monotone_with_diminishing_returns(samples_per_sec(model, replicas, cpus, COUNTS))
+    sizes = {"num_replicas": replicas, "num_stores": 1, name: values}
+    taken = fit.seconds(TrainingSetting(**sizes))
+    slack = 1e-9 * taken.max()
+    assert (np.diff(taken) <= slack).all()
+    whole = taken[values == np.floor(values)]  # the slope changes where cores begin to be shared
+    assert (np.diff(whole, n=2) >= -slack).all()
 
 
-@given(training_models, st.integers(0, 16))
-def test_samples_per_sec_of_one_replica_over_cores_grows_ever_less(
-    model: TrainingModel, stores: int
+@given(training_fits, st.integers(1, 8), st.integers(0, 4), st.floats(1.0, 10.0))
+def test_step_of_more_load_is_not_shorter(
+    fit: Fit, replicas: int, stores: int, factor: float
 ) -> None:
-    speed = np.array([float(samples_per_sec(model, 1, c, stores)) for c in COUNTS / 4])
-    assert_monotone_with_diminishing_returns(speed)
+    for name in ("unique_rows", "fetched_rows", "moved_bytes", "batch_samples"):
+        sizes = {"num_replicas": replicas, "num_stores": stores, name: np.array([1.0, factor])}
+        less, more = fit.seconds(TrainingSetting(**sizes))
+        assert more >= less
 
 
-@given(training_models, st.floats(0.25, 8.0), st.floats(1.0, 8.0), st.integers(1, 32))
-def test_samples_per_sec_of_more_cores_is_not_lower(
-    model: TrainingModel, cpus: float, factor: float, replicas: int
+@given(segment_fits, st.floats(1.0, 1e6), st.floats(0.1, 4.0), st.integers(1, 8))
+def test_segment_job_of_more_workers_is_shorter_ever_less_and_of_more_jobs_is_not(
+    fit: Fit, rows: float, cpus: float, jobs: int
 ) -> None:
-    slow = samples_per_sec(model, replicas, cpus, 1)
-    assert samples_per_sec(model, replicas, cpus * factor, 1) >= slow * (1 - 1e-12)
+    def taken(workers: np.ndarray | int, at_once: np.ndarray | int) -> np.ndarray:
+        setting = SegmentSetting(rows=rows, workers=workers, worker_cpus=cpus, segment_jobs=at_once)
+        return fit.seconds(setting)
+
+    over_workers = taken(COUNTS, jobs)
+    slack = 1e-9 * over_workers.max()
+    assert (np.diff(over_workers) <= slack).all()
+    assert (np.diff(over_workers, n=2) >= -slack).all()
+    assert (np.diff(taken(2, COUNTS)) >= -slack).all()
 
 
-@given(preprocessing_models, st.floats(1.0, 1e8), st.floats(0.1, 4.0))
-def test_segment_sec_over_workers_speeds_up_ever_less(
-    model: PreprocessingModel, rows: float, cpus: float
-) -> None:
-    assert_monotone_with_diminishing_returns(rows / segment_sec(model, rows, COUNTS, cpus))
-
-
-@given(training_models, st.floats(0.25, 64.0))
-def test_step_sec_leaves_replicas_idle_exactly_where_a_further_one_would_hurt(
-    model: TrainingModel, cpus: float
-) -> None:
-    share = float(step_sec(model, 1, cpus, 0)) - model.fixed_sec
-    every = share / COUNTS + model.sync_sec * (COUNTS - 1) + model.fixed_sec
-    best = np.minimum.accumulate(every)
-    np.testing.assert_allclose(step_sec(model, COUNTS, cpus, 0), best, rtol=1e-9)
-
-
-def slow_timeline(
-    segment: float, segments: int, jobs: int, unit: float, epochs: int
-) -> tuple[float, float]:
-    """Walk through the segments one by one: when training ends, how long it waited."""
-    now, waited = segment, 0.0
-    for position in range(segments):
-        committed = segment * (position // jobs + 1)
-        waited += max(0.0, committed - now)
-        now = max(now, committed) + unit
-    return now + (epochs - 1) * segments * unit, waited
-
-
-@given(seconds, st.integers(1, 40), st.integers(1, 40), seconds, st.integers(1, 3))
-def test_timeline_equals_a_walk_through_the_segments(
-    segment: float, segments: int, jobs: int, unit: float, epochs: int
-) -> None:
-    found = timeline(np.array(segment), segments, jobs, unit, epochs)
-    end, waited = slow_timeline(segment, segments, jobs, unit, epochs)
-    assert float(found.end_sec) == pytest.approx(end, rel=1e-9)
-    assert float(found.waiting_sec) == pytest.approx(waited, rel=1e-9, abs=1e-9 * end)
-    assert float(found.built_sec) == pytest.approx(segment * -(-segments // jobs))
+def test_columns_of_a_setting_give_it_back() -> None:
+    setting = TrainingSetting(num_replicas=[1, 2], num_stores=3, moved_bytes=[5.0, 7.0])
+    again = TrainingSetting.of_columns(setting.columns())
+    assert again.design().tolist() == setting.design().tolist()
+    assert np.asarray(again.num_stores).tolist() == [3.0, 3.0]

@@ -16,9 +16,11 @@ from scheduler.candidates import Grid
 from scheduler.decision import Candidate
 from scheduler.history import History
 from scheduler.memory import store_bytes, trainer_memory, worker_bytes
-from scheduler.model import samples_per_sec, segment_sec, timeline
-from scheduler.policy import TOLERANCE, fit_models, plan, predict
+from scheduler.model import SegmentSetting, TrainingSetting
+from scheduler.models import fit_models
+from scheduler.policy import TOLERANCE, plan, predict
 from scheduler.snapshot import Snapshot
+from scheduler.timeline import timeline
 from schemas.errors import PlanError
 from schemas.job_schedule import (
     BudgetConfig,
@@ -83,7 +85,7 @@ def brute_force(known: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[fl
         total = jobs * each
         if jobs > models.num_segments or not pre.min_workers <= total <= pre.max_workers:
             continue
-        if stores == 0 and replicas > 1:
+        if stores > 0 and replicas > 1:
             continue
         rows = facts.num_samples / models.num_segments
         needs = [
@@ -103,13 +105,30 @@ def brute_force(known: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[fl
         ]
         if sum(cpus) > budget.cpus + 1e-9 or sum(memory) > budget.memory:
             continue
-        speed = float(samples_per_sec(models.training.model, replicas, pool.replica.cpus, stores))
-        busy = min(each, math.ceil(rows / 4_000))
+        moved = 2 * facts.rows_per_step * train.embedding_dim * 4
+        step = models.training.seconds(
+            TrainingSetting(
+                unique_rows=facts.rows_per_step,
+                fetched_rows=facts.rows_per_step,
+                moved_bytes=moved,
+                num_replicas=replicas,
+                num_stores=stores,
+                replica_cpus=pool.replica.cpus,
+                store_cpus=pool.store.cpus,
+                batch_samples=train.batch_samples,
+            )
+        )[0]
+        segment = SegmentSetting(
+            rows=rows,
+            workers=min(each, math.ceil(rows / 4_000)),
+            worker_cpus=pre.worker.cpus,
+            segment_jobs=jobs,
+        )
         times = timeline(
-            segment_sec(models.preprocessing, rows, busy, pre.worker.cpus),
+            models.segments.seconds(segment)[0],
             models.num_segments,
             jobs,
-            facts.num_train_samples / models.num_segments / speed,
+            facts.num_train_samples / models.num_segments / (train.batch_samples / step),
             train.epochs,
         )
         prices = [
@@ -290,6 +309,17 @@ def test_plan_of_tables_larger_than_a_replica_takes_stores(known: Snapshot) -> N
     assert store_bytes(facts, known.job.train, stores) <= 2 * GIB
 
 
+def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(known: Snapshot) -> None:
+    large = replace(known, facts=replace(FACTS, table_rows={"users": 50_000_000}))
+    few = TrainingPoolConfig(max_stores=1)
+    message = "training.max_stores must hold the tables, got 1 of 2048MiB; use 3 stores, or replica"
+    with pytest.raises(PlanError, match=f"^{re.escape(message)}"):
+        plan(large, ScheduleConfig(training=few))
+    several = TrainingPoolConfig(max_stores=3, min_replicas=2)  # each replica holds all rows
+    with pytest.raises(PlanError, match=r"^training\.replica\.memory must hold a replica"):
+        plan(large, ScheduleConfig(training=several))
+
+
 REFUSED = {
     "no room for one worker's shard": (
         ScheduleConfig(preprocessing=PreprocessingPoolConfig(worker=WorkerConfig(memory=1 << 20))),
@@ -307,9 +337,11 @@ REFUSED = {
         ScheduleConfig(training=TrainingPoolConfig(replica=WorkerConfig(memory=1 << 20))),
         "training.replica.memory must hold a replica, got 1MiB; use at least",
     ),
-    "replicas without stores": (
-        ScheduleConfig(training=TrainingPoolConfig(min_replicas=2, max_stores=0)),
-        "training.max_stores must hold the tables, got 0 of 2048MiB; use 1 stores",
+    "replicas that hold all rows": (
+        ScheduleConfig(
+            training=TrainingPoolConfig(min_replicas=2, replica=WorkerConfig(memory=950 << 20))
+        ),
+        "training.replica.memory must hold a replica, got 950MiB; use at least 954MiB",
     ),
 }
 

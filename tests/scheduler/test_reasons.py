@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from scheduler.decision import PlanDecision
-from scheduler.fit import TrainingFit
+from scheduler.fit import Fit
 from scheduler.history import BuildRecord, History
 from scheduler.policy import plan
 from scheduler.reasons import confident, doubts, reasons
@@ -25,38 +25,41 @@ ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB))
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
-    builds = (BuildRecord(1.0, 10_000.0),)
+    builds = (BuildRecord(100_000, 1.0, 10_000.0),) * 7
     folder = tmp_path_factory.mktemp("job")
     return snapshot(folder, ScheduleConfig(), history=History(builds))
 
 
 def measured(decision: PlanDecision, **changes: float) -> PlanDecision:
     """Return the decision as if its model had been fitted to runs of its own size."""
-    fit = TrainingFit(
-        model=decision.models.training.model,
-        num_steps=100,
-        max_replicas=decision.chosen.num_replicas,
+    fit = Fit(
+        coefficients=decision.models.training.coefficients,
+        num_cells=5,
+        num_measurements=100,
         error=0.05,
-        peak_rss_bytes=GIB,
+        spread=0.1,
+        lowest=(0.0,) * 8,
+        highest=(1e9,) * 8,
     )
     models = replace(decision.models, training=replace(fit, **changes))
-    chosen = replace(decision.chosen, num_stores=0, workers_per_job=1)
+    chosen = replace(decision.chosen, num_stores=0, segment_jobs=1, workers_per_job=1)
     return replace(decision, models=models, chosen=chosen)
 
 
 def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(known: Snapshot) -> None:
     decision = measured(plan(known, ROOMY))
-    assert confident(known, decision)
+    assert confident(known, ROOMY, decision)
     assert reasons(known, ROOMY, decision)[-1].startswith(
-        "confident: 1 build and 100 steps were measured, the fit is 5% off on average; "
+        "confident: 7 builds and 100 steps were measured, the fit is 5% off on average; "
     )
 
 
 DOUBTS = {
-    "runs that were too small": ({"max_replicas": 0}, "runs were measured with at most 0 replicas"),
-    "steps that the fit misses": ({"error": 0.5}, "step times differ from the fit by 50%"),
-    "hardly any step": ({"num_steps": 19}, "only 19 steps of runs were measured"),
-    "no run at all": ({"num_steps": 0}, "no run was measured"),
+    "steps that the fit misses": (
+        {"spread": 0.6},
+        "step times may be 55% to 182% of the predicted ones",
+    ),
+    "no run at all": ({"num_cells": 0}, "no run was measured"),
 }
 
 
@@ -64,23 +67,23 @@ DOUBTS = {
 def test_doubts_of_a_poor_history_name_what_is_poor(
     known: Snapshot, changes: dict[str, float], text: str
 ) -> None:
-    found = doubts(known, measured(plan(known, ROOMY), **changes))
+    found = doubts(known, ROOMY, measured(plan(known, ROOMY), **changes))
     assert len(found) == 1
     assert found[0].startswith(text)
 
 
 def test_doubts_of_stores_and_unmeasured_workers_name_them(known: Snapshot) -> None:
     decision = measured(plan(known, ROOMY))
-    chosen = replace(decision.chosen, num_stores=2, workers_per_job=3)
-    assert doubts(known, replace(decision, chosen=chosen)) == [
-        "builds were measured with one worker",
+    chosen = replace(decision.chosen, num_stores=2, workers_per_job=9)
+    assert doubts(known, ROOMY, replace(decision, chosen=chosen)) == [
+        "segment times may be 41% to 246% of the predicted ones",
         "transfers from stores were not measured",
     ]
 
 
 def test_doubts_without_dataset_and_build_name_both(known: Snapshot) -> None:
     bare = replace(known, facts=replace(FACTS, measured=False), history=History())
-    assert doubts(bare, measured(plan(bare, ROOMY))) == [
+    assert doubts(bare, ROOMY, measured(plan(bare, ROOMY))) == [
         "sizes of the data come from the job file, not from a dataset",
         "no build was measured",
     ]
