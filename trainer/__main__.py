@@ -88,6 +88,9 @@ def _add_replica(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, default=1, help="leaves computed at once")
     parser.add_argument("--steps", type=_positive, help="stop before this step")
     parser.add_argument("--expanded", action="store_true", help="undo the deduplication")
+    parser.add_argument("--embedding", default="plain", help="plain, cached or uncached")
+    parser.add_argument("--shared-stores", help="how the run's stores are reached, as JSON")
+    parser.add_argument("--retained-bytes", type=int, default=16 << 20, help="that the writer has")
     parser.add_argument("--faults", default="[]", help="faults that are to happen, as JSON")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
 
@@ -202,32 +205,46 @@ def _replica(arguments: argparse.Namespace) -> int:
     import torch
 
     from trainer.replicas.faults import Faults
-    from trainer.replicas.launch import end_with_stdin
+    from trainer.replicas.launch import BEHIND, LOST, end_with_stdin
     from trainer.replicas.replica import ReplicaOptions
+    from trainer.replicas.stores import SharedStores
     from trainer.replicas.work import work
+    from trainer.stores.failures import BehindError, StoreLostError
     from trainer.stores.token import read_token
     from trainer.training import TrainOptions
 
     if arguments.end_with_stdin:
         end_with_stdin()
     torch.set_num_threads(arguments.threads)
-    work(
-        arguments.job,
-        arguments.dataset,
-        arguments.output,
-        TrainOptions(steps=arguments.steps, expanded=arguments.expanded),
-        ReplicaOptions(
-            number=arguments.number,
-            name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
-            lighthouse=arguments.lighthouse,
-            token=read_token(arguments.token_file),
-            host=arguments.host,
-            expected=arguments.expected,
-            heartbeat_sec=arguments.heartbeat_sec,
-        ),
-        clock=time.perf_counter,
-        faults=Faults.from_json(arguments.faults),
+    shared = arguments.shared_stores
+    options = ReplicaOptions(
+        number=arguments.number,
+        name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
+        lighthouse=arguments.lighthouse,
+        token=read_token(arguments.token_file),
+        host=arguments.host,
+        expected=arguments.expected,
+        heartbeat_sec=arguments.heartbeat_sec,
     )
+    try:
+        work(
+            arguments.job,
+            arguments.dataset,
+            arguments.output,
+            TrainOptions(
+                steps=arguments.steps,
+                expanded=arguments.expanded,
+                embedding=arguments.embedding,
+            ),
+            options,
+            clock=time.perf_counter,
+            faults=Faults.from_json(arguments.faults),
+            shared=SharedStores.from_json(shared) if shared else None,
+            retained_bytes=arguments.retained_bytes,
+        )
+    except (BehindError, StoreLostError) as error:
+        print(f"replica {options.name}: {error}", file=sys.stderr)
+        return BEHIND if isinstance(error, BehindError) else LOST
     return 0
 
 

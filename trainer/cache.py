@@ -164,10 +164,19 @@ class PlannedCache:
         self._slots[table].hold(cached.keyframe.slots[held], cached.rows[held], records)
 
     def cached(self, train_step: int) -> dict[str, CachedRows]:
-        """Return where the plans stand before a step that `saves_at` named, once."""
+        """Return where the plans stand before a step that `saves_at` named, and forget earlier."""
         for step in [step for step in list(self._cached) if step < train_step]:
             del self._cached[step]
-        return self._cached.pop(train_step, {})
+        return self._cached.get(train_step, {})
+
+    @property
+    def next_read(self) -> int:
+        """The first step whose reads are not issued yet."""
+        return self._next
+
+    def finish_writes(self) -> None:
+        """Wait until the rows that left so far are written."""
+        self._thread.finish_writes()
 
     def settle(self) -> int:
         """Issue no reads of further steps; return one after the last step that has its reads."""

@@ -107,8 +107,20 @@ def load_checkpoint(
         SchemaError: a file is missing or has changed, or the state is of another model.
     """
     manifest = verified(checkpoint, None)
-    train_step = manifest.train_step
     load_state(dense_of(checkpoint), model, optimizer, file=str(checkpoint / DENSE))
+    load_rows(checkpoint, manifest, stores, next_use, cached)
+    return manifest.train_step
+
+
+def load_rows(
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    stores: Mapping[str, Store],
+    next_use: NextUseOf | None = None,
+    cached: Mapping[str, CachedRows] | None = None,
+) -> None:
+    """Write the rows of a checkpoint into stores; arguments are those of `load_checkpoint`."""
+    train_step = manifest.train_step
     held = {table: rows.rows[rows.held] for table, rows in (cached or {}).items()}
     for table, store in stores.items():
         apart_from = held.get(table, _NO_ROWS) if next_use is not None else _NO_ROWS
@@ -120,7 +132,6 @@ def load_checkpoint(
                 records = Records(records.values[apart], records.state[apart])
                 steps = next_use(table, train_step, rows)
             write_rows({table: store}, train_step - 1, {table: WriteBack(rows, records, steps)})
-    return train_step
 
 
 def verified(checkpoint: Path, wanted: Mapping[str, Any] | None) -> CheckpointManifest:

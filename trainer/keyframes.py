@@ -65,13 +65,22 @@ def load_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
         return {}
     arrays = from_bytes(path.read_bytes(), file=str(path))
     try:
-        return {table: _cached_rows(table, arrays) for table in tables}
+        return cached_of(arrays, tables)
     except (KeyError, TypeError) as error:
         raise SchemaError(
             "plan of a checkpoint must be arrays by table and name, got other content; "
             "remove this checkpoint to use the one before it",
             file=str(path),
         ) from error
+
+
+def cached_of(arrays: Mapping[str, Array], tables: Iterable[str]) -> dict[str, CachedRows]:
+    """Return what `arrays_of_cached` was given.
+
+    Raises:
+        KeyError: an array is missing.
+    """
+    return {table: _cached_rows(table, arrays) for table in tables}
 
 
 def _cached_rows(table: str, arrays: Mapping[str, Array]) -> CachedRows:

@@ -17,7 +17,7 @@ from trainer.stores.future_log import FutureLog, log_stores
 from trainer.stores.memory import memory_store
 from trainer.stores.mmap import mmap_store
 from trainer.stores.peer import Access
-from trainer.stores.processes import LocalStores
+from trainer.stores.processes import TOKEN, LocalStores
 from trainer.stores.store import Store, TableLayout
 from trainer.stores.together import close_stores, group_of
 from trainer.stores.token import read_token
@@ -55,11 +55,11 @@ def open_stores(
         yield {table: memory_store(layout) for table, layout in layouts.items()}
     elif num_processes:
         with LocalStores(num_processes, run / STORE, replicas=config.replicas) as local:
-            access = Access(token=local.token, timeout_sec=config.timeout.total_seconds())
+            access = access_of(config, job.parent, local.directory / TOKEN)
             with _opened(run, layouts, tuple(local.addresses), access, config.replicas) as stores:
                 yield stores
     elif config.addresses:
-        access = _access(config, job.parent)
+        access = access_of(config, job.parent, job.parent / str(config.token_file))
         with _opened(run, layouts, config.addresses, access, config.replicas) as stores:
             yield stores
     elif kind == "log":
@@ -93,7 +93,7 @@ def _opened(
         addresses,
         access,
         layouts,
-        owner=_owner(run),
+        owner=owner_of(run),
         session=session,
         reset=True,
         replicas=replicas,
@@ -105,17 +105,26 @@ def _opened(
         close_stores(stores)
 
 
-def _access(config: StoresConfig, folder: Path) -> Access:
-    assert config.token_file is not None, "a job with addresses has a token file"
+def access_of(config: StoresConfig, folder: Path, token_file: Path) -> Access:
+    """Return how store processes are reached.
+
+    Args:
+        config: of the job.
+        folder: of the job file, which its paths are relative to.
+        token_file: with what they ask for.
+
+    Raises:
+        SchemaError: there is no token in the file.
+    """
     trusted = config.certificates
     return Access(
-        token=read_token(folder / config.token_file),
+        token=read_token(token_file),
         certificates=None if trusted is None else (folder / trusted).read_bytes(),
         timeout_sec=config.timeout.total_seconds(),
     )
 
 
-def _owner(run: Path) -> str:
+def owner_of(run: Path) -> str:
     """Return the name of a run, given once and kept beside it."""
     path = run / OWNER
     if not path.is_file():

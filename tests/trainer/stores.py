@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -83,6 +85,28 @@ def running(*stores: StoreProcess) -> Iterator[tuple[StoreProcess, ...]]:
                 store.process.stdout.close()
 
 
+def stores_of(run: Path) -> dict[int, int]:
+    """Return the number of each store of a run that is there, and its process."""
+    found: dict[int, int] = {}
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            for argument in command:
+                if argument.startswith(f"{run / 'store'}/store-"):
+                    found[int(argument[-3:])] = pid
+    return found
+
+
+def kill_stores(run: Path, *numbers: int, forget: bool = False) -> None:
+    """Kill stores, with their directories if the node dies."""
+    there = stores_of(run)
+    for number in numbers:
+        if number in there:
+            os.kill(there[number], 9)
+        if forget:
+            shutil.rmtree(run / "store" / f"store-{number:03d}", ignore_errors=True)
+
+
 def group_over(
     *addresses: str,
     layouts: Mapping[str, TableLayout] | None = None,
@@ -97,6 +121,12 @@ def group_over(
     return open_group(
         addresses, access, tables, owner=owner, session=session, reset=reset, replicas=replicas
     )
+
+
+def record_of(value: float, count: int) -> Records:
+    """Return records of `LAYOUT` of which every number is the same."""
+    state = np.full((count, 1), value, np.float32)
+    return Records(np.repeat(state, 4, axis=1), state)
 
 
 def whole(store: Store) -> tuple[NDArray[np.int64], Records]:

@@ -18,14 +18,15 @@ from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.cache import PlannedCache
 from trainer.rows import initial_rows
 from trainer.sources import DirectSource, RowsOfTables
-from trainer.stores.future_log import FutureLog, LogStore
+from trainer.stores.future_log import FutureLog
 from trainer.stores.memory import memory_store
+from trainer.stores.step_store import StepStore
 from trainer.stores.store import Lent, Records, Store, WriteBack
 
 
 def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> dict[str, Store]:
     log = FutureLog({"items": LAYOUT}, folder, bucket_steps=bucket_steps, buffer_bytes=buffer_bytes)
-    return {"items": LogStore(log, LAYOUT)}
+    return {"items": StepStore(log, LAYOUT)}
 
 
 def cache_over(

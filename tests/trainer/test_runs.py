@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tests.trainer.stores import whole
 from trainer.npy import NpyFile
 from trainer.stores.bucket_file import BucketFiles, Entries
-from trainer.stores.future_log import FutureLog, LogStore
+from trainer.stores.future_log import FutureLog
 from trainer.stores.mmap import mmap_store
 from trainer.stores.runs import SortedRuns
+from trainer.stores.step_store import StepStore
 from trainer.stores.store import Records, Store, TableLayout, WriteBack
 
 WIDE = TableLayout(table="items", dim=127, state_width=1, dtype="float32", seed=3)
@@ -69,11 +70,11 @@ def test_store_gives_more_than_one_run_in_parts_and_leaves_no_file(
     values = rng.random((len(rows), 127), np.float32)
     store: Store = mmap_store(WIDE, tmp_path)
     if kind == "log":
-        store = LogStore(FutureLog({"items": WIDE}, tmp_path, buffer_bytes=5 << 20), WIDE)
+        store = StepStore(FutureLog({"items": WIDE}, tmp_path, buffer_bytes=5 << 20), WIDE)
     for start in range(0, len(rows), 20_000):
         part = slice(start, start + 20_000)
         records = Records(values[part], values[part, :1])
-        if isinstance(store, LogStore):
+        if isinstance(store, StepStore):
             next_use = rng.integers(0, 100, 20_000)
             store.group.write(0, {"items": WriteBack(rows[part], records, next_use)})
         else:
@@ -89,7 +90,7 @@ def test_store_gives_more_than_one_run_in_parts_and_leaves_no_file(
     assert np.array_equal(found, rows[order])
     assert np.array_equal(records.values, values[order])
     assert np.array_equal(records.state, values[order, :1])
-    if isinstance(store, LogStore):
+    if isinstance(store, StepStore):
         store.group.write(1, {})
     assert {path.name for path in tmp_path.rglob("*")} == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 from schemas.events import read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
+from tests.trainer.stores import kill_stores
 from trainer.compare import compare_runs
 from trainer.run import RunLog
 from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
@@ -50,28 +50,6 @@ def job_with(folder: Path, replicas: int) -> Path:
     with job.open("a") as file:
         file.write(f"  stores: {{replicas: {replicas}, timeout: 60s}}\n")
     return job
-
-
-def stores_of(run: Path) -> dict[int, int]:
-    """Return the number of each store of a run that is there, and its process."""
-    found: dict[int, int] = {}
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            for argument in command:
-                if argument.startswith(f"{run / 'store'}/store-"):
-                    found[int(argument[-3:])] = pid
-    return found
-
-
-def kill(run: Path, *numbers: int, forget: bool = False) -> None:
-    """Kill stores, with their directories if the node dies."""
-    there = stores_of(run)
-    for number in numbers:
-        if number in there:
-            os.kill(there[number], 9)
-        if forget:
-            shutil.rmtree(run / "store" / f"store-{number:03d}", ignore_errors=True)
 
 
 @pytest.fixture
@@ -117,13 +95,17 @@ def test_stores_killed_at_any_moment_cost_no_committed_step(
     at_step: dict[int, Callable[[Path], None]],
 ) -> None:
     def shortly_again(run: Path) -> None:
-        kill(run, 0)
+        kill_stores(run, 0)
         # the next one while it is started, or replays, or meets its first calls
-        threading.Timer(0.7, kill, (run, 0)).start()
+        threading.Timer(0.7, kill_stores, (run, 0)).start()
 
     run = tmp_path / "run"
-    at_step |= {2: lambda run: kill(run, 0), 7: lambda run: kill(run, 0, 1), 12: shortly_again}
-    at_step[13] = lambda run: threading.Timer(0.01, kill, (run, 1)).start()
+    at_step |= {
+        2: lambda run: kill_stores(run, 0),
+        7: lambda run: kill_stores(run, 0, 1),
+        12: shortly_again,
+    }
+    at_step[13] = lambda run: threading.Timer(0.01, kill_stores, (run, 1)).start()
     summary = run_job(job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert_equal(undisturbed, run)
@@ -139,7 +121,10 @@ def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint
     at_step: dict[int, Callable[[Path], None]],
 ) -> None:
     run = tmp_path / "run"
-    at_step |= {2: lambda run: kill(run, 0, forget=True), 10: lambda run: kill(run, 1, forget=True)}
+    at_step |= {
+        2: lambda run: kill_stores(run, 0, forget=True),
+        10: lambda run: kill_stores(run, 1, forget=True),
+    }
     summary = run_job(job, dataset, run, embedding=embedding, stores=2)
     assert summary.num_rollbacks == 2
     # from the kill to the next call of that store, which a whole cached step may go without
@@ -163,7 +148,7 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
     def put_back(run: Path) -> None:
         folder = run / "store" / "store-000"
         newest = max(folder.glob("log-*.bin"))
-        kill(run, 0)
+        kill_stores(run, 0)
         (old,) = (tmp_path / "older").glob("log-*.bin")
         assert newest.stat().st_size > old.stat().st_size
         shutil.copy(old, newest)
@@ -191,9 +176,9 @@ def test_node_that_dies_costs_nothing_where_slots_have_copies(
         while not (members.slot_map.num_copies == 2).all() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (members.slot_map.num_copies == 2).all()
-        kill(run, 1, forget=True)
+        kill_stores(run, 1, forget=True)
 
-    at_step |= {2: lambda run: kill(run, 0, forget=True), 9: next_when_filled}
+    at_step |= {2: lambda run: kill_stores(run, 0, forget=True), 9: next_when_filled}
     summary = run_job(copied_job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert_equal(undisturbed, run)

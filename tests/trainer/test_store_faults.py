@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
-from tests.trainer.stores import ACCESS, LAYOUT, TOKEN, group_over, running, start_store, whole
+from tests.trainer.stores import (
+    ACCESS,
+    LAYOUT,
+    TOKEN,
+    group_over,
+    record_of,
+    running,
+    start_store,
+    whole,
+)
 from trainer.stores.actions import Actions
 from trainer.stores.budget import Budget, BusyError
 from trainer.stores.claims import mask_of, no_claims
@@ -23,16 +32,10 @@ from trainer.stores.flight_client import FlightStore
 from trainer.stores.flight_server import Limits, StoreServer
 from trainer.stores.peer import Peer
 from trainer.stores.shard import Shard
-from trainer.stores.store import Records
 from trainer.stores.wire import Request, record_bytes, rows_batch
 
 NUM_ROWS = 200
 ALL = ((0, 4096),)
-
-
-def record_of(value: float, count: int) -> Records:
-    state = np.full((count, 1), value, np.float32)
-    return Records(np.repeat(state, 4, axis=1), state)
 
 
 def write_step(store: FlightStore, step: int) -> np.ndarray:

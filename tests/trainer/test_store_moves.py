@@ -18,6 +18,7 @@ from tests.trainer.stores import (
     TOKEN,
     StoreProcess,
     group_over,
+    record_of,
     running,
     start_store,
     whole,
@@ -28,7 +29,7 @@ from trainer.stores.flight_client import FlightGroup, FlightStore
 from trainer.stores.manage import kill_store, migrate_slots, restart_store
 from trainer.stores.peer import Peer
 from trainer.stores.slot_map import described
-from trainer.stores.store import Records, WriteBack
+from trainer.stores.store import WriteBack
 from trainer.stores.wire import DESCRIBE
 
 NUM_ROWS = 3000
@@ -78,11 +79,6 @@ class Writer:
                 self._ending.set()
                 done.result()
                 self._ending.clear()
-
-
-def record_of(value: float, count: int) -> Records:
-    state = np.full((count, 1), value, np.float32)
-    return Records(np.repeat(state, 4, axis=1), state)
 
 
 def token_of(directory: Path) -> Path:

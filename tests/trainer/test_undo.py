@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from tests.trainer.stores import LAYOUT, group_over, running, start_store
+from tests.trainer.stores import LAYOUT, group_over, record_of, running, start_store
 from trainer.rows import initial_rows
 from trainer.stores.entries import RowsEntry
 from trainer.stores.shard_table import ShardTable
-from trainer.stores.store import Records, WriteBack
+from trainer.stores.store import WriteBack
 
 ROWS = np.arange(6)
 
@@ -112,10 +112,6 @@ def test_versions_are_given_up_when_their_steps_are_committed() -> None:
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         table.fetch(rows, 38)
-
-
-def record_of(value: float, count: int) -> Records:
-    return Records(np.full((count, 4), value, np.float32), np.full((count, 1), value, np.float32))
 
 
 def test_store_killed_among_uncommitted_steps_still_has_the_versions_before(

@@ -53,6 +53,16 @@ class LeftRows:
         self._records.state[places] = records.state
         self._last[places] = last_use
 
+    def find(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], Lent]:
+        """Return which rows there are copies of, and where these lie.
+
+        Args:
+            rows: distinct.
+        """
+        places = self._map.find(rows)
+        here = places >= 0
+        return here, Lent(self._records, places[here].astype(np.int32))
+
     def since(self, train_step: int, without: NDArray[np.int64]) -> tuple[NDArray[np.int64], Lent]:
         """Return the rows whose last use was at a step or later, and where their copies lie.
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from schemas.dataset import open_dataset
@@ -18,16 +18,23 @@ from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_summar
 from schemas.job import load_job
 from trainer.checkpoint import newest_checkpoint
 from trainer.child import close_pipes, end_children, start_child
+from trainer.decode import spec_of
 from trainer.draining import Drain, told
-from trainer.parts import order_of
+from trainer.parts import layouts_of, order_of
 from trainer.replicas.faults import Faults
 from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
-from trainer.run import check_run, cut_run, start_run
+from trainer.replicas.retained import RETAINED_BYTES
+from trainer.replicas.stores import begin_stores
+from trainer.rollback import with_rollbacks
+from trainer.run import check_run, cut_run, start_run, write_summary
+from trainer.stores.failures import StoreLostError
 from trainer.stores.token import write_token
 from trainer.training import TrainOptions
 
 TOKEN = "token"
+BEHIND, LOST = 75, 76
+"""Exit statuses of a replica: it fell too far behind the others, and a store lost rows."""
 _POLL_SEC = 0.1
 _END_SEC = 10.0
 
@@ -95,6 +102,7 @@ class LocalReplicas:
 
         Raises:
             SchemaError: a replica ended with an error, or was killed too often.
+            StoreLostError: a store lost rows.
         """
         running = set(self._processes)
         while running:
@@ -105,22 +113,24 @@ class LocalReplicas:
                 if status is None:
                     continue
                 running.discard(number)
-                if status > 0:
+                if status == LOST:
+                    raise StoreLostError("stores must have every row; see the error above")
+                if status > 0 and status != BEHIND:
                     raise SchemaError(
                         f"replica {number} must end well, got status {status}; see its error above"
                     )
-                if status < 0 and (running or not self._run_is_finished()):
-                    self._restart(number, -status)
+                if status and (running or not self._run_is_finished()):
+                    self._restart(number, status)
                     running.add(number)
 
     def _run_is_finished(self) -> bool:
         return (self._run / SUMMARY).is_file()
 
-    def _restart(self, number: int, signal: int) -> None:
+    def _restart(self, number: int, status: int) -> None:
         if not self._restarts:
+            why = f"signal {-status}" if status < 0 else "behind the others"
             raise SchemaError(
-                f"replica {number} must live, got signal {signal} once too often; "
-                "go on with --resume"
+                f"replica {number} must live, got {why} once too often; go on with --resume"
             )
         self._restarts -= 1
         close_pipes(self._processes[number])
@@ -171,6 +181,8 @@ class LaunchOptions:
     """Time without a sign of life after which one is dead."""
     restarts: int = 100
     """Most times that killed ones are started again, all together."""
+    retained_bytes: int = RETAINED_BYTES
+    """Most bytes of rows that the writer lets wait before it brings them to the stores."""
     faults: Faults = field(default_factory=Faults)
     """That are to happen."""
 
@@ -202,9 +214,9 @@ def train_together(
         ValueError: replicas cannot do what is asked.
         DrainInterrupt: it was asked to end; says what is left.
     """
-    if options.embedding != "plain" or options.follow or options.fast:
+    if options.embedding == "lru" or options.follow or options.fast:
         raise ValueError(
-            "replicas must keep all rows in memory and train a finished dataset leaf by leaf, got "
+            "replicas must know their rows ahead and train a finished dataset leaf by leaf, got "
             f"embedding={options.embedding!r}, follow={options.follow}, fast={options.fast}; "
             "leave these out, or train with one"
         )
@@ -212,33 +224,60 @@ def train_together(
     order = order_of(job, dataset)
     if options.resume:
         check_run(run, dataset, job.train)
-        checkpoint = newest_checkpoint(run)
-        cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
-        (run / SUMMARY).unlink(missing_ok=True)
     else:
         start_run(run, job_path, dataset, job.train)
-    arguments = [str(job_path), "--dataset", str(dataset_path), "--output", str(run)]
-    if options.steps is not None:
-        arguments += ["--steps", str(options.steps)]
-    if options.expanded:
-        arguments += ["--expanded"]
-    if launch.faults.schedule:
-        arguments += ["--faults", launch.faults.to_json()]
+    arguments = _arguments(job_path, dataset_path, run, options, launch)
     arguments += ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
     last = min(order.num_steps, options.steps or order.num_steps)
-    replicas = LocalReplicas(
-        launch.count,
-        run,
-        arguments,
-        heartbeat_sec=launch.heartbeat_sec,
-        restarts=launch.restarts,
-    )
+    layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     left = f"replicas ended; {run} goes on from its newest checkpoint with --resume"
-    at_once = (drain or Drain()).at_once()
-    with replicas, told(left), at_once:
-        on_start(replicas)
-        replicas.wait(MetricTail(run, on_step, last))
-    return read_summary(run / SUMMARY)
+    drain = drain or Drain()
+
+    def attempt(checkpoint: Path | None) -> RunSummary:
+        cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
+        (run / SUMMARY).unlink(missing_ok=True)
+        with ExitStack() as stack:
+            more: list[str] = []
+            if options.embedding != "plain":
+                stores = begin_stores(
+                    run, job_path, job.train.stores, layouts, options.stores, checkpoint
+                )
+                more = ["--shared-stores", stack.enter_context(stores).to_json()]
+            replicas = stack.enter_context(
+                LocalReplicas(
+                    launch.count,
+                    run,
+                    arguments + more,
+                    heartbeat_sec=launch.heartbeat_sec,
+                    restarts=launch.restarts,
+                )
+            )
+            with told(left), drain.at_once():
+                on_start(replicas)
+                replicas.wait(MetricTail(run, on_step, last))
+        return read_summary(run / SUMMARY)
+
+    checkpoint = newest_checkpoint(run) if options.resume else None
+    summary, rollbacks = with_rollbacks(run, checkpoint, attempt)
+    if rollbacks.num_rollbacks:
+        summary = replace(summary, **asdict(rollbacks))
+        write_summary(run, summary)
+    return summary
+
+
+def _arguments(
+    job: Path, dataset: Path, run: Path, options: TrainOptions, launch: LaunchOptions
+) -> list[str]:
+    """Return what every replica is told."""
+    found = [str(job), "--dataset", str(dataset), "--output", str(run)]
+    found += ["--embedding", options.embedding, "--retained-bytes", str(launch.retained_bytes)]
+    if options.steps is not None:
+        found += ["--steps", str(options.steps)]
+    if options.expanded:
+        found += ["--expanded"]
+    if launch.faults.schedule:
+        found += ["--faults", launch.faults.to_json()]
+    return found
 
 
 def _threads_each(wanted: int | None, count: int) -> int:

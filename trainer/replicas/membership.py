@@ -33,6 +33,8 @@ class Told:
     """Leaves of the step that it computes, or has computed."""
     failures: int = 0
     """How many exchanges have failed here so far."""
+    written: int = -1
+    """Last step of which it knows that rows that left caches are in the stores."""
     done: bool = False
     """It has nothing left to do."""
 
@@ -70,6 +72,11 @@ class Agreement:
     def ready(self) -> dict[str, Member]:
         """Members that can take part in `step`."""
         return {name: m for name, m in self.members.items() if m.step == self.step}
+
+    @property
+    def written(self) -> int:
+        """The last step of which rows that left caches are in the stores, as any member knows."""
+        return max(member.told.written for member in self.members.values())
 
     @property
     def key(self) -> str:

@@ -56,15 +56,16 @@ class PeerServer(fl.FlightServerBase):
                 self._kept_bytes -= self._committed.popitem(last=False)[1].num_bytes
             self._changed.notify_all()
 
-    def offer(self, state_of: Callable[[], Mapping[str, Array]]) -> None:
+    def offer(self, state_of: Callable[[], Mapping[str, Array] | None]) -> None:
         """Give the state at the end of a step to those that wait for it.
 
         Args:
-            state_of: arrays of the state; called when somebody waits.
+            state_of: arrays of the state, None where it can be had after a later step only; called
+                when somebody waits.
         """
         with self._changed:
-            if self._wanted:
-                self._given = b"".join(to_parts(state_of()))
+            if self._wanted and (found := state_of()) is not None:
+                self._given = b"".join(to_parts(found))
                 self._changed.notify_all()
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> Iterator[bytes]:

@@ -35,7 +35,6 @@ from trainer.replicas.splits import smoothed
 from trainer.replicas.writer import Writer
 from trainer.state import load_state, state_of
 from trainer.step import PhaseTimer, check_loss, metric_of, update_by
-from trainer.stores.store import Records
 from trainer.tree import Tree
 
 REPLICAS = "replicas.json"
@@ -136,7 +135,9 @@ class Replica:
         Args:
             done: nothing is left to do here.
         """
-        return self._membership.agree(self.step, self._told((), done=done))
+        agreement = self._membership.agree(self.step, self._told((), done=done))
+        self._heed(agreement)
+        return agreement
 
     def _told(self, leaves: tuple[int, ...], *, done: bool = False) -> Told:
         return Told(
@@ -146,6 +147,7 @@ class Replica:
             speed=self._speed,
             leaves=leaves,
             failures=self._failures,
+            written=self.setting.rows.written,
             done=done,
         )
 
@@ -169,6 +171,7 @@ class Replica:
             if agreement.step > self.step:
                 self._catch_up(agreement)
                 return
+            self._heed(agreement)
             more = self._shares.heed(agreement, self.setting.num_leaves)
             if more.dropped:
                 tree, computed = self._work.tree(self.setting.num_leaves(self.step)), []
@@ -187,6 +190,10 @@ class Replica:
                 told = self._told(tuple(computed))
                 asked = self._asking.submit(self._membership.agree, self.step, told)
         self._commit(agreement, total, message, more.owners)
+
+    def _heed(self, agreement: Agreement) -> None:
+        writes = agreement.writer == self.options.name
+        self.setting.rows.heed(agreement.written, writes=writes)
 
     def _compute(self, run: range) -> Tree[Partial]:
         self._injector.at("start", self.step)
@@ -306,11 +313,13 @@ class Replica:
         for address in addresses:
             with suppress(PeerError), self._peer(address) as peer:
                 self._load(peer.state())
-                self._injector.at("joining", self.step)
-                while (data := peer.sums(self.step)) is not None:
-                    self._apply(Committed.from_bytes(data))
+                with suppress(PeerError):  # the next agreement says where the others are
+                    self._injector.at("joining", self.step)
+                    while (data := peer.sums(self.step)) is not None:
+                        self._apply(Committed.from_bytes(data))
                 self._since = self.step
                 return
+        self.setting.rows.begin(self.step)
 
     def _peer(self, address: str) -> Peer:
         return Peer(address, self.options.token, self.options.timeout_sec)
@@ -321,35 +330,18 @@ class Replica:
             replace_bytes(self.setting.run / REPLICAS, json.dumps(addresses).encode())
             self._told_addresses = addresses
 
-    def _state_arrays(self) -> dict[str, Array]:
+    def _state_arrays(self) -> dict[str, Array] | None:
+        rows = self.setting.rows.arrays(self.step)
+        if rows is None:
+            return None
         parts = self.setting.parts
-        arrays: dict[str, Array] = {"step": np.array([self.step])}
-        arrays |= state_of(parts.model, parts.optimizer)
-        for table, store in parts.stores.items():
-            found = [*store.contents()]
-            layout = store.layout
-            none = np.empty((0, layout.dim), layout.dtype)
-            arrays[f"rows/{table}/rows"] = np.concatenate(
-                [np.empty(0, np.int64), *(rows for rows, _ in found)]
-            )
-            arrays[f"rows/{table}/values"] = np.concatenate(
-                [none, *(records.values for _, records in found)]
-            )
-            arrays[f"rows/{table}/state"] = np.concatenate(
-                [
-                    np.empty((0, layout.state_width), layout.dtype),
-                    *(records.state for _, records in found),
-                ]
-            )
-        return arrays
+        return {"step": np.array([self.step]), **state_of(parts.model, parts.optimizer), **rows}
 
     def _load(self, arrays: Mapping[str, Array]) -> None:
         parts = self.setting.parts
         dense = {name: a for name, a in arrays.items() if name.startswith(("model/", "optimizer/"))}
         load_state(dense, parts.model, parts.optimizer)
-        for table, store in parts.stores.items():
-            rows, values, state = (arrays[f"rows/{table}/{n}"] for n in ("rows", "values", "state"))
-            store.write(rows, Records(values, state))
         [step] = arrays["step"].tolist()
+        self.setting.rows.load(arrays, int(step))
         self.step = self._since = int(step)
         self._open = None

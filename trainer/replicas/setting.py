@@ -19,6 +19,7 @@ from trainer.leaves import Leaves
 from trainer.parts import Parts
 from trainer.reader import Reader
 from trainer.replicas.exchange import Shape
+from trainer.replicas.row_state import ReplicaRows
 from trainer.replicas.step_rows import StepRows
 from trainer.step import Clock
 
@@ -41,6 +42,8 @@ class Setting:
     """Rows of steps; used by the same thread."""
     parts: Parts
     """What is trained."""
+    rows: ReplicaRows
+    """Where its rows come from."""
     first: int
     """The first step that is not trained yet."""
     last: int

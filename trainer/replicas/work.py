@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from schemas.dataset import open_dataset
@@ -10,14 +11,17 @@ from schemas.job import load_job
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, verified
 from trainer.decode import spec_of
 from trainer.flash.fits import made_of
-from trainer.parts import build_parts, memory_stores, order_of
+from trainer.parts import build_parts, layouts_of, memory_stores, order_of
 from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
 from trainer.replicas.replica import Replica, ReplicaOptions
+from trainer.replicas.retained import RETAINED_BYTES
+from trainer.replicas.row_state import MemoryRows, ReplicaRows
 from trainer.replicas.setting import Setting
+from trainer.replicas.shared_rows import Planned, shared_rows
 from trainer.replicas.step_rows import StepRows
+from trainer.replicas.stores import SharedStores, open_shared
 from trainer.run import check_run, write_summary
-from trainer.sources import DirectSource
 from trainer.step import Clock
 from trainer.train import evaluate_parts, summary_of
 from trainer.training import TrainOptions, reader_of
@@ -35,6 +39,8 @@ def work(
     *,
     clock: Clock,
     faults: Faults,
+    shared: SharedStores | None = None,
+    retained_bytes: int = RETAINED_BYTES,
 ) -> None:
     """Train with the other replicas of a run until it is finished.
 
@@ -46,56 +52,61 @@ def work(
         options: of this replica.
         clock: seconds, for phases.
         faults: that are to happen.
+        shared: stores of the run; None where every replica has all rows in memory.
+        retained_bytes: most bytes of rows that the writer lets wait before they go to the stores.
 
     Raises:
         SchemaError: job, dataset or run do not belong together, or a disk is full.
-    """
-    setting = setting_of(job_path, dataset_path, run, train_options, clock)
-    injector = Injector(faults, options.number, run / FAULTS_DONE)
-    every = setting.job.train.checkpoint.every_steps
-
-    def save(train_step: int) -> None:
-        if every is not None and train_step % every == 0 and train_step < setting.last:
-            _save(setting, train_step)
-
-    with Replica(setting, options, injector, save) as replica:
-        replica.train()
-        end(replica, _finishing(setting, train_options))
-
-
-def setting_of(
-    job_path: Path, dataset_path: Path, run: Path, options: TrainOptions, clock: Clock
-) -> Setting:
-    """Return what a replica trains, at the state of the newest checkpoint.
-
-    Raises:
-        SchemaError: job, dataset or run do not belong together.
+        BehindError: the others are so far ahead that this replica must be started again.
+        StoreLostError: a store lost rows; the run goes back to its newest checkpoint.
     """
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     config = job.train
     check_run(run, dataset, config)
-    order = order_of(job, dataset)
-    spec = spec_of(dataset, config.dtype)
-    stores = memory_stores(spec, config)
-    parts = build_parts(spec, config, stores)
-    parts.embedding.read_from(DirectSource(stores))
-    checkpoint = newest_checkpoint(run)
-    first = 0
-    if checkpoint is not None:
-        verified(checkpoint, made_of(job, dataset))
-        first = load_checkpoint(checkpoint, parts.model, parts.optimizer, stores)
-    return Setting(
-        run=run,
-        job=job,
-        dataset=dataset,
-        order=order,
-        reader=reader_of(dataset, order, options, config),
-        step_rows=StepRows(dataset, order, stores),
-        parts=parts,
-        first=first,
-        last=min(order.num_steps, options.steps or order.num_steps),
-        clock=clock,
-    )
+    order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
+    last = min(order.num_steps, train_options.steps or order.num_steps)
+    every = config.checkpoint.every_steps
+    with ExitStack() as stack:
+        if shared is None:
+            stores = memory_stores(spec, config)
+            parts = build_parts(spec, config, stores)
+            rows: ReplicaRows = MemoryRows(stores, parts.embedding)
+        else:
+            layouts = layouts_of(spec, config)
+            opened = open_shared(shared, run, job_path, config.stores, layouts)
+            parts = build_parts(spec, config, dict(opened))
+            cached = train_options.embedding == "cached"
+            plan = Planned(dataset, order, config, last) if cached else None
+            group = next(iter(opened.values())).group
+            rows = shared_rows(group, layouts, parts.embedding, plan, retained_bytes)
+        stack.callback(rows.close)
+        first, checkpoint = 0, newest_checkpoint(run)
+        if checkpoint is not None:
+            verified(checkpoint, made_of(job, dataset))
+            stores = parts.stores if shared is None else {}
+            first = load_checkpoint(checkpoint, parts.model, parts.optimizer, stores)
+        setting = Setting(
+            run=run,
+            job=job,
+            dataset=dataset,
+            order=order,
+            reader=reader_of(dataset, order, train_options, config),
+            step_rows=StepRows(dataset, order, parts.stores),
+            parts=parts,
+            rows=rows,
+            first=first,
+            last=last,
+            clock=clock,
+        )
+
+        def save(train_step: int) -> None:
+            if every is not None and train_step % every == 0 and train_step < setting.last:
+                _save(setting, train_step)
+
+        injector = Injector(faults, options.number, run / FAULTS_DONE)
+        replica = stack.enter_context(Replica(setting, options, injector, save))
+        replica.train()
+        end(replica, _finishing(setting, train_options))
 
 
 def _finishing(setting: Setting, options: TrainOptions) -> Callable[[], None]:
@@ -103,14 +114,15 @@ def _finishing(setting: Setting, options: TrainOptions) -> Callable[[], None]:
         parts = setting.parts
         _save(setting, setting.last)
         evaluation = evaluate_parts(setting.job, setting.dataset, parts)
-        source = DirectSource(parts.stores)
-        write_summary(setting.run, summary_of(setting.run, options, evaluation, source))
+        summary = summary_of(setting.run, options, evaluation, setting.rows.source)
+        write_summary(setting.run, summary)
 
     return finish
 
 
 def _save(setting: Setting, train_step: int) -> None:
     parts = setting.parts
+    setting.rows.flush()
     save_checkpoint(
         setting.run,
         train_step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from schemas.errors import SchemaError
 
-REFUSED, MAP, BUSY = "refused", "map", "busy"
+REFUSED, MAP, BUSY, BEHIND = "refused", "map", "busy", "behind"
 """Codes that a store sends beside the line that says why."""
 
 
@@ -14,6 +14,10 @@ class StoreGoneError(Exception):
 
 class MapChangedError(Exception):
     """Say that a store does not serve what it was asked for, or no longer knows its caller."""
+
+
+class BehindError(SchemaError):
+    """Say that rows were asked for as they were before steps that others have committed."""
 
 
 class StoreLostError(SchemaError):

@@ -63,6 +63,9 @@ class FlightGroup:
         workers = _CALLS_PER_PEER * len(members.addresses)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="stores")
         self._repair = Repair(members)
+
+    def repair(self) -> None:
+        """Make missing copies again, from now on."""
         self._repair.begin()
 
     def fetch(
@@ -292,6 +295,7 @@ def open_group(
     session: str,
     reset: bool,
     replicas: int = 1,
+    repairs: bool = True,
 ) -> dict[str, FlightStore]:
     """Take store processes for a run.
 
@@ -303,6 +307,7 @@ def open_group(
         session: names this process; calls of an older one are refused from now on.
         reset: forget the rows of this run: those of its checkpoint will be written.
         replicas: stores that serve each slot.
+        repairs: whether missing copies are made again; of several processes of a session one does.
 
     Raises:
         SchemaError: one refuses or cannot be reached, or together they do not serve every slot
@@ -315,6 +320,8 @@ def open_group(
         members.close()
         raise
     group = FlightGroup(members, layouts, message_bytes)
+    if repairs:
+        group.repair()
     return {table: FlightStore(group, layout) for table, layout in layouts.items()}
 
 

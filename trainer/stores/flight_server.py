@@ -18,7 +18,15 @@ from schemas.errors import SchemaError
 from trainer.stores.actions import Actions
 from trainer.stores.budget import Budget, BusyError
 from trainer.stores.entries import RowsEntry
-from trainer.stores.failures import BUSY, MAP, REFUSED, MapChangedError, StoreGoneError
+from trainer.stores.failures import (
+    BEHIND,
+    BUSY,
+    MAP,
+    REFUSED,
+    BehindError,
+    MapChangedError,
+    StoreGoneError,
+)
 from trainer.stores.shard import Shard
 from trainer.stores.store import TableLayout
 from trainer.stores.token import TokenCheck
@@ -197,6 +205,8 @@ def _named() -> Iterator[None]:
         raise fl.FlightUnavailableError(line, extra_info=_info(BUSY, line)) from error
     except MapChangedError as error:
         raise fl.FlightServerError(str(error), extra_info=_info(MAP, str(error))) from error
+    except BehindError as error:
+        raise fl.FlightServerError(str(error), extra_info=_info(BEHIND, str(error))) from error
     except (SchemaError, OSError, StoreGoneError) as error:
         raise fl.FlightServerError(str(error), extra_info=_info(REFUSED, str(error))) from error
 

@@ -29,6 +29,7 @@ from trainer.rows import initial_rows
 from trainer.stores.bucket_file import BucketFiles, Entries, Traffic, joined
 from trainer.stores.runs import PIECE_BYTES as RUN_PIECE_BYTES
 from trainer.stores.runs import SortedRuns
+from trainer.stores.step_store import StepStore
 from trainer.stores.store import Records, TableLayout, WriteBack
 
 BUCKET_STEPS = 4
@@ -270,43 +271,12 @@ class FutureLog:
             self._runs = None
 
 
-class LogStore:
-    """One table of the log."""
-
-    def __init__(self, log: FutureLog, layout: TableLayout) -> None:
-        """Keep the parts."""
-        self._log = log
-        self._layout = layout
-
-    @property
-    def layout(self) -> TableLayout:
-        """What the rows look like."""
-        return self._layout
-
-    @property
-    def group(self) -> FutureLog:
-        """All tables together."""
-        return self._log
-
-    def fetch(self, rows: NDArray[np.int64]) -> Records:
-        """Refuse: a row is found by the step that uses it."""
-        raise PlanError("rows of a log must be fetched with their step, got rows alone; ask all")
-
-    def write(self, rows: NDArray[np.int64], records: Records) -> None:
-        """Refuse: a row is written down for the step that uses it."""
-        raise PlanError("rows of a log must be written with their next use, got none; write all")
-
-    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows ever written, ascending, and their records, in parts."""
-        return self._log.contents(self._layout.table)
-
-
-def log_stores(layouts: Mapping[str, TableLayout], directory: Path) -> dict[str, LogStore]:
+def log_stores(layouts: Mapping[str, TableLayout], directory: Path) -> dict[str, StepStore]:
     """Return an empty log of all tables in a folder, replacing that of an earlier run."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     log = FutureLog(layouts, directory)
-    return {table: LogStore(log, layout) for table, layout in layouts.items()}
+    return {table: StepStore(log, layout) for table, layout in layouts.items()}
 
 
 def _by(keys: NDArray[np.integer], entries: Entries) -> Iterator[tuple[int, Entries]]:

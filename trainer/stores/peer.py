@@ -14,7 +14,15 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from schemas.errors import SchemaError
-from trainer.stores.failures import BUSY, MAP, REFUSED, MapChangedError, StoreGoneError
+from trainer.stores.failures import (
+    BEHIND,
+    BUSY,
+    MAP,
+    REFUSED,
+    BehindError,
+    MapChangedError,
+    StoreGoneError,
+)
 from trainer.stores.store import TableLayout
 from trainer.stores.wire import AUTHORIZATION, records_schema, rows_batch
 
@@ -187,6 +195,8 @@ class Peer:
         code, line = _code_and_line(error)
         if code == MAP:
             return MapChangedError(line)
+        if code == BEHIND:
+            return BehindError(line, file=self.address)
         what, separator, advice = line.replace("\n", " ").partition("; ")
         if isinstance(error, fl.FlightUnauthenticatedError):
             separator, advice = "; ", "use the same token file for both"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from schemas.jagged import Array
 from trainer.rows import initial_rows
+from trainer.stores.failures import BehindError
 from trainer.stores.row_map import RowMap
 from trainer.stores.store import TableLayout
 from trainer.stores.undo import Versions, no_versions
@@ -64,10 +64,10 @@ class ShardTable:
             as_of: the step after which they are asked for; as they are now when None.
 
         Raises:
-            SchemaError: the versions of that step were given up.
+            BehindError: the versions of that step were given up.
         """
         if as_of is not None and as_of < self.committed:
-            raise SchemaError(
+            raise BehindError(
                 f"as_of must be at least the last committed step, got {as_of} for "
                 f"{self.committed}; go back to a checkpoint"
             )

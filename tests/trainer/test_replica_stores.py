@@ -1,0 +1,115 @@
+"""Replicas in front of stores that they share: the bits of one process, whoever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schemas.events import RunSummary, StepMetric
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, run_job
+from tests.trainer.stores import kill_stores
+from trainer.compare import compare_runs
+from trainer.ledger import verify_run
+from trainer.replicas.faults import Faults
+from trainer.replicas.launch import LaunchOptions, train_together
+from trainer.training import TrainOptions
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+EVERY = 12
+"""Steps between checkpoints."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a dataset, its job, and a run of one process."""
+    folder = tmp_path_factory.mktemp("sharing")
+    job = write_job(folder / "job", dtype="float32", lookahead="2", every_steps=str(EVERY))
+    with job.open("a") as file:
+        file.write("  stores: {timeout: 60s}\n")
+    make_dataset(folder / "dataset", job, SEGMENTS)
+    run_job(job, folder / "dataset", folder / "alone")
+    return folder
+
+
+def together(
+    folder: Path,
+    run: Path,
+    *,
+    count: int = 2,
+    embedding: str = "cached",
+    faults: Faults | None = None,
+    retained_bytes: int = 1 << 14,
+    at_step: dict[int, Callable[[], None]] | None = None,
+) -> RunSummary:
+    launch = LaunchOptions(
+        count=count,
+        heartbeat_sec=2.0,
+        faults=faults or Faults(),
+        retained_bytes=retained_bytes,
+    )
+    wanted = dict(at_step or {})
+
+    def act(metric: StepMetric, _: int) -> None:
+        if metric.step in wanted:
+            wanted.pop(metric.step)()
+
+    job, dataset = folder / "job" / "job.yaml", folder / "dataset"
+    options = TrainOptions(embedding=embedding, stores=2)
+    return train_together(job, dataset, run, options, launch, act)
+
+
+def assert_as_alone(folder: Path, run: Path) -> None:
+    found = compare_runs(folder / "alone", run)
+    assert found.difference is None
+    assert found.num_steps == 32
+    assert verify_run(run).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("count", "embedding", "retained_bytes"),
+    [(2, "cached", 1 << 14), (3, "cached", 1 << 30), (2, "uncached", 1 << 14)],
+)
+def test_replicas_that_share_stores_have_the_bits_of_one_process(
+    count: int, embedding: str, retained_bytes: int, folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    together(folder, run, count=count, embedding=embedding, retained_bytes=retained_bytes)
+    assert_as_alone(folder, run)
+
+
+FAULTS = {
+    "who writes, before the exchange": Faults().kill(0, 7, "computed"),
+    "who writes, before the lines are written": Faults().kill(0, 5, "committed"),
+    "both, one after the other": Faults().kill(0, 3).kill(1, 25, "exchanged"),
+    "one is held": Faults().stop(1, 8, 5.0),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
+    together(folder, tmp_path / "run", faults=FAULTS[what])
+    assert_as_alone(folder, tmp_path / "run")
+
+
+def test_a_store_that_is_killed_costs_no_step(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    summary = together(folder, run, at_step={7: lambda: kill_stores(run, 0)})
+    assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
+    assert_as_alone(folder, run)
+
+
+def test_a_store_that_loses_its_rows_takes_all_replicas_back(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    summary = together(folder, run, at_step={15: lambda: kill_stores(run, 0, forget=True)})
+    assert summary.num_rollbacks == 1
+    assert_as_alone(folder, run)
+
+
+def test_replicas_without_stores_are_told_to_share_some(folder: Path, tmp_path: Path) -> None:
+    launch, options = LaunchOptions(count=2), TrainOptions(embedding="cached")
+    job, dataset = folder / "job" / "job.yaml", folder / "dataset"
+    with pytest.raises(ValueError, match="must share store processes, got none; use --stores"):
+        train_together(job, dataset, tmp_path / "run", options, launch, lambda *_: None)

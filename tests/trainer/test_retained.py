@@ -1,0 +1,99 @@
+"""Rows that wait at every replica until one of them has brought them to the stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.trainer.stores import (
+    LAYOUT,
+    StoreProcess,
+    group_over,
+    record_of,
+    running,
+    start_store,
+)
+from trainer.replicas.retained import Retained
+from trainer.stores.failures import BehindError
+from trainer.stores.store import WriteBack
+
+ROWS = np.arange(12)
+sessions = iter(range(10**9))
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    with running(start_store(tmp_path_factory.mktemp("retained") / "store")) as (process,):
+        yield process
+
+
+class Together:
+    """Two replicas that share a store, and the step that each row left last."""
+
+    def __init__(self, process: StoreProcess, most_bytes: int) -> None:
+        session = str(next(sessions))
+        opened = [
+            group_over(process.address, owner="same", session=session, reset=first)
+            for first in (True, False)
+        ]
+        groups = [found["items"].group for found in opened]
+        self.replicas = [Retained(g, {"items": LAYOUT}, most_bytes) for g in groups]
+        self.history: dict[int, int] = {}
+        self.step = 1  # a record of step 0 would look like none
+
+    def leave(self, rows: list[int], *, late: bool) -> None:
+        """Let rows leave after a step; the second replica may have been held since before."""
+        chosen = np.array(sorted(rows), np.int64)
+        back = WriteBack(chosen, record_of(self.step, len(chosen)))
+        self.history |= dict.fromkeys(rows, self.step)
+        for replica in self.replicas[: 1 if late else 2]:
+            replica.write(self.step, {"items": back})
+        self.step += 1
+
+    def agree(self, writer: int) -> None:
+        written = max(replica.written for replica in self.replicas)
+        for number, replica in enumerate(self.replicas):
+            replica.heed(written, writes=number == writer)
+
+    def found(self, replica: int, step: int) -> dict[int, int]:
+        records = self.replicas[replica].fetch(step, {"items": ROWS})["items"]
+        state = records.state[:, 0].astype(int)
+        return {row: int(state[row]) for row in ROWS.tolist() if state[row]}
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
+
+
+@pytest.mark.parametrize("most_bytes", [0, 70, 130, 1 << 20])
+def test_every_replica_reads_what_left_last_whoever_writes(
+    process: StoreProcess, most_bytes: int
+) -> None:
+    rng = np.random.default_rng(most_bytes)
+    together = Together(process, most_bytes)
+    together.agree(0)
+    for _ in range(150):
+        if rng.random() < 0.5:
+            together.agree(int(rng.integers(2)))
+        together.leave(rng.choice(12, rng.integers(5), replace=False).tolist(), late=False)
+        for replica in (0, 1):
+            assert together.found(replica, together.step) == together.history
+    with together.replicas[1].at_once():  # whoever writes at the end has all that is missing
+        pass
+    together.agree(1)
+    assert together.found(0, together.step) == together.history
+    together.close()
+
+
+def test_a_replica_that_was_held_reads_no_row_of_a_later_step(process: StoreProcess) -> None:
+    together = Together(process, most_bytes=0)
+    together.agree(0)
+    together.leave([1, 2], late=False)
+    at = together.step
+    together.leave([2, 3], late=True)
+    assert together.found(0, together.step) == {1: 1, 2: 2, 3: 2}
+    with pytest.raises(BehindError, match=f"as_of must be .* got {at - 1} for {at}"):
+        together.found(1, at)
+    together.close()
