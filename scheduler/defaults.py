@@ -36,9 +36,15 @@ SHARING_SHARE = 0.01
 """Assumed: what a segment job costs another one at once, as a share of a worker's time."""
 
 
+def fetched_rows(facts: DataFacts) -> float:
+    """Return the rows that a step fetches; all that it touches where no index tells."""
+    known = facts.fetched_rows_per_step
+    return facts.rows_per_step if known is None else known
+
+
 def moved_bytes(facts: DataFacts, train: TrainConfig) -> float:
     """Return the bytes that a step moves to and from the stores: rows read and written back."""
-    return 2.0 * facts.rows_per_step * train.embedding_dim * value_bytes(train)
+    return 2.0 * fetched_rows(facts) * train.embedding_dim * value_bytes(train)
 
 
 def default_training(facts: DataFacts, train: TrainConfig) -> tuple[float, ...]:

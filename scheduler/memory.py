@@ -129,15 +129,20 @@ def batch_bytes(facts: DataFacts, train: TrainConfig, num_replicas: int) -> int:
 
 
 def cache_rows(facts: DataFacts, train: TrainConfig) -> int:
-    """Return a bound on the rows of the plan's cache: those of all steps that it looks ahead.
+    """Return the rows of the plan's caches: the limit, or what the oracle says the plan needs.
 
-    Belady's plan without a limit keeps what is used again, however late.
+    Without an index a bound: the rows of all steps that it looks ahead. Belady's plan
+    without a limit keeps what is used again, however late.
     """
+    limit, touched = train.cache.rows, facts.table_rows.values()
+    if limit is not None:
+        return sum(min(limit, rows) for rows in touched)
+    if train.cache.policy == "belady":
+        return sum(touched)
+    if facts.window_rows is not None:
+        return facts.window_rows
     steps = train.cache.lookahead + train.cache.prefetch_steps
-    bound = float(sum(facts.table_rows.values()))
-    if train.cache.policy == "ttl":
-        bound = min(bound, steps * facts.rows_per_step)
-    return math.ceil(bound) if train.cache.rows is None else train.cache.rows
+    return min(sum(touched), math.ceil(steps * facts.rows_per_step))
 
 
 def trainer_memory(
@@ -186,8 +191,9 @@ def stores_needed(facts: DataFacts, train: TrainConfig, store_memory: int) -> in
 def worker_bytes(facts: DataFacts, segment_rows: float, workers_per_job: int) -> int:
     """Return the bytes of one pipeline worker: base, and some copies of its rows.
 
-    A worker holds its shard of the segment, and never less than the part it writes.
+    A worker holds its shard of the segment, and never less than the part it writes or than
+    the largest session, which lies in one part.
     """
-    part = min(segment_rows, facts.part_rows or 0.0)
+    part = min(segment_rows, max(facts.part_rows or 0.0, facts.session_rows))
     rows = max(segment_rows / workers_per_job, part)
     return WORKER_BASE_BYTES + math.ceil(WORKER_COPIES * rows * facts.row_bytes)

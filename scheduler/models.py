@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler.candidates import Grid, num_segments
 from scheduler.cells import Window, observe
-from scheduler.defaults import default_segments, default_training, moved_bytes
+from scheduler.defaults import default_segments, default_training, fetched_rows, moved_bytes
 from scheduler.fit import Fit, fit_window
 from scheduler.history import BuildRecord, RunRecord
 from scheduler.memory import TRAINER_BASE_BYTES, trainer_memory
@@ -109,7 +109,7 @@ def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> 
     facts, train, pool = snapshot.facts, snapshot.job.train, config.training
     return TrainingSetting(
         unique_rows=facts.rows_per_step,
-        fetched_rows=facts.rows_per_step,
+        fetched_rows=fetched_rows(facts),
         moved_bytes=moved_bytes(facts, train),
         num_replicas=grid.num_replicas,
         num_stores=grid.num_stores,

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from scheduler.history import History, read_history
+from scheduler.lookahead import Lookahead, look_ahead
 from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError, nearest
 from schemas.features import FeatureSet, load_features
@@ -41,6 +42,13 @@ class DataFacts:
     """Rows that one sample looks up; those of a unique tuple are shared where a dataset tells."""
     row_bytes: float
     """Bytes of one sample in the memory of a worker, before deduplication."""
+    window_rows: int | None = None
+    """Rows of the smallest cache that the job's plan works with; None without an index of its
+    batch."""
+    fetched_rows_per_step: float | None = None
+    """Rows that a step fetches from the stores through that cache; None without an index."""
+    session_rows: int = 1
+    """At most so many samples has the largest session, which one worker must hold."""
     part_rows: float | None
     """Samples of one part of a segment, which one worker writes; None when nothing was built."""
     num_dense: int
@@ -136,6 +144,7 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
             file=str(dataset.directory),
         )
     index = _index(job, dataset)
+    ahead = _ahead(job, index)
     lookups = sum(
         manifest.tables[name].num_lookups_dedup
         for manifest in manifests
@@ -151,6 +160,11 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
         lookups_per_sample=lookups / num_train,
         row_bytes=_row_bytes(dataset, num_samples),
         part_rows=num_samples / sum(_num_parts(segment) for segment in dataset.segments),
+        window_rows=None if ahead is None else ahead.window_rows,
+        fetched_rows_per_step=None
+        if ahead is None
+        else ahead.fetched_rows / max(1, len(ahead.touched_rows)),
+        session_rows=max(_largest_session(segment) for segment in dataset.segments),
         num_dense=len(dataset.features.with_role("dense")),
         num_sparse=len(dataset.features.with_role("sparse")),
         measured=True,
@@ -160,6 +174,29 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
 def _num_parts(segment: Segment) -> int:
     """Return the parts of a segment that hold a block."""
     return len(np.unique(segment.column("file")))
+
+
+def _largest_session(segment: Segment) -> int:
+    """Return a bound on the samples of the largest session, exact to two blocks.
+
+    A block in which no session begins lies inside one.
+    """
+    samples, begun = segment.column("num_samples"), segment.column("num_sessions")
+    starts = np.flatnonzero(np.concatenate([[True], begun[1:] > 0]))
+    # A session ends in the block where the next one begins, at the latest.
+    ends = np.minimum(np.append(starts[1:], len(samples) - 1), len(samples) - 1)
+    sums = np.concatenate([[0], np.cumsum(samples)])
+    return int((sums[ends + 1] - sums[starts]).max())
+
+
+def _ahead(job: Job, index: Index | None) -> Lookahead | None:
+    """Return what the oracle tells of the run, when there is an index of the job's batch."""
+    if index is None or index.manifest.batch_samples != job.train.batch_samples:
+        return None
+    return look_ahead(
+        (map(steps.__getitem__, range(len(steps))) for steps in map(index.steps, job.data.tables)),
+        job.train.cache,
+    )
 
 
 def _index(job: Job, dataset: Dataset) -> Index | None:

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from scheduler.memory import (
     STORE_BASE_BYTES,
+    WORKER_BASE_BYTES,
+    WORKER_COPIES,
     bytes_per_row,
     cache_rows,
     dense_parameters,
@@ -76,9 +78,12 @@ def test_cache_rows_is_what_the_job_says_or_the_rows_of_all_steps_ahead() -> Non
     train = replace(TRAIN, cache=CacheConfig(lookahead=10, prefetch_steps=2))
     assert cache_rows(FACTS, train) == 12 * 5_000
     assert cache_rows(replace(FACTS, table_rows={"items": 7_000}), train) == 7_000
-    assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=123))) == 123
+    assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=123))) == 2 * 123
+    assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=60_000))) == 110_000
+    known = replace(FACTS, window_rows=4_321)
+    assert cache_rows(known, train) == 4_321
     best = replace(TRAIN, cache=CacheConfig(policy="belady", lookahead=10))
-    assert cache_rows(FACTS, best) == sum(FACTS.table_rows.values())
+    assert cache_rows(known, best) == sum(FACTS.table_rows.values())
 
 
 @given(st.floats(1.0, 1e9), st.integers(1, 63))
@@ -92,3 +97,10 @@ def test_worker_bytes_of_many_workers_is_that_of_one_part() -> None:
     one_part = worker_bytes(FACTS, FACTS.part_rows or 0.0, 1)
     assert worker_bytes(FACTS, 1e6, 1_000) == one_part
     assert worker_bytes(FACTS, 100.0, 1) < one_part
+
+
+def test_worker_bytes_hold_the_largest_session_however_many_workers_there_are() -> None:
+    heavy = replace(FACTS, session_rows=300_000)
+    rows = (worker_bytes(heavy, 1e6, 1_000) - WORKER_BASE_BYTES) / (WORKER_COPIES * 800)
+    assert rows == pytest.approx(300_000)
+    assert worker_bytes(heavy, 1e3, 1_000) == worker_bytes(FACTS, 1e3, 1)

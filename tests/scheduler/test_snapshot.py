@@ -12,8 +12,11 @@ from pipelines.build import BuildRequest, build
 from pipelines.generator.log import GeneratorConfig, write_log
 from scheduler.__main__ import main
 from scheduler.snapshot import VALUE_BYTES, DataFacts, take_snapshot
+from schemas.accesses import indexed_steps
 from schemas.dataset import open_dataset
 from schemas.job import Job, load_job
+from schemas.plan import plan
+from schemas.plan_size import summarize
 from schemas.rows import rows_of_ids
 from tests.scheduler.made import write_job
 
@@ -116,6 +119,35 @@ def test_facts_of_dataset_bound_the_rows_of_a_step(
         < facts.rows_per_step
         < min(sum(facts.table_rows.values()), per_sample * job.train.batch_samples)
     )
+
+
+def test_facts_of_dataset_bound_the_largest_session_to_two_blocks(
+    facts: DataFacts, log: pa.Table, job: Job
+) -> None:
+    sessions = pa.TableGroupBy(log, job.data.session.key).aggregate([([], "count_all")])
+    largest = max(sessions["count_all"].to_pylist())
+    assert largest <= facts.session_rows <= largest + 2 * job.data.block_samples
+
+
+def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
+    facts: DataFacts, built: Path, job: Job
+) -> None:
+    dataset = open_dataset(built / "dataset")
+    index, cache = dataset.indexes[0], job.train.cache
+    order = dataset.order(
+        index.manifest.batch_samples,
+        index.manifest.epochs,
+        index.manifest.shuffle,
+        index.manifest.seed,
+    )
+    assert index.manifest.batch_samples == job.train.batch_samples
+    plans = [
+        summarize(plan(indexed_steps(dataset, index, table, order), cache))
+        for table in job.data.tables
+    ]
+    assert facts.window_rows == sum(found.peak_cache_rows for found in plans)
+    fetched = sum(found.fetched_rows for found in plans)
+    assert facts.fetched_rows_per_step == pytest.approx(fetched / order.num_steps)
 
 
 def test_facts_of_job_alone_bound_those_of_the_dataset(demo_job: Path, facts: DataFacts) -> None:

@@ -1,0 +1,160 @@
+"""When a process meets its memory limit: its resident memory as it grows, measured.
+
+Resident bytes over steps x are taken to be
+
+    y = b + a x + e h(x)
+
+with a leak or a fill of a bytes a step, and e bytes for each unit of a load h that is
+known ahead (rows touched so far, from the oracle: a table that fills grows ever more
+slowly, and a straight line would cry wolf). a and e are at least 0. What counts are
+peaks, so the highest reading of each of up to 64 stretches is fitted; their errors
+follow one another, so they count for fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import t as student
+
+from scheduler.model import Floats
+
+STRETCHES = 64
+"""Stretches of steps whose peaks are fitted: more would be fitted to noise."""
+MIN_STRETCHES = 8
+"""Fewer peaks tell no trend."""
+SKIPPED = 0.1
+"""Share of the readings, the earliest ones, that is the process starting."""
+LEVEL = 0.9
+"""Share of peaks that the interval is to hold."""
+MAX_POINTS = 4096
+"""Steps of the future that are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Resident memory up to the end of a process."""
+
+    confident: bool
+    """Whether enough was read to tell a trend; if not, the steps below are None."""
+    expected_step: int | None
+    """First step at which the limit is met; None when it is not, before the end."""
+    earliest_step: int | None
+    """First step at which the upper end of the interval meets it."""
+    end_bytes: int
+    """Expected at the last step, and at least the most that was read."""
+    needed_bytes: int
+    """The upper end there: with so much memory the process gets through."""
+
+
+def forecast(
+    steps: ArrayLike,
+    resident_bytes: ArrayLike,
+    *,
+    end_step: int,
+    limit_bytes: int,
+    load: ArrayLike | None = None,
+) -> Forecast:
+    """Predict when a process meets its limit.
+
+    Args:
+        steps: (n,) ascending steps, or rows, or seconds, at which memory was read.
+        resident_bytes: (n,) what was read.
+        end_step: the last one that the process will make.
+        limit_bytes: above which it is killed.
+        load: (end_step + 1,) known ahead, of every step; None for a straight line.
+
+    Raises:
+        ValueError: there is no reading, or the end lies before the last one.
+    """
+    x, y = np.asarray(steps, np.float64), np.asarray(resident_bytes, np.float64)
+    if not len(x) or end_step < x[-1]:
+        raise ValueError(
+            "forecast must have a reading and an end after it, got "
+            f"{len(x)} readings and end_step={end_step}; read memory first"
+        )
+    known = np.zeros(end_step + 1) if load is None else np.asarray(load, np.float64)
+    top = float(y.max())
+    late = x >= x[0] + SKIPPED * (x[-1] - x[0])
+    x, y = peaks(x[late], y[late])
+    if len(x) < MIN_STRETCHES:
+        needed = int(top)
+        return Forecast(
+            confident=False,
+            expected_step=None,
+            earliest_step=None,
+            end_bytes=needed,
+            needed_bytes=needed,
+        )
+    future = np.unique(np.linspace(x[-1], end_step, MAX_POINTS).astype(np.int64))
+    middle, high = _extrapolate(_columns(x, known), y, _columns(future, known))
+    middle, high = np.maximum(middle, y.max()), np.maximum(high, y.max())
+    return Forecast(
+        confident=True,
+        expected_step=_first(future, middle >= limit_bytes),
+        earliest_step=_first(future, high >= limit_bytes),
+        end_bytes=int(np.ceil(max(middle[-1], top))),
+        needed_bytes=int(np.ceil(max(high.max(), top))),
+    )
+
+
+def peaks(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Return the highest value of each stretch of steps, and where it is.
+
+    Example:
+        >>> peaks(np.arange(4.0), np.array([1.0, 3.0, 2.0, 5.0]))[1].tolist()
+        [1.0, 3.0, 2.0, 5.0]
+    """
+    parts = np.array_split(np.arange(len(steps)), min(STRETCHES, len(steps)))
+    places = [part[values[part].argmax()] for part in parts]
+    return steps[places], values[places]
+
+
+def _columns(steps: ArrayLike, load: Floats) -> Floats:
+    """Return (n, 3): 1, steps, and the load at them."""
+    at = np.asarray(steps, np.float64)
+    return np.stack([np.ones_like(at), at, load[at.astype(np.int64)]], axis=1)
+
+
+def _extrapolate(columns: Floats, values: Floats, future: Floats) -> tuple[Floats, Floats]:
+    """Return the fit at future columns, and the upper end of its interval.
+
+    Least squares with the second and third coefficient at least 0: of the supports
+    that are allowed, the one with the smallest error.
+    """
+    # Columns of one size, so that no support is singular because of units.
+    scale = np.maximum(np.abs(future).max(axis=0), 1.0)
+    left, right = columns / scale, future / scale
+    best: tuple[float, list[int], Floats] = (np.inf, [0], np.zeros(1))
+    for support in ([0], [0, 1], [0, 2], [0, 1, 2]):
+        found = np.linalg.lstsq(left[:, support], values, rcond=None)[0]
+        error = float(np.sum((left[:, support] @ found - values) ** 2))
+        # A further column must earn its place, or two that look alike share what is one's.
+        if (found[1:] >= 0).all() and error < 0.95 * best[0]:
+            best = error, support, found
+    error, support, found = best
+    used = left[:, support]
+    residuals = values - used @ found
+    freedom = len(values) - len(support)
+    variance = error / freedom * _inflation(residuals)
+    inverse = np.linalg.pinv(used.T @ used)
+    spread = np.einsum("ij,jk,ik->i", right[:, support], inverse, right[:, support])
+    # One-sided: only the upper end kills.
+    half = student.ppf(LEVEL, freedom) * np.sqrt(variance * (1.0 + spread))
+    middle = right[:, support] @ found
+    return middle, middle + half
+
+
+def _inflation(residuals: Floats) -> float:
+    """Return by how much errors that follow one another are worth less than others."""
+    total = float(residuals @ residuals)
+    if total == 0.0:
+        return 1.0
+    follow = float(np.clip(residuals[1:] @ residuals[:-1] / total, 0.0, 0.9))
+    return (1.0 + follow) / (1.0 - follow)
+
+
+def _first(steps: np.ndarray, met: np.ndarray) -> int | None:
+    return int(steps[met.argmax()]) if met.any() else None
