@@ -196,7 +196,7 @@ def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
 
 def test_nobody_to_meet_is_said_within_the_time() -> None:
     meeting = Meeting("127.0.0.1", 1.0)
-    group = Group("127.0.0.1", 1.0)
+    group = Group("127.0.0.1", 1.0, 1.0)
     with pytest.raises(LostPeerError, match="members must meet"):
         group.join("1/0/a,b", meeting.address, 0, 2)
     group.join("2/0/a", meeting.address, 0, 1)

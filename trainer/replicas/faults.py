@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
+import socket
+import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,11 +24,11 @@ class Fault:
 
     kind: Literal["kill", "stop", "slow", "fail"]
     """kill: SIGKILL; stop: SIGSTOP for `seconds`; slow: every leaf takes `factor` times as long;
-    fail: the connections break."""
+    fail: all connections break."""
     replica: int
     """Number of the replica."""
     step: int = 0
-    """First step at which it happens; `slow` goes on until `until`."""
+    """First step at which it may happen, at the next that comes to its point; `slow` goes on."""
     point: Point = "computed"
     """Where in the step."""
     factor: float = 1.0
@@ -94,11 +96,10 @@ class Injector:
         self._faults: Mapping[int, Fault] = {i: f for i, f in numbered if f.replica == replica}
         self._done = done
 
-    def at(self, point: Point, step: int) -> bool:
-        """Let happen what is due; return whether connections are to break."""
-        broken = False
+    def at(self, point: Point, step: int) -> None:
+        """Let happen what is due."""
         for number, fault in self._faults.items():
-            due = fault.kind != "slow" and (fault.point, fault.step) == (point, step)
+            due = fault.kind != "slow" and fault.point == point and fault.step <= step
             if not due or not self._first(number):
                 continue
             if fault.kind == "kill":
@@ -106,8 +107,7 @@ class Injector:
             elif fault.kind == "stop":
                 _stop(fault.seconds)
             else:
-                broken = True
-        return broken
+                break_connections()
 
     def factor(self, step: int) -> float:
         """Return how many times as long a leaf takes."""
@@ -130,9 +130,17 @@ class Injector:
 def _stop(seconds: float) -> None:
     """Hold all threads of this process."""
     pid = os.getpid()
-    if os.fork() == 0:
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(seconds)
-        os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-    time.sleep(0.01)
+    # waited for: this thread does not go on before it is stopped, however busy the machine is
+    subprocess.run(
+        ["sh", "-c", f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"], check=False
+    )
+
+
+def break_connections() -> None:
+    """Shut down every TCP connection of this process, whoever made it; it goes on listening."""
+    for entry in Path("/proc/self/fd").iterdir():
+        # a copy is shut down and closed: the number stays with who has it
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as found:
+            tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+            if tcp and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.shutdown(socket.SHUT_RDWR)

@@ -44,14 +44,16 @@ class Meeting:
 class Group:
     """The connections to all other members; `join` makes them, any failure ends them."""
 
-    def __init__(self, host: str, timeout_sec: float) -> None:
+    def __init__(self, host: str, timeout_sec: float, meet_sec: float) -> None:
         """Connect to nobody yet.
 
         Args:
             host: address of the interface that others reach.
             timeout_sec: longest wait for a message.
+            meet_sec: longest wait for a member to come where all meet; it may have died since.
         """
         self._host = host
+        self._meet = timedelta(seconds=meet_sec)
         self._timeout = timedelta(seconds=timeout_sec)
         self._key: str | None = None
         self._group: Any = None
@@ -84,8 +86,12 @@ class Group:
             options._devices = [gloo.create_device(hostname=self._host)]
             options._timeout = self._timeout
             try:
-                store = TCPStore(host, int(port), is_master=False, timeout=self._timeout)
-                self._group = gloo(PrefixStore(key, store), rank, size, options)
+                store = TCPStore(host, int(port), is_master=False, timeout=self._meet)
+                met = PrefixStore(key, store)
+                met.set(f"here/{rank}", "")
+                # gloo would wait for a member that has died meanwhile as long as for a message
+                met.wait([f"here/{other}" for other in range(size)], self._meet)
+                self._group = gloo(met, rank, size, options)
             except RuntimeError as error:
                 raise LostPeerError(f"members must meet at {meeting}, got {error}") from error
         self._key = key

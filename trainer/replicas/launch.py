@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,8 @@ from trainer.training import TrainOptions
 TOKEN = "token"
 BEHIND, LOST = 75, 76
 """Exit statuses of a replica: it fell too far behind the others, and a store lost rows."""
+StartChild = Callable[[Sequence[str]], subprocess.Popen[bytes]]
+"""Starts `python -m trainer` with some arguments, as a process that ends with its input."""
 _POLL_SEC = 0.1
 _END_SEC = 10.0
 
@@ -55,6 +57,7 @@ class LocalReplicas:
         *,
         heartbeat_sec: float,
         restarts: int,
+        start: StartChild,
     ) -> None:
         """Remember what to start.
 
@@ -64,7 +67,9 @@ class LocalReplicas:
             arguments: of `python -m trainer replica`, beside those of each replica.
             heartbeat_sec: time without a sign of life after which one is dead.
             restarts: most times that killed ones are started again, all together.
+            start: starts a process.
         """
+        self._start_child = start
         self._count = count
         self._run = run
         self._arguments = list(arguments)
@@ -141,7 +146,12 @@ class LocalReplicas:
         arguments += ["--lighthouse", self._lighthouse, "--expected", str(expected)]
         arguments += ["--token-file", str(self._run / TOKEN), "--end-with-stdin"]
         arguments += ["--heartbeat-sec", str(self._heartbeat_sec)]
-        return start_child(arguments, answers=False, own_session=True)
+        return self._start_child(arguments)
+
+
+def start_replica(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process whose output is this one's, and which ^C leaves alone."""
+    return start_child(arguments, answers=False, own_session=True)
 
 
 class MetricTail:
@@ -185,6 +195,8 @@ class LaunchOptions:
     """Most bytes of rows that the writer lets wait before it brings them to the stores."""
     faults: Faults = field(default_factory=Faults)
     """That are to happen."""
+    start: StartChild = start_replica
+    """Starts the process of a replica."""
 
 
 def train_together(
@@ -250,6 +262,7 @@ def train_together(
                     arguments + more,
                     heartbeat_sec=launch.heartbeat_sec,
                     restarts=launch.restarts,
+                    start=launch.start,
                 )
             )
             with told(left), drain.at_once():

@@ -39,6 +39,8 @@ from trainer.tree import Tree
 
 REPLICAS = "replicas.json"
 """File of the run with the addresses where living replicas give their state."""
+MEET_HEARTBEATS = 5
+"""Heartbeats after which a member that was agreed on and does not come is asked about again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,20 +99,21 @@ class Replica:
         self._stack = ExitStack()
 
     def __enter__(self) -> Replica:
-        """Listen, show signs of life, start threads."""
+        """Listen and start threads."""
         options, enter = self.options, self._stack.enter_context
         self._server = PeerServer(f"grpc://{options.host}:0", options.token, options.timeout_sec)
         self._stack.callback(self._server.shutdown)
         self._state = f"grpc://{options.host}:{self._server.port}"
         self._meeting = Meeting(options.host, options.timeout_sec)
-        self._group = Group(options.host, options.timeout_sec)
+        meet_sec = min(options.timeout_sec, MEET_HEARTBEATS * options.heartbeat_sec)
+        self._group = Group(options.host, options.timeout_sec, meet_sec)
         self._stack.callback(self._group.leave)
         self._asking = enter(ThreadPoolExecutor(1, "agree"))
         parts = self.setting.parts
         self._work = enter(LeafWork(parts.model, parts.embedding, self.setting.kernels))
         self._ahead = enter(Ahead(self.setting.read))
-        self._membership = enter(
-            Membership(options.lighthouse, options.name, options.heartbeat_sec, options.timeout_sec)
+        self._membership = Membership(
+            options.lighthouse, options.name, options.heartbeat_sec, options.timeout_sec
         )
         return self
 
@@ -125,6 +128,7 @@ class Replica:
             SchemaError: a loss is not finite, the disk is full, or the lighthouse is gone.
         """
         self._find_state()
+        self._stack.enter_context(self._membership)  # not before: who counts is waited for
         self._wait_for_others()
         while self.step < self.setting.last:
             self._train_step()
@@ -135,6 +139,7 @@ class Replica:
         Args:
             done: nothing is left to do here.
         """
+        self._server.offer(self._state_arrays)
         agreement = self._membership.agree(self.step, self._told((), done=done))
         self._heed(agreement)
         return agreement
@@ -209,8 +214,7 @@ class Replica:
                 time.sleep(slower * (self.setting.clock() - start))
         if len(run):
             self._speed = smoothed(self._speed, len(run) / (self.setting.clock() - start))
-        if self._injector.at("computed", self.step):
-            self._group.leave()
+        self._injector.at("computed", self.step)
         return tree
 
     def _open_rows(self, leaves: Leaves) -> None:

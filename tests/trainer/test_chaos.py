@@ -1,0 +1,58 @@
+"""Whatever is drawn to happen to replicas, the run ends with the bits of one left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.forked import forked_child
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, run_job
+from trainer.compare import compare_runs
+from trainer.ledger import verify_run
+from trainer.replicas.chaos import draw
+from trainer.replicas.faults import Faults
+from trainer.replicas.launch import LaunchOptions, train_together
+from trainer.training import TrainOptions
+
+NUM_STEPS = 64
+SEEDS = [
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20)),
+    *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(20, 220)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a dataset, its job, and a run of one process."""
+    folder = tmp_path_factory.mktemp("chaos")
+    job = write_job(folder / "job", dtype="float32", epochs="4", every_steps="16")
+    make_dataset(folder / "dataset", job, SEGMENTS)
+    run_job(job, folder / "dataset", folder / "alone")
+    return folder
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_faults_do_not_show(seed: int, folder: Path, tmp_path: Path) -> None:
+    count = 2 + seed % 3
+    faults, run = draw(seed, count, NUM_STEPS), tmp_path / "run"
+    launch = LaunchOptions(count=count, faults=faults, start=forked_child)
+    job = folder / "job" / "job.yaml"
+    train_together(job, folder / "dataset", run, TrainOptions(), launch, lambda *_: None)
+    found = compare_runs(folder / "alone", run)
+    assert (found.difference, found.num_steps) == (None, NUM_STEPS), faults
+    assert verify_run(run).problems == (), faults
+
+
+def test_a_schedule_is_the_seed_s_and_the_draws_differ() -> None:
+    drawn = [draw(seed, 3, NUM_STEPS) for seed in range(200)]
+    assert drawn == [draw(seed, 3, NUM_STEPS) for seed in range(200)]
+    assert len({faults.to_json() for faults in drawn}) > 190
+    happening = [fault for faults in drawn for fault in faults.schedule]
+    assert {fault.kind for fault in happening} == {"kill", "stop", "fail", "slow"}
+    assert {fault.replica for fault in happening} == {0, 1, 2}
+    assert all(fault.step < NUM_STEPS for fault in happening)
+    assert all(faults.schedule for faults in drawn)
+    assert Faults.from_json(drawn[0].to_json()) == drawn[0]

@@ -1,0 +1,47 @@
+"""Faults by chance: a few of them among some replicas, the same for the same seed."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+
+from trainer.replicas.faults import Faults, Point
+
+MOST = 4
+"""Faults of a schedule, beside deaths of replicas that are to join."""
+LONGEST_STOP_SEC = 3.0
+
+
+def draw(seed: int, num_replicas: int, num_steps: int) -> Faults:
+    """Return a schedule.
+
+    Args:
+        seed: another one for another schedule.
+        num_replicas: numbered from 0.
+        num_steps: of the run; nothing begins in its last quarter, so that what dies can come back.
+
+    Example:
+        >>> draw(3, 2, 100) == draw(3, 2, 100)
+        True
+    """
+    chance = np.random.default_rng([seed, num_replicas, num_steps])
+    faults = Faults()
+    for _ in range(int(chance.integers(1, MOST + 1))):
+        replica = int(chance.integers(num_replicas))
+        step = int(chance.integers(max(1, num_steps * 3 // 4)))
+        point: Point = get_args(Point)[chance.integers(len(get_args(Point)))]
+        seconds = round(float(chance.uniform(0.05, LONGEST_STOP_SEC)), 3)
+        kind = chance.choice(["kill", "stop", "fail", "slow"], p=[0.5, 0.2, 0.15, 0.15])
+        if point == "joining":  # one that dies first has to join
+            faults = faults.kill(replica, step)
+        if kind == "kill":
+            faults = faults.kill(replica, step, point)
+        elif kind == "stop":
+            faults = faults.stop(replica, step, seconds, point)
+        elif kind == "fail":
+            faults = faults.fail(replica, step)
+        else:
+            factor, length = float(chance.uniform(1.5, 8)), int(chance.integers(5, 30))
+            faults = faults.slow(replica, round(factor, 2), step, until=step + length)
+    return faults
