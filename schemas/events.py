@@ -12,6 +12,7 @@ from schemas.manifest import canonical_json
 
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
+SPLITS = "splits.jsonl"
 SUMMARY = "summary.json"
 DECISIONS = "decisions.jsonl"
 PHASES = ("read", "wait", "fetch", "forward", "backward", "sync", "update")
@@ -52,6 +53,18 @@ class LedgerEntry:
     """Block ids, in batch order."""
     num_samples: int
     """Samples in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Who is to compute which leaves of a step: one line of `splits.jsonl`, where it changes."""
+
+    step: int
+    """The first step that is split so; a later line for the same step replaces this one."""
+    fixed_at: int
+    """The step whose agreement fixed it."""
+    leaves: Mapping[str, tuple[int, int]]
+    """By replica its first leaf, and one after the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +127,7 @@ class Decision:
     """Numbers the reason speaks of."""
 
 
-def to_line(record: StepMetric | LedgerEntry | Decision | RunSummary) -> str:
+def to_line(record: StepMetric | LedgerEntry | Split | Decision | RunSummary) -> str:
     """Return a record as one line of JSON, without the newline."""
     return canonical_json(asdict(record))
 

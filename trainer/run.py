@@ -15,7 +15,16 @@ from typing import Any, TextIO
 
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, METRICS, SUMMARY, LedgerEntry, RunSummary, StepMetric, to_line
+from schemas.events import (
+    LEDGER,
+    METRICS,
+    SPLITS,
+    SUMMARY,
+    LedgerEntry,
+    RunSummary,
+    StepMetric,
+    to_line,
+)
 from schemas.job import TableConfig
 from schemas.job_train import TrainConfig
 from schemas.layout import JOB
@@ -185,7 +194,9 @@ def _check_segments(
 
 def cut_run(run: Path, train_step: int) -> None:
     """Drop the lines of steps from `train_step` on: they will be trained again."""
-    for name in (METRICS, LEDGER):
+    for name in (METRICS, LEDGER, SPLITS):
+        if name == SPLITS and not (run / name).is_file():
+            continue
         lines = (run / name).read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) < train_step]
         replace_bytes(run / name, "".join(kept).encode())

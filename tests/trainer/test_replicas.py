@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
+from schemas.events import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, read_metrics
 from trainer.kernels.contract import RowSums
 from trainer.leaf_work import Partial
 from trainer.replicas.exchange import Shape, pack, unpack
 from trainer.replicas.faults import Faults
 from trainer.replicas.group import Group, LostPeerError, Meeting
 from trainer.replicas.membership import Agreement, Lighthouse, Member, Membership, Told
-from trainer.replicas.share import Shares
+from trainer.replicas.share import AHEAD, Shares
 from trainer.replicas.splits import agreed_speeds, smoothed, split
 from trainer.replicas.writer import REMEMBERED, Writer
 from trainer.tree import Node
@@ -67,6 +67,34 @@ def test_all_replicas_work_out_the_same_shares_and_the_dead_one_s_leaves_are_tak
     assert more["b"].runs == [range(6, 8)]
     assert shares["a"].mine(2) == range(4)
     assert shares["b"].mine(3) == range(4, 8)
+
+
+def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
+    tmp_path: Path,
+) -> None:
+    shares = {name: Shares(name) for name in "ab"}
+    writers = {name: Writer(tmp_path) for name in "ab"}
+    speeds: dict[str, float | None] = {"a": None, "b": None}
+    done: list[dict[str, range]] = []
+    for step in range(16):
+        agreement = agreed(step, 1, **{name: told(speed=speed) for name, speed in speeds.items()})
+        done.append({name: share.mine(step) for name, share in shares.items()})
+        for name, share in shares.items():
+            share.heed(agreement, lambda _: 24)
+            writers[name].remember_splits(share.fixed())
+            speeds[name] = smoothed(speeds[name], 5.0 if name == "b" and step >= 6 else 10.0)
+        writers["a" if step < 9 else "b"].write_splits()
+    assert [len(runs["b"]) for runs in done[1:7]] == [12] * 6
+    assert len(done[15]["b"]) == 8
+    lines = [json.loads(line) for line in (tmp_path / SPLITS).read_text().splitlines()]
+    assert all(line["step"] - line["fixed_at"] == AHEAD for line in lines[1:])
+    logged: dict[int, dict[str, list[int]]] = {line["step"]: line["leaves"] for line in lines}
+    for step in range(1, 16):
+        newest = logged[max(s for s in logged if s <= step)]
+        assert {n: list(range(*run)) for n, run in newest.items()} == {
+            n: list(run) for n, run in done[step].items()
+        }
+    assert len(logged) < 8, "a line where the split changes"
 
 
 def test_leaves_that_two_replicas_tell_count_for_one_of_them() -> None:

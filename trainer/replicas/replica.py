@@ -178,6 +178,9 @@ class Replica:
                 return
             self._heed(agreement)
             more = self._shares.heed(agreement, self.setting.num_leaves)
+            self._writer.remember_splits(self._shares.fixed())
+            if agreement.writer == self.options.name:
+                self._writer.write_splits()
             if more.dropped:
                 tree, computed = self._work.tree(self.setting.num_leaves(self.step)), []
             for run in more.runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from schemas.events import Split
 from trainer.replicas.membership import Agreement, Member
 from trainer.replicas.splits import agreed_speeds, split, taken_over
 
@@ -40,6 +41,7 @@ class Shares:
         self._name = name
         self._splits: dict[int, dict[str, range]] = {}
         self._ready: tuple[str, ...] = ()
+        self._fixed: list[Split] = []
 
     def mine(self, step: int) -> range:
         """Return the leaves of a step that this replica is to compute."""
@@ -47,7 +49,12 @@ class Shares:
 
     def forget(self) -> None:
         """Drop all splits: the others have gone on without this replica."""
-        self._splits, self._ready = {}, ()
+        self._splits, self._ready, self._fixed = {}, (), []
+
+    def fixed(self) -> list[Split]:
+        """Return the splits that were fixed since the last call and differ from the step before."""
+        found, self._fixed = self._fixed, []
+        return found
 
     def heed(self, agreement: Agreement, num_leaves: Callable[[int], int]) -> More:
         """Share out what is left of a step, and fix the split of a later one.
@@ -80,6 +87,9 @@ class Shares:
         for later in range(step + 1, step + AHEAD + 1):
             if later not in self._splits:
                 self._splits[later] = split(num_leaves(later), speeds)
+                if self._splits[later] != self._splits.get(later - 1):
+                    leaves = {n: (run.start, run.stop) for n, run in self._splits[later].items()}
+                    self._fixed.append(Split(step=later, fixed_at=step, leaves=leaves))
 
 
 def runs_of(leaves: list[int]) -> list[range]:

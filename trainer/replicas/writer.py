@@ -10,12 +10,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from io import BufferedRandom
 from pathlib import Path
 
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
+from schemas.events import LEDGER, METRICS, SPLITS, LedgerEntry, Split, StepMetric, to_line
 
 REMEMBERED = 64
 """Steps whose lines a replica can still write."""
@@ -33,6 +34,7 @@ class Writer:
         """
         self._run = run
         self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
+        self._splits: deque[Split] = deque(maxlen=REMEMBERED)
 
     def remember(self, metric: StepMetric, entries: Sequence[LedgerEntry]) -> None:
         """Keep the lines of a committed step.
@@ -45,6 +47,26 @@ class Writer:
         self._lines[metric.step] = (ledger.encode(), f"{to_line(metric)}\n".encode())
         while len(self._lines) > REMEMBERED:
             self._lines.popitem(last=False)
+
+    def remember_splits(self, splits: Iterable[Split]) -> None:
+        """Keep the lines of splits that were fixed."""
+        self._splits.extend(splits)
+
+    def write_splits(self) -> None:
+        """Write every remembered split that is not there yet.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
+        if not self._splits:
+            return
+        with (self._run / SPLITS).open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            last = _cut(file.fileno(), None, "fixed_at")
+            for split in self._splits:
+                if split.fixed_at >= last:
+                    _append(file, f"{to_line(split)}\n".encode())
+        self._splits.clear()
 
     def write(self) -> None:
         """Write every remembered step that is not there yet.
@@ -68,22 +90,27 @@ class Writer:
             _cut(book.fileno(), last)
             for ledger, metric in new.values():
                 for file, line in ((book, ledger), (metrics, metric)):
-                    try:
-                        os.write(file.fileno(), line)
-                    except OSError as failed:
-                        raise SchemaError(
-                            f"disk must have room for the line of a step, got {failed.strerror}; "
-                            "free some and train on with --resume",
-                            file=file.name,
-                        ) from failed
+                    _append(file, line)
 
 
-def _cut(number: int, most: int | None) -> int:
+def _append(file: BufferedRandom, line: bytes) -> None:
+    try:
+        os.write(file.fileno(), line)
+    except OSError as failed:
+        raise SchemaError(
+            f"disk must have room for the line of a step, got {failed.strerror}; free some and "
+            "train on with --resume",
+            file=file.name,
+        ) from failed
+
+
+def _cut(number: int, most: int | None, key: str = "step") -> int:
     """Drop a torn line and those of later steps, go to the end, and return the last step or -1.
 
     Args:
         number: of an open file.
         most: the last step that stays; all when None.
+        key: of a line's step.
     """
     end = os.fstat(number).st_size
     start = max(0, end - _TAIL)
@@ -93,9 +120,9 @@ def _cut(number: int, most: int | None) -> int:
     lines = tail.split(b"\n")
     torn, lines = lines[-1], lines[:-1]
     keep = end - len(torn)
-    while lines and most is not None and json.loads(lines[-1])["step"] > most:
+    while lines and most is not None and json.loads(lines[-1])[key] > most:
         keep -= len(lines.pop()) + 1
     if keep != end:
         os.ftruncate(number, keep)
     os.lseek(number, keep, os.SEEK_SET)
-    return int(json.loads(lines[-1])["step"]) if lines else -1
+    return int(json.loads(lines[-1])[key]) if lines else -1
