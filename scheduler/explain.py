@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.candidates import mib
 from scheduler.decision import PlanDecision, preprocessing_words, training_words
+from scheduler.grid import mib
 from scheduler.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.reasons import confident, reasons
 from scheduler.snapshot import Snapshot

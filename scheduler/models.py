@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.candidates import Grid, num_segments
 from scheduler.cells import Window, observe
 from scheduler.defaults import default_segments, default_training, fetched_rows, moved_bytes
 from scheduler.fit import Fit, fit_window
+from scheduler.grid import Grid, num_segments
 from scheduler.history import BuildRecord, RunRecord
 from scheduler.memory import TRAINER_BASE_BYTES, trainer_memory
 from scheduler.model import SegmentSetting, TrainingSetting

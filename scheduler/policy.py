@@ -1,4 +1,4 @@
-"""Choose the sizes of both pools: exact enumeration of all candidates on one snapshot.
+"""Choose the sizes of both pools among all candidates, on one snapshot.
 
 With a deadline, the cheapest plan that meets it. Without one, the plan with the
 smallest time x cost: one percent more cost is paid only where it saves at least
@@ -10,41 +10,23 @@ it waits for segments, so a plan in which one pool waits for the other loses.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from scheduler.candidates import (
-    Grid,
-    Ints,
-    enumerate_grid,
-    preprocessing_resources,
-    training_resources,
-)
+from scheduler.candidates import candidates
 from scheduler.decision import Candidate, PlanDecision
 from scheduler.fit import Prediction, predict_seconds
+from scheduler.grid import Grid, Ints, preprocessing_resources, training_resources
 from scheduler.model import Floats
-from scheduler.models import Models, fit_models, segment_setting, training_setting
+from scheduler.models import fit_models, segment_setting, training_setting
+from scheduler.predictions import Predictions, predict
 from scheduler.snapshot import Snapshot
-from scheduler.timeline import timeline
 from schemas.errors import PlanError
 from schemas.job_schedule import ScheduleConfig
 
-SEC_PER_HOUR = 3600.0
+SEED = 0
+"""Of the search among more candidates than can be enumerated."""
 TOLERANCE = 0.01
 """Relative difference below which two plans are equally good: no prediction is better than that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """One entry per candidate of a grid, (n,); fields as those of `Candidate`."""
-
-    rows_per_sec: Floats
-    samples_per_sec: Floats
-    waiting_sec: Floats
-    predicted_sec: Floats
-    cost: Floats
-    cost_per_hour: Floats
 
 
 def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
@@ -54,9 +36,7 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
         PlanError: nothing fits, or nothing is fast enough; the message names what would work.
     """
     models = fit_models(snapshot, config)
-    grid = enumerate_grid(
-        snapshot.facts, snapshot.job.train, config, models.num_segments, models.base_bytes
-    )
+    grid = candidates(snapshot, config, models, np.random.default_rng(SEED))
     found = predict(grid, snapshot, config, models)
     order = preference(grid, found, config)
     best = int(order[0])
@@ -70,29 +50,6 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
         other_preprocessing=_first(order[same][1:], grid, found, config),
         num_candidates=len(grid),
         models=models,
-    )
-
-
-def predict(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> Predictions:
-    """Return time and cost of each candidate."""
-    facts, segments = snapshot.facts, models.num_segments
-    segment = models.segments.seconds(segment_setting(models, snapshot, config, grid))
-    step = models.training.seconds(training_setting(snapshot, config, grid))
-    speed = snapshot.job.train.batch_samples / step
-    train_segment = facts.num_train_samples / segments / speed
-    times = timeline(segment, segments, grid.segment_jobs, train_segment, snapshot.job.train.epochs)
-    prices = (
-        preprocessing_resources(grid, config).hour_price(config.budget),
-        training_resources(grid, config).hour_price(config.budget),
-    )
-    held = times.end_sec - times.first_sec
-    return Predictions(
-        rows_per_sec=facts.num_samples / times.built_sec,
-        samples_per_sec=speed,
-        waiting_sec=times.waiting_sec,
-        predicted_sec=times.end_sec,
-        cost=(prices[0] * times.built_sec + prices[1] * held) / SEC_PER_HOUR,
-        cost_per_hour=prices[0] + prices[1],
     )
 
 

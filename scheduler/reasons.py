@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from scheduler.candidates import SEGMENT_BATCHES, mib
 from scheduler.decision import (
     Candidate,
     PlanDecision,
@@ -13,6 +12,7 @@ from scheduler.decision import (
     training_words,
 )
 from scheduler.fit import Prediction
+from scheduler.grid import SEGMENT_BATCHES, mib
 from scheduler.memory import store_bytes, stores_needed, tables_bytes, trainer_memory
 from scheduler.policy import TOLERANCE, chosen_predictions
 from scheduler.snapshot import Snapshot

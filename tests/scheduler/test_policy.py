@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.candidates import Grid
 from scheduler.decision import Candidate
+from scheduler.grid import Grid
 from scheduler.history import History
 from scheduler.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.model import SegmentSetting, TrainingSetting
 from scheduler.models import fit_models
-from scheduler.policy import TOLERANCE, plan, predict
+from scheduler.policy import TOLERANCE, plan
+from scheduler.predictions import predict
 from scheduler.snapshot import Snapshot
 from scheduler.timeline import timeline
 from schemas.errors import PlanError
@@ -84,8 +85,6 @@ def brute_force(known: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[fl
     ):
         total = jobs * each
         if jobs > models.num_segments or not pre.min_workers <= total <= pre.max_workers:
-            continue
-        if stores > 0 and replicas > 1:
             continue
         rows = facts.num_samples / models.num_segments
         needs = [
@@ -315,9 +314,10 @@ def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(known: 
     message = "training.max_stores must hold the tables, got 1 of 2048MiB; use 3 stores, or replica"
     with pytest.raises(PlanError, match=f"^{re.escape(message)}"):
         plan(large, ScheduleConfig(training=few))
-    several = TrainingPoolConfig(max_stores=3, min_replicas=2)  # each replica holds all rows
-    with pytest.raises(PlanError, match=r"^training\.replica\.memory must hold a replica"):
-        plan(large, ScheduleConfig(training=several))
+    enough = TrainingPoolConfig(max_stores=3, min_replicas=2)
+    chosen = plan(large, ScheduleConfig(training=enough)).chosen
+    assert chosen.num_stores == 3
+    assert chosen.num_replicas >= 2
 
 
 REFUSED = {
