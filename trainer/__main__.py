@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read once, when torch loads its OpenMP. Threads that spin while they wait cost five times
     # the step where cores are shared, with the reader's thread or with other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read once, too: torchft's lighthouse has six lines for each step otherwise.
+    os.environ.setdefault("RUST_LOG", "warn")
     # torchrec asks torch an old question while it is imported; torch's warning is not for the user.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     command = {
@@ -158,11 +160,16 @@ def _train(arguments: argparse.Namespace) -> int:
         try:
             return _train_until(drain, arguments)
         except DrainInterrupt as interrupt:
-            left = interrupt.message or "nothing was begun"
-            print(f"{interrupt.reason}: {left}", file=sys.stderr)
+            left = _say_what_is_left(interrupt)
             if arguments.json:
                 print(json.dumps({"stopped": interrupt.reason, "message": left}))
             return 0
+
+
+def _say_what_is_left(interrupt: DrainInterrupt) -> str:
+    left = interrupt.message or "nothing was begun"
+    print(f"{interrupt.reason}: {left}", file=sys.stderr)
+    return left
 
 
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
@@ -200,12 +207,22 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
 
 def _replica(arguments: argparse.Namespace) -> int:
+    drain = Drain()
+    with drain.listening():
+        try:
+            return _replica_until(drain, arguments)
+        except DrainInterrupt as interrupt:
+            _say_what_is_left(interrupt)
+            return 0
+
+
+def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     import secrets
 
     import torch
 
     from trainer.replicas.faults import Faults
-    from trainer.replicas.launch import BEHIND, LOST, end_with_stdin
+    from trainer.replicas.launch import BEHIND, LOST, heed_stdin
     from trainer.replicas.replica import ReplicaOptions
     from trainer.replicas.stores import SharedStores
     from trainer.replicas.work import work
@@ -214,7 +231,7 @@ def _replica(arguments: argparse.Namespace) -> int:
     from trainer.training import TrainOptions
 
     if arguments.end_with_stdin:
-        end_with_stdin()
+        heed_stdin(drain)
     torch.set_num_threads(arguments.threads)
     shared = arguments.shared_stores
     options = ReplicaOptions(
@@ -239,6 +256,7 @@ def _replica(arguments: argparse.Namespace) -> int:
             options,
             clock=time.perf_counter,
             faults=Faults.from_json(arguments.faults),
+            drain=drain,
             shared=SharedStores.from_json(shared) if shared else None,
             retained_bytes=arguments.retained_bytes,
         )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from trainer.draining import Drain
 from trainer.replicas.replica import Replica
 
 _PAUSE_SEC = 0.05
 
 
-def end(replica: Replica, finish: Callable[[], None]) -> None:
+def end(replica: Replica, finish: Callable[[], None], drain: Drain) -> None:
     """Return when the run is finished, whoever of the replicas lives to do it.
 
     Args:
         replica: that has trained all steps.
         finish: leaves the checkpoint and the summary; may be begun anew by another replica.
+        drain: ends a replica that waits at once, one that finishes when it has saved.
+
+    Raises:
+        DrainInterrupt: it was asked to end.
     """
     done = False
     while True:
@@ -27,4 +31,5 @@ def end(replica: Replica, finish: Callable[[], None]) -> None:
             finish()
             done = True
         else:
-            time.sleep(_PAUSE_SEC)
+            with drain.at_once():
+                drain.sleep(_PAUSE_SEC)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -19,9 +22,10 @@ from schemas.job import load_job
 from trainer.checkpoint import newest_checkpoint
 from trainer.child import close_pipes, end_children, start_child
 from trainer.decode import spec_of
-from trainer.draining import Drain, told
+from trainer.draining import Drain, DrainInterrupt, told
 from trainer.parts import layouts_of, order_of
 from trainer.replicas.faults import Faults
+from trainer.replicas.leaving import what_is_left
 from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
@@ -31,6 +35,8 @@ from trainer.run import check_run, cut_run, start_run, write_summary
 from trainer.stores.failures import StoreLostError
 from trainer.stores.token import write_token
 from trainer.training import TrainOptions
+
+logger = logging.getLogger(__name__)
 
 TOKEN = "token"
 BEHIND, LOST = 75, 76
@@ -99,20 +105,31 @@ class LocalReplicas:
         """End those that still run."""
         self._stack.close()
 
-    def wait(self, poll: Callable[[], None]) -> None:
-        """Wait until the run is finished.
+    def wait(self, poll: Callable[[], None], drain: Drain, drain_sec: float) -> None:
+        """Wait until the run is finished, or all replicas have left as they were asked.
 
         Args:
             poll: called again and again meanwhile.
+            drain: asks all replicas to leave.
+            drain_sec: how long that may take.
 
         Raises:
-            SchemaError: a replica ended with an error, or was killed too often.
+            SchemaError: a replica ended with an error, was killed too often, or does not leave.
             StoreLostError: a store lost rows.
         """
-        running = set(self._processes)
+        running, until = set(self._processes), math.inf
         while running:
             time.sleep(_POLL_SEC)
             poll()
+            if drain.asked and until == math.inf:
+                until = time.monotonic() + drain_sec + _END_SEC
+                for number in running:
+                    tell_to_leave(self._processes[number])
+            if time.monotonic() > until:
+                raise SchemaError(
+                    f"replicas must leave within {drain_sec:g} s, got {sorted(running)} that run; "
+                    "raise train.limits.drain if they are only slow, and go on with --resume"
+                )
             for number in sorted(running):
                 status = self._processes[number].poll()
                 if status is None:
@@ -124,7 +141,10 @@ class LocalReplicas:
                     raise SchemaError(
                         f"replica {number} must end well, got status {status}; see its error above"
                     )
-                if status and (running or not self._run_is_finished()):
+                if status in (0, -signal.SIGTERM):
+                    if running and not drain.asked and not self._run_is_finished():
+                        logger.warning("replica left as it was asked number=%s", number)
+                elif not drain.asked and (running or not self._run_is_finished()):
                     self._restart(number, status)
                     running.add(number)
 
@@ -218,7 +238,7 @@ def train_together(
         options: what the command line says.
         launch: how replicas are kept.
         on_step: called after each committed step with its metric and the number of steps.
-        drain: asks the run to end early, at its newest checkpoint.
+        drain: asks the run to end early, at a step that it can go on from.
         on_start: called when the replicas are started.
 
     Raises:
@@ -242,8 +262,7 @@ def train_together(
     arguments += ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
     last = min(order.num_steps, options.steps or order.num_steps)
     layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
-    left = f"replicas ended; {run} goes on from its newest checkpoint with --resume"
-    drain = drain or Drain()
+    drain, drain_sec = drain or Drain(), job.train.limits.drain.total_seconds()
 
     def attempt(checkpoint: Path | None) -> RunSummary:
         cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
@@ -265,9 +284,12 @@ def train_together(
                     start=launch.start,
                 )
             )
-            with told(left), drain.at_once():
-                on_start(replicas)
-                replicas.wait(MetricTail(run, on_step, last))
+            on_start(replicas)
+            replicas.wait(MetricTail(run, on_step, last), drain, drain_sec)
+        if not (run / SUMMARY).is_file():
+            with told(what_is_left(run, last)):
+                drain.check()
+                raise DrainInterrupt("SIGTERM")  # each replica was asked by itself
         return read_summary(run / SUMMARY)
 
     checkpoint = newest_checkpoint(run) if options.resume else None
@@ -297,12 +319,21 @@ def _threads_each(wanted: int | None, count: int) -> int:
     return wanted or max(1, len(os.sched_getaffinity(0)) // count)
 
 
-def end_with_stdin() -> None:
-    """End this process when its standard input ends."""
+def tell_to_leave(replica: subprocess.Popen[bytes]) -> None:
+    """Ask a replica to leave, once: a signal could be the second one that it gets."""
+    assert replica.stdin is not None, "its input is a pipe"
+    with suppress(BrokenPipeError):
+        replica.stdin.write(b"leave\n")
+        replica.stdin.flush()
+
+
+def heed_stdin(drain: Drain) -> None:
+    """Leave when standard input says so, and end this process when it ends."""
 
     def wait() -> None:
         while os.read(0, 1024):  # not through sys.stdin: its lock would be held at the end
-            pass
+            if not drain.asked:
+                os.kill(os.getpid(), signal.SIGTERM)  # the main thread takes it
         os._exit(1)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

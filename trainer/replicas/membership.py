@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from typing import Any
 
-from torchft.coordination import LighthouseClient, LighthouseServer
+from torchft.coordination import LighthouseClient, LighthouseServer, Quorum
 
 from schemas.errors import SchemaError
 
@@ -37,6 +37,8 @@ class Told:
     """Last step of which it knows that rows that left caches are in the stores."""
     done: bool = False
     """It has nothing left to do."""
+    leaving: bool = False
+    """It was asked to end: this step is its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,16 @@ class Agreement:
         return max(member.told.written for member in self.members.values())
 
     @property
+    def staying(self) -> dict[str, Member]:
+        """Ready members that take part in the step after this one, too."""
+        return {name: m for name, m in self.ready.items() if not m.told.leaving}
+
+    @property
+    def leaving(self) -> list[str]:
+        """Members that take part in no step after this one."""
+        return [name for name, m in self.members.items() if m.told.leaving]
+
+    @property
     def key(self) -> str:
         """Names the connections between the ready members: new ones after every failure."""
         failures = sum(member.told.failures for member in self.ready.values())
@@ -86,9 +98,9 @@ class Agreement:
 
     @property
     def writer(self) -> str:
-        """The ready member that writes the run's files: the one that is there longest."""
-        ready = self.ready
-        return min(ready, key=lambda name: (ready[name].told.since, name))
+        """The member that writes the run's files: of those that stay the one there longest."""
+        able = self.staying or self.ready
+        return min(able, key=lambda name: (able[name].told.since, name))
 
 
 class Membership:
@@ -135,17 +147,8 @@ class Membership:
         while True:
             try:
                 if self._client is None:
-                    self._client = self._connected()
-                quorum = self._client.quorum(
-                    replica_id=self.name,
-                    timeout=timedelta(seconds=self._wait_sec),
-                    address=told.state,
-                    store_address=told.meeting,
-                    step=step,
-                    world_size=1,
-                    shrink_only=False,
-                    data={**asdict(told)},
-                )
+                    self._client = connected(self._lighthouse)
+                quorum = ask(self._client, self.name, step, told, self._wait_sec)
             except (RuntimeError, TimeoutError, ConnectionError) as error:
                 self._client = None
                 if time.monotonic() - self._last_beat > self._wait_sec:
@@ -163,14 +166,41 @@ class Membership:
         client: LighthouseClient | None = None
         while not self._ending.wait(self._interval):
             try:
-                client = client or self._connected()
+                client = client or connected(self._lighthouse)
                 client.heartbeat(self.name, timedelta(seconds=1))
                 self._last_beat = time.monotonic()
             except (RuntimeError, TimeoutError, ConnectionError):
                 client = None  # the lighthouse may come back
 
-    def _connected(self) -> LighthouseClient:
-        return LighthouseClient(self._lighthouse, timedelta(seconds=1))
+
+def connected(lighthouse: str) -> LighthouseClient:
+    """Return a connection to a lighthouse."""
+    return LighthouseClient(lighthouse, timedelta(seconds=1))
+
+
+def ask(client: LighthouseClient, name: str, step: int, told: Told, wait_sec: float) -> Quorum:
+    """Tell all members of a step as one of them, and wait for what all have told.
+
+    Args:
+        client: of the lighthouse.
+        name: of the member.
+        step: that it is about to commit.
+        told: the rest.
+        wait_sec: longest wait.
+
+    Raises:
+        TimeoutError: not all living members have told in time; or another error of the connection.
+    """
+    return client.quorum(
+        replica_id=name,
+        timeout=timedelta(seconds=wait_sec),
+        address=told.state,
+        store_address=told.meeting,
+        step=step,
+        world_size=1,
+        shrink_only=False,
+        data={**asdict(told)},
+    )
 
 
 class Lighthouse:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ import torch
 
 from schemas.jagged import Array
 from schemas.manifest import replace_bytes
+from trainer.draining import Drain
 from trainer.leaf_work import LeafWork, Partial
 from trainer.leaves import Leaves
 from trainer.replicas.ahead import Ahead
@@ -27,11 +28,13 @@ from trainer.replicas.committed import Committed
 from trainer.replicas.exchange import pack, unpack
 from trainer.replicas.faults import Injector
 from trainer.replicas.group import Group, LostPeerError, Meeting
+from trainer.replicas.leaving import Left, left_by
 from trainer.replicas.membership import Agreement, Membership, Told
 from trainer.replicas.peer import Peer, PeerError, PeerServer
 from trainer.replicas.setting import Setting
 from trainer.replicas.share import Shares
 from trainer.replicas.splits import smoothed
+from trainer.replicas.stand_in import StandIns
 from trainer.replicas.writer import Writer
 from trainer.state import load_state, state_of
 from trainer.step import PhaseTimer, check_loss, metric_of, update_by
@@ -73,6 +76,7 @@ class Replica:
         setting: Setting,
         options: ReplicaOptions,
         injector: Injector,
+        drain: Drain,
         save: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Take part from the first step that is not trained yet.
@@ -81,6 +85,7 @@ class Replica:
             setting: of the run, at the state of `setting.first`.
             options: of this replica.
             injector: faults that happen to it.
+            drain: asks it to leave.
             save: called with the next step where this replica writes the run's files.
         """
         self.setting = setting
@@ -90,7 +95,9 @@ class Replica:
         self._failures = 0
         self._speed: float | None = None
         self._injector = injector
+        self._drain = drain
         self._save = save
+        self._stand_ins = StandIns(options.lighthouse, options.heartbeat_sec)
         self._shares = Shares(options.name)
         self._writer = Writer(setting.run)
         self._timer = PhaseTimer(setting.clock)
@@ -121,17 +128,25 @@ class Replica:
         """End all of it."""
         self._stack.close()
 
-    def train(self) -> None:
-        """Train all steps.
+    def train(self) -> Left | None:
+        """Train all steps, or as many as there are until this replica is asked to leave.
+
+        Returns:
+            How it left; None where all steps are trained.
 
         Raises:
             SchemaError: a loss is not finite, the disk is full, or the lighthouse is gone.
+            DrainInterrupt: it was asked to leave before its first step.
         """
-        self._find_state()
-        self._stack.enter_context(self._membership)  # not before: who counts is waited for
-        self._wait_for_others()
+        with self._drain.at_once():
+            self._find_state()
+            self._stack.enter_context(self._membership)  # not before: who counts is waited for
+            self._wait_for_others()
         while self.step < self.setting.last:
-            self._train_step()
+            left = left_by(self._train_step(), self.options.name)
+            if left is not None and self.step < self.setting.last:
+                return left
+        return None
 
     def agree_on_end(self, *, done: bool) -> Agreement:
         """Return who is there after the last step.
@@ -140,11 +155,16 @@ class Replica:
             done: nothing is left to do here.
         """
         self._server.offer(self._state_arrays)
-        agreement = self._membership.agree(self.step, self._told((), done=done))
+        agreement = self._agree(self._told((), done=done)).result()
         self._heed(agreement)
+        self._stand_in(agreement)
         return agreement
 
-    def _told(self, leaves: tuple[int, ...], *, done: bool = False) -> Told:
+    def _agree(self, told: Told) -> Future[Agreement]:
+        """Ask in a thread: the main one has signals to take."""
+        return self._asking.submit(self._membership.agree, self.step, told)
+
+    def _told(self, leaves: tuple[int, ...], *, done: bool = False, leaving: bool = False) -> Told:
         return Told(
             since=self._since,
             state=self._state,
@@ -154,28 +174,33 @@ class Replica:
             failures=self._failures,
             written=self.setting.rows.written,
             done=done,
+            leaving=leaving,
         )
+
+    def _told_in_step(self, leaves: Iterable[int]) -> Told:
+        return self._told(tuple(leaves), leaving=self._drain.asked)
 
     def _wait_for_others(self) -> None:
         """Begin together where all are to begin; what is computed does not depend on it."""
         end = time.monotonic() + self.options.timeout_sec
         while self.step == self.setting.first and time.monotonic() < end:
-            agreement = self._membership.agree(self.step, self._told(()))
+            agreement = self._agree(self._told(())).result()
             if agreement.step > self.step or len(agreement.members) >= self.options.expected:
                 return
             time.sleep(0.02)
 
-    def _train_step(self) -> None:
+    def _train_step(self) -> Agreement:
         own = self._shares.mine(self.step)
         computed = list(own)
-        asked = self._asking.submit(self._membership.agree, self.step, self._told(tuple(own)))
+        asked = self._agree(self._told_in_step(own))
         tree = self._compute(own)
         while True:
             with self._timer("sync"):
                 agreement = asked.result()
             if agreement.step > self.step:
-                self._catch_up(agreement)
-                return
+                if self.options.name not in agreement.leaving:
+                    self._catch_up(agreement)
+                return agreement
             self._heed(agreement)
             more = self._shares.heed(agreement, self.setting.num_leaves)
             self._writer.remember_splits(self._shares.fixed())
@@ -195,13 +220,18 @@ class Replica:
                 break
             except LostPeerError:
                 self._failures += 1
-                told = self._told(tuple(computed))
-                asked = self._asking.submit(self._membership.agree, self.step, told)
+                asked = self._agree(self._told_in_step(computed))
         self._commit(agreement, total, message, more.owners)
+        return agreement
 
     def _heed(self, agreement: Agreement) -> None:
         writes = agreement.writer == self.options.name
         self.setting.rows.heed(agreement.written, writes=writes)
+
+    def _stand_in(self, agreement: Agreement) -> None:
+        """Answer for those that have left, from the next agreement on."""
+        if agreement.writer == self.options.name and agreement.staying:
+            self._stand_ins.answer(agreement.leaving)
 
     def _compute(self, run: range) -> Tree[Partial]:
         self._injector.at("start", self.step)
@@ -270,6 +300,7 @@ class Replica:
         if agreement.writer == self.options.name:
             self._writer.write()
             self._tell_newcomers(agreement)
+            self._stand_in(agreement)
             self._save(self.step)
         self._server.offer(self._state_arrays)
 
@@ -332,7 +363,7 @@ class Replica:
         return Peer(address, self.options.token, self.options.timeout_sec)
 
     def _tell_newcomers(self, agreement: Agreement) -> None:
-        addresses = [member.told.state for member in agreement.ready.values()]
+        addresses = [member.told.state for member in agreement.staying.values()]
         if addresses != self._told_addresses:
             replace_bytes(self.setting.run / REPLICAS, json.dumps(addresses).encode())
             self._told_addresses = addresses

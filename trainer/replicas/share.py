@@ -40,7 +40,7 @@ class Shares:
         """
         self._name = name
         self._splits: dict[int, dict[str, range]] = {}
-        self._ready: tuple[str, ...] = ()
+        self._staying: tuple[str, ...] = ()
         self._fixed: list[Split] = []
 
     def mine(self, step: int) -> range:
@@ -49,7 +49,7 @@ class Shares:
 
     def forget(self) -> None:
         """Drop all splits: the others have gone on without this replica."""
-        self._splits, self._ready, self._fixed = {}, (), []
+        self._splits, self._staying, self._fixed = {}, (), []
 
     def fixed(self) -> list[Split]:
         """Return the splits that were fixed since the last call and differ from the step before."""
@@ -67,7 +67,7 @@ class Shares:
         speeds = agreed_speeds({name: m.told.speed for name, m in ready.items()})
         held = _without_doubles(ready)
         added = taken_over(num_leaves(step), held, speeds)
-        self._plan(step, tuple(ready), speeds, num_leaves)
+        self._plan(step, {name: speeds[name] for name in agreement.staying}, num_leaves)
         return More(
             owners={name: sorted([*held[name], *added[name]]) for name in ready},
             runs=runs_of(added[self._name]),
@@ -77,14 +77,14 @@ class Shares:
     def _plan(
         self,
         step: int,
-        ready: tuple[str, ...],
         speeds: Mapping[str, float],
         num_leaves: Callable[[int], int],
     ) -> None:
-        changed = ready != self._ready
-        self._ready = ready
+        staying = tuple(speeds)
+        changed = staying != self._staying
+        self._staying = staying
         self._splits = {s: found for s, found in self._splits.items() if s > step and not changed}
-        for later in range(step + 1, step + AHEAD + 1):
+        for later in range(step + 1, step + AHEAD + 1) if staying else ():
             if later not in self._splits:
                 self._splits[later] = split(num_leaves(later), speeds)
                 if self._splits[later] != self._splits.get(later - 1):

@@ -10,6 +10,7 @@ from schemas.dataset import open_dataset
 from schemas.job import load_job
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, verified
 from trainer.decode import spec_of
+from trainer.draining import Drain, told
 from trainer.flash.fits import made_of
 from trainer.parts import build_parts, layouts_of, memory_stores, order_of
 from trainer.replicas.ending import end
@@ -39,6 +40,7 @@ def work(
     *,
     clock: Clock,
     faults: Faults,
+    drain: Drain,
     shared: SharedStores | None = None,
     retained_bytes: int = RETAINED_BYTES,
 ) -> None:
@@ -52,6 +54,7 @@ def work(
         options: of this replica.
         clock: seconds, for phases.
         faults: that are to happen.
+        drain: asks this replica to leave.
         shared: stores of the run; None where every replica has all rows in memory.
         retained_bytes: most bytes of rows that the writer lets wait before they go to the stores.
 
@@ -59,14 +62,16 @@ def work(
         SchemaError: job, dataset or run do not belong together, or a disk is full.
         BehindError: the others are so far ahead that this replica must be started again.
         StoreLostError: a store lost rows; the run goes back to its newest checkpoint.
+        DrainInterrupt: it was asked to leave; says what is left.
     """
+    me = f"replica {options.number}"
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     config = job.train
     check_run(run, dataset, config)
     order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
     last = min(order.num_steps, train_options.steps or order.num_steps)
     every = config.checkpoint.every_steps
-    with ExitStack() as stack:
+    with ExitStack() as stack, told(f"{me} stopped before a step"):
         if shared is None:
             stores = memory_stores(spec, config)
             parts = build_parts(spec, config, stores)
@@ -104,16 +109,25 @@ def work(
                 _save(setting, train_step)
 
         injector = Injector(faults, options.number, run / FAULTS_DONE)
-        replica = stack.enter_context(Replica(setting, options, injector, save))
-        replica.train()
-        end(replica, _finishing(setting, train_options))
+        with Replica(setting, options, injector, drain, save) as replica:
+            left = replica.train()
+            if left is None:
+                with told(f"{me} stopped after the last step"):
+                    end(replica, _finishing(setting, train_options, drain), drain)
+                return
+        if left.saves:  # nobody waits for this replica any more
+            _save(setting, replica.step)
+        goes_on = "the others go on" if left.alone else f"{run} goes on with --resume"
+        with told(f"{me} stopped at step {replica.step}; {goes_on}"):
+            drain.check()
 
 
-def _finishing(setting: Setting, options: TrainOptions) -> Callable[[], None]:
+def _finishing(setting: Setting, options: TrainOptions, drain: Drain) -> Callable[[], None]:
     def finish() -> None:
         parts = setting.parts
         _save(setting, setting.last)
-        evaluation = evaluate_parts(setting.job, setting.dataset, parts)
+        with drain.at_once():
+            evaluation = evaluate_parts(setting.job, setting.dataset, parts)
         summary = summary_of(setting.run, options, evaluation, setting.rows.source)
         write_summary(setting.run, summary)
 
@@ -121,8 +135,12 @@ def _finishing(setting: Setting, options: TrainOptions) -> Callable[[], None]:
 
 
 def _save(setting: Setting, train_step: int) -> None:
+    """Save, unless another replica has: all have the same bits."""
     parts = setting.parts
     setting.rows.flush()
+    newest = newest_checkpoint(setting.run)
+    if newest is not None and int(newest.name) == train_step:
+        return
     save_checkpoint(
         setting.run,
         train_step,

@@ -1,0 +1,190 @@
+"""Replicas that are asked to leave: one, and the others go on at once; all, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schemas.events import LEDGER, SUMMARY, StepMetric
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import ended, num_steps, started, trained, until
+from tests.trainer.test_draining import EPOCHS, SEGMENT
+from tests.trainer.test_replicas import agreed, told
+from trainer.checkpoint import newest_checkpoint
+from trainer.compare import compare_runs
+from trainer.draining import DrainInterrupt
+from trainer.ledger import read_ledger, verify_run
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
+from trainer.replicas.leaving import Left, left_by
+from trainer.replicas.membership import Lighthouse, Member, Membership
+from trainer.replicas.share import Shares
+from trainer.replicas.stand_in import StandIns
+from trainer.training import TrainOptions
+
+NEVER_SEC = 1000.0
+"""A heartbeat's time that no test waits for."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a dataset, its job of 256 steps, and a run of one process."""
+    folder = tmp_path_factory.mktemp("leaving")
+    job = write_job(folder, **EPOCHS)
+    make_dataset(folder / "dataset", job, SEGMENT)
+    trained(job, folder / "dataset", folder / "alone")
+    return folder
+
+
+def assert_as_alone(folder: Path, run: Path) -> None:
+    assert compare_runs(folder / "alone", run).difference is None
+    assert verify_run(run).problems == ()
+
+
+def train_and(
+    do: Callable[[LocalReplicas, int], None], folder: Path, run: Path, heartbeat_sec: float
+) -> None:
+    """Train on two replicas, none of which is started again, and do something after each step."""
+    replicas: list[LocalReplicas] = []
+
+    def on_step(metric: StepMetric, _: int) -> None:
+        do(replicas[0], metric.step)
+
+    launch = LaunchOptions(count=2, heartbeat_sec=heartbeat_sec, restarts=0)
+    paths = (folder / "job.yaml", folder / "dataset", run)
+    train_together(*paths, TrainOptions(), launch, on_step, on_start=replicas.append)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [0, 1])
+def test_nobody_waits_for_a_replica_that_leaves(number: int, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def leave(replicas: LocalReplicas, step: int) -> None:
+        if step == 5:
+            os.kill(replicas.pids[number], signal.SIGTERM)
+
+    train_and(leave, folder, run, NEVER_SEC)
+    assert_as_alone(folder, run)
+    steps: dict[str, list[int]] = {}
+    for entry in read_ledger(run / LEDGER):
+        steps.setdefault(entry.replica[:3], []).append(entry.step)
+    left, stayed = steps[f"{number:03d}"], steps[f"{1 - number:03d}"]
+    assert 5 <= left[-1] < stayed[-1] == 255
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_run_whose_replicas_all_leave_one_by_one_goes_on(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def leave(replicas: LocalReplicas, step: int) -> None:
+        if step in (5, 30):
+            os.kill(replicas.pids[step == 5], signal.SIGTERM)
+
+    with pytest.raises(DrainInterrupt) as found:
+        train_and(leave, folder, run, 2.0)
+    assert found.value.message == (
+        f"stopped at step {num_steps(run)}, which {run} goes on from with --resume"
+    )
+    trained(folder / "job.yaml", folder / "dataset", run, "--resume", "--replicas", "2")
+    assert_as_alone(folder, run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
+    number: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
+    run, job = tmp_path / "run", folder / "job.yaml"
+    process = started(job, folder / "dataset", run, "--replicas", "3", own_group=True)
+    until(process, lambda: num_steps(run) >= 3)
+    os.killpg(process.pid, number)
+    status, said = ended(process)
+    step = num_steps(run)
+    assert status == 0, said
+    message = f"{number.name}: stopped at step {step}, which {run} goes on from with --resume"
+    assert said.splitlines()[-1] == message
+    assert all(f"replica {n} stopped at step" in said for n in range(3))
+    newest = newest_checkpoint(run)
+    assert newest is not None
+    assert int(newest.name) == step < num_steps(folder / "alone")
+    assert not (run / SUMMARY).exists()
+    trained(job, folder / "dataset", run, "--resume")
+    assert_as_alone(folder, run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    run, job = tmp_path / "run", folder / "job.yaml"
+    process = started(job, folder / "dataset", run, "--replicas", "2")
+    until(process, (run / "token").exists)
+    process.send_signal(signal.SIGTERM)
+    status, said = ended(process)
+    assert status == 0, said
+    assert "SIGTERM: stopped at step 0" in said
+    trained(job, folder / "dataset", run, "--resume", "--replicas", "2")
+    assert_as_alone(folder, run)
+
+
+def test_a_replica_leaves_after_the_step_in_whose_agreement_it_says_so() -> None:
+    going = agreed(4, a=told(), b=told(since=1, leaving=True))
+    assert left_by(going, "a") is None
+    assert left_by(going, "b") == Left(saves=False, alone=True)
+    assert going.writer == "a"
+    assert list(going.ready) == ["a", "b"]
+    first = replace(going.members["a"], told=told(leaving=True))
+    all_go = replace(going, members={**going.members, "a": first})
+    assert left_by(all_go, "a") == Left(saves=True, alone=False)
+    assert left_by(all_go, "b") == Left(saves=False, alone=False)
+    behind = Member(name="c", step=3, told=told(leaving=True))
+    with_c = replace(all_go, members={**all_go.members, "c": behind})
+    assert left_by(with_c, "c") == Left(saves=False, alone=True)
+
+
+def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps() -> None:
+    shares = {name: Shares(name) for name in "ab"}
+    both = agreed(0, a=told(), b=told())
+    last = agreed(1, a=told(leaves=(0, 1)), b=told(leaves=(2, 3), leaving=True))
+    for found in shares.values():
+        found.heed(both, lambda _: 4)
+    more = {name: found.heed(last, lambda _: 4) for name, found in shares.items()}
+    assert more["a"].owners == more["b"].owners == {"a": [0, 1], "b": [2, 3]}
+    for step in (2, 3):
+        assert [len(shares[name].mine(step)) for name in "ab"] == [4, 0]
+
+
+def test_lighthouse_waits_for_nobody_who_left_while_another_answers_for_it() -> None:
+    with (
+        Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
+        Membership(lighthouse.address, "a", NEVER_SEC, NEVER_SEC) as one,
+        Membership(lighthouse.address, "b", NEVER_SEC, NEVER_SEC) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stand_ins = StandIns(lighthouse.address, NEVER_SEC)
+
+        def leave() -> None:
+            while len(other.agree(0, told()).members) < 2:  # who asks first may be alone
+                pass
+            other.agree(1, told(leaving=True))
+
+        left = pool.submit(leave)
+        while len(one.agree(0, told()).members) < 2:
+            pass
+        agreement = one.agree(1, told())
+        left.result()
+        for step in range(2, 5):
+            assert (agreement.writer, agreement.leaving) == ("a", ["b"])
+            stand_ins.answer(agreement.leaving)
+            agreement = one.agree(step, told())
+            assert list(agreement.ready) == ["a"]

@@ -1,0 +1,55 @@
+"""What SIGTERM or ^C means to a replica: it leaves after the step in flight, the others go on.
+
+Each tells the others in the agreement of its last step. Where an agreement leaves nobody who stays,
+its step is the last of all, and its writer saves. So one rule serves for one replica, whose machine
+is wanted elsewhere, and for the launcher, which asks all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.events import METRICS
+from trainer.checkpoint import newest_checkpoint
+from trainer.replicas.membership import Agreement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """How a replica left."""
+
+    saves: bool
+    """Whether nobody stays, and this replica is the one to save."""
+    alone: bool
+    """Whether others go on."""
+
+
+def left_by(agreement: Agreement, name: str) -> Left | None:
+    """Return how a replica leaves after a step, None where it stays.
+
+    Args:
+        agreement: of the step.
+        name: of the replica, a member.
+    """
+    if name not in agreement.leaving:
+        return None
+    alone = name not in agreement.ready or bool(agreement.staying)
+    return Left(saves=not alone and agreement.writer == name, alone=alone)
+
+
+def what_is_left(run: Path, last: int) -> str:
+    """Say from where a run goes on.
+
+    Args:
+        run: run folder; none of its replicas lives.
+        last: the step after the last one.
+    """
+    checkpoint = newest_checkpoint(run)
+    saved = 0 if checkpoint is None else int(checkpoint.name)
+    trained = (run / METRICS).read_bytes().count(b"\n")
+    if saved == last:
+        return f"all steps are trained; evaluate {run} with --resume"
+    if saved == trained:
+        return f"stopped at step {saved}, which {run} goes on from with --resume"
+    return f"stopped at step {trained}; {run} goes on from step {saved} with --resume"
