@@ -70,18 +70,12 @@ def default_training(facts: DataFacts, train: TrainConfig) -> tuple[float, ...]:
     )
 
 
-def default_segments(
-    startup_sec: float = STARTUP_SEC, rows_per_sec: float = ROWS_PER_WORKER_SEC
-) -> tuple[float, ...]:
-    """Return the coefficients of segment jobs.
-
-    Args:
-        startup_sec: before the first row.
-        rows_per_sec: of one worker of one core.
-    """
+def default_segments() -> tuple[float, ...]:
+    """Return the coefficients of segment jobs of a job that was never built."""
+    per_row = 1.0 / ROWS_PER_WORKER_SEC
     return (
-        startup_sec,
-        SERIAL_SHARE / rows_per_sec,
-        (1.0 - SERIAL_SHARE) / rows_per_sec,
-        SHARING_SHARE / rows_per_sec,
+        STARTUP_SEC,
+        SERIAL_SHARE * per_row,
+        (1.0 - SERIAL_SHARE) * per_row,
+        SHARING_SHARE * per_row,
     )

@@ -106,7 +106,12 @@ def doublings_outside(fit: Fit, setting: Setting) -> Floats:
     return np.abs(np.log2(1.0 + columns) - np.log2(1.0 + near)).sum(axis=1)
 
 
-def fit_window(window: Window, kind: type[Setting], prior: Sequence[float] | None = None) -> Fit:
+def fit_window(
+    window: Window,
+    kind: type[Setting],
+    prior: Sequence[float] | None = None,
+    prior_spread: float = ASSUMED_SPREAD,
+) -> Fit:
     """Fit all measurements of a window.
 
     Args:
@@ -114,6 +119,7 @@ def fit_window(window: Window, kind: type[Setting], prior: Sequence[float] | Non
         kind: of the settings.
         prior: coefficients whose proportions hold where nothing else tells; None for such that
             all terms take an equal share of the measured time.
+        prior_spread: log error of the prior, before anything was measured.
 
     Raises:
         ValueError: there is neither a measurement nor a prior.
@@ -121,14 +127,14 @@ def fit_window(window: Window, kind: type[Setting], prior: Sequence[float] | Non
     if not len(window):
         if prior is None:
             raise ValueError("fit must have a measurement or a prior, got neither; measure a step")
-        return Fit(coefficients=tuple(prior))
+        return Fit(coefficients=tuple(prior), spread=prior_spread)
     columns, medians, weights = window.columns(), window.medians(), window.weights()
     design = kind.of_columns(columns).design()
     start = even_prior(design, medians) if prior is None else np.array(prior, np.float64)
     found = multiples(design * start, medians, weights)
     predicted = design @ (found * start)
     errors = _log_error(medians, predicted)
-    spread = _spread(window, design * start, medians, weights, errors)
+    spread = _spread(window, design * start, medians, weights, errors, prior_spread)
     return Fit(
         coefficients=tuple((found * start).tolist()),
         num_cells=len(window),
@@ -172,7 +178,12 @@ def multiples(terms: Floats, seconds: Floats, weights: Floats) -> Floats:
 
 
 def _spread(
-    window: Window, terms: Floats, seconds: Floats, weights: Floats, errors: Floats
+    window: Window,
+    terms: Floats,
+    seconds: Floats,
+    weights: Floats,
+    errors: Floats,
+    prior_spread: float,
 ) -> float:
     """Return the log error that LEVEL of held-back settings, or of repetitions, stay below."""
     repeated = np.concatenate(
@@ -185,7 +196,7 @@ def _spread(
     )
     noise = _quantile(repeated)
     if len(seconds) < MIN_CELLS:
-        unknown = ASSUMED_SPREAD / np.sqrt(window.num_measurements)
+        unknown = prior_spread / np.sqrt(window.num_measurements)
         return max(noise, unknown, float(np.abs(errors).max()))
     held = np.empty(len(seconds))
     for fold in range(min(FOLDS, len(seconds))):

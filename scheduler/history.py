@@ -2,7 +2,8 @@
 
 A build is a file `build.json`, what `pipelines build --json` printed. A run is a
 folder with `metrics.jsonl` and `summary.json`, as `trainer train` leaves it; a run
-without a summary is not finished and is left out.
+without a summary is not finished and is left out. Files `jobs.jsonl` hold what other
+jobs, finished before, taught.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler.past import PAST_JOBS, PastJob, read_past
 from schemas.errors import SchemaError
 from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
 
@@ -49,10 +51,11 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """All measurements of one folder, in order of their paths."""
+    """All measurements of one folder, in order of their paths; past jobs, oldest first."""
 
     builds: tuple[BuildRecord, ...] = ()
     runs: tuple[RunRecord, ...] = ()
+    jobs: tuple[PastJob, ...] = ()
 
 
 def read_history(directory: Path) -> History:
@@ -75,7 +78,8 @@ def read_history(directory: Path) -> History:
         for folder in folders
         if (folder / METRICS).is_file()
     )
-    return History(builds, runs)
+    files = sorted(directory.rglob(PAST_JOBS))
+    return History(builds, runs, tuple(job for path in files for job in read_past(path)))
 
 
 def _read_build(path: Path) -> BuildRecord | None:

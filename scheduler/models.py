@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.cells import Window, observe
-from scheduler.defaults import default_segments, default_training, fetched_rows, moved_bytes
+from scheduler.defaults import fetched_rows, moved_bytes
 from scheduler.fit import Fit, fit_window
 from scheduler.grid import Grid, num_segments
 from scheduler.history import BuildRecord, RunRecord
 from scheduler.memory import TRAINER_BASE_BYTES, trainer_memory
 from scheduler.model import SegmentSetting, TrainingSetting
 from scheduler.snapshot import Snapshot
+from scheduler.warm import warm_start
 from schemas.job_schedule import ScheduleConfig
 
 
@@ -31,6 +32,8 @@ class Models:
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
     """Segments that the data is cut into."""
+    neighbours: tuple[tuple[str, float], ...] = ()
+    """Past jobs that decided what was assumed, with their weights."""
     num_parts: float
     """Parts of a segment, each written by one worker: further workers idle; inf when unknown."""
 
@@ -44,9 +47,12 @@ def fit_models(snapshot: Snapshot, config: ScheduleConfig) -> Models:
     held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
     peak = max((run.summary.peak_rss_bytes for run in runs if run.metrics[1:]), default=0)
     segments = num_segments(facts.num_samples, train.batch_samples)
+    start = warm_start(snapshot, history.jobs)
+    cores = config.preprocessing.worker.cpus
     return Models(
-        training=fit_window(window, TrainingSetting, default_training(facts, train)),
-        segments=fit_segments(history.builds, config.preprocessing.worker.cpus),
+        training=fit_window(window, TrainingSetting, start.training, start.spread),
+        segments=fit_segments(history.builds, cores, start.segments, start.spread),
+        neighbours=start.neighbours,
         base_bytes=max(TRAINER_BASE_BYTES, peak - held),
         num_segments=segments,
         num_parts=math.inf
@@ -86,22 +92,29 @@ def observe_runs(
     return observe(window, setting, samples / [m.samples_per_sec for m in steps], 0.0)
 
 
-def fit_segments(builds: Sequence[BuildRecord], cpus: float) -> Fit:
+def fit_segments(
+    builds: Sequence[BuildRecord], cpus: float, prior: Sequence[float], prior_spread: float
+) -> Fit:
     """Fit builds that ran one at a time with one worker; what further ones bring is assumed.
 
     Args:
         builds: of the job.
         cpus: cores that the worker had.
+        prior: coefficients before anything was measured.
+        prior_spread: log error of these.
     """
     if not builds:
-        return fit_window(Window(), SegmentSetting, default_segments())
+        return fit_window(Window(), SegmentSetting, prior, prior_spread)
     rows = np.array([build.num_samples for build in builds], np.float64)
     rates = np.array([build.rows_per_sec for build in builds])
     startups = np.array([build.startup_sec for build in builds])
-    prior = default_segments(float(np.median(startups)), float(np.median(rates)) / min(cpus, 1.0))
+    assumed = np.array(prior)
+    per_row = min(cpus, 1.0) / float(np.median(rates))
+    known = assumed * per_row / (assumed[1] + assumed[2])
+    known[0] = float(np.median(startups))
     setting = SegmentSetting(rows=rows, worker_cpus=cpus)
     window = observe(Window(), setting, startups + rows / rates, 0.0)
-    return fit_window(window, SegmentSetting, prior)
+    return fit_window(window, SegmentSetting, known.tolist(), prior_spread)
 
 
 def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> TrainingSetting:

@@ -18,6 +18,9 @@ from scheduler.policy import TOLERANCE, chosen_predictions
 from scheduler.snapshot import Snapshot
 from schemas.job_schedule import ScheduleConfig
 
+NAMED = 3
+"""Past jobs that are named."""
+
 
 def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
     """Return one line per choice and one on what the prediction rests on."""
@@ -47,7 +50,9 @@ def doubts(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -
     elif not segments.confident[0]:
         found.append(f"segment times may be {_interval(segments)} of the predicted ones")
     if not fit.num_cells:
-        found.append("no run was measured")
+        names = dict.fromkeys(name for name, _ in decision.models.neighbours)
+        like = ", ".join(list(names)[:NAMED])
+        found.append(f"no run was measured{like and f', it is taken to be like {like}'}")
     elif not steps.confident[0]:
         found.append(f"step times may be {_interval(steps)} of the predicted ones")
     if chosen.num_stores:

@@ -1,0 +1,132 @@
+"""Plans of several jobs under one budget: never beyond it, nearly the best, by priority."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.candidates import candidates
+from scheduler.grid import GIB
+from scheduler.models import fit_models
+from scheduler.policy import plan, preference
+from scheduler.predictions import predict
+from scheduler.share import MAX_JOBS, WAITING, Options, options, share
+from schemas.job_schedule import BudgetConfig, ScheduleConfig
+from tests.scheduler.made import snapshot
+
+BUDGET = BudgetConfig(cpus=32.0, memory=64 * GIB)
+
+
+def make(cpus: Sequence[float], gain: Sequence[float], priority: int = 0) -> Options:
+    """Return plans whose memory is as large a share of the budget as their cores."""
+    cores = np.array(cpus, float)
+    return Options(priority=priority, cpus=cores, memory_bytes=cores * 2 * GIB, gain=np.array(gain))
+
+
+def random_job(rng: np.random.Generator, most: int = 5) -> Options:
+    size = int(rng.integers(1, most + 1))
+    gain = np.sort(rng.uniform(0.05, 1.0, size))
+    return Options(
+        priority=int(rng.integers(0, 3)),
+        cpus=np.sort(rng.integers(1, 20, size)).astype(float),
+        memory_bytes=np.sort(rng.integers(1, 40, size) * GIB).astype(np.float64),
+        gain=gain / gain[-1],
+    )
+
+
+def worth(jobs: Sequence[Options], chosen: Sequence[int]) -> float:
+    found = [job.worth[c] for job, c in zip(jobs, chosen, strict=True) if c != WAITING]
+    return float(sum(found))
+
+
+def taken(jobs: Sequence[Options], chosen: Sequence[int]) -> np.ndarray:
+    shares = [j.shares(BUDGET)[c] for j, c in zip(jobs, chosen, strict=True) if c != WAITING]
+    return np.sum(shares, axis=0) if shares else np.zeros(2)
+
+
+def brute_force(jobs: Sequence[Options], running: Sequence[bool]) -> float:
+    """Return the largest worth when these jobs run, of all combinations."""
+    plans = [range(len(j.gain)) if r else [WAITING] for j, r in zip(jobs, running, strict=True)]
+    allowed = (c for c in itertools.product(*plans) if (taken(jobs, c) <= 1 + 1e-9).all())
+    return max(worth(jobs, chosen) for chosen in allowed)
+
+
+def test_share_of_few_jobs_is_nearly_always_the_best_of_all_combinations() -> None:
+    found: list[float] = []
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        jobs = [random_job(rng) for _ in range(int(rng.integers(1, 5)))]
+        chosen = share(jobs, BUDGET)
+        best = brute_force(jobs, [plan != WAITING for plan in chosen])
+        found.append(worth(jobs, chosen) / best if best else 1.0)
+    assert min(found) >= 0.9
+    assert np.mean(found) >= 0.999
+    assert np.mean(np.array(found) > 1 - 1e-9) >= 0.97
+
+
+@given(st.integers(0, 10**6), st.integers(1, MAX_JOBS + 8))
+def test_share_never_exceeds_the_budget_and_leaves_out_only_what_does_not_fit(
+    seed: int, count: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    jobs = [random_job(rng) for _ in range(count)]
+    chosen = share(jobs, BUDGET)
+    assert (taken(jobs, chosen) <= 1 + 1e-9).all()
+    smallest = [job.shares(BUDGET)[job.shares(BUDGET).max(axis=1).argmin()] for job in jobs]
+    left = np.ones(2)
+    for i in sorted(range(count), key=lambda i: -jobs[i].priority):
+        fits = bool((smallest[i] <= left + 1e-9).all())
+        assert (chosen[i] != WAITING) == fits
+        left = left - smallest[i] * fits
+
+
+def test_share_with_room_for_all_gives_each_its_own_choice() -> None:
+    jobs = [make([1, 2, 4], [0.3, 0.6, 1.0]), make([3, 5], [0.9, 1.0]), make([2], [1.0])]
+    assert share(jobs, BUDGET) == (2, 1, 0)
+
+
+def test_share_of_equal_jobs_favours_the_higher_priority() -> None:
+    plans = [4, 12, 20], [0.3, 0.7, 1.0]
+    low, high = make(*plans), make(*plans, priority=2)
+    assert share([low, high], BUDGET) == (1, 2)
+    assert share([high, low], BUDGET) == (2, 1)
+
+
+def test_share_without_room_lets_the_lower_priority_wait() -> None:
+    jobs = [make([20], [1.0]), make([20, 30], [0.5, 1.0], priority=1)]
+    assert share(jobs, BUDGET) == (WAITING, 1)
+
+
+def test_share_takes_back_what_another_job_makes_more_of() -> None:
+    """One upgrade looks best for what it takes, but leaves no room for the two that beat it."""
+    jobs = [make([1, 18], [0.1, 1.0]), make([1, 31], [0.001, 1.0], priority=1)]
+    assert worth(jobs, share(jobs, BUDGET)) == pytest.approx(brute_force(jobs, [True, True]))
+    assert share(jobs, BUDGET) == (0, 1)
+
+
+def test_share_of_no_job_is_empty() -> None:
+    assert share([], BUDGET) == ()
+
+
+def test_options_end_at_the_own_choice_and_a_job_alone_gets_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config = ScheduleConfig()
+    known = snapshot(tmp_path_factory.mktemp("job"), config)
+    models = fit_models(known, config)
+    grid = candidates(known, config, models, np.random.default_rng(0))
+    found = predict(grid, known, config, models)
+    preferred = int(preference(grid, found, config)[0])
+    places, job = options(grid, found, config, preferred)
+    assert places[-1] == preferred
+    assert (np.diff(job.gain) > 0).all()
+    assert job.gain[-1] == 1.0
+    assert (np.diff(found.cost_per_hour[places]) > 0).all()
+    own = places[share([job], config.budget)[0]]
+    assert int(grid.num_replicas[own]) == plan(known, config).chosen.num_replicas
+    assert own == preferred
+    two = share([job, job], config.budget)
+    assert sum(job.cpus[i] for i in two) <= config.budget.cpus

@@ -1,0 +1,160 @@
+"""A start from past jobs: nearer to the truth than the defaults, and cautious without them."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler.cells import Window, observe
+from scheduler.defaults import default_segments, default_training
+from scheduler.fit import ASSUMED_SPREAD, Fit, fit_window
+from scheduler.history import History, read_history
+from scheduler.model import TrainingSetting
+from scheduler.models import fit_models
+from scheduler.past import PAST_JOBS, PastJob, read_past, to_line
+from scheduler.policy import plan
+from scheduler.reasons import doubts
+from scheduler.snapshot import Snapshot
+from scheduler.warm import remember, similarity, warm_start
+from schemas.errors import SchemaError
+from schemas.job_schedule import ScheduleConfig
+from tests.scheduler.made import FACTS, snapshot
+
+SIZES = TrainingSetting(num_replicas=[1, 2, 4, 8], batch_samples=256, unique_rows=5000)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig())
+
+
+def scaled(known: Snapshot, factors: Iterable[float]) -> Fit:
+    """Return the truth of a job whose terms take so many times what is assumed."""
+    assumed = default_training(known.facts, known.job.train)
+    return Fit(coefficients=tuple(a * f for a, f in zip(assumed, factors, strict=True)))
+
+
+def finished(known: Snapshot, factors: Iterable[float]) -> PastJob:
+    """Return what a run of this truth at four sizes teaches."""
+    taken = scaled(known, factors).seconds(SIZES)
+    window = observe(Window(), SIZES, taken, 0.0)
+    assumed = default_training(known.facts, known.job.train)
+    fit = fit_window(window, TrainingSetting, assumed)
+    return remember(known, fit, Fit(coefficients=default_segments()))
+
+
+def larger(known: Snapshot, factor: int) -> Snapshot:
+    """Return the same job with more data."""
+    facts = replace(FACTS, num_samples=factor * FACTS.num_samples)
+    return replace(known, facts=facts)
+
+
+def test_warm_start_from_similar_jobs_is_nearer_to_the_truth_than_the_defaults(
+    known: Snapshot,
+) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        common = np.exp(rng.normal(0.8, 0.4, 9))
+        past = [
+            finished(larger(known, 1 + i), common * np.exp(rng.normal(0.0, 0.1, 9)))
+            for i in range(4)
+        ]
+        truth = scaled(known, common).seconds(SIZES)
+        start = warm_start(known, past)
+        warm = np.abs(np.log(Fit(coefficients=start.training).seconds(SIZES) / truth))
+        cold = np.abs(np.log(scaled(known, [1.0] * 9).seconds(SIZES) / truth))
+        assert warm.mean() < 0.5 * cold.mean()
+        assert warm.max() <= start.spread < ASSUMED_SPREAD
+        assert [name for name, _ in start.neighbours] == ["small"] * 4
+
+
+def test_warm_start_without_past_jobs_is_the_defaults(known: Snapshot) -> None:
+    start = warm_start(known, [])
+    assert start.training == default_training(known.facts, known.job.train)
+    assert start.segments == default_segments()
+    assert start.spread == ASSUMED_SPREAD
+    assert start.neighbours == ()
+
+
+def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(known: Snapshot) -> None:
+    other = replace(finished(known, [5.0] * 9), model="attention")
+    far = {name: value * 64 for name, value in other.features.items()}
+    start = warm_start(known, [replace(other, features=far)])
+    np.testing.assert_allclose(
+        start.training, default_training(known.facts, known.job.train), rtol=0.01
+    )
+    assert start.spread == pytest.approx(ASSUMED_SPREAD, rel=0.01)
+    assert start.neighbours == ()
+
+
+def test_warm_start_from_jobs_that_disagree_is_less_certain(known: Snapshot) -> None:
+    alike = warm_start(known, [finished(known, [2.0] * 9)] * 4)
+    apart = warm_start(known, [finished(known, [f] * 9) for f in (0.5, 1.0, 4.0, 8.0)])
+    assert apart.spread > 2 * alike.spread
+
+
+def test_similarity_falls_with_each_doubling_and_with_another_model(known: Snapshot) -> None:
+    job = finished(known, [1.0] * 9)
+    weights = [similarity(larger(known, 2**i), job) for i in range(5)]
+    assert weights[0] == 1.0
+    assert (np.diff(weights) < 0).all()
+    assert similarity(known, replace(job, model="other")) == pytest.approx(weights[2])
+
+
+def test_fit_models_of_a_job_that_never_ran_predicts_what_its_neighbours_took(
+    known: Snapshot,
+) -> None:
+    past = tuple(finished(known, [3.0] * 9) for _ in range(8))
+    models = fit_models(replace(known, history=History(jobs=past)), ScheduleConfig())
+    cold = fit_models(known, ScheduleConfig())
+    ratio = models.training.seconds(SIZES) / cold.training.seconds(SIZES)
+    np.testing.assert_allclose(ratio, 3.0, rtol=0.1)
+    assert models.training.num_cells == 0
+    assert models.neighbours[0][0] == "small"
+    decision = plan(replace(known, history=History(jobs=past)), ScheduleConfig())
+    text = doubts(replace(known, history=History(jobs=past)), ScheduleConfig(), decision)
+    assert "no run was measured, it is taken to be like small" in text
+
+
+def test_remember_of_a_job_that_never_ran_is_refused(known: Snapshot) -> None:
+    cold = Fit(coefficients=default_training(known.facts, known.job.train))
+    with pytest.raises(ValueError, match="job must have a measured step to be remembered"):
+        remember(known, cold, cold)
+
+
+def test_read_past_gives_back_what_was_written_and_leaves_out_a_torn_line(
+    known: Snapshot, tmp_path: Path
+) -> None:
+    jobs = [finished(known, [f] * 9) for f in (1.0, 2.0)]
+    text = "\n".join(map(to_line, jobs))
+    (tmp_path / PAST_JOBS).write_text(f"{text}\n{to_line(jobs[0])[:40]}")
+    assert read_history(tmp_path).jobs == tuple(jobs)
+
+
+BROKEN = {
+    "no object": "[]",
+    "a term too few": {"training": [1.0] * 8},
+    "a negative ratio": {"training": [1.0] * 8 + [-1.0]},
+    "a word": {"segments": ["fast"] * 4},
+    "a job without time": {"step_ratio": 0.0},
+    "an unknown key": {"colour": 1},
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
+def test_read_past_of_a_broken_line_names_it(
+    known: Snapshot, tmp_path: Path, change: str | dict[str, object]
+) -> None:
+    line = to_line(finished(known, [1.0] * 9))
+    bad = change if isinstance(change, str) else json.dumps({**json.loads(line), **change})
+    path = tmp_path / PAST_JOBS
+    path.write_text(f"{line}\n{bad}\n{line}\n")
+    with pytest.raises(
+        SchemaError,
+        match=f"^line must be a past job, got .* in {re.escape(str(path))}:2; remove it$",
+    ):
+        read_past(path)
