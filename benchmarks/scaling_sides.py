@@ -1,0 +1,314 @@
+"""The two sides of the scaling benchmark: one process of each, which trains when it is told to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.tcp_bytes import sent_bytes
+from benchmarks.train_sides import reader_of as repeated_reader
+from schemas.dataset import open_dataset
+from schemas.job import load_job
+from schemas.job_train import TrainConfig
+from trainer.batch import Batch
+from trainer.collate import features_of_tables
+from trainer.decode import BatchSpec, spec_of
+from trainer.draining import Drain
+from trainer.models.dlrm import build, dense_of
+from trainer.optimizer import dense_optimizer
+from trainer.parts import build_parts, memory_stores, order_of
+from trainer.replicas.faults import Faults, Injector, Point
+from trainer.replicas.replica import Replica, ReplicaOptions
+from trainer.replicas.row_state import MemoryRows
+from trainer.replicas.setting import Setting
+from trainer.replicas.step_rows import StepRows
+from trainer.rows import initial_rows
+from trainer.training import TrainOptions, reader_of
+
+_ROWS_AT_ONCE = 1 << 18
+_TABLE = "table_"
+"""Before the names of TorchRec's tables, which must not be those of a dictionary's methods."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What every process of a side is told.
+
+    Attributes:
+        rank: of the process.
+        count: processes of the side.
+        job: job file.
+        dataset: dataset folder.
+        run: run folder of ours.
+        meeting: our lighthouse, or the port where TorchRec's processes meet.
+        num_steps: that are trained at most.
+        plan: of TorchRec's tables: planner, row_wise.
+    """
+
+    rank: int
+    count: int
+    job: Path
+    dataset: Path
+    run: Path
+    meeting: str
+    num_steps: int
+    plan: str = "planner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one process did when it was told to train.
+
+    Attributes:
+        bytes_sent: to the others.
+        losses: its share of the loss of each step; empty where a file of the run has it.
+    """
+
+    bytes_sent: int
+    losses: tuple[float, ...] = ()
+
+
+class Turns(Injector):
+    """Holds a replica before a step until it is told to go on."""
+
+    def __init__(self, wire: Connection, besides: int, folder: Path) -> None:
+        """Begin with none.
+
+        Args:
+            wire: to who tells.
+            besides: port whose connections do not count.
+            folder: for marks, of which there are none.
+        """
+        super().__init__(Faults(), 0, folder)
+        self._wire, self._besides = wire, besides
+        self._until, self._sent = 0, 0
+
+    def at(self, point: Point, step: int) -> None:
+        """Tell what was sent at the end of a turn, and wait for the next."""
+        if point != "start" or step != self._until:
+            return
+        self._wire.send(Turn(bytes_sent=sent_bytes(self._besides) - self._sent))
+        turn = self._wire.recv()
+        if not turn:
+            os._exit(0)
+        self._until += turn
+        self._sent = sent_bytes(self._besides)
+
+
+def ours(side: Side, wire: Connection) -> None:
+    """Be one of our replicas."""
+    torch.set_num_threads(1)
+    job, dataset = load_job(side.job), open_dataset(side.dataset)
+    order, spec = order_of(job, dataset), spec_of(dataset, job.train.dtype)
+    stores = memory_stores(spec, job.train)
+    parts = build_parts(spec, job.train, stores)
+    setting = Setting(
+        run=side.run,
+        job=job,
+        dataset=dataset,
+        order=order,
+        reader=reader_of(dataset, order, TrainOptions(), job.train),
+        step_rows=StepRows(dataset, order, stores),
+        parts=parts,
+        rows=MemoryRows(stores, parts.embedding),
+        first=0,
+        last=side.num_steps,
+        clock=time.perf_counter,
+    )
+    options = ReplicaOptions(
+        number=side.rank,
+        name=f"{side.rank:03d}",
+        lighthouse=side.meeting,
+        token="benchmark",
+        expected=side.count,
+        timeout_sec=600.0,
+    )
+    lighthouse_port = int(side.meeting.rpartition(":")[2])
+    turns = Turns(wire, lighthouse_port, side.run)
+    with Replica(setting, options, turns, Drain()) as replica:
+        replica.train()
+
+
+class Sharded:
+    """One of TorchRec's processes: its shard of the tables, and a copy of the dense part."""
+
+    def __init__(self, side: Side) -> None:
+        """Read all batches and take first values; processes have met before."""
+        job, dataset = load_job(side.job), open_dataset(side.dataset)
+        config, spec = job.train, spec_of(dataset, job.train.dtype)
+        reader = repeated_reader(dataset, config, expanded=True)
+        whole = [reader.read(step) for step in range(side.num_steps)]
+        self._given = [
+            (part_of(batch, side.rank, side.count), float(batch.weights.sum())) for batch in whole
+        ]
+        self._count, self._num_dense = side.count, len(spec.dense)
+        self.model = sharded(build(config, self._num_dense, tables_of(spec, config)).dlrm, side)
+        fill(self.model, config)
+        self.dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        optimizer = dense_optimizer(config.dense_optimizer, cast(Any, [*self.dense.values()]))
+        self.optimizer = optimizer
+
+    def train(self, step: int) -> float:
+        """Train one step and return this process's share of its loss."""
+        batch, weight = self._given[step]
+        dense = dense_of(cast(Any, batch), self._num_dense)
+        logits = self.model(dense, batch.sparse).squeeze(1)
+        summed = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, batch.labels, weight=batch.weights, reduction="sum"
+        )
+        loss = summed / weight
+        self.optimizer.zero_grad()
+        (loss * self._count).backward()  # both halves divide by the number of processes
+        self.optimizer.step()
+        return loss.item()
+
+
+def torchrec(side: Side, wire: Connection) -> None:
+    """Be one of TorchRec's processes, in turns."""
+    torch.set_num_threads(1)
+    os.environ |= {"LOCAL_WORLD_SIZE": str(side.count)}
+    meeting = f"tcp://{side.meeting}"
+    distributed.init_process_group(
+        "gloo", init_method=meeting, rank=side.rank, world_size=side.count
+    )
+    trained = Sharded(side)
+    done, sent, losses = 0, sent_bytes(), ()
+    while True:
+        wire.send(Turn(bytes_sent=sent_bytes() - sent, losses=losses))
+        turn = wire.recv()
+        if not turn:
+            os._exit(0)
+        sent = sent_bytes()
+        losses = tuple(trained.train(step) for step in range(done, done + turn))
+        done += turn
+
+
+def tables_of(spec: BatchSpec, config: TrainConfig) -> EmbeddingBagCollection:
+    """Return TorchRec's tables without memory, which update themselves in their backward."""
+    tables = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=f"{_TABLE}{name}",
+                num_embeddings=spec.tables[name].num_rows,
+                embedding_dim=config.embedding_dim,
+                feature_names=list(features),
+                pooling=PoolingType.SUM,
+            )
+            for name, features in features_of_tables(spec).items()
+        ],
+        device=torch.device("meta"),
+    )
+    rate = {"lr": config.sparse_optimizer.learning_rate, "eps": config.sparse_optimizer.eps}
+    apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), rate)
+    return tables
+
+
+def fill(model: torch.nn.Module, config: TrainConfig) -> None:
+    """Give the rows of all tables that lie in this process their first values, which are ours."""
+    for name, weight in model.state_dict().items():
+        if ".embedding_bags." not in name:
+            continue
+        table = name.removesuffix(".weight").rpartition(f".{_TABLE}")[2]
+        whole = [(weight, (0, 0))]
+        if isinstance(weight, ShardedTensor):
+            shards = weight.local_shards()
+            whole = [(shard.tensor, shard.metadata.shard_offsets) for shard in shards]
+        for tensor, (first, column) in whole:
+            for start in range(0, len(tensor), _ROWS_AT_ONCE):
+                some = tensor[start : start + _ROWS_AT_ONCE]
+                rows = np.arange(first + start, first + start + len(some))
+                values = initial_rows(
+                    rows, table=table, seed=config.seed, dim=config.embedding_dim, dtype="float32"
+                )
+                some.copy_(torch.from_numpy(values[:, column : column + some.shape[1]]))
+
+
+def sharded(model: torch.nn.Module, side: Side) -> DistributedModelParallel:
+    """Return the model over all processes."""
+    sharder = EmbeddingBagCollectionSharder()
+    group = distributed.group.WORLD
+    assert group is not None, "it was made before"
+    if side.plan == "row_wise":
+        tables = model.get_submodule("sparse_arch.embedding_bag_collection")
+        by_row = construct_module_sharding_plan(
+            tables,
+            {name: row_wise() for name in tables.embedding_bags},  # type: ignore[union-attr]
+            sharder=sharder,  # type: ignore[arg-type]
+            local_size=side.count,
+            world_size=side.count,
+            device_type="cpu",
+        )
+        plan = ShardingPlan({"sparse_arch.embedding_bag_collection": by_row})
+    else:
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(world_size=side.count, compute_device="cpu"), batch_size=1024
+        )
+        plan = planner.collective_plan(model, [sharder], group)  # type: ignore[list-item]
+    if side.rank == 0:
+        sys.stderr.write(f"{plan}\n")
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(group),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=[sharder],  # type: ignore[list-item]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Samples of a batch, as `Batch` has them."""
+
+    labels: torch.Tensor
+    weights: torch.Tensor
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+
+    @property
+    def num_samples(self) -> int:
+        """Return how many."""
+        return len(self.labels)
+
+
+def part_of(batch: Batch, rank: int, count: int) -> Part:
+    """Return the samples of one process: as many neighbours for each."""
+    bounds = [batch.num_samples * place // count for place in (rank, rank + 1)]
+    own = slice(*bounds)
+    values: list[torch.Tensor] = []
+    lengths: list[torch.Tensor] = []
+    for feature in batch.sparse.keys():  # noqa: SIM118 # not a dict
+        bags = batch.sparse[feature]
+        offsets = bags.offsets()
+        values.append(bags.values()[offsets[own.start] : offsets[own.stop]])
+        lengths.append(bags.lengths()[own])
+    return Part(
+        labels=batch.labels[own],
+        weights=batch.weights[own],
+        dense=batch.dense[own],
+        sparse=KeyedJaggedTensor(
+            keys=batch.sparse.keys(), values=torch.cat(values), lengths=torch.cat(lengths)
+        ),
+    )

@@ -1,0 +1,40 @@
+"""The scaling benchmark counts bytes as the kernel does, and both of its sides train the same."""
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scaling import measure
+from benchmarks.tcp_bytes import sent_bytes
+from tests.trainer.make_dataset import make_dataset, write_job
+
+
+def test_what_is_sent_is_counted_but_for_one_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as sending:
+            receiving, _ = server.accept()
+            with receiving:
+                before, others = sent_bytes(), sent_bytes(besides=port)
+                got = threading.Thread(target=lambda: receiving.recv(70_000, socket.MSG_WAITALL))
+                got.start()
+                sending.sendall(bytes(70_000))
+                got.join()
+                assert (sent_bytes() - before, sent_bytes(besides=port) - others) == (70_000, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_both_sides_train_the_same(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", dtype="float32", pooling="sum")
+    text = job.read_text().replace("9223372036854775808", "500")  # the peer keeps whole tables
+    job.write_text(text)
+    full_batches = [[(1024, 50)]]  # the peer's processes must have equally many samples
+    dataset = make_dataset(tmp_path / "dataset", job, full_batches)
+    found = measure(job, dataset, 2, 1, ["row_wise"], tmp_path)
+    for side in found.values():
+        assert side["bytes"] > 0
+        assert side["parity"] < 1e-6
+        assert side["parity_after"] < 1e-4
