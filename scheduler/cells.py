@@ -2,7 +2,8 @@
 
 What is measured again at one setting takes the place of its own past, never that of
 another setting, so that a job which ran for long at one size remembers the others.
-Memory is bounded, and old settings fade.
+Memory is bounded, and old settings fade. When a setting takes another time than it did,
+nothing that is older says anything of the job, and only the later measurements stay.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ LATEST = 32
 """Measurements that a cell keeps: their median outlives a straggler."""
 MAX_CELLS = 1024
 """Settings that are kept, the latest ones."""
-HALF_LIFE = 10_000.0
-"""Ticks after which a setting counts half, if nothing newer was measured at it."""
+HALF_LIFE = 900.0
+"""Seconds after which a setting counts half, if nothing newer was measured at it: a job that
+becomes lighter is not held back for long by what it took before."""
+DRIFT = 0.3
+"""Log ratio of the later half of a cell's measurements to the earlier one, above which the job has
+become another: a third more, or a quarter less."""
+FORGOTTEN = 5.0
+"""Half lives after which a setting is forgotten."""
 
 Key = tuple[float, ...]
 
@@ -76,7 +83,7 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
         window: what was measured before.
         setting: n settings.
         seconds: (n,) measurements.
-        tick: a number that grows, of all of them: steps, or seconds.
+        tick: seconds on a clock that grows, of all of them.
     """
     cells = dict(window.cells)
     rows, keys = setting.columns().tolist(), setting.rounded().tolist()
@@ -91,6 +98,23 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
         count = len(old.seconds)
         mean = tuple((a * count + b) / (count + 1) for a, b in zip(old.columns, row, strict=True))
         cells[key] = Cell(mean, (*old.seconds, taken)[-LATEST:], max(tick, old.tick))
+        if drifted(cells[key]):
+            cells = {key: Cell(tuple(row), cells[key].seconds[LATEST // 2 :], tick)}
     for key in list(cells)[: max(0, len(cells) - MAX_CELLS)]:
         del cells[key]
+    oldest = tick - FORGOTTEN * HALF_LIFE
+    cells = {key: cell for key, cell in cells.items() if cell.tick >= oldest}
     return Window(MappingProxyType(cells))
+
+
+def drifted(cell: Cell) -> bool:
+    """Tell whether a full cell's later measurements are of another job than its earlier ones.
+
+    The middle halves of both must lie apart, so that neither noise nor stragglers count.
+    """
+    if len(cell.seconds) < LATEST:
+        return False
+    earlier, later = np.sort(np.log(cell.seconds).reshape(2, -1), axis=1)
+    quarter = LATEST // 8
+    rise, fall = later[quarter] - earlier[~quarter], earlier[quarter] - later[~quarter]
+    return bool(max(rise, fall) > DRIFT)

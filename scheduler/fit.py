@@ -186,15 +186,10 @@ def _spread(
     prior_spread: float,
 ) -> float:
     """Return the log error that LEVEL of held-back settings, or of repetitions, stay below."""
-    repeated = np.concatenate(
-        [
-            np.abs(
-                np.log(np.array(window.cells[key].seconds) / np.median(window.cells[key].seconds))
-            )
-            for key in sorted(window.cells)
-        ]
-    )
-    noise = _quantile(repeated)
+    cells = [window.cells[key] for key in sorted(window.cells)]
+    repeated = [np.abs(np.log(np.array(cell.seconds) / np.median(cell.seconds))) for cell in cells]
+    counts = [len(errors) for errors in repeated]
+    noise = _quantile(np.concatenate(repeated), np.repeat(weights, counts))
     if len(seconds) < MIN_CELLS:
         unknown = prior_spread / np.sqrt(window.num_measurements)
         return max(noise, unknown, float(np.abs(errors).max()))
@@ -203,7 +198,7 @@ def _spread(
         out = np.arange(len(seconds)) % FOLDS == fold
         found = multiples(terms[~out], seconds[~out], weights[~out])
         held[out] = _log_error(seconds[out], terms[out] @ found)
-    return max(noise, _quantile(np.abs(held)))
+    return max(noise, _quantile(np.abs(held), weights))
 
 
 def _growth(sizes: Floats, terms: Floats, seconds: Floats, weights: Floats, spread: float) -> float:
@@ -213,6 +208,7 @@ def _growth(sizes: Floats, terms: Floats, seconds: Floats, weights: Floats, spre
     of the size, and MIN_CELLS settings.
     """
     found: list[Floats] = []
+    counted: list[Floats] = []
     for axis in sizes.T:
         values = np.unique(axis)
         for cut in values[2 : np.searchsorted(values, values[-1] / 2.0, side="right")]:
@@ -224,7 +220,10 @@ def _growth(sizes: Floats, terms: Floats, seconds: Floats, weights: Floats, spre
             errors = np.abs(_log_error(seconds[beyond], terms[beyond] @ model))
             steps = np.log2((1.0 + axis[beyond]) / (1.0 + cut))
             found.append(np.maximum(errors - spread, 0.0) / steps)
-    return max(LEAST_GROWTH, _quantile(np.concatenate(found))) if found else LEAST_GROWTH
+            counted.append(weights[beyond])
+    if not found:
+        return LEAST_GROWTH
+    return max(LEAST_GROWTH, _quantile(np.concatenate(found), np.concatenate(counted)))
 
 
 def _log_error(seconds: Floats, predicted: Floats) -> Floats:
@@ -232,12 +231,16 @@ def _log_error(seconds: Floats, predicted: Floats) -> Floats:
     return np.log(seconds / np.maximum(predicted, seconds * NOTHING))
 
 
-def _quantile(errors: Floats) -> float:
+def _quantile(errors: Floats, weights: Floats) -> float:
     """Return the value that LEVEL of all, and of one more, stay below.
 
     Example:
-        >>> _quantile(np.arange(20.0)), _quantile(np.arange(3.0))
+        >>> _quantile(np.arange(20.0), np.ones(20)), _quantile(np.arange(3.0), np.ones(3))
         (18.0, 2.0)
+        >>> _quantile(np.array([1.0, 9.0]), np.array([1.0, 0.01]))
+        9.0
     """
-    rank = int(np.ceil(LEVEL * (len(errors) + 1)))
-    return float(np.sort(errors)[min(rank, len(errors)) - 1])
+    order = np.argsort(errors, kind="stable")
+    passed = np.cumsum(weights[order])
+    rank = int(np.searchsorted(passed, LEVEL * (passed[-1] + weights.max()) - 1e-9))
+    return float(errors[order[min(rank, len(errors) - 1)]])

@@ -38,12 +38,24 @@ class Models:
     """Parts of a segment, each written by one worker: further workers idle; inf when unknown."""
 
 
-def fit_models(snapshot: Snapshot, config: ScheduleConfig) -> Models:
-    """Return the models that the snapshot's history supports, defaults for the rest."""
+NOTHING = Window()
+
+
+def fit_models(
+    snapshot: Snapshot, config: ScheduleConfig, steps: Window = NOTHING, built: Window = NOTHING
+) -> Models:
+    """Return the models that measurements support, defaults for the rest.
+
+    Args:
+        snapshot: with the history of the job, and of others.
+        config: sizes of processes.
+        steps: steps of the running job, `TrainingSetting`.
+        built: segment jobs of the running job, `SegmentSetting`.
+    """
     facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
     cpus = float(train.num_threads or config.training.replica.cpus)
     runs = comparable_runs(history.runs, "plain")
-    window = observe_runs(Window(), runs, cpus, facts.rows_per_step / train.batch_samples)
+    window = observe_runs(steps, runs, cpus, facts.rows_per_step / train.batch_samples)
     held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
     peak = max((run.summary.peak_rss_bytes for run in runs if run.metrics[1:]), default=0)
     segments = num_segments(facts.num_samples, train.batch_samples)
@@ -51,7 +63,7 @@ def fit_models(snapshot: Snapshot, config: ScheduleConfig) -> Models:
     cores = config.preprocessing.worker.cpus
     return Models(
         training=fit_window(window, TrainingSetting, start.training, start.spread),
-        segments=fit_segments(history.builds, cores, start.segments, start.spread),
+        segments=fit_segments(built, history.builds, cores, start.segments, start.spread),
         neighbours=start.neighbours,
         base_bytes=max(TRAINER_BASE_BYTES, peak - held),
         num_segments=segments,
@@ -93,18 +105,23 @@ def observe_runs(
 
 
 def fit_segments(
-    builds: Sequence[BuildRecord], cpus: float, prior: Sequence[float], prior_spread: float
+    window: Window,
+    builds: Sequence[BuildRecord],
+    cpus: float,
+    prior: Sequence[float],
+    prior_spread: float,
 ) -> Fit:
-    """Fit builds that ran one at a time with one worker; what further ones bring is assumed.
+    """Fit segment jobs, and builds that ran one at a time with one worker.
 
     Args:
+        window: what was measured of the running job.
         builds: of the job.
         cpus: cores that the worker had.
         prior: coefficients before anything was measured.
         prior_spread: log error of these.
     """
     if not builds:
-        return fit_window(Window(), SegmentSetting, prior, prior_spread)
+        return fit_window(window, SegmentSetting, prior, prior_spread)
     rows = np.array([build.num_samples for build in builds], np.float64)
     rates = np.array([build.rows_per_sec for build in builds])
     startups = np.array([build.startup_sec for build in builds])
@@ -113,7 +130,7 @@ def fit_segments(
     known = assumed * per_row / (assumed[1] + assumed[2])
     known[0] = float(np.median(startups))
     setting = SegmentSetting(rows=rows, worker_cpus=cpus)
-    window = observe(Window(), setting, startups + rows / rates, 0.0)
+    window = observe(window, setting, startups + rows / rates, 0.0)
     return fit_window(window, SegmentSetting, known.tolist(), prior_spread)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.cells import HALF_LIFE, LATEST, MAX_CELLS, Window, observe
@@ -16,10 +16,31 @@ def at(*replicas: float, rows: float = 1.0) -> TrainingSetting:
 def test_observe_keeps_the_latest_of_each_setting_whatever_comes_after() -> None:
     window = observe(Window(), at(3), [5.0], 0.0)
     for tick in range(3 * LATEST):
-        window = observe(window, at(2), [float(tick + 1)], float(tick))
+        window = observe(window, at(2), [1.0 + tick / 1000], float(tick))
     assert window.columns()[:, 3].tolist() == [2.0, 3.0]
     assert window.num_measurements == LATEST + 1
-    assert window.medians().tolist() == [2.5 * LATEST + 0.5, 5.0]
+    assert window.medians() == pytest.approx([1.0 + (2.5 * LATEST - 0.5) / 1000, 5.0])
+
+
+def test_observe_of_a_setting_that_takes_another_time_forgets_what_is_older() -> None:
+    window = observe(observe(Window(), at(3), [5.0], 0.0), at(*[2] * LATEST), [1.0] * LATEST, 1.0)
+    kept = [len(window)]
+    for _ in range(LATEST // 2):
+        window = observe(window, at(2), [2.0], 2.0)
+        kept.append(len(window))
+    assert kept[0] == kept[LATEST // 4] == 2
+    assert window.columns()[:, 3].tolist() == [2.0]
+    assert window.medians().tolist() == [2.0]
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.05, 0.2, 0.5]))
+@settings(max_examples=20)
+def test_observe_of_noise_and_stragglers_forgets_nothing(seed: int, noise: float) -> None:
+    rng = np.random.default_rng(seed)
+    taken = np.exp(noise * rng.standard_normal(20 * LATEST))
+    taken[rng.random(len(taken)) < 0.1] *= 20.0
+    window = observe(observe(Window(), at(3), [5.0], 0.0), at(*[2] * len(taken)), taken, 1.0)
+    assert len(window) == 2
 
 
 def test_observe_leaves_out_what_is_no_time_and_changes_nothing_given() -> None:

@@ -1,0 +1,301 @@
+"""Changes of a running job: rule by rule, and in a loop with a noisy job that changes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.cells import Window, observe
+from scheduler.correction import (
+    COOL_DOWN_SEC,
+    ENOUGH,
+    LASTING,
+    NUM_LOOKS,
+    Change,
+    Correction,
+    MemoryWatch,
+    correct,
+    ended,
+)
+from scheduler.decision import Candidate
+from scheduler.defaults import default_segments, default_training
+from scheduler.fit import Fit
+from scheduler.models import Models, fit_models, segment_setting, training_setting
+from scheduler.outlook import Outlook, Sizes, outlook, sizes_of
+from scheduler.policy import plan
+from scheduler.snapshot import Snapshot
+from scheduler.trend import Forecast
+from schemas.job_schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
+from tests.scheduler.made import FACTS, GIB, snapshot
+
+SMALL = Sizes(segment_jobs=1, workers_per_job=1, num_replicas=1, num_stores=0)
+LARGE = replace(SMALL, num_replicas=2)
+
+
+def made(sizes: Sizes, price: float) -> Candidate:
+    """Return a candidate of which only sizes and price matter."""
+    return Candidate(
+        segment_jobs=sizes.segment_jobs,
+        workers_per_job=sizes.workers_per_job,
+        num_replicas=sizes.num_replicas,
+        num_stores=sizes.num_stores,
+        preprocessing_cpus=1,
+        preprocessing_memory_bytes=1,
+        training_cpus=1,
+        training_memory_bytes=1,
+        rows_per_sec=1,
+        samples_per_sec=1,
+        waiting_sec=0,
+        predicted_sec=1,
+        cost=1,
+        cost_per_hour=price,
+    )
+
+
+def seen(gain: float, *, up: bool = True, confident: bool = True) -> Outlook:
+    current, best = (SMALL, LARGE) if up else (LARGE, SMALL)
+    return Outlook(
+        current=made(current, current.num_replicas),
+        best=made(best, best.num_replicas),
+        gain=gain,
+        confident=confident,
+    )
+
+
+def looks(*all_seen: Outlook, state: Correction | None = None, now: float = 0.0) -> list[Change]:
+    """Return what successive looks begin, each change being ended at once."""
+    state = state or Correction()
+    found: list[Change] = []
+    for number, one in enumerate(all_seen):
+        verdict = correct(state, now + number, one)
+        state = verdict.state
+        if verdict.change is not None:
+            found.append(verdict.change)
+            state = ended(state, now + number)
+    return found
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["larger", "smaller"])
+def test_correct_acts_in_both_directions_after_so_many_looks(up: bool) -> None:
+    wish = seen(0.3, up=up)
+    assert looks(*[wish] * (NUM_LOOKS - 1)) == []
+    assert looks(*[wish] * NUM_LOOKS) == [Change(sizes=LARGE if up else SMALL)]
+
+
+def test_correct_with_a_change_on_its_way_begins_no_other() -> None:
+    state = Correction()
+    for _ in range(NUM_LOOKS):
+        state = correct(state, 0.0, seen(0.5)).state
+    assert state.in_flight is not None
+    for second in range(1000):
+        verdict = correct(state, float(second), seen(0.9), [watch(urgent=True)])
+        assert verdict.change is None
+        assert verdict.reason == "a change is on its way"
+        state = verdict.state
+    state = ended(state, 1000.0)
+    assert looks(*[seen(0.9)] * 10, state=state, now=1000.0) == []
+    assert len(looks(*[seen(0.9)] * 10, state=state, now=1000.0 + COOL_DOWN_SEC)) == 1
+
+
+def test_correct_of_a_gain_that_swings_around_the_bound_neither_acts_early_nor_forgets() -> None:
+    swing = seen((ENOUGH + LASTING) / 2)
+    assert looks(*[swing] * 10) == []
+    assert looks(seen(ENOUGH), swing, swing, seen(ENOUGH)) == [Change(sizes=LARGE)]
+    assert looks(seen(ENOUGH), swing, seen(LASTING / 2), seen(ENOUGH), seen(ENOUGH)) == []
+    assert looks(seen(ENOUGH), seen(ENOUGH), seen(ENOUGH, up=False), seen(ENOUGH)) == []
+
+
+def test_correct_without_confidence_does_not_act_and_says_why() -> None:
+    verdict = correct(Correction(), 0.0, seen(0.9, confident=False))
+    assert verdict.change is None
+    assert "cannot be predicted well enough" in verdict.reason
+    assert looks(*[seen(0.9, confident=False)] * 10) == []
+
+
+def test_correct_that_takes_back_the_last_change_must_gain_twice_as_much() -> None:
+    state = Correction(last_direction=1)
+    down = seen(1.5 * ENOUGH, up=False)
+    assert looks(*[down] * 10, state=state) == []
+    assert len(looks(*[seen(2 * ENOUGH, up=False)] * 10, state=state)) == 1
+    assert len(looks(*[seen(1.5 * ENOUGH)] * 10, state=state)) == 1
+
+
+def watch(*, urgent: bool, room: int = 10 * GIB, confident: bool = True) -> MemoryWatch:
+    step = 105 if urgent else 500
+    told = Forecast(
+        confident=confident,
+        expected_step=step,
+        earliest_step=step if confident else None,
+        end_bytes=3 * GIB,
+        needed_bytes=4 * GIB,
+    )
+    return MemoryWatch(
+        pool="training",
+        forecast=told,
+        now_step=100,
+        lead_steps=10,
+        limit_bytes=2 * GIB,
+        room_bytes=room,
+    )
+
+
+def test_correct_of_memory_that_runs_out_acts_at_once_even_while_cooling_down() -> None:
+    state = Correction(ended_sec=0.0)
+    verdict = correct(state, 1.0, seen(0.0, confident=False), [watch(urgent=True)])
+    assert verdict.change == Change(sizes=SMALL, pool="training", memory_bytes=int(4.4 * GIB))
+    assert verdict.state.in_flight == verdict.change
+    assert "may meet its 2,147,483,648 bytes at step 105" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "calm", [watch(urgent=False), watch(urgent=True, confident=False)], ids=["later", "unknown"]
+)
+def test_correct_of_memory_that_is_not_urgent_waits(calm: MemoryWatch) -> None:
+    assert correct(Correction(), 0.0, seen(0.0), [calm]).change is None
+
+
+def test_correct_of_memory_gives_what_there_is_and_nothing_where_there_is_no_more() -> None:
+    some = correct(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=3 * GIB)])
+    assert some.change is not None
+    assert some.change.memory_bytes == 3 * GIB
+    assert "of the 4,724,464,025 it will need" in some.reason
+    none = correct(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=2 * GIB)])
+    assert none.change is None
+    assert none.reason.endswith("and the budget has no more")
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-0.5, 0.9), st.booleans(), st.booleans(), st.integers(0, 40)),
+        max_size=60,
+    )
+)
+def test_correct_never_acts_twice_within_the_cool_down_or_without_confidence(
+    stream: list[tuple[float, bool, bool, int]],
+) -> None:
+    state, now, last = Correction(), 0.0, -np.inf
+    for gain, up, confident, wait in stream:
+        now += wait
+        verdict = correct(state, now, seen(gain, up=up, confident=confident))
+        state = verdict.state
+        if verdict.change is not None:
+            assert confident
+            assert gain >= ENOUGH
+            assert now - last >= COOL_DOWN_SEC
+            state, last = ended(state, now), now
+
+
+@dataclass
+class Loop:
+    """A job that is measured with noise, and changed as `correct` says."""
+
+    known: Snapshot
+    config: ScheduleConfig
+    truth: Callable[[float], Models]
+    sizes: Sizes
+    seed: int = 0
+
+    def run(self, num_looks: int, every_sec: float = 20.0) -> list[tuple[float, Sizes]]:
+        """Return when which sizes were taken."""
+        rng = np.random.default_rng(self.seed)
+        steps, built, state = Window(), Window(), Correction()
+        history = [(0.0, self.sizes)]
+        for look in range(num_looks):
+            now = look * every_sec
+            if state.in_flight is not None:  # a change takes the time between two looks
+                self.sizes = state.in_flight.sizes
+                history.append((now, self.sizes))
+                state = ended(state, now)
+            truth, grid = self.truth(now), self.sizes.grid
+            setting = training_setting(self.known, self.config, grid)
+            off = np.exp(0.1 * rng.standard_normal(20))
+            for taken in truth.training.seconds(setting)[0] * off:
+                steps = observe(steps, setting, [float(taken)], now)
+            one = segment_setting(truth, self.known, self.config, grid)
+            for taken in truth.segments.seconds(one)[0] * off[:3]:
+                built = observe(built, one, [float(taken)], now)
+            models = fit_models(self.known, self.config, steps, built)
+            found = outlook(self.known, self.config, models, self.sizes, pause_sec=10.0)
+            state = correct(state, now, found).state
+        return history
+
+
+ROOMY = ScheduleConfig(
+    budget=BudgetConfig(cpus=32.0, memory=128 * GIB), training=TrainingPoolConfig(max_replicas=12)
+)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    facts = replace(FACTS, num_samples=20_000_000, num_train_samples=20_000_000)
+    return snapshot(tmp_path_factory.mktemp("job"), ROOMY, facts)
+
+
+def truth_of(known: Snapshot, compute: float, exchange: float, build: float) -> Models:
+    """Return the models of a job whose terms take so many times what is assumed."""
+    factors = np.array([compute, compute, 1, exchange, exchange, 1, 1, 1, 1])
+    training = np.array(default_training(known.facts, known.job.train)) * factors
+    segments = np.array(default_segments()) * build
+    sure = Fit(coefficients=(), num_cells=1, spread=0.1)
+    return replace(
+        fit_models(known, ROOMY),
+        training=replace(sure, coefficients=tuple(training), lowest=(0.0,) * 8, highest=(1e9,) * 8),
+        segments=replace(sure, coefficients=tuple(segments), lowest=(0.0,) * 4, highest=(1e9,) * 4),
+    )
+
+
+def regret(known: Snapshot, truth: Models, sizes: Sizes) -> float:
+    """Return what the best sizes in reach of the last ones would still save, by the truth."""
+    return outlook(known, ROOMY, truth, sizes, pause_sec=0.0).gain
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
+    known: Snapshot, seed: int
+) -> None:
+    truth = truth_of(known, compute=3.0, exchange=0.5, build=1.0)
+    loop = Loop(known, ROOMY, lambda _: truth, SMALL, seed)
+    history = loop.run(60)
+    assert regret(known, truth, loop.sizes) < 0.25
+    assert 2 <= len(history) <= 8
+    times = [when for when, _ in history]
+    assert all(b - a >= COOL_DOWN_SEC for a, b in pairwise(times[1:]))
+    assert times[-1] < 0.7 * 60 * 20  # and then rests
+
+
+def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(known: Snapshot) -> None:
+    heavy = truth_of(known, compute=6.0, exchange=0.3, build=1.0)
+    light = truth_of(known, compute=0.3, exchange=6.0, build=1.0)
+    loop = Loop(known, ROOMY, lambda now: heavy if now < 1200 else light, SMALL)
+    history = loop.run(120)
+    before = [sizes for when, sizes in history if when < 1200][-1]
+    assert before.num_replicas > 2
+    assert loop.sizes.num_replicas < before.num_replicas
+    assert regret(known, light, loop.sizes) < 0.25
+
+
+def test_outlook_of_the_planned_sizes_sees_nothing_to_gain(known: Snapshot) -> None:
+    truth = truth_of(known, 1.0, 1.0, 1.0)
+    chosen = sizes_of(plan(known, ROOMY).chosen)
+    found = outlook(known, ROOMY, truth, chosen, pause_sec=10.0)
+    assert found.gain < LASTING
+    assert found.confident
+
+
+def test_outlook_of_a_job_that_was_never_measured_has_no_confidence(known: Snapshot) -> None:
+    found = outlook(known, ROOMY, fit_models(known, ROOMY), SMALL, pause_sec=10.0)
+    assert not found.confident
+    assert found.current.predicted_sec > 0
+    assert found.best == found.current
+
+
+def test_outlook_never_doubles_a_size_twice(known: Snapshot) -> None:
+    truth = truth_of(known, compute=30.0, exchange=0.1, build=0.1)
+    found = outlook(known, ROOMY, truth, SMALL, pause_sec=10.0)
+    assert found.best.num_replicas == 2
+    assert found.best.segment_jobs * found.best.workers_per_job <= 2
+    assert found.gain > ENOUGH
