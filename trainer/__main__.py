@@ -16,6 +16,8 @@ from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 from trainer.draining import Drain, DrainInterrupt
 
+_BY_HAND = "start replicas with: python -m trainer replica {run} --number 0"
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
@@ -40,7 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--stores", type=_positive, help="keep rows in so many store processes on this machine"
     )
-    run.add_argument("--replicas", type=_positive, default=1, help="processes that train together")
+    run.add_argument(
+        "--replicas",
+        type=_not_negative,
+        default=1,
+        help="processes that train together; 0: all are started by hand",
+    )
+    run.add_argument("--host", default="127.0.0.1", help="where replicas find the lighthouse")
+    run.add_argument("--port", type=_not_negative, default=0, help="of the lighthouse")
     _add_replica(commands.add_parser("replica", help="one of the processes that train together"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
@@ -76,21 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_replica(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", type=Path, help="job file")
-    parser.add_argument("--dataset", type=Path, required=True, help="dataset folder")
-    parser.add_argument("--output", type=Path, required=True, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder that train --replicas has begun")
     parser.add_argument("--number", type=int, required=True, help="of this replica, from 0")
-    parser.add_argument("--lighthouse", required=True, help="http://host:port")
-    parser.add_argument("--token-file", type=Path, required=True, help="what peers must present")
-    parser.add_argument("--host", default="127.0.0.1", help="interface that peers reach")
+    parser.add_argument("--host", default="127.0.0.1", help="interface that other replicas reach")
     parser.add_argument("--expected", type=_positive, default=1, help="replicas to wait for")
-    parser.add_argument("--heartbeat-sec", type=float, default=1.0, help="the lighthouse's own")
     parser.add_argument("--threads", type=_positive, default=1, help="leaves computed at once")
-    parser.add_argument("--steps", type=_positive, help="stop before this step")
-    parser.add_argument("--expanded", action="store_true", help="undo the deduplication")
-    parser.add_argument("--embedding", default="plain", help="plain, cached or uncached")
-    parser.add_argument("--shared-stores", help="how the run's stores are reached, as JSON")
-    parser.add_argument("--retained-bytes", type=int, default=16 << 20, help="that the writer has")
     parser.add_argument("--faults", default="[]", help="faults that are to happen, as JSON")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
 
@@ -147,6 +146,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {value}")
+    return value
+
+
 def _set_threads(job: Path) -> None:
     import torch
 
@@ -190,8 +196,12 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     )
     paths = (arguments.job, arguments.dataset, arguments.output)
     with show_progress() as on_step:
-        if arguments.replicas > 1:
-            launch = LaunchOptions(count=arguments.replicas)
+        if arguments.replicas != 1:
+            launch = LaunchOptions(
+                count=arguments.replicas, host=arguments.host, port=arguments.port
+            )
+            if not arguments.replicas:
+                print(_BY_HAND.format(run=arguments.output), file=sys.stderr)
             summary = train_together(*paths, options, launch, on_step, drain)
         else:
             summary = train(
@@ -224,42 +234,27 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from trainer.replicas.faults import Faults
     from trainer.replicas.launch import BEHIND, LOST, heed_stdin
     from trainer.replicas.replica import ReplicaOptions
-    from trainer.replicas.stores import SharedStores
+    from trainer.replicas.together import TOKEN, read_together
     from trainer.replicas.work import work
     from trainer.stores.failures import BehindError, StoreLostError
     from trainer.stores.token import read_token
-    from trainer.training import TrainOptions
 
     if arguments.end_with_stdin:
         heed_stdin(drain)
     torch.set_num_threads(arguments.threads)
-    shared = arguments.shared_stores
+    together = read_together(arguments.run)
     options = ReplicaOptions(
         number=arguments.number,
         name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
-        lighthouse=arguments.lighthouse,
-        token=read_token(arguments.token_file),
+        lighthouse=together.lighthouse,
+        token=read_token(arguments.run / TOKEN),
         host=arguments.host,
         expected=arguments.expected,
-        heartbeat_sec=arguments.heartbeat_sec,
+        heartbeat_sec=together.heartbeat_sec,
     )
+    faults = Faults.from_json(arguments.faults)
     try:
-        work(
-            arguments.job,
-            arguments.dataset,
-            arguments.output,
-            TrainOptions(
-                steps=arguments.steps,
-                expanded=arguments.expanded,
-                embedding=arguments.embedding,
-            ),
-            options,
-            clock=time.perf_counter,
-            faults=Faults.from_json(arguments.faults),
-            drain=drain,
-            shared=SharedStores.from_json(shared) if shared else None,
-            retained_bytes=arguments.retained_bytes,
-        )
+        work(arguments.run, options, clock=time.perf_counter, faults=faults, drain=drain)
     except (BehindError, StoreLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
         return BEHIND if isinstance(error, BehindError) else LOST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.events import LEDGER, RunSummary, StepMetric
+from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.compare import compare_runs
@@ -36,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def together(
     folder: Path, run: Path, count: int, faults: Faults | None = None, **options: object
 ) -> RunSummary:
-    launch = LaunchOptions(count=count, heartbeat_sec=2.0, faults=faults or Faults())
+    launch = LaunchOptions(
+        count=count, heartbeat_sec=2.0, faults=faults or Faults(), start=forked_child
+    )
     given = TrainOptions(**options)  # type: ignore[arg-type]
     job = folder / "job" / "job.yaml"
     return train_together(job, folder / "dataset", run, given, launch, lambda *_: None)
@@ -108,8 +112,24 @@ def test_replicas_that_are_killed_too_often_are_given_up(folder: Path, tmp_path:
         )
 
 
+def test_replicas_that_are_started_by_hand_find_each_other(folder: Path, tmp_path: Path) -> None:
+    run, started = tmp_path / "run", list[subprocess.Popen[bytes]]()
+
+    def start(_: LocalReplicas) -> None:
+        for number in ("0", "1"):
+            arguments = ["replica", str(run), "--number", number, "--expected", "2"]
+            started.append(forked_child(arguments))
+
+    launch = LaunchOptions(count=0, heartbeat_sec=2.0)
+    paths = (folder / "job" / "job.yaml", folder / "dataset", run)
+    train_together(*paths, TrainOptions(), launch, lambda *_: None, on_start=start)
+    assert [replica.wait(60) for replica in started] == [0, 0]
+    assert_as_alone(folder, run)
+    assert len(lives_of(run)) == 2
+
+
 def test_what_replicas_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="replicas must keep all rows in memory"):
+    with pytest.raises(ValueError, match="replicas must know their rows ahead and train a fini"):
         together(folder, tmp_path / "run", 2, fast=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.events import RunSummary, StepMetric
+from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores
@@ -49,6 +50,7 @@ def together(
         heartbeat_sec=2.0,
         faults=faults or Faults(),
         retained_bytes=retained_bytes,
+        start=forked_child,
     )
     wanted = dict(at_step or {})
 

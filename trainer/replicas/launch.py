@@ -30,6 +30,7 @@ from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
 from trainer.replicas.stores import begin_stores
+from trainer.replicas.together import TOGETHER, TOKEN, Together, write_together
 from trainer.rollback import with_rollbacks
 from trainer.run import check_run, cut_run, start_run, write_summary
 from trainer.stores.failures import StoreLostError
@@ -38,7 +39,6 @@ from trainer.training import TrainOptions
 
 logger = logging.getLogger(__name__)
 
-TOKEN = "token"
 BEHIND, LOST = 75, 76
 """Exit statuses of a replica: it fell too far behind the others, and a store lost rows."""
 StartChild = Callable[[Sequence[str]], subprocess.Popen[bytes]]
@@ -61,29 +61,27 @@ class LocalReplicas:
         run: Path,
         arguments: Iterable[str],
         *,
-        heartbeat_sec: float,
         restarts: int,
         start: StartChild,
+        linger_sec: float = 0.0,
     ) -> None:
         """Remember what to start.
 
         Args:
-            count: replicas.
-            run: run folder.
+            count: replicas; none where all are started by hand.
+            run: run folder, with what replicas must know.
             arguments: of `python -m trainer replica`, beside those of each replica.
-            heartbeat_sec: time without a sign of life after which one is dead.
             restarts: most times that killed ones are started again, all together.
             start: starts a process.
+            linger_sec: how long the lighthouse outlives a run whose replicas were started by hand.
         """
         self._start_child = start
         self._count = count
         self._run = run
         self._arguments = list(arguments)
-        self._heartbeat_sec = heartbeat_sec
         self._restarts = restarts
+        self._linger_sec = linger_sec
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._stack = ExitStack()
-        self._lighthouse = ""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -92,18 +90,13 @@ class LocalReplicas:
 
     def __enter__(self) -> LocalReplicas:
         """Start all."""
-        (self._run / REPLICAS).unlink(missing_ok=True)
-        write_token(self._run / TOKEN)
-        lighthouse = Lighthouse("127.0.0.1", 0, self._heartbeat_sec)
-        self._lighthouse = self._stack.enter_context(lighthouse).address
-        self._stack.callback(lambda: end_children(self._processes.values(), _END_SEC))
         for number in range(self._count):
             self._processes[number] = self._start(number, self._count)
         return self
 
     def __exit__(self, *error: object) -> None:
         """End those that still run."""
-        self._stack.close()
+        end_children(self._processes.values(), _END_SEC)
 
     def wait(self, poll: Callable[[], None], drain: Drain, drain_sec: float) -> None:
         """Wait until the run is finished, or all replicas have left as they were asked.
@@ -118,9 +111,11 @@ class LocalReplicas:
             StoreLostError: a store lost rows.
         """
         running, until = set(self._processes), math.inf
-        while running:
+        while running or self._by_hand(drain):
             time.sleep(_POLL_SEC)
             poll()
+            if not running and self._run_is_finished():
+                time.sleep(self._linger_sec)  # the lighthouse tells all replicas that it is so
             if drain.asked and until == math.inf:
                 until = time.monotonic() + drain_sec + _END_SEC
                 for number in running:
@@ -148,6 +143,10 @@ class LocalReplicas:
                     self._restart(number, status)
                     running.add(number)
 
+    def _by_hand(self, drain: Drain) -> bool:
+        """Return whether replicas that this process has not started may be at work."""
+        return not self._count and not drain.asked and not self._run_is_finished()
+
     def _run_is_finished(self) -> bool:
         return (self._run / SUMMARY).is_file()
 
@@ -162,10 +161,8 @@ class LocalReplicas:
         self._processes[number] = self._start(number, 1)
 
     def _start(self, number: int, expected: int) -> subprocess.Popen[bytes]:
-        arguments = ["replica", *self._arguments, "--number", str(number)]
-        arguments += ["--lighthouse", self._lighthouse, "--expected", str(expected)]
-        arguments += ["--token-file", str(self._run / TOKEN), "--end-with-stdin"]
-        arguments += ["--heartbeat-sec", str(self._heartbeat_sec)]
+        arguments = ["replica", str(self._run), "--number", str(number)]
+        arguments += ["--expected", str(expected), "--end-with-stdin", *self._arguments]
         return self._start_child(arguments)
 
 
@@ -206,7 +203,11 @@ class LaunchOptions:
     """How replicas are kept."""
 
     count: int
-    """Replicas."""
+    """Replicas to be started; none where all are started by hand."""
+    host: str = "127.0.0.1"
+    """Address of the interface where replicas find the lighthouse."""
+    port: int = 0
+    """Of the lighthouse; 0 takes a free one."""
     heartbeat_sec: float = 1.0
     """Time without a sign of life after which one is dead."""
     restarts: int = 100
@@ -258,8 +259,9 @@ def train_together(
         check_run(run, dataset, job.train)
     else:
         start_run(run, job_path, dataset, job.train)
-    arguments = _arguments(job_path, dataset_path, run, options, launch)
-    arguments += ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
+    arguments = ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
+    if launch.faults.schedule:
+        arguments += ["--faults", launch.faults.to_json()]
     last = min(order.num_steps, options.steps or order.num_steps)
     layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     drain, drain_sec = drain or Drain(), job.train.limits.drain.total_seconds()
@@ -268,22 +270,38 @@ def train_together(
         cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
         (run / SUMMARY).unlink(missing_ok=True)
         with ExitStack() as stack:
-            more: list[str] = []
+            shared = None
             if options.embedding != "plain":
                 stores = begin_stores(
                     run, job_path, job.train.stores, layouts, options.stores, checkpoint
                 )
-                more = ["--shared-stores", stack.enter_context(stores).to_json()]
+                shared = stack.enter_context(stores)
+            lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
+            together = Together(
+                job=str(job_path.resolve()),
+                dataset=str(dataset_path.resolve()),
+                lighthouse=stack.enter_context(lighthouse).address,
+                heartbeat_sec=launch.heartbeat_sec,
+                embedding=options.embedding,
+                expanded=options.expanded,
+                steps=options.steps,
+                retained_bytes=launch.retained_bytes,
+                shared=shared,
+            )
+            (run / REPLICAS).unlink(missing_ok=True)
+            write_token(run / TOKEN)
+            write_together(run, together)
             replicas = stack.enter_context(
                 LocalReplicas(
                     launch.count,
                     run,
-                    arguments + more,
-                    heartbeat_sec=launch.heartbeat_sec,
+                    arguments,
                     restarts=launch.restarts,
                     start=launch.start,
+                    linger_sec=1 + 2 * launch.heartbeat_sec,
                 )
             )
+            stack.callback((run / TOGETHER).unlink)
             on_start(replicas)
             replicas.wait(MetricTail(run, on_step, last), drain, drain_sec)
         if not (run / SUMMARY).is_file():
@@ -300,23 +318,8 @@ def train_together(
     return summary
 
 
-def _arguments(
-    job: Path, dataset: Path, run: Path, options: TrainOptions, launch: LaunchOptions
-) -> list[str]:
-    """Return what every replica is told."""
-    found = [str(job), "--dataset", str(dataset), "--output", str(run)]
-    found += ["--embedding", options.embedding, "--retained-bytes", str(launch.retained_bytes)]
-    if options.steps is not None:
-        found += ["--steps", str(options.steps)]
-    if options.expanded:
-        found += ["--expanded"]
-    if launch.faults.schedule:
-        found += ["--faults", launch.faults.to_json()]
-    return found
-
-
 def _threads_each(wanted: int | None, count: int) -> int:
-    return wanted or max(1, len(os.sched_getaffinity(0)) // count)
+    return wanted or max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
 
 def tell_to_leave(replica: subprocess.Popen[bytes]) -> None:

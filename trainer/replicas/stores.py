@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.job_train import StoresConfig
@@ -27,16 +26,6 @@ class SharedStores:
     """Names this attempt at the run: calls of an earlier one are refused."""
     token_file: str
     """What they ask for."""
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> SharedStores:
-        """Read what `to_json` returned."""
-        body = json.loads(text)
-        return SharedStores(**{**body, "addresses": tuple(body["addresses"])})
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from trainer.parts import build_parts, layouts_of, memory_stores, order_of
 from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
 from trainer.replicas.replica import Replica, ReplicaOptions
-from trainer.replicas.retained import RETAINED_BYTES
 from trainer.replicas.row_state import MemoryRows, ReplicaRows
 from trainer.replicas.setting import Setting
 from trainer.replicas.shared_rows import Planned, shared_rows
 from trainer.replicas.step_rows import StepRows
-from trainer.replicas.stores import SharedStores, open_shared
+from trainer.replicas.stores import open_shared
+from trainer.replicas.together import read_together
 from trainer.run import check_run, write_summary
 from trainer.step import Clock
 from trainer.train import evaluate_parts, summary_of
@@ -31,32 +31,15 @@ FAULTS_DONE = "faults"
 """Folder of the run where faults that happened leave a mark."""
 
 
-def work(
-    job_path: Path,
-    dataset_path: Path,
-    run: Path,
-    train_options: TrainOptions,
-    options: ReplicaOptions,
-    *,
-    clock: Clock,
-    faults: Faults,
-    drain: Drain,
-    shared: SharedStores | None = None,
-    retained_bytes: int = RETAINED_BYTES,
-) -> None:
+def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, drain: Drain) -> None:
     """Train with the other replicas of a run until it is finished.
 
     Args:
-        job_path: job file.
-        dataset_path: dataset folder.
         run: run folder, begun by the launcher.
-        train_options: what the command line says.
         options: of this replica.
         clock: seconds, for phases.
         faults: that are to happen.
         drain: asks this replica to leave.
-        shared: stores of the run; None where every replica has all rows in memory.
-        retained_bytes: most bytes of rows that the writer lets wait before they go to the stores.
 
     Raises:
         SchemaError: job, dataset or run do not belong together, or a disk is full.
@@ -65,7 +48,12 @@ def work(
         DrainInterrupt: it was asked to leave; says what is left.
     """
     me = f"replica {options.number}"
-    job, dataset = load_job(job_path), open_dataset(dataset_path)
+    together = read_together(run)
+    job_path, shared = Path(together.job), together.shared
+    train_options = TrainOptions(
+        steps=together.steps, expanded=together.expanded, embedding=together.embedding
+    )
+    job, dataset = load_job(job_path), open_dataset(Path(together.dataset))
     config = job.train
     check_run(run, dataset, config)
     order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
@@ -83,7 +71,7 @@ def work(
             cached = train_options.embedding == "cached"
             plan = Planned(dataset, order, config, last) if cached else None
             group = next(iter(opened.values())).group
-            rows = shared_rows(group, layouts, parts.embedding, plan, retained_bytes)
+            rows = shared_rows(group, layouts, parts.embedding, plan, together.retained_bytes)
         stack.callback(rows.close)
         first, checkpoint = 0, newest_checkpoint(run)
         if checkpoint is not None:

@@ -17,6 +17,7 @@ from trainer.stores.peer import Access, Answer
 from trainer.stores.repair import Repair
 from trainer.stores.runs import Part, merged
 from trainer.stores.slot_map import SlotMap
+from trainer.stores.step_store import StepStore
 from trainer.stores.store import Records, TableLayout, WriteBack
 from trainer.stores.wire import (
     CHECKPOINTED,
@@ -255,35 +256,16 @@ class FlightGroup:
         return Records(block[:, :dim].copy(), block[:, dim:].copy())
 
 
-class FlightStore:
-    """One table of a group."""
-
-    def __init__(self, group: FlightGroup, layout: TableLayout) -> None:
-        """Keep the parts."""
-        self._group = group
-        self._layout = layout
-
-    @property
-    def layout(self) -> TableLayout:
-        """What the rows look like."""
-        return self._layout
-
-    @property
-    def group(self) -> FlightGroup:
-        """All tables together."""
-        return self._group
+class FlightStore(StepStore[FlightGroup]):
+    """One table of a group, whose rows can be had without a step, too."""
 
     def fetch(self, rows: NDArray[np.int64]) -> Records:
         """Return copies of rows; a row never written has its first values and zero state."""
-        return self._group.fetch(0, {self._layout.table: rows})[self._layout.table]
+        return self.group.fetch(0, {self.layout.table: rows})[self.layout.table]
 
     def write(self, rows: NDArray[np.int64], records: Records, train_step: int = -1) -> None:
         """Keep rows, which are distinct; one that a later step wrote stays."""
-        self._group.write(train_step, {self._layout.table: WriteBack(rows, records)})
-
-    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
-        """Yield all rows ever written, ascending, and copies of their records, in parts."""
-        return self._group.contents(self._layout.table)
+        self.group.write(train_step, {self.layout.table: WriteBack(rows, records)})
 
 
 def open_group(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,13 @@ class StepGroup(StoreGroup, Protocol):
         ...
 
 
-class StepStore:
+G = TypeVar("G", bound=StepGroup)
+
+
+class StepStore(Generic[G]):
     """One table of such a group."""
 
-    def __init__(self, group: StepGroup, layout: TableLayout) -> None:
+    def __init__(self, group: G, layout: TableLayout) -> None:
         """Keep the parts."""
         self._group = group
         self._layout = layout
@@ -34,7 +37,7 @@ class StepStore:
         return self._layout
 
     @property
-    def group(self) -> StepGroup:
+    def group(self) -> G:
         """All tables together."""
         return self._group
 
