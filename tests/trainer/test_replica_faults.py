@@ -80,6 +80,7 @@ FAULTS = {
     "a connection breaks": Faults().fail(1, 6),
     "one is held": Faults().stop(1, 8, 5.0),
     "one is slow": Faults().slow(0, 3.0),
+    "one is cut off": Faults().partition(1, 8, 4.0),
 }
 
 

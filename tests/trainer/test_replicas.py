@@ -209,6 +209,7 @@ def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> No
 
 def test_faults_are_data() -> None:
     faults = Faults().kill(1, 5, "exchanged").slow(0, 2.0, until=7).stop(2, 3, 0.5).fail(0, 1)
+    faults = faults.partition(1, 2, 0.5).fill_disk(0, 3, 1.0)
     assert Faults.from_json(faults.to_json()) == faults
 
 

@@ -10,7 +10,16 @@ from trainer.replicas.faults import Faults, Point
 
 MOST = 4
 """Faults of a schedule, beside deaths of replicas that are to join."""
-LONGEST_STOP_SEC = 3.0
+LONGEST_SEC = 3.0
+"""Of those that end by themselves."""
+CHANCES = {
+    "kill": 0.4,
+    "stop": 0.15,
+    "fail": 0.1,
+    "slow": 0.1,
+    "partition": 0.15,
+    "fill_disk": 0.1,
+}
 
 
 def draw(seed: int, num_replicas: int, num_steps: int) -> Faults:
@@ -31,14 +40,18 @@ def draw(seed: int, num_replicas: int, num_steps: int) -> Faults:
         replica = int(chance.integers(num_replicas))
         step = int(chance.integers(max(1, num_steps * 3 // 4)))
         point: Point = get_args(Point)[chance.integers(len(get_args(Point)))]
-        seconds = round(float(chance.uniform(0.05, LONGEST_STOP_SEC)), 3)
-        kind = chance.choice(["kill", "stop", "fail", "slow"], p=[0.5, 0.2, 0.15, 0.15])
+        seconds = round(float(chance.uniform(0.05, LONGEST_SEC)), 3)
+        kind = chance.choice([*CHANCES], p=[*CHANCES.values()])
         if point == "joining":  # one that dies first has to join
             faults = faults.kill(replica, step)
         if kind == "kill":
             faults = faults.kill(replica, step, point)
         elif kind == "stop":
             faults = faults.stop(replica, step, seconds, point)
+        elif kind == "partition":
+            faults = faults.partition(replica, step, seconds)
+        elif kind == "fill_disk":
+            faults = faults.fill_disk(replica, step, seconds, point)
         elif kind == "fail":
             faults = faults.fail(replica, step)
         else:

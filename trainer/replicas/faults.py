@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from trainer.replicas.relay import Relay
 
 Point = Literal["start", "computed", "exchanged", "committed", "joining"]
 """start: before leaves; computed: before the exchange; exchanged: before the update; committed:
@@ -22,9 +26,10 @@ before the lines are written; joining: while the state of a peer is loaded."""
 class Fault:
     """One of them."""
 
-    kind: Literal["kill", "stop", "slow", "fail"]
+    kind: Literal["kill", "stop", "slow", "fail", "partition", "fill_disk"]
     """kill: SIGKILL; stop: SIGSTOP for `seconds`; slow: every leaf takes `factor` times as long;
-    fail: all connections break."""
+    fail: all connections break; partition: they do, and none is made to the lighthouse for
+    `seconds`; fill_disk: no file can grow for `seconds`."""
     replica: int
     """Number of the replica."""
     step: int = 0
@@ -34,7 +39,7 @@ class Fault:
     factor: float = 1.0
     """Of `slow`."""
     seconds: float = 0.0
-    """Of `stop`."""
+    """Of `stop`, `partition` and `fill_disk`."""
     until: int | None = None
     """First step at which `slow` is over; None for never."""
 
@@ -63,6 +68,17 @@ class Faults:
     def fail(self, replica: int, step: int) -> Faults:
         """Break a replica's connections before an exchange."""
         return self._and(Fault(kind="fail", replica=replica, step=step))
+
+    def partition(self, replica: int, step: int, seconds: float) -> Faults:
+        """Cut a replica off from the others and the lighthouse for some seconds."""
+        return self._and(Fault(kind="partition", replica=replica, step=step, seconds=seconds))
+
+    def fill_disk(
+        self, replica: int, step: int, seconds: float, point: Point = "computed"
+    ) -> Faults:
+        """Let a replica find the disk full for some seconds."""
+        fault = Fault(kind="fill_disk", replica=replica, step=step, point=point, seconds=seconds)
+        return self._and(fault)
 
     def slow(self, replica: int, factor: float, step: int = 0, until: int | None = None) -> Faults:
         """Make each leaf of a replica take longer."""
@@ -95,6 +111,14 @@ class Injector:
         numbered = enumerate(faults.schedule)
         self._faults: Mapping[int, Fault] = {i: f for i, f in numbered if f.replica == replica}
         self._done = done
+        self._relay: Relay | None = None
+
+    def way_to(self, lighthouse: str) -> str:
+        """Return the address where this replica reaches the lighthouse, itself unless it is cut."""
+        if any(fault.kind == "partition" for fault in self._faults.values()):
+            self._relay = Relay(lighthouse)
+            return self._relay.address
+        return lighthouse
 
     def at(self, point: Point, step: int) -> None:
         """Let happen what is due."""
@@ -106,7 +130,11 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault.kind == "stop":
                 _stop(fault.seconds)
+            elif fault.kind == "fill_disk":
+                _fill_disk(fault.seconds)
             else:
+                if self._relay is not None:
+                    self._relay.cut(fault.seconds)
                 break_connections()
 
     def factor(self, step: int) -> float:
@@ -134,6 +162,15 @@ def _stop(seconds: float) -> None:
     subprocess.run(
         ["sh", "-c", f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"], check=False
     )
+
+
+def _fill_disk(seconds: float) -> None:
+    """Let no file of this process grow for some seconds, as if the disk had no room."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    room = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, limits))
+    room.daemon = True
+    room.start()
 
 
 def break_connections() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from schemas.dataset import open_dataset
@@ -97,6 +98,7 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
                 _save(setting, train_step)
 
         injector = Injector(faults, options.number, run / FAULTS_DONE)
+        options = replace(options, lighthouse=injector.way_to(options.lighthouse))
         with Replica(setting, options, injector, drain, save) as replica:
             left = replica.train()
             if left is None:
