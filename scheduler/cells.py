@@ -107,6 +107,11 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
     return Window(MappingProxyType(cells))
 
 
+def over(older: Window, newer: Window) -> Window:
+    """Return the cells of both; where both measured a setting, those of the newer one."""
+    return Window(MappingProxyType({**older.cells, **newer.cells}))
+
+
 def drifted(cell: Cell) -> bool:
     """Tell whether a full cell's later measurements are of another job than its earlier ones.
 

@@ -104,6 +104,12 @@ class TrainingSetting(Setting):
     batch_samples: ArrayLike = 1.0
     """n, samples of the global batch."""
 
+    def rounded(self) -> Floats:
+        """Return the columns with loads rounded; those of stores are alike where there are none."""
+        columns = Setting.rounded(self)
+        columns[columns[:, 4] == 0, 1:3] = 0.0
+        return columns
+
     def design(self) -> Floats:
         """Return (n, 9): each term of a step without its coefficient."""
         rows, fetched, moved, r, s, c, d, n = self.columns().T

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.cells import Window, observe
+from scheduler.cells import Window, observe, over
 from scheduler.defaults import fetched_rows, moved_bytes
 from scheduler.fit import Fit, fit_window
 from scheduler.grid import Grid, num_segments
@@ -49,20 +49,20 @@ def fit_models(
     Args:
         snapshot: with the history of the job, and of others.
         config: sizes of processes.
-        steps: steps of the running job, `TrainingSetting`.
+        steps: steps of the running job, `TrainingSetting`; ticks are seconds since it began.
         built: segment jobs of the running job, `SegmentSetting`.
     """
     facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
     cpus = float(train.num_threads or config.training.replica.cpus)
     runs = comparable_runs(history.runs, "plain")
-    window = observe_runs(steps, runs, cpus, facts.rows_per_step / train.batch_samples)
+    past = observe_runs(runs, cpus, facts.rows_per_step / train.batch_samples)
     held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
     peak = max((run.summary.peak_rss_bytes for run in runs if run.metrics[1:]), default=0)
     segments = num_segments(facts.num_samples, train.batch_samples)
     start = warm_start(snapshot, history.jobs)
     cores = config.preprocessing.worker.cpus
     return Models(
-        training=fit_window(window, TrainingSetting, start.training, start.spread),
+        training=fit_window(over(past, steps), TrainingSetting, start.training, start.spread),
         segments=fit_segments(built, history.builds, cores, start.segments, start.spread),
         neighbours=start.neighbours,
         base_bytes=max(TRAINER_BASE_BYTES, peak - held),
@@ -80,20 +80,17 @@ def comparable_runs(runs: Sequence[RunRecord], embedding: str) -> tuple[RunRecor
     return same or tuple(r for r in ours if r.summary.embedding in ("plain", "cached"))
 
 
-def observe_runs(
-    window: Window, runs: Sequence[RunRecord], cpus: float, rows_per_sample: float
-) -> Window:
-    """Add every step but the first of finished runs.
+def observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float) -> Window:
+    """Return every step but the first of finished runs, as measured before a job begins.
 
     Args:
-        window: what was measured before.
         runs: of the job.
         cpus: cores that their replicas had.
         rows_per_sample: distinct rows of a batch over its samples.
     """
     steps = [m for run in runs for m in run.metrics[1:] if m.samples_per_sec > 0]
     if not steps:
-        return window
+        return NOTHING
     samples = np.array([m.num_samples for m in steps], np.float64)
     setting = TrainingSetting(
         num_replicas=[m.num_replicas for m in steps],
@@ -101,7 +98,7 @@ def observe_runs(
         batch_samples=samples,
         unique_rows=rows_per_sample * samples,
     )
-    return observe(window, setting, samples / [m.samples_per_sec for m in steps], 0.0)
+    return observe(NOTHING, setting, samples / [m.samples_per_sec for m in steps], 0.0)
 
 
 def fit_segments(
@@ -130,8 +127,8 @@ def fit_segments(
     known = assumed * per_row / (assumed[1] + assumed[2])
     known[0] = float(np.median(startups))
     setting = SegmentSetting(rows=rows, worker_cpus=cpus)
-    window = observe(window, setting, startups + rows / rates, 0.0)
-    return fit_window(window, SegmentSetting, known.tolist(), prior_spread)
+    past = observe(NOTHING, setting, startups + rows / rates, 0.0)
+    return fit_window(over(past, window), SegmentSetting, known.tolist(), prior_spread)
 
 
 def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> TrainingSetting:

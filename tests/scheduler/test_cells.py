@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cells import HALF_LIFE, LATEST, MAX_CELLS, Window, observe
+from scheduler.cells import HALF_LIFE, LATEST, MAX_CELLS, Window, observe, over
 from scheduler.model import TrainingSetting
 
 
@@ -84,3 +84,9 @@ def test_observe_one_by_one_equals_all_at_once(stream: list[tuple[int, float]]) 
         single = observe(single, at(count), [sec], 7.0)
     np.testing.assert_allclose(single.columns(), together.columns())
     assert single.medians().tolist() == together.medians().tolist()
+
+
+def test_over_takes_the_newer_of_what_both_measured() -> None:
+    older = observe(Window(), at(1, 2), [1.0, 2.0], 0.0)
+    newer = observe(Window(), at(2, 3), [20.0, 30.0], 5.0)
+    assert over(older, newer).medians().tolist() == [1.0, 20.0, 30.0]

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.cells import Window, observe
 from scheduler.decision import Candidate
 from scheduler.grid import Grid
-from scheduler.history import History
+from scheduler.history import BuildRecord, History
 from scheduler.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.model import SegmentSetting, TrainingSetting
-from scheduler.models import fit_models
+from scheduler.models import fit_models, training_setting
 from scheduler.policy import TOLERANCE, plan
 from scheduler.predictions import predict
 from scheduler.snapshot import Snapshot
@@ -383,3 +384,16 @@ def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(known: Snapsh
     assert after.base_bytes == before.base_bytes + GIB
     held = trainer_memory(FACTS, known.job.train, 1, 0, after.base_bytes).total_bytes
     assert held == peak
+
+
+def test_fit_models_of_a_running_job_trusts_its_own_steps_over_its_history(known: Snapshot) -> None:
+    history = History((BuildRecord(100_000, 1.0, 10_000.0),), (make_run([(1, 256, 0.1)] * 40),))
+    before = fit_models(replace(known, history=history), ScheduleConfig())
+    one = np.ones(1, np.int64)
+    setting = training_setting(known, ScheduleConfig(), Grid(one, one, one, 0 * one))
+    assert before.training.seconds(setting)[0] == pytest.approx(0.1)
+    steps = observe(Window(), setting, [0.4], 10.0)
+    built = observe(Window(), SegmentSetting(rows=100_000), [44.0], 10.0)
+    after = fit_models(replace(known, history=history), ScheduleConfig(), steps, built)
+    assert after.training.seconds(setting)[0] == pytest.approx(0.4)
+    assert after.segments.seconds(SegmentSetting(rows=100_000))[0] == pytest.approx(44.0)

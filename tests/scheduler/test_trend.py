@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.signal import lfilter
 
 from scheduler.trend import Forecast, forecast
 
@@ -78,6 +79,19 @@ def test_forecast_of_many_seeds_is_late_as_seldom_as_it_says() -> None:
         found = forecast(np.arange(300), readings, end_step=3000, limit_bytes=limit)
         early.append(found.earliest_step is not None and found.earliest_step <= 900)
     assert np.mean(early) >= 0.9
+
+
+def test_forecast_of_errors_that_follow_one_another_is_late_as_seldom() -> None:
+    """Memory that wanders looks like a trend, so that its readings count for fewer."""
+    early = []
+    for seed in range(100):
+        steps = np.random.default_rng(seed).standard_normal(400)
+        wander = lfilter([1.0], [1.0, -0.98], steps)
+        readings = (500 + 0.5 * np.arange(400) + 8 * wander) * MIB
+        limit = int((500 + 0.5 * 1000) * MIB)
+        found = forecast(np.arange(400), readings, end_step=3000, limit_bytes=limit)
+        early.append(found.earliest_step is not None and found.earliest_step <= 1000)
+    assert np.mean(early) >= 0.85
 
 
 def test_forecast_of_a_few_readings_says_nothing_yet() -> None:
