@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--host", default="127.0.0.1", help="where replicas find the lighthouse")
     run.add_argument("--port", type=_not_negative, default=0, help="of the lighthouse")
+    run.add_argument("--faults", default="[]", help="that are to happen to replicas, as JSON")
     _add_replica(commands.add_parser("replica", help="one of the processes that train together"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
@@ -181,6 +182,7 @@ def _say_what_is_left(interrupt: DrainInterrupt) -> str:
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from schemas.events import to_line
     from trainer.progress import show_progress
+    from trainer.replicas.faults import Faults
     from trainer.replicas.launch import LaunchOptions, train_together
     from trainer.train import TrainOptions, train
 
@@ -198,7 +200,10 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     with show_progress() as on_step:
         if arguments.replicas != 1:
             launch = LaunchOptions(
-                count=arguments.replicas, host=arguments.host, port=arguments.port
+                count=arguments.replicas,
+                host=arguments.host,
+                port=arguments.port,
+                faults=Faults.from_json(arguments.faults),
             )
             if not arguments.replicas:
                 print(_BY_HAND.format(run=arguments.output), file=sys.stderr)
