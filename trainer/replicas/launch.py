@@ -29,13 +29,16 @@ from trainer.replicas.leaving import what_is_left
 from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
+from trainer.replicas.saves import copy_bytes_of
 from trainer.replicas.stores import begin_stores
 from trainer.replicas.together import TOGETHER, TOKEN, Together, write_together
 from trainer.rollback import with_rollbacks
 from trainer.run import check_run, cut_run, start_run, write_summary
+from trainer.saving import claim_leftovers
 from trainer.stores.failures import StoreLostError
 from trainer.stores.token import write_token
 from trainer.training import TrainOptions
+from trainer.watchdog import HUNG
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class LocalReplicas:
         self._restarts = restarts
         self._linger_sec = linger_sec
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._hung: set[int] = set()
 
     @property
     def pids(self) -> dict[int, int]:
@@ -114,12 +118,16 @@ class LocalReplicas:
         while running or self._by_hand(drain):
             time.sleep(_POLL_SEC)
             poll()
-            if not running and self._run_is_finished():
+            finished = self._run_is_finished()
+            if not running and finished:
                 time.sleep(self._linger_sec)  # the lighthouse tells all replicas that it is so
-            if drain.asked and until == math.inf:
+            if (drain.asked or finished) and until == math.inf:
                 until = time.monotonic() + drain_sec + _END_SEC
-                for number in running:
+                for number in running if drain.asked else ():
                     tell_to_leave(self._processes[number])
+            if time.monotonic() > until and finished:
+                logger.warning("replicas do not end, they are killed numbers=%s", sorted(running))
+                return
             if time.monotonic() > until:
                 raise SchemaError(
                     f"replicas must leave within {drain_sec:g} s, got {sorted(running)} that run; "
@@ -132,7 +140,14 @@ class LocalReplicas:
                 running.discard(number)
                 if status == LOST:
                     raise StoreLostError("stores must have every row; see the error above")
-                if status > 0 and status != BEHIND:
+                if status == HUNG and not drain.asked and self._hung_before(number):
+                    if not running and not self._run_is_finished():
+                        raise SchemaError(
+                            f"a replica must go on, got {sorted(self._hung)} that hung; see the "
+                            f"stacks in {self._run} and go on with --resume"
+                        )
+                    continue
+                if status > 0 and status != BEHIND and (drain.asked or status != HUNG):
                     raise SchemaError(
                         f"replica {number} must end well, got status {status}; see its error above"
                     )
@@ -147,12 +162,22 @@ class LocalReplicas:
         """Return whether replicas that this process has not started may be at work."""
         return not self._count and not drain.asked and not self._run_is_finished()
 
+    def _hung_before(self, number: int) -> bool:
+        """Tell whether a replica that hung has done so before: it is not started again."""
+        again = number in self._hung
+        self._hung.add(number)
+        if again:
+            logger.warning("replica hung twice, the others go on without it number=%s", number)
+        return again
+
     def _run_is_finished(self) -> bool:
         return (self._run / SUMMARY).is_file()
 
     def _restart(self, number: int, status: int) -> None:
         if not self._restarts:
-            why = f"signal {-status}" if status < 0 else "behind the others"
+            why = {BEHIND: "behind the others", HUNG: "a phase that does not end"}.get(
+                status, f"signal {-status}"
+            )
             raise SchemaError(
                 f"replica {number} must live, got {why} once too often; go on with --resume"
             )
@@ -259,6 +284,7 @@ def train_together(
         check_run(run, dataset, job.train)
     else:
         start_run(run, job_path, dataset, job.train)
+    claim_leftovers(run, job.train.checkpoint, resume=options.resume)
     arguments = ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
     if launch.faults.schedule:
         arguments += ["--faults", launch.faults.to_json()]
@@ -267,11 +293,14 @@ def train_together(
     drain, drain_sec = drain or Drain(), job.train.limits.drain.total_seconds()
 
     def attempt(checkpoint: Path | None) -> RunSummary:
-        cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
+        first = 0 if checkpoint is None else int(checkpoint.name)
+        cut_run(run, first)
         (run / SUMMARY).unlink(missing_ok=True)
         with ExitStack() as stack:
-            shared = None
-            if options.embedding != "plain":
+            shared, copied = None, 0
+            if options.embedding == "plain":
+                copied = copy_bytes_of(job, dataset, range(first, last))
+            else:
                 stores = begin_stores(
                     run, job_path, job.train.stores, layouts, options.stores, checkpoint
                 )
@@ -286,6 +315,7 @@ def train_together(
                 expanded=options.expanded,
                 steps=options.steps,
                 retained_bytes=launch.retained_bytes,
+                copy_bytes=copied,
                 shared=shared,
             )
             (run / REPLICAS).unlink(missing_ok=True)
@@ -311,7 +341,12 @@ def train_together(
         return read_summary(run / SUMMARY)
 
     checkpoint = newest_checkpoint(run) if options.resume else None
-    summary, rollbacks = with_rollbacks(run, checkpoint, attempt)
+    summary, rollbacks = with_rollbacks(
+        run,
+        checkpoint,
+        attempt,
+        lambda: claim_leftovers(run, job.train.checkpoint, resume=True),
+    )
     if rollbacks.num_rollbacks:
         summary = replace(summary, **asdict(rollbacks))
         write_summary(run, summary)

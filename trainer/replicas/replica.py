@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from schemas.jagged import Array
+from schemas.job_limits import SAVE, START
 from schemas.manifest import replace_bytes
 from trainer.draining import Drain
 from trainer.leaf_work import LeafWork, Partial
@@ -31,6 +32,7 @@ from trainer.replicas.group import Group, LostPeerError, Meeting
 from trainer.replicas.leaving import Left, left_by
 from trainer.replicas.membership import Agreement, Membership, Told
 from trainer.replicas.peer import Peer, PeerError, PeerServer
+from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
 from trainer.replicas.share import Shares
 from trainer.replicas.splits import smoothed
@@ -39,6 +41,7 @@ from trainer.replicas.writer import Writer
 from trainer.state import load_state, state_of
 from trainer.step import PhaseTimer, check_loss, metric_of, update_by
 from trainer.tree import Tree
+from trainer.watchdog import Watchdog
 
 REPLICAS = "replicas.json"
 """File of the run with the addresses where living replicas give their state."""
@@ -77,7 +80,8 @@ class Replica:
         options: ReplicaOptions,
         injector: Injector,
         drain: Drain,
-        save: Callable[[int], None] = lambda _: None,
+        watchdog: Watchdog,
+        saves: Saves,
     ) -> None:
         """Take part from the first step that is not trained yet.
 
@@ -86,7 +90,8 @@ class Replica:
             options: of this replica.
             injector: faults that happen to it.
             drain: asks it to leave.
-            save: called with the next step where this replica writes the run's files.
+            watchdog: limits each phase.
+            saves: the run, beside training.
         """
         self.setting = setting
         self.options = options
@@ -96,11 +101,12 @@ class Replica:
         self._speed: float | None = None
         self._injector = injector
         self._drain = drain
-        self._save = save
+        self._watchdog = watchdog
+        self._saves = saves
         self._stand_ins = StandIns(options.lighthouse, options.heartbeat_sec)
         self._shares = Shares(options.name)
         self._writer = Writer(setting.run)
-        self._timer = PhaseTimer(setting.clock)
+        self._timer = PhaseTimer(setting.clock, watchdog)
         self._open: Leaves | None = None
         self._told_addresses: list[str] = []
         self._stack = ExitStack()
@@ -138,7 +144,7 @@ class Replica:
             SchemaError: a loss is not finite, the disk is full, or the lighthouse is gone.
             DrainInterrupt: it was asked to leave before its first step.
         """
-        with self._drain.at_once():
+        with self._watchdog(START), self._drain.at_once():
             self._find_state()
             self._stack.enter_context(self._membership)  # not before: who counts is waited for
             self._wait_for_others()
@@ -190,6 +196,7 @@ class Replica:
             time.sleep(0.02)
 
     def _train_step(self) -> Agreement:
+        self._watchdog.step = self.step
         own = self._shares.mine(self.step)
         computed = list(own)
         asked = self._agree(self._told_in_step(own))
@@ -297,11 +304,13 @@ class Replica:
         self._server.keep(self.step, committed)
         self._remember(committed)
         self._injector.at("committed", self.step - 1)
-        if agreement.writer == self.options.name:
+        writes = agreement.writer == self.options.name
+        if writes:
             self._writer.write()
             self._tell_newcomers(agreement)
             self._stand_in(agreement)
-            self._save(self.step)
+        with self._watchdog(SAVE):
+            self._saves.after(self.step, writes=writes)
         self._server.offer(self._state_arrays)
 
     def _update(self, total: Partial) -> None:
@@ -336,10 +345,14 @@ class Replica:
     def _apply(self, committed: Committed) -> None:
         """Update by the sums of a step that others have committed."""
         if self._open is None or self._open.step.train_step != self.step:
-            self._open_rows(self._ahead.take(self.step, range(0)))
+            with self._timer("read"):
+                leaves = self._ahead.take(self.step, range(0))
+            with self._timer("fetch"):
+                self._open_rows(leaves)
         assert self._open is not None, "rows of the step are open"
         [total] = unpack(committed.sums, self.setting.shape(self._open)).values()
-        self._update(total)
+        with self._timer("update"):
+            self._update(total)
         self._timer.finish()
         self._server.keep(self.step, committed)
         self._remember(committed)
@@ -382,4 +395,5 @@ class Replica:
         [step] = arrays["step"].tolist()
         self.setting.rows.load(arrays, int(step))
         self.step = self._since = int(step)
+        self._saves.loaded(self.step)
         self._open = None

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.events import PHASES
 from schemas.job import load_job
+from schemas.job_limits import SAVE, START, WAIT, LimitsConfig
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, verified
 from trainer.decode import spec_of
 from trainer.draining import Drain, told
 from trainer.flash.fits import made_of
-from trainer.parts import build_parts, layouts_of, memory_stores, order_of
+from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
 from trainer.replicas.replica import Replica, ReplicaOptions
 from trainer.replicas.row_state import MemoryRows, ReplicaRows
+from trainer.replicas.saves import BesideSaves, Saves, WholeSaves
 from trainer.replicas.setting import Setting
 from trainer.replicas.shared_rows import Planned, shared_rows
 from trainer.replicas.step_rows import StepRows
@@ -25,9 +30,12 @@ from trainer.replicas.stores import open_shared
 from trainer.replicas.together import read_together
 from trainer.run import check_run, write_summary
 from trainer.step import Clock
+from trainer.stores.store import Store
 from trainer.train import evaluate_parts, summary_of
 from trainer.training import TrainOptions, reader_of
+from trainer.watchdog import Watchdog
 
+SYNC = "sync"
 FAULTS_DONE = "faults"
 """Folder of the run where faults that happened leave a mark."""
 
@@ -59,8 +67,13 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
     check_run(run, dataset, config)
     order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
     last = min(order.num_steps, train_options.steps or order.num_steps)
-    every = config.checkpoint.every_steps
+    watchdog = Watchdog(limits_of(config.limits), rank=str(options.number))
+    watchdog.write_to(run)
     with ExitStack() as stack, told(f"{me} stopped before a step"):
+        stack.enter_context(watchdog)
+        drain.on_ask = watchdog.drain
+        starting = stack.enter_context(ExitStack())
+        starting.enter_context(watchdog(START))
         if shared is None:
             stores = memory_stores(spec, config)
             parts = build_parts(spec, config, stores)
@@ -74,11 +87,8 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
             group = next(iter(opened.values())).group
             rows = shared_rows(group, layouts, parts.embedding, plan, together.retained_bytes)
         stack.callback(rows.close)
-        first, checkpoint = 0, newest_checkpoint(run)
-        if checkpoint is not None:
-            verified(checkpoint, made_of(job, dataset))
-            stores = parts.stores if shared is None else {}
-            first = load_checkpoint(checkpoint, parts.model, parts.optimizer, stores)
+        stores = parts.stores if shared is None else {}
+        first = _load_newest(run, parts, stores, made_of(job, dataset))
         setting = Setting(
             run=run,
             job=job,
@@ -92,45 +102,92 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
             last=last,
             clock=clock,
         )
-
-        def save(train_step: int) -> None:
-            if every is not None and train_step % every == 0 and train_step < setting.last:
-                _save(setting, train_step)
-
+        saves = _saves(setting, together.copy_bytes)
+        stack.callback(saves.close)
         injector = Injector(faults, options.number, run / FAULTS_DONE)
         options = replace(options, lighthouse=injector.way_to(options.lighthouse))
-        with Replica(setting, options, injector, drain, save) as replica:
+        starting.close()
+        with Replica(setting, options, injector, drain, watchdog, saves) as replica:
             left = replica.train()
             if left is None:
                 with told(f"{me} stopped after the last step"):
-                    end(replica, _finishing(setting, train_options, drain), drain)
+                    finish = _finishing(setting, saves, train_options, drain, watchdog)
+                    end(replica, finish, drain)
                 return
         if left.saves:  # nobody waits for this replica any more
-            _save(setting, replica.step)
+            with watchdog(SAVE):
+                rows.flush()
+                saves.finish(replica.step)
         goes_on = "the others go on" if left.alone else f"{run} goes on with --resume"
         with told(f"{me} stopped at step {replica.step}; {goes_on}"):
             drain.check()
 
 
-def _finishing(setting: Setting, options: TrainOptions, drain: Drain) -> Callable[[], None]:
+def _load_newest(
+    run: Path, parts: Parts, stores: Mapping[str, Store], wanted: Mapping[str, Any]
+) -> int:
+    """Load the newest checkpoint into fresh parts; return the first step that is not trained.
+
+    Raises:
+        SchemaError: it is damaged, or of something else.
+    """
+    while (checkpoint := newest_checkpoint(run)) is not None:
+        try:
+            verified(checkpoint, wanted)
+            return load_checkpoint(checkpoint, parts.model, parts.optimizer, stores)
+        except (SchemaError, OSError):
+            if newest_checkpoint(run) == checkpoint:
+                raise  # or a newer one came meanwhile, and this one went
+    return 0
+
+
+def limits_of(config: LimitsConfig) -> dict[str, float]:
+    """Return the limits of a replica: it waits for others as long as they may take, and longer."""
+    seconds = config.seconds()
+    seconds[SYNC] += max(seconds[phase] for phase in {*PHASES, SAVE} - {SYNC, WAIT})
+    return seconds
+
+
+def _finishing(
+    setting: Setting, saves: Saves, options: TrainOptions, drain: Drain, watchdog: Watchdog
+) -> Callable[[], None]:
     def finish() -> None:
         parts = setting.parts
-        _save(setting, setting.last)
+        with watchdog(SAVE):
+            setting.rows.flush()
+            saves.finish(setting.last)
         with drain.at_once():
-            evaluation = evaluate_parts(setting.job, setting.dataset, parts)
+            evaluation = evaluate_parts(setting.job, setting.dataset, parts, watchdog)
         summary = summary_of(setting.run, options, evaluation, setting.rows.source)
         write_summary(setting.run, summary)
 
     return finish
 
 
+def _saves(setting: Setting, copy_bytes: int) -> Saves:
+    """Return what saves a run: with all rows in memory beside training, where it is due."""
+    config = setting.job.train.checkpoint
+
+    def save(train_step: int) -> None:
+        _save(setting, train_step)
+
+    if config.every_steps is None or not isinstance(setting.rows, MemoryRows):
+        return WholeSaves(setting.run, config.every_steps, setting.last, save)
+    return BesideSaves(
+        setting.run,
+        config,
+        setting.parts,
+        setting.rows.source,
+        lambda: made_of(setting.job, setting.dataset),
+        first_step=setting.first,
+        copy_bytes=copy_bytes,
+        save_whole=save,
+    )
+
+
 def _save(setting: Setting, train_step: int) -> None:
-    """Save, unless another replica has: all have the same bits."""
     parts = setting.parts
     setting.rows.flush()
-    newest = newest_checkpoint(setting.run)
-    if newest is not None and int(newest.name) == train_step:
-        return
     save_checkpoint(
         setting.run,
         train_step,

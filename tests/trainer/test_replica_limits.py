@@ -1,0 +1,97 @@
+"""A replica that hangs is named and ended, and the others go on; where all hang the run ends."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.job_limits import LimitsConfig
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import trained, with_keys
+from tests.trainer.test_draining import SEGMENT, fifo_for_a_file
+from trainer.compare import compare_runs
+from trainer.ledger import verify_run
+from trainer.replicas.launch import LaunchOptions, start_replica, train_together
+from trainer.replicas.together import read_together, write_together
+from trainer.replicas.work import limits_of
+from trainer.training import TrainOptions
+
+LINE = (
+    r"error: phase must end within 20 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
+    r"see what each thread waits for in .*/stacks-\1.txt, raise train.limits.read if it is only "
+    r"slow, and train on with --resume"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a job, its dataset, and one of whose files never come."""
+    folder = tmp_path_factory.mktemp("limits")
+    job = with_keys(write_job(folder), "limits: {read: 20s}")
+    make_dataset(folder / "dataset", job, SEGMENT)
+    shutil.copytree(folder / "dataset", folder / "stuck")
+    fifo_for_a_file(folder / "stuck")
+    return folder
+
+
+def beside(folder: Path, run: Path, number: str) -> Path:
+    """Return a folder that is the run as one replica sees it, which waits for a file."""
+    own = run.with_name(f"{run.name}-{number}")
+    if own.is_dir():
+        return own
+    own.mkdir()
+    for path in run.iterdir():
+        (own / path.name).symlink_to(path)
+    write_together(own, replace(read_together(run), dataset=str(folder / "stuck")))
+    return own
+
+
+def together(folder: Path, run: Path, stuck: Sequence[str]) -> None:
+    """Train on two replicas, of which some wait for a file."""
+
+    def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        command, _, *given = arguments
+        number = given[given.index("--number") + 1]
+        if number not in stuck:
+            return start_replica(arguments)
+        return start_replica([command, str(beside(folder, run, number)), *given])
+
+    launch = LaunchOptions(count=2, heartbeat_sec=2.0, start=start)
+    paths = (folder / "job.yaml", folder / "dataset", run)
+    train_together(*paths, TrainOptions(), launch, lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_others_go_on_without_a_replica_that_hangs(folder: Path, tmp_path: Path) -> None:
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    together(folder, run, ["1"])
+    trained(folder / "job.yaml", folder / "dataset", alone)
+    assert compare_runs(alone, run).difference is None
+    assert verify_run(run).problems == ()
+    [line] = (tmp_path / "run-1" / "stacks-1.txt").read_text().splitlines()[-1:]
+    found = re.fullmatch(LINE, line)
+    assert found is not None, line
+    assert found[1] == "1"
+    assert not (run / "stacks-0.txt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_run_ends_where_all_replicas_hang(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"a replica must go on, got \[0, 1\] that hung"):
+        together(folder, tmp_path / "run", ["0", "1"])
+
+
+def test_a_replica_waits_for_others_longer_than_they_may_take() -> None:
+    seconds = limits_of(LimitsConfig())
+    single = LimitsConfig().seconds()
+    assert seconds["sync"] == single["sync"] + single["save"]
+    assert {**seconds, "sync": 0} == {**single, "sync": 0}
