@@ -206,6 +206,15 @@ def replace_bytes(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
+def sync_directory(directory: Path) -> None:
+    """Bring the names in a folder to the device: what was renamed there outlives a power cut."""
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def write_manifest(
     directory: Path, manifest: SegmentManifest | IndexManifest | DatasetManifest
 ) -> str:

@@ -11,11 +11,20 @@ from schemas.events import RunSummary, StepMetric
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import read_dataset, replace_bytes
 from tests.trainer.make_dataset import make_dataset
+from trainer.compare import compare_runs
 from trainer.draining import Drain
+from trainer.ledger import verify_run
 from trainer.train import TrainOptions, train
 
+ONCE = {"epochs": "1"}
 GROWING = [[(400, 50), (333, 30)], [(250, 0)], [(180, 40)], [(64, 0)], [(120, 60)]]
 """Training and evaluation samples of each file of each segment: 12, 4, 3, 1 and 2 steps."""
+
+
+def assert_equal(run: Path, other: Path) -> None:
+    """Assert that two runs have the same bits and that one is whole."""
+    assert compare_runs(run, other).difference is None
+    assert verify_run(run).problems == ()
 
 
 def make_versions(

@@ -11,8 +11,10 @@ from schemas.layout import BLOCKS
 from schemas.manifest import read_dataset
 from tests.trainer.growing import (
     GROWING,
+    ONCE,
     Pipeline,
     StoppedError,
+    assert_equal,
     follow_job,
     make_versions,
     stopping_at,
@@ -23,7 +25,6 @@ from trainer.compare import compare_runs
 from trainer.ledger import verify_run
 
 NUM_STEPS = 22
-ONCE = {"epochs": "1"}
 COMMITS = {
     "when it is waited for": (),
     "in the middle": (3, 13, 14),
@@ -52,12 +53,6 @@ def whole(job: Path, versions: list[Path], tmp_path_factory: pytest.TempPathFact
     run = tmp_path_factory.mktemp("runs") / "whole"
     run_job(job, versions[-1], run)
     return run
-
-
-def assert_equal(run: Path, other: Path) -> None:
-    """Assert that two runs have the same bits and that one is whole."""
-    assert compare_runs(run, other).difference is None
-    assert verify_run(run).problems == ()
 
 
 CACHES = {

@@ -14,8 +14,10 @@ from schemas.layout import MANIFEST
 from schemas.manifest import DatasetManifest, read_dataset, write_manifest
 from tests.trainer.growing import (
     GROWING,
+    ONCE,
     Pipeline,
     StoppedError,
+    assert_equal,
     commit,
     follow_job,
     make_versions,
@@ -24,11 +26,8 @@ from tests.trainer.growing import (
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import run_job
 from trainer.checkpoint import newest_checkpoint
-from trainer.compare import compare_runs
 from trainer.ledger import verify_run
 from trainer.run import IDENTITY
-
-ONCE = {"epochs": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +49,6 @@ def whole(job: Path, versions: list[Path], tmp_path_factory: pytest.TempPathFact
     run = tmp_path_factory.mktemp("runs") / "whole"
     run_job(job, versions[-1], run)
     return run
-
-
-def assert_equal(run: Path, other: Path) -> None:
-    """Assert that two runs have the same bits and that one is whole."""
-    assert compare_runs(run, other).difference is None
-    assert verify_run(run).problems == ()
 
 
 def changed(dataset: Path, **changes: object) -> None:

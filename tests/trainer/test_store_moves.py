@@ -25,6 +25,7 @@ from tests.trainer.stores import (
 )
 from trainer.__main__ import main
 from trainer.stores.departures import Moved
+from trainer.stores.failures import StoreGoneError
 from trainer.stores.flight_client import FlightGroup, FlightStore
 from trainer.stores.manage import kill_store, migrate_slots, restart_store
 from trainer.stores.peer import Peer
@@ -249,7 +250,7 @@ def incarnation_of(process: StoreProcess) -> str:
         try:
             with Peer(process.address, ACCESS) as peer:
                 return described(peer.action_once(DESCRIBE, {}, 5.0)).incarnation
-        except Exception:
+        except (StoreGoneError, SchemaError):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

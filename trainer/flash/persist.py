@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.jagged import Array
 from schemas.layout import MANIFEST
+from schemas.manifest import sync_directory
 from trainer.arrays import to_parts
 from trainer.flash.manifest import DENSE as DENSE_FILE
 from trainer.flash.manifest import (
@@ -140,7 +141,7 @@ class NewCheckpoint:
         )
         write_checkpoint_manifest(self._partial, manifest)
         self._partial.rename(self._folder)
-        _sync_directory(self._folder.parent)
+        sync_directory(self._folder.parent)
         sweep(self._folder.parent, keep)
         return self._folder
 
@@ -195,11 +196,3 @@ def _ascending(rows: NDArray[np.int64], records: Records) -> Iterator[RowsAndRec
     for start in range(0, len(order), ROWS_AT_ONCE):
         chosen = order[start : start + ROWS_AT_ONCE]
         yield rows[chosen], Records(records.values[chosen], records.state[chosen])
-
-
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from schemas.errors import SchemaError
+from schemas.manifest import sync_directory
 from trainer.stores.entries import Entry, read_entries
 from trainer.stores.redo_log import RedoLog
 
@@ -84,7 +85,7 @@ class ShardLog:
             raise
         finally:
             log.close()
-        _sync_directory(self.directory)
+        sync_directory(self.directory)
         if self._log is not None:
             self._log.close()
         self._log = RedoLog(path, sync=self._sync)
@@ -115,11 +116,3 @@ def _hold(directory: Path) -> int:
             file=str(directory),
         ) from error
     return held
-
-
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
