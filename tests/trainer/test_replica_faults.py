@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,31 @@ FAULTS = {
 def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
     together(folder, tmp_path / "run", 2, FAULTS[what])
     assert_as_alone(folder, tmp_path / "run")
+
+
+AWAY = {
+    "held": Faults().stop(1, 3, 4.0),
+    "killed": Faults().kill(1, 3),
+    "cut off": Faults().partition(1, 3, 4.0),
+}
+
+
+@pytest.mark.parametrize("what", AWAY)
+def test_one_that_was_away_computes_leaves_again(what: str, folder: Path, tmp_path: Path) -> None:
+    run, back = tmp_path / "run", set[str]()
+
+    def look(metric: StepMetric, _: int) -> None:
+        for entry in read_ledger(run / LEDGER):
+            if entry.step > 6 and entry.replica.startswith("001"):
+                back.add(entry.replica)
+
+    # who stays takes a second for each step, so that the other is back before the last one
+    faults = replace(AWAY[what], schedule=(*AWAY[what].schedule, *Faults().slow(0, 60.0).schedule))
+    launch = LaunchOptions(count=2, heartbeat_sec=1.0, faults=faults, start=forked_child)
+    job, dataset = folder / "job" / "job.yaml", folder / "dataset"
+    train_together(job, dataset, run, TrainOptions(), launch, look)
+    assert_as_alone(folder, run)
+    assert back, "it came back and computed leaves"
 
 
 def test_a_run_that_was_killed_as_a_whole_goes_on(folder: Path, tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from schemas.events import RunSummary, StepMetric
+from schemas.events import LEDGER, RunSummary, StepMetric
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores
 from trainer.compare import compare_runs
-from trainer.ledger import verify_run
+from trainer.ledger import read_ledger, verify_run
 from trainer.replicas.faults import Faults
 from trainer.replicas.launch import LaunchOptions, train_together
 from trainer.training import TrainOptions
@@ -94,6 +94,14 @@ FAULTS = {
 def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
     together(folder, tmp_path / "run", faults=FAULTS[what])
     assert_as_alone(folder, tmp_path / "run")
+
+
+def test_one_that_was_killed_computes_leaves_again(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    together(folder, run, faults=Faults().kill(1, 3).slow(0, 60.0))
+    assert_as_alone(folder, run)
+    lives = {e.replica for e in read_ledger(run / LEDGER) if e.replica.startswith("001")}
+    assert len(lives) == 2, "it joined from the state of the other and computed leaves"
 
 
 def test_a_store_that_is_killed_costs_no_step(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from schemas.jagged import Array
@@ -38,7 +37,6 @@ from trainer.replicas.share import Shares
 from trainer.replicas.splits import smoothed
 from trainer.replicas.stand_in import StandIns
 from trainer.replicas.writer import Writer
-from trainer.state import load_state, state_of
 from trainer.step import PhaseTimer, check_loss, metric_of, update_by
 from trainer.tree import Tree
 from trainer.watchdog import Watchdog
@@ -227,6 +225,7 @@ class Replica:
                 break
             except LostPeerError:
                 self._failures += 1
+                self._server.let_go()
                 asked = self._agree(self._told_in_step(computed))
         self._commit(agreement, total, message, more.owners)
         return agreement
@@ -340,6 +339,11 @@ class Replica:
                 self._load(peer.state())
             else:
                 self._apply(Committed.from_bytes(data))
+        # they commit the target without this replica, and wait for it when they agree on the next
+        if self.step < self.setting.last:
+            data = peer.sums(self.step, self.options.timeout_sec / 2)
+            if data is not None:
+                self._apply(Committed.from_bytes(data))
         self._since = self.step
 
     def _apply(self, committed: Committed) -> None:
@@ -382,18 +386,9 @@ class Replica:
             self._told_addresses = addresses
 
     def _state_arrays(self) -> dict[str, Array] | None:
-        rows = self.setting.rows.arrays(self.step)
-        if rows is None:
-            return None
-        parts = self.setting.parts
-        return {"step": np.array([self.step]), **state_of(parts.model, parts.optimizer), **rows}
+        return self.setting.state_before(self.step)
 
     def _load(self, arrays: Mapping[str, Array]) -> None:
-        parts = self.setting.parts
-        dense = {name: a for name, a in arrays.items() if name.startswith(("model/", "optimizer/"))}
-        load_state(dense, parts.model, parts.optimizer)
-        [step] = arrays["step"].tolist()
-        self.setting.rows.load(arrays, int(step))
-        self.step = self._since = int(step)
+        self.step = self._since = self.setting.load(arrays)
         self._saves.loaded(self.step)
         self._open = None

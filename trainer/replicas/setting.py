@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from schemas.dataset import Dataset
 from schemas.events import LedgerEntry
+from schemas.jagged import Array
 from schemas.job import Job
 from schemas.layout import TRAIN
 from schemas.order import Order
@@ -21,6 +23,7 @@ from trainer.reader import Reader
 from trainer.replicas.exchange import Shape
 from trainer.replicas.row_state import ReplicaRows
 from trainer.replicas.step_rows import StepRows
+from trainer.state import load_state, state_of
 from trainer.step import Clock
 
 
@@ -94,6 +97,22 @@ class Setting:
         step = self.order.step(train_step)
         segment = self.dataset.segments[step.segment]
         return segment.column("num_samples")[segment.positions(TRAIN)[step.positions]]
+
+    def state_before(self, train_step: int) -> dict[str, Array] | None:
+        """Return what a replica needs to begin with a step; None where a later one must do."""
+        rows = self.rows.arrays(train_step)
+        if rows is None:
+            return None
+        dense = state_of(self.parts.model, self.parts.optimizer)
+        return {"step": np.array([train_step]), **dense, **rows}
+
+    def load(self, arrays: Mapping[str, Array]) -> int:
+        """Begin with what `state_before` returned elsewhere; return its step."""
+        dense = {name: a for name, a in arrays.items() if name.startswith(("model/", "optimizer/"))}
+        load_state(dense, self.parts.model, self.parts.optimizer)
+        [step] = arrays["step"].tolist()
+        self.rows.load(arrays, int(step))
+        return int(step)
 
     @property
     def kernels(self) -> Kernels:
