@@ -43,7 +43,7 @@ from trainer.parts import build_parts, memory_stores, order_of
 from trainer.replicas.faults import Faults, Injector, Point
 from trainer.replicas.replica import Replica, ReplicaOptions
 from trainer.replicas.row_state import MemoryRows
-from trainer.replicas.saves import WholeSaves
+from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
 from trainer.replicas.step_rows import StepRows
 from trainer.rows import initial_rows
@@ -151,7 +151,7 @@ def ours(side: Side, wire: Connection) -> None:
     lighthouse_port = int(side.meeting.rpartition(":")[2])
     turns = Turns(wire, lighthouse_port, side.run)
     watchdog = Watchdog(job.train.limits.seconds())
-    saves = WholeSaves(side.run, None, side.num_steps, lambda _: None)
+    saves = Saves(side.run, None, side.num_steps, lambda _: None)
     with Replica(setting, options, turns, Drain(), watchdog, saves) as replica:
         replica.train()
 

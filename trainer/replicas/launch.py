@@ -29,7 +29,6 @@ from trainer.replicas.leaving import what_is_left
 from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
-from trainer.replicas.saves import copy_bytes_of
 from trainer.replicas.stores import begin_stores
 from trainer.replicas.together import TOGETHER, TOKEN, Together, write_together
 from trainer.rollback import with_rollbacks
@@ -293,14 +292,11 @@ def train_together(
     drain, drain_sec = drain or Drain(), job.train.limits.drain.total_seconds()
 
     def attempt(checkpoint: Path | None) -> RunSummary:
-        first = 0 if checkpoint is None else int(checkpoint.name)
-        cut_run(run, first)
+        cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
         (run / SUMMARY).unlink(missing_ok=True)
         with ExitStack() as stack:
-            shared, copied = None, 0
-            if options.embedding == "plain":
-                copied = copy_bytes_of(job, dataset, range(first, last))
-            else:
+            shared = None
+            if options.embedding != "plain":
                 stores = begin_stores(
                     run, job_path, job.train.stores, layouts, options.stores, checkpoint
                 )
@@ -315,7 +311,6 @@ def train_together(
                 expanded=options.expanded,
                 steps=options.steps,
                 retained_bytes=launch.retained_bytes,
-                copy_bytes=copied,
                 shared=shared,
             )
             (run / REPLICAS).unlink(missing_ok=True)

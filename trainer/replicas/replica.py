@@ -390,5 +390,4 @@ class Replica:
 
     def _load(self, arrays: Mapping[str, Array]) -> None:
         self.step = self._since = self.setting.load(arrays)
-        self._saves.loaded(self.step)
         self._open = None

@@ -35,8 +35,6 @@ class Together:
     """Stop before this step."""
     retained_bytes: int
     """Most bytes of rows that the writer lets wait before they go to the stores."""
-    copy_bytes: int
-    """Of the largest copy of a checkpoint, to be taken before the first."""
     shared: SharedStores | None
     """Stores of the run; None where every replica has all rows in memory."""
 

@@ -22,7 +22,7 @@ from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
 from trainer.replicas.replica import Replica, ReplicaOptions
 from trainer.replicas.row_state import MemoryRows, ReplicaRows
-from trainer.replicas.saves import BesideSaves, Saves, WholeSaves
+from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
 from trainer.replicas.shared_rows import Planned, shared_rows
 from trainer.replicas.step_rows import StepRows
@@ -102,8 +102,7 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
             last=last,
             clock=clock,
         )
-        saves = _saves(setting, together.copy_bytes)
-        stack.callback(saves.close)
+        saves = Saves(run, config.checkpoint.every_steps, last, lambda step: _save(setting, step))
         injector = Injector(faults, options.number, run / FAULTS_DONE)
         options = replace(options, lighthouse=injector.way_to(options.lighthouse))
         starting.close()
@@ -162,27 +161,6 @@ def _finishing(
         write_summary(setting.run, summary)
 
     return finish
-
-
-def _saves(setting: Setting, copy_bytes: int) -> Saves:
-    """Return what saves a run: with all rows in memory beside training, where it is due."""
-    config = setting.job.train.checkpoint
-
-    def save(train_step: int) -> None:
-        _save(setting, train_step)
-
-    if config.every_steps is None or not isinstance(setting.rows, MemoryRows):
-        return WholeSaves(setting.run, config.every_steps, setting.last, save)
-    return BesideSaves(
-        setting.run,
-        config,
-        setting.parts,
-        setting.rows.source,
-        lambda: made_of(setting.job, setting.dataset),
-        first_step=setting.first,
-        copy_bytes=copy_bytes,
-        save_whole=save,
-    )
 
 
 def _save(setting: Setting, train_step: int) -> None:
