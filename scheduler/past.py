@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from scheduler.model import SEGMENT_TERMS, TRAINING_TERMS
-from schemas.errors import SchemaError
+from schemas.events import read_lines
 from schemas.manifest import canonical_json
 
 PAST_JOBS = "jobs.jsonl"
@@ -61,20 +61,17 @@ def read_past(path: Path) -> tuple[PastJob, ...]:
     Raises:
         SchemaError: a line other than the last is no past job.
     """
-    found: list[PastJob] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            body = json.loads(line)
-            for name in ("training", "segments"):
-                body[name] = tuple(map(float, body[name]))
-            found.append(PastJob(**body))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if number == len(lines):
-                break
-            raise SchemaError(
-                f"line must be a past job, got {line[:80]!r} ({error}); remove it",
-                file=str(path),
-                place=str(number),
-            ) from error
-    return tuple(found)
+
+    def job_of(body: dict[str, Any]) -> PastJob:
+        numbers: dict[str, Any] = {
+            name: tuple(map(float, body[name])) for name in ("training", "segments")
+        }
+        return PastJob(**{**body, **numbers})
+
+    return tuple(
+        read_lines(
+            path,
+            job_of,
+            lambda line, error: f"line must be a past job, got {line!r} ({error}); remove it",
+        )
+    )

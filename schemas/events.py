@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from schemas.errors import SchemaError
 from schemas.manifest import canonical_json
 
+T = TypeVar("T")
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SPLITS = "splits.jsonl"
@@ -138,20 +140,38 @@ def read_metrics(path: Path) -> list[StepMetric]:
     Raises:
         SchemaError: a line other than the last is no step metric.
     """
-    metrics: list[StepMetric] = []
+    return read_lines(
+        path,
+        lambda body: StepMetric(**body),
+        lambda line, _: f"line must be a step metric, got {line!r}; restore the file",
+    )
+
+
+def read_lines(
+    path: Path, record_of: Callable[[Any], T], refusal: Callable[[str, Exception], str]
+) -> list[T]:
+    """Read a file with a JSON object in each line; a torn last line is left out.
+
+    Args:
+        path: of the file.
+        record_of: from an object to what it stands for.
+        refusal: from the start of a line and what is wrong with it to the error's text.
+
+    Raises:
+        SchemaError: a line other than the last cannot be read.
+    """
+    records: list[T] = []
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            metrics.append(StepMetric(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+            records.append(record_of(json.loads(line)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             if number == len(lines):
                 break
             raise SchemaError(
-                f"line must be a step metric, got {line[:80]!r}; restore the file",
-                file=str(path),
-                place=str(number),
+                refusal(line[:80], error), file=str(path), place=str(number)
             ) from error
-    return metrics
+    return records
 
 
 def read_summary(path: Path) -> RunSummary:

@@ -84,16 +84,18 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def load_checkpoint(
     checkpoint: Path,
+    manifest: CheckpointManifest,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     stores: Mapping[str, Store],
     next_use: NextUseOf | None = None,
     cached: Mapping[str, CachedRows] | None = None,
 ) -> int:
-    """Load a checkpoint into fresh parts; `verified` looks at it first.
+    """Load a checkpoint into fresh parts.
 
     Args:
         checkpoint: folder of the checkpoint.
+        manifest: of it, from `verified`.
         model: dense parameters.
         optimizer: of the dense parameters, None to leave it out.
         stores: rows by table.
@@ -104,9 +106,8 @@ def load_checkpoint(
         The next step to train.
 
     Raises:
-        SchemaError: a file is missing or has changed, or the state is of another model.
+        SchemaError: the state is of another model.
     """
-    manifest = verified(checkpoint, None)
     load_state(dense_of(checkpoint), model, optimizer, file=str(checkpoint / DENSE))
     load_rows(checkpoint, manifest, stores, next_use, cached)
     return manifest.train_step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, METRICS, LedgerEntry, read_metrics
+from schemas.events import LEDGER, METRICS, LedgerEntry, read_lines, read_metrics
 from schemas.layout import BLOCKS, TRAIN
 
 _RUN_BLOCKS = pa.schema(
@@ -56,23 +55,13 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
         SchemaError: the file is missing, or a line other than the last is no entry.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return read_lines(
+            path,
+            lambda body: LedgerEntry(**{**body, "blocks": tuple(body["blocks"])}),
+            lambda line, _: f"line must be a ledger entry, got {line!r}; restore the file",
+        )
     except OSError as error:
         raise SchemaError("ledger must exist, got none; this is no run", file=str(path)) from error
-    entries: list[LedgerEntry] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            body = json.loads(line)
-            entries.append(LedgerEntry(**{**body, "blocks": tuple(body["blocks"])}))
-        except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines):
-                break
-            raise SchemaError(
-                f"line must be a ledger entry, got {line[:80]!r}; restore the file",
-                file=str(path),
-                place=str(number),
-            ) from error
-    return entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ def _start(
         if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
             cached = load_cached(checkpoint / PLAN, parts.stores)
         first = load_checkpoint(
-            checkpoint, parts.model, parts.optimizer, parts.stores, next_use, cached
+            checkpoint, manifest, parts.model, parts.optimizer, parts.stores, next_use, cached
         )
     source = _source(options, span, job, parts, first, cached)
     if isinstance(source, PlannedCache) and checkpoint is not None:
@@ -201,8 +201,8 @@ def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
-    verified(checkpoint, made_of(job, dataset))
-    load_checkpoint(checkpoint, parts.model, None, parts.stores)
+    manifest = verified(checkpoint, made_of(job, dataset))
+    load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
     return evaluate_parts(job, dataset, parts)
 
 

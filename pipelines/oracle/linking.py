@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelines.oracle.arrays import open_array
 from pipelines.oracle.files import cut_files, jagged, write_index_file
 from pipelines.oracle.rounds import Round
 from pipelines.oracle.runs import read_bucket, write_run
@@ -81,7 +82,7 @@ def unpack(plan: LinkingPlan, task: tuple[int, int]) -> tuple[NDArray[np.int64],
     segment, file_index = task
     lists = from_gaps(jagged_of(plan.files[segment][file_index].read(["gaps"])["gaps"]))
     if plan.maps:
-        joint = np.load(plan.maps[segment], mmap_mode="r")
+        joint = open_array(plan.maps[segment])
         lists = sort_each(Jagged(joint[lists.values], lists.offsets))
     small = plan.num_numbers <= np.iinfo(np.int32).max
     save(plan.place("numbers", segment, file_index), lists.values.astype("i4" if small else "i8"))
@@ -171,8 +172,8 @@ class Lists:
         self._files = [
             [
                 (
-                    np.load(plan.place("offsets", segment, f), mmap_mode="r"),
-                    np.load(plan.place("numbers", segment, f), mmap_mode="r"),
+                    open_array(plan.place("offsets", segment, f)),
+                    open_array(plan.place("numbers", segment, f)),
                 )
                 for f in range(len(files))
             ]

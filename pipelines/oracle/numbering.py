@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from pipelines.oracle.arrays import open_array
 from pipelines.oracle.files import cut_files, write_access_file, write_edges_file
 from pipelines.oracle.rounds import Round
 from pipelines.oracle.runs import chunks, read_bucket, write_buckets
@@ -186,7 +187,7 @@ def spread_lookups(plan: NumberingPlan, task: tuple[int, int, int]) -> None:
     file = pq.ParquetFile(lookups_path(plan.root, plan.table, part))
     before = sum(file.metadata.row_group(g).num_rows for g in range(row_group))
     lists = jagged_of(file.read_row_group(row_group, columns=["rows"])["rows"])
-    blocks = np.load(plan.scratch("blocks.npy"), mmap_mode="r")
+    blocks = open_array(plan.scratch("blocks.npy"))
     mine = np.flatnonzero(blocks >> FILE_SHIFT == part)
     index = (blocks[mine] & ((1 << FILE_SHIFT) - 1)) - before
     here = (index >= 0) & (index < lists.num_rows)
@@ -326,7 +327,7 @@ def write_lists(plan: NumberingPlan, task: tuple[int, tuple[int, ...]]) -> int:
     by_block = number[np.argsort(position, kind="stable")]
     lengths = np.bincount(position, minlength=end - start)
     lists = sort_each(Jagged(by_block, offsets_of(lengths)))
-    blocks = np.load(plan.scratch("blocks.npy"), mmap_mode="r")[start:end]
+    blocks = open_array(plan.scratch("blocks.npy"))[start:end]
     write_access_file(plan.root, plan.table, file_index, np.array(blocks), lists)
     return pq.read_metadata(plan.root / edges_path(plan.table, file_index)).num_rows
 

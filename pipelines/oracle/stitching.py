@@ -21,6 +21,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
+from pipelines.oracle.arrays import open_array
 from pipelines.oracle.numbering import codes_of
 from pipelines.oracle.runs import read_bucket, write_buckets
 from pipelines.segments.partial import whole
@@ -102,11 +103,11 @@ def _entries(
 
 def _number_new(flags: Path, joint: Path, first: int) -> int:
     """Number the new rows of a segment; return the number behind them."""
-    count = len(open_memmap(flags, "r"))
+    count = len(open_array(flags))
     for start in range(0, count, WINDOW):
-        is_new = open_memmap(flags, "r")[start : start + WINDOW]
+        is_new = open_array(flags)[start : start + WINDOW]
         numbers = np.cumsum(is_new) + (first - 1)
-        open_memmap(joint, "r+")[start : start + WINDOW] = numbers
+        open_array(joint, "r+")[start : start + WINDOW] = numbers
         first = int(numbers[-1]) + 1
     return first
 
@@ -122,9 +123,9 @@ def _windows(numbers: NDArray[np.int64]) -> Iterator[slice]:
 
 def _write_at(path: Path, numbers: NDArray[np.int64], values: Array) -> None:
     for part in _windows(numbers):
-        open_memmap(path, "r+")[numbers[part]] = values[part]
+        open_array(path, "r+")[numbers[part]] = values[part]
 
 
 def _read_at(path: Path, numbers: NDArray[np.int64]) -> Array:
-    parts = [open_memmap(path, "r")[numbers[part]] for part in _windows(numbers)]
+    parts = [open_array(path)[numbers[part]] for part in _windows(numbers)]
     return np.concatenate([np.empty(0, np.int32), *parts])

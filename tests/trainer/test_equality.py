@@ -16,7 +16,7 @@ import torch
 
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, parts_of, reader_of, run_job
-from trainer.checkpoint import load_checkpoint
+from trainer.checkpoint import load_checkpoint, verified
 from trainer.leaves import whole
 from trainer.models.dedup_dlrm import DedupDlrm
 from trainer.step import loss_of
@@ -121,7 +121,9 @@ def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(
         found = []
         for expanded in (False, True):
             parts = parts_of(job, dataset)
-            load_checkpoint(checkpoint_at(tmp_path / "run", step), parts.model, None, parts.stores)
+            checkpoint = checkpoint_at(tmp_path / "run", step)
+            manifest = verified(checkpoint, None)
+            load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
             batch = reader_of(job, dataset, expanded=expanded, sides=True).read(step)
             assert (batch.sides is None) == (not batch.groups) == expanded
             assert isinstance(parts.model, DedupDlrm) == (model == "dlrm")

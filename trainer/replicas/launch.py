@@ -118,8 +118,6 @@ class LocalReplicas:
             time.sleep(_POLL_SEC)
             poll()
             finished = self._run_is_finished()
-            if not running and finished:
-                time.sleep(self._linger_sec)  # the lighthouse tells all replicas that it is so
             if (drain.asked or finished) and until == math.inf:
                 until = time.monotonic() + drain_sec + _END_SEC
                 for number in running if drain.asked else ():
@@ -156,6 +154,8 @@ class LocalReplicas:
                 elif not drain.asked and (running or not self._run_is_finished()):
                     self._restart(number, status)
                     running.add(number)
+        if not self._count and self._run_is_finished():
+            time.sleep(self._linger_sec)  # the lighthouse tells all replicas that it is so
 
     def _by_hand(self, drain: Drain) -> bool:
         """Return whether replicas that this process has not started may be at work."""

@@ -24,7 +24,7 @@ class Saves:
             run: run folder.
             every_steps: steps between checkpoints; None for the last one alone.
             last: the step after the last one.
-            save: writes the state before a step.
+            save: brings all rows to their stores and writes the state before a step.
         """
         self._run, self._every_steps, self._last, self._save = run, every_steps, last, save
 
@@ -39,12 +39,14 @@ class Saves:
         if writes and every is not None and train_step % every == 0 and train_step < self._last:
             self._save(train_step)
 
-    def finish(self, train_step: int) -> None:
-        """Have the state before a step on the disk, unless another replica has saved it.
+    def finish(self, train_step: int) -> bool:
+        """Have the state before a step on the disk; return whether this replica has saved it.
 
         Raises:
             SchemaError: the disk is full.
         """
         newest = newest_checkpoint(self._run)
-        if newest is None or int(newest.name) != train_step:
-            self._save(train_step)
+        if newest is not None and int(newest.name) == train_step:
+            return False
+        self._save(train_step)
+        return True

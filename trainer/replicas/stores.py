@@ -66,7 +66,7 @@ def begin_stores(
         yield SharedStores(
             addresses=tuple(group.members.addresses),
             session=group.members.session,
-            token_file=str(token),
+            token_file=str(token.resolve()),
         )
 
 

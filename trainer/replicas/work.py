@@ -115,7 +115,6 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
                 return
         if left.saves:  # nobody waits for this replica any more
             with watchdog(SAVE):
-                rows.flush()
                 saves.finish(replica.step)
         goes_on = "the others go on" if left.alone else f"{run} goes on with --resume"
         with told(f"{me} stopped at step {replica.step}; {goes_on}"):
@@ -132,8 +131,8 @@ def _load_newest(
     """
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
-            verified(checkpoint, wanted)
-            return load_checkpoint(checkpoint, parts.model, parts.optimizer, stores)
+            manifest = verified(checkpoint, wanted)
+            return load_checkpoint(checkpoint, manifest, parts.model, parts.optimizer, stores)
         except (SchemaError, OSError):
             if newest_checkpoint(run) == checkpoint:
                 raise  # or a newer one came meanwhile, and this one went
@@ -153,8 +152,8 @@ def _finishing(
     def finish() -> None:
         parts = setting.parts
         with watchdog(SAVE):
-            setting.rows.flush()
-            saves.finish(setting.last)
+            if not saves.finish(setting.last):
+                setting.rows.flush()  # evaluation reads the stores
         with drain.at_once():
             evaluation = evaluate_parts(setting.job, setting.dataset, parts, watchdog)
         summary = summary_of(setting.run, options, evaluation, setting.rows.source)
