@@ -14,8 +14,10 @@ from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores
 from trainer.compare import compare_runs
 from trainer.ledger import read_ledger, verify_run
+from trainer.opening import STORE
 from trainer.replicas.faults import Faults
 from trainer.replicas.launch import LaunchOptions, train_together
+from trainer.stores.entries import RowsEntry, read_entries
 from trainer.training import TrainOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -80,6 +82,18 @@ def test_replicas_that_share_stores_have_the_bits_of_one_process(
     run = tmp_path / "run"
     together(folder, run, count=count, embedding=embedding, retained_bytes=retained_bytes)
     assert_as_alone(folder, run)
+    logs = sorted((run / STORE).rglob("log-*.bin"))
+    assert len(logs) == 2
+    for log in logs:
+        written = rows_written(log)
+        assert written
+        assert len(written) == len(set(written)), "the last checkpoint has shortened the log"
+
+
+def rows_written(log: Path) -> list[tuple[str, int]]:
+    """Return table and row of each record of rows in a store's log."""
+    entries = (entry for entry in read_entries(log) if isinstance(entry, RowsEntry))
+    return [(table, row) for e in entries for table, rows in e.tables.items() for row in rows]
 
 
 FAULTS = {

@@ -31,6 +31,7 @@ from trainer.replicas.together import read_together
 from trainer.run import check_run, write_summary
 from trainer.step import Clock
 from trainer.stores.store import Store
+from trainer.stores.together import checkpointed
 from trainer.train import evaluate_parts, summary_of
 from trainer.training import TrainOptions, reader_of
 from trainer.watchdog import Watchdog
@@ -163,6 +164,7 @@ def _finishing(
 
 
 def _save(setting: Setting, train_step: int) -> None:
+    """Save all rows, then let stores shorten their logs."""
     parts = setting.parts
     setting.rows.flush()
     save_checkpoint(
@@ -174,3 +176,4 @@ def _save(setting: Setting, train_step: int) -> None:
         keep=setting.job.train.checkpoint.keep,
         made_of=made_of(setting.job, setting.dataset),
     )
+    checkpointed(parts.stores, train_step)
