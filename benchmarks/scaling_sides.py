@@ -41,12 +41,14 @@ from trainer.models.dlrm import build, dense_of
 from trainer.optimizer import dense_optimizer
 from trainer.parts import build_parts, memory_stores, order_of
 from trainer.replicas.faults import Faults, Injector, Point
-from trainer.replicas.replica import Replica, ReplicaOptions
+from trainer.replicas.options import ReplicaOptions
+from trainer.replicas.replica import Replica
 from trainer.replicas.row_state import MemoryRows
 from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
 from trainer.replicas.step_rows import StepRows
 from trainer.rows import initial_rows
+from trainer.stores.peer import Access
 from trainer.training import TrainOptions, reader_of
 from trainer.watchdog import Watchdog
 
@@ -144,9 +146,8 @@ def ours(side: Side, wire: Connection) -> None:
         number=side.rank,
         name=f"{side.rank:03d}",
         lighthouse=side.meeting,
-        token="benchmark",
+        access=Access(token="benchmark", timeout_sec=600.0),
         expected=side.count,
-        timeout_sec=600.0,
     )
     lighthouse_port = int(side.meeting.rpartition(":")[2])
     turns = Turns(wire, lighthouse_port, side.run)

@@ -88,7 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_replica(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run folder that train --replicas has begun")
     parser.add_argument("--number", type=int, required=True, help="of this replica, from 0")
-    parser.add_argument("--host", default="127.0.0.1", help="interface that other replicas reach")
+    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
+    _add_tls(parser, "authorities of other replicas, PEM")
     parser.add_argument("--expected", type=_positive, default=1, help="replicas to wait for")
     parser.add_argument("--threads", type=_positive, default=1, help="leaves computed at once")
     parser.add_argument("--faults", default="[]", help="faults that are to happen, as JSON")
@@ -101,14 +102,18 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--slots", default="0:4096", help="START:END of 4,096[,...], or none")
-    parser.add_argument("--tls-cert", type=Path, help="certificate chain, PEM")
-    parser.add_argument("--tls-key", type=Path, help="its key, PEM")
-    parser.add_argument("--trusted", type=Path, help="authorities of other stores, PEM")
+    _add_tls(parser, "authorities of other stores, PEM")
     parser.add_argument("--fsync", choices=("checkpoint", "write"), default="checkpoint")
     parser.add_argument("--message-bytes", type=_positive, default=4 << 20)
     parser.add_argument("--in-flight-bytes", type=_positive, default=64 << 20)
     parser.add_argument("--delay-sec", type=float, default=0.0, help="hold every answer back")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
+
+
+def _add_tls(parser: argparse.ArgumentParser, trusted: str) -> None:
+    parser.add_argument("--tls-cert", type=Path, help="certificate chain, PEM")
+    parser.add_argument("--tls-key", type=Path, help="its key, PEM")
+    parser.add_argument("--trusted", type=Path, help=trusted)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -238,10 +243,11 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     from trainer.replicas.faults import Faults
     from trainer.replicas.launch import BEHIND, LOST, heed_stdin
-    from trainer.replicas.replica import ReplicaOptions
+    from trainer.replicas.options import ReplicaOptions
     from trainer.replicas.together import TOKEN, read_together
     from trainer.replicas.work import work
     from trainer.stores.failures import BehindError, StoreLostError
+    from trainer.stores.peer import Access
     from trainer.stores.token import read_token
 
     if arguments.end_with_stdin:
@@ -252,7 +258,11 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         number=arguments.number,
         name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
         lighthouse=together.lighthouse,
-        token=read_token(arguments.run / TOKEN),
+        access=Access(
+            token=read_token(arguments.run / TOKEN),
+            certificates=arguments.trusted and arguments.trusted.read_bytes(),
+        ),
+        certificate=_certificate(arguments),
         host=arguments.host,
         expected=arguments.expected,
         heartbeat_sec=together.heartbeat_sec,
@@ -299,13 +309,17 @@ def _equal(arguments: argparse.Namespace) -> int:
     return 0 if found.difference is None else 1
 
 
+def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
+    if (arguments.tls_cert is None) != (arguments.tls_key is None):
+        raise ValueError("TLS must have both files, got one; give --tls-cert and --tls-key")
+    return arguments.tls_cert and (arguments.tls_cert, arguments.tls_key)
+
+
 def _store(arguments: argparse.Namespace) -> int:
     from trainer.stores.claims import ranges_from
     from trainer.stores.flight_server import Limits
     from trainer.stores.serve import StoreOptions, run_store
 
-    if (arguments.tls_cert is None) != (arguments.tls_key is None):
-        raise ValueError("TLS must have both files, got one; give --tls-cert and --tls-key")
     options = StoreOptions(
         directory=arguments.directory,
         token_file=arguments.token_file,
@@ -313,7 +327,7 @@ def _store(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         slots=ranges_from(arguments.slots),
         trusted=arguments.trusted,
-        certificate=arguments.tls_cert and (arguments.tls_cert, arguments.tls_key),
+        certificate=_certificate(arguments),
         sync=arguments.fsync == "write",
         limits=Limits(
             message_bytes=arguments.message_bytes,

@@ -1,7 +1,6 @@
 """Store processes against a store in memory: real processes, real Flight calls."""
 
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.hashing import MAX_ROW
+from tests.trainer.certificates import make_certificate
 from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
@@ -208,15 +208,11 @@ def test_stranger_on_the_port_of_a_store_that_died_is_waited_out() -> None:
 
 
 def test_store_over_tls_answers_who_trusts_its_certificate(tmp_path: Path) -> None:
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out", "cert.pem"]
-    subprocess.run(
-        ["openssl", "req", "-x509", *made, *names], cwd=tmp_path, check=True, capture_output=True
-    )
-    files = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    chain, key = make_certificate(tmp_path)
+    files = ("--tls-cert", str(chain), "--tls-key", str(key))
     with running(start_store(tmp_path / "store", *files)) as (process,):
         assert process.address.startswith("grpc+tls://127.0.0.1:")
-        trusted = (tmp_path / "cert.pem").read_bytes()
+        trusted = chain.read_bytes()
         store = group_over(process.address, access=replace(ACCESS, certificates=trusted))["items"]
         store.write(np.array([5]), one_record(LAYOUT, 1.0), 0)
         assert whole(store)[0].tolist() == [5]

@@ -14,6 +14,8 @@ from schemas.errors import SchemaError
 from schemas.jagged import Array
 from trainer.arrays import from_bytes, to_parts
 from trainer.replicas.committed import Committed
+from trainer.stores.peer import Access
+from trainer.stores.tls import Certificate, read_certificate, scheme_of
 from trainer.stores.token import TokenCheck
 from trainer.stores.wire import AUTHORIZATION
 
@@ -26,16 +28,26 @@ KEPT_BYTES = 128 << 20
 class PeerServer(fl.FlightServerBase):
     """Answers other replicas of the run until `shutdown`."""
 
-    def __init__(self, location: str, token: str, wait_sec: float) -> None:
-        """Listen at once, as Flight servers do.
+    def __init__(self, host: str, access: Access, certificate: Certificate | None) -> None:
+        """Listen at once, as Flight servers do, on a free port.
 
         Args:
-            location: `grpc://host:0`.
-            token: what callers must present.
-            wait_sec: longest wait for the trainer to come to a step's end.
+            host: to listen on.
+            access: what callers must present; its limit is also the longest wait for the trainer
+                to come to a step's end.
+            certificate: for TLS.
+
+        Raises:
+            OSError: the certificate cannot be read.
         """
-        super().__init__(location, middleware={"token": TokenCheck(token)})
-        self._wait_sec = wait_sec
+        scheme, pair = scheme_of(certificate), read_certificate(certificate)
+        super().__init__(
+            f"{scheme}://{host}:0",
+            middleware={"token": TokenCheck(access.token)},
+            tls_certificates=[pair] if pair else None,
+        )
+        self.address = f"{scheme}://{host}:{self.port}"
+        self._wait_sec = access.timeout_sec
         self._changed = threading.Condition()
         self._committed: OrderedDict[int, Committed] = OrderedDict()
         self._kept_bytes = 0
@@ -121,18 +133,17 @@ class PeerServer(fl.FlightServerBase):
 class Peer:
     """Another replica, as one that is behind sees it."""
 
-    def __init__(self, address: str, token: str, timeout_sec: float) -> None:
+    def __init__(self, address: str, access: Access) -> None:
         """Connect with the first call.
 
         Args:
-            address: `grpc://host:port`.
-            token: of the run.
-            timeout_sec: longest wait for an answer.
+            address: `grpc://host:port` or `grpc+tls://host:port`.
+            access: how replicas of the run are reached.
         """
         self._address = address
-        self._client = fl.FlightClient(address)
-        header = (AUTHORIZATION.encode(), f"Bearer {token}".encode())
-        self._options = fl.FlightCallOptions(timeout=timeout_sec, headers=[header])
+        self._client = fl.FlightClient(address, tls_root_certs=access.certificates)
+        header = (AUTHORIZATION.encode(), f"Bearer {access.token}".encode())
+        self._options = fl.FlightCallOptions(timeout=access.timeout_sec, headers=[header])
 
     def state(self) -> dict[str, Array]:
         """Return the arrays of the peer's state at the end of one of its next steps.

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -30,6 +29,7 @@ from trainer.replicas.faults import Injector
 from trainer.replicas.group import Group, LostPeerError, Meeting
 from trainer.replicas.leaving import Left, left_by
 from trainer.replicas.membership import Agreement, Membership, Told
+from trainer.replicas.options import ReplicaOptions
 from trainer.replicas.peer import Peer, PeerError, PeerServer
 from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
@@ -45,28 +45,6 @@ REPLICAS = "replicas.json"
 """File of the run with the addresses where living replicas give their state."""
 MEET_HEARTBEATS = 5
 """Heartbeats after which a member that was agreed on and does not come is asked about again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaOptions:
-    """What one replica is told."""
-
-    number: int
-    """Of the replica; one that is started again keeps it."""
-    name: str
-    """Unique for this life of it."""
-    lighthouse: str
-    """`http://host:port`."""
-    token: str
-    """What other replicas must present."""
-    host: str = "127.0.0.1"
-    """Address of the interface that others reach."""
-    expected: int = 1
-    """Replicas to wait for before the first step."""
-    heartbeat_sec: float = 1.0
-    """Time without a sign of life after which one is dead."""
-    timeout_sec: float = 30.0
-    """Longest wait for a message, and for a lighthouse that is not there."""
 
 
 class Replica:
@@ -112,19 +90,19 @@ class Replica:
     def __enter__(self) -> Replica:
         """Listen and start threads."""
         options, enter = self.options, self._stack.enter_context
-        self._server = PeerServer(f"grpc://{options.host}:0", options.token, options.timeout_sec)
+        self._server = PeerServer(options.host, options.access, options.certificate)
         self._stack.callback(self._server.shutdown)
-        self._state = f"grpc://{options.host}:{self._server.port}"
-        self._meeting = Meeting(options.host, options.timeout_sec)
-        meet_sec = min(options.timeout_sec, MEET_HEARTBEATS * options.heartbeat_sec)
-        self._group = Group(options.host, options.timeout_sec, meet_sec)
+        timeout_sec = options.access.timeout_sec
+        self._meeting = Meeting(options.host, timeout_sec)
+        meet_sec = min(timeout_sec, MEET_HEARTBEATS * options.heartbeat_sec)
+        self._group = Group(options.host, timeout_sec, meet_sec)
         self._stack.callback(self._group.leave)
         self._asking = enter(ThreadPoolExecutor(1, "agree"))
         parts = self.setting.parts
         self._work = enter(LeafWork(parts.model, parts.embedding, self.setting.kernels))
         self._ahead = enter(Ahead(self.setting.read))
         self._membership = Membership(
-            options.lighthouse, options.name, options.heartbeat_sec, options.timeout_sec
+            options.lighthouse, options.name, options.heartbeat_sec, timeout_sec
         )
         return self
 
@@ -171,7 +149,7 @@ class Replica:
     def _told(self, leaves: tuple[int, ...], *, done: bool = False, leaving: bool = False) -> Told:
         return Told(
             since=self._since,
-            state=self._state,
+            state=self._server.address,
             meeting=self._meeting.address,
             speed=self._speed,
             leaves=leaves,
@@ -186,7 +164,7 @@ class Replica:
 
     def _wait_for_others(self) -> None:
         """Begin together where all are to begin; what is computed does not depend on it."""
-        end = time.monotonic() + self.options.timeout_sec
+        end = time.monotonic() + self.options.access.timeout_sec
         while self.step == self.setting.first and time.monotonic() < end:
             agreement = self._agree(self._told(())).result()
             if agreement.step > self.step or len(agreement.members) >= self.options.expected:
@@ -341,7 +319,7 @@ class Replica:
                 self._apply(Committed.from_bytes(data))
         # they commit the target without this replica, and wait for it when they agree on the next
         if self.step < self.setting.last:
-            data = peer.sums(self.step, self.options.timeout_sec / 2)
+            data = peer.sums(self.step, self.options.access.timeout_sec / 2)
             if data is not None:
                 self._apply(Committed.from_bytes(data))
         self._since = self.step
@@ -377,7 +355,7 @@ class Replica:
         self.setting.rows.begin(self.step)
 
     def _peer(self, address: str) -> Peer:
-        return Peer(address, self.options.token, self.options.timeout_sec)
+        return Peer(address, self.options.access)
 
     def _tell_newcomers(self, agreement: Agreement) -> None:
         addresses = [member.told.state for member in agreement.staying.values()]

@@ -20,7 +20,8 @@ from trainer.flash.fits import made_of
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
-from trainer.replicas.replica import Replica, ReplicaOptions
+from trainer.replicas.options import ReplicaOptions
+from trainer.replicas.replica import Replica
 from trainer.replicas.row_state import MemoryRows, ReplicaRows
 from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting

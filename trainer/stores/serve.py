@@ -19,11 +19,11 @@ from trainer.stores.departures import Departures
 from trainer.stores.flight_server import Limits, StoreServer
 from trainer.stores.peer import Access
 from trainer.stores.shard import Shard
+from trainer.stores.tls import Certificate, check_host, read_certificate, scheme_of
 from trainer.stores.token import read_token
 
 _SHUTDOWN_SEC = 5.0
 _ANSWER_SEC = 0.05
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class StoreOptions:
     """Port to listen on; a free one when 0."""
     slots: Ranges = ((0, NUM_SLOTS),)
     """Slots that it serves from the start: first of each range and the one after its last."""
-    certificate: tuple[Path, Path] | None = None
-    """PEM files of certificate chain and key, for TLS."""
+    certificate: Certificate | None = None
+    """For TLS."""
     trusted: Path | None = None
     """PEM file of the authorities of other stores, which slots move to; the system's when None."""
     sync: bool = False
@@ -51,11 +51,7 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         """Refuse to send rows over a network in the clear, and slots that there are not."""
-        if self.host not in LOOPBACK and self.certificate is None:
-            raise ValueError(
-                f"host must be loopback without TLS, got host={self.host!r}; "
-                "give --tls-cert and --tls-key"
-            )
+        check_host(self.host, self.certificate)
         check_ranges(self.slots)
 
 
@@ -76,11 +72,7 @@ def run_store(
         SchemaError: the directory or the token cannot be used.
     """
     token = read_token(options.token_file)
-    scheme = "grpc" if options.certificate is None else "grpc+tls"
-    certificate = None
-    if options.certificate is not None:
-        chain, key = options.certificate
-        certificate = (chain.read_bytes(), key.read_bytes())
+    scheme, certificate = scheme_of(options.certificate), read_certificate(options.certificate)
     shard = Shard(options.directory, options.slots, sync=options.sync)
     trusted = options.trusted.read_bytes() if options.trusted is not None else None
     access = Access(token=token, certificates=trusted)

@@ -1,0 +1,17 @@
+"""A certificate for loopback, made by openssl."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from trainer.stores.tls import Certificate
+
+
+def make_certificate(folder: Path) -> Certificate:
+    """Write a chain, which is its own authority, and its key."""
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    made = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", "key.pem", "-out", "cert.pem"]
+    command = ["openssl", "req", "-x509", *made, *names]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "cert.pem", folder / "key.pem"

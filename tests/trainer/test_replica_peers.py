@@ -1,0 +1,68 @@
+"""What replicas give each other, over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from schemas.events import StepMetric
+from tests.trainer.certificates import make_certificate
+from trainer.__main__ import main
+from trainer.replicas.committed import Committed
+from trainer.replicas.peer import Peer, PeerError, PeerServer
+from trainer.stores.peer import Access
+from trainer.stores.tls import Certificate
+
+ACCESS = Access(token="secret", timeout_sec=20.0)
+METRIC = StepMetric(step=3, loss=0.5, num_samples=4, num_replicas=1, samples_per_sec=1.0, phases={})
+
+
+@contextmanager
+def serving(certificate: Certificate | None) -> Iterator[PeerServer]:
+    """Serve the sums of one step."""
+    server = PeerServer("127.0.0.1", ACCESS, certificate)
+    try:
+        server.keep(3, Committed(METRIC, (), torch.arange(8, dtype=torch.uint8)))
+        yield server
+    finally:
+        server.shutdown()
+
+
+def test_sums_go_over_tls_to_who_trusts_the_certificate_and_has_the_token(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    trusting = replace(ACCESS, certificates=certificate[0].read_bytes())
+    with serving(certificate) as server:
+        assert server.address.startswith("grpc+tls://127.0.0.1:")
+        with Peer(server.address, trusting) as peer:
+            sums = peer.sums(3)
+        assert sums is not None
+        assert Committed.from_bytes(sums).metric == METRIC
+        plain = server.address.replace("+tls", "")
+        for address, access in (
+            (server.address, ACCESS),
+            (plain, trusting),
+            (server.address, replace(trusting, token="guess")),
+        ):
+            with Peer(address, access) as peer, pytest.raises(PeerError, match="sums of grpc"):
+                peer.sums(3)
+
+
+def test_replica_beyond_loopback_must_have_a_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "together.json").write_text(
+        '{"job": "j", "dataset": "d", "lighthouse": "http://127.0.0.1:1", "heartbeat_sec": 1.0, '
+        '"embedding": "plain", "expanded": false, "steps": null, "retained_bytes": 1, '
+        '"shared": null}'
+    )
+    arguments = ["replica", str(tmp_path), "--number", "0", "--host", "0.0.0.0"]
+    assert main(arguments) == 1
+    assert "host must be loopback without TLS, got host='0.0.0.0'" in capsys.readouterr().err
+    assert main([*arguments, "--tls-cert", "cert.pem"]) == 1
+    assert "TLS must have both files, got one" in capsys.readouterr().err
