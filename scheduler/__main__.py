@@ -1,4 +1,4 @@
-"""`python -m scheduler`: fit throughput, size the pools of a job."""
+"""`python -m scheduler`: fit throughput, size the pools of a job, check a scheduler's log."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from scheduler.explain import as_json, explain, summary
+from scheduler.machine.log import recover
+from scheduler.machine.words import pools_in_words, replayed
 from scheduler.measurements import fit_file, fit_summary
 from scheduler.policy import plan
 from scheduler.snapshot import take_snapshot
@@ -42,6 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--explain", action="store_true", help="a table and the reasons")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_plan)
+    command = commands.add_parser("replay", help="the same decisions from the recorded events")
+    command.add_argument("log", type=Path, metavar="LOG", help="log of a scheduler")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    command.set_defaults(run=_replay)
     return parser
 
 
@@ -78,6 +84,19 @@ def _plan(arguments: argparse.Namespace) -> None:
         Console(stderr=arguments.json).print(explain(snapshot, config, decision))
     elif not arguments.json:
         print(summary(decision))
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    found = recover(arguments.log)
+    if arguments.json:
+        print(json.dumps(replayed(found)))
+        return
+    print(
+        f"{found.num_events:,} events lead to the same {found.num_decisions:,} decisions"
+        f"{', ' + str(len(found.missing)) + ' of them not logged' if found.missing else ''}"
+    )
+    for job in found.state.jobs.values():
+        print(f"{job.name}: {pools_in_words(job)}")
 
 
 if __name__ == "__main__":

@@ -55,23 +55,30 @@ def to_line(job: PastJob) -> str:
     return canonical_json(asdict(job))
 
 
+def past_job_of(body: dict[str, Any]) -> PastJob:
+    """Return the job of an object of JSON.
+
+    Raises:
+        KeyError: a field lacks.
+        TypeError: fields are too many, or of another type.
+        ValueError: a number is out of range.
+    """
+    numbers: dict[str, Any] = {
+        name: tuple(map(float, body[name])) for name in ("training", "segments")
+    }
+    return PastJob(**{**body, **numbers})
+
+
 def read_past(path: Path) -> tuple[PastJob, ...]:
     """Read a file of past jobs; a torn last line is left out.
 
     Raises:
         SchemaError: a line other than the last is no past job.
     """
-
-    def job_of(body: dict[str, Any]) -> PastJob:
-        numbers: dict[str, Any] = {
-            name: tuple(map(float, body[name])) for name in ("training", "segments")
-        }
-        return PastJob(**{**body, **numbers})
-
     return tuple(
         read_lines(
             path,
-            job_of,
+            past_job_of,
             lambda line, error: f"line must be a past job, got {line!r} ({error}); remove it",
         )
     )

@@ -77,26 +77,42 @@ def read_yaml(path: Path, kind: type[T]) -> T:
         SchemaError: the file cannot be read, or a key or value breaks its declaration.
     """
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SchemaError(
             f"job file must be readable text, got {error}; check the path", file=str(path)
         ) from error
+    return parse_yaml(text, str(path), kind)
+
+
+def parse_yaml(text: str, name: str, kind: type[T]) -> T:
+    """Read a YAML document into a dataclass, as `read_yaml` does.
+
+    Args:
+        text: the document.
+        name: of the file that it came from, for errors.
+        kind: a dataclass.
+
+    Raises:
+        SchemaError: a key or value breaks its declaration.
+    """
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = str(error.problem_mark.line + 1) if error.problem_mark else None
         raise SchemaError(
             f"job file must be YAML, got {error.problem}; check indentation and quotes",
-            file=str(path),
+            file=name,
             place=line,
         ) from error
     except yaml.YAMLError as error:
         found = str(error).splitlines()[0]
         raise SchemaError(
-            f"job file must be YAML, got {found}; save it as plain text", file=str(path)
+            f"job file must be YAML, got {found}; save it as plain text", file=name
         ) from error
     if node is None:
-        raise SchemaError("job file must not be empty; start from a shipped one", file=str(path))
-    return _Reader(str(path)).build(kind, node, "")
+        raise SchemaError("job file must not be empty; start from a shipped one", file=name)
+    return _Reader(name).build(kind, node, "")
 
 
 class _Reader:

@@ -16,7 +16,6 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SPLITS = "splits.jsonl"
 SUMMARY = "summary.json"
-DECISIONS = "decisions.jsonl"
 PHASES = ("read", "wait", "fetch", "forward", "backward", "sync", "update")
 
 
@@ -115,7 +114,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the scheduler chose and why: one line of `decisions.jsonl`."""
+    """What the scheduler chose and why: a line of its log."""
 
     time_sec: float
     """Seconds since the epoch, given by the caller."""
@@ -123,6 +122,8 @@ class Decision:
     """Job name."""
     action: str
     """What is done."""
+    process: str = ""
+    """With which process, where it is one."""
     reason: str
     """Why, in words and numbers."""
     values: Mapping[str, float] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
-from schemas.declare import read_yaml
+from schemas.declare import parse_yaml, read_yaml
 from schemas.errors import SchemaError, check_at_least_one, nearest
 from schemas.hashing import MAX_ROW
 from schemas.job_gate import GateConfig
@@ -260,13 +260,29 @@ def load_job(path: str | Path) -> Job:
     Raises:
         SchemaError: naming the file, the line, the key, and the nearest valid key.
     """
-    job = read_yaml(Path(path), Job)
+    return _checked(read_yaml(Path(path), Job), str(path))
+
+
+def parse_job(text: str, name: str) -> Job:
+    """Read and check the text of a job file.
+
+    Args:
+        text: the document.
+        name: of the file that it came from, for errors.
+
+    Raises:
+        SchemaError: as `load_job`.
+    """
+    return _checked(parse_yaml(text, name, Job), name)
+
+
+def _checked(job: Job, name: str) -> Job:
     batch, block = job.train.batch_samples, job.data.block_samples
     if batch % block:
         raise SchemaError(
             f"train.batch_samples must be a multiple of data.block_samples, got {batch} and "
             f"{block}; use {max(1, batch // block) * block}",
-            file=str(path),
+            file=name,
         )
     return job
 

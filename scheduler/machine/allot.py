@@ -1,0 +1,108 @@
+"""Which sizes each job begins with: all jobs that run share the budget anew.
+
+Done when a job comes or goes, or the budget changes; in between each job is corrected alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler.candidates import candidates
+from scheduler.correction import Change, Correction
+from scheduler.machine.left import left_of, sizes_at, values_of, words
+from scheduler.machine.state import Action, JobState, State
+from scheduler.outlook import Sizes
+from scheduler.policy import SEED, preference
+from scheduler.predictions import predict
+from scheduler.share import WAITING, Options, options, share
+from schemas.errors import PlanError
+
+
+def allot(state: State) -> tuple[State, list[Action]]:
+    """Share the budget among all jobs that are to run.
+
+    Returns:
+        The state with the jobs' sizes, and a decision for each job that changes.
+    """
+    jobs = dict(state.jobs)
+    actions: list[Action] = []
+    asking: list[tuple[JobState, list[Sizes], list[float], Options]] = []
+    for job in state.by_priority:
+        if job.phase == "draining":
+            continue
+        try:
+            asking.append((job, *plans_of(job, state)))
+        except PlanError as error:
+            new = job.phase == "submitted"
+            if new or job.sizes is not None:
+                actions.append(
+                    Action(verb="fail" if new else "wait", job=job.name, reason=str(error))
+                )
+            jobs[job.name] = replace(job, phase="failed" if new else "waiting", sizes=None)
+    chosen = share([ask[3] for ask in asking], state.budget)
+    for (job, sizes, times, _), choice in zip(asking, chosen, strict=True):
+        wanted = None if choice == WAITING else sizes[choice]
+        predicted = 0.0 if choice == WAITING else times[choice]
+        if wanted is None and job.phase == "submitted":
+            jobs[job.name] = replace(job, phase="waiting")
+            actions.append(_waits(job, state))
+        if wanted == job.sizes:
+            continue
+        jobs[job.name], action = _with_sizes(job, state, wanted, predicted, len(asking))
+        actions.append(action)
+    return replace(state, jobs=jobs), actions
+
+
+def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Options]:
+    """Return the sizes that a job may get, their predicted seconds, and what they take and give.
+
+    Raises:
+        PlanError: not even its smallest pools fit into the whole budget.
+    """
+    left = left_of(job, state.now_sec, state.budget)
+    grid = candidates(left.snapshot, left.config, left.models, np.random.default_rng(SEED))
+    if job.num_stores is not None:
+        same = grid.num_stores == job.num_stores
+        grid = grid[same] if same.any() else grid
+    found = predict(grid, left.snapshot, left.config, left.models)
+    preferred = int(preference(grid, found, left.config)[0])
+    indices, opts = options(grid, found, left.config, preferred)
+    sizes = [sizes_at(grid, int(index)) for index in indices]
+    return sizes, found.predicted_sec[indices].tolist(), opts
+
+
+def _with_sizes(
+    job: JobState, state: State, wanted: Sizes | None, predicted: float, num_jobs: int
+) -> tuple[JobState, Action]:
+    others = f", sharing the budget with {num_jobs - 1} more" if num_jobs > 1 else ""
+    budget = f"{state.budget.cpus:g} cores and {state.budget.memory:,} bytes"
+    if wanted is None:
+        after = replace(job, sizes=None, phase="waiting", correction=Correction())
+        reason = f"jobs of higher priority need its share of {budget}; it leaves and waits"
+        return after, Action(verb="wait", job=job.name, reason=reason)
+    after = replace(
+        job,
+        sizes=wanted,
+        phase="running",
+        grouped=job.grouped or wanted.num_replicas > 1,
+        correction=Correction(in_flight=Change(sizes=wanted)),
+    )
+    action = Action(
+        verb="admit" if job.sizes is None else "scale",
+        job=job.name,
+        reason=f"{words(wanted)}: {predicted:,.0f} s predicted, within {budget}{others}",
+        values={**values_of(wanted), "predicted_sec": predicted},
+    )
+    return after, action
+
+
+def _waits(job: JobState, state: State) -> Action:
+    cpus, memory = state.budget.cpus, state.budget.memory
+    return Action(
+        verb="wait",
+        job=job.name,
+        reason=f"its smallest pools do not fit beside the others into {cpus:g} cores and "
+        f"{memory:,} bytes; it starts when a job ends",
+    )

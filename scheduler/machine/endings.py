@@ -1,0 +1,86 @@
+"""What the end of a process means for its job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler.cells import observe
+from scheduler.grid import Grid
+from scheduler.machine.events import Ended
+from scheduler.machine.state import Action, JobState, Process, State, Trouble
+from scheduler.model import SegmentSetting
+from scheduler.models import fit_models, segment_setting
+
+MAX_FAILED = 3
+"""Times that the process of one place may say that it cannot do its work: it would say so again."""
+FIRST_RETRY_SEC = 1.0
+"""After the first end without progress a process is started again so much later, and twice as late
+each time: being killed is nobody's fault, so there is no last time."""
+MAX_RETRY_SEC = 60.0
+
+Handled = tuple[JobState, list[Action]]
+
+
+def on_ended(job: JobState, event: Ended, state: State) -> Handled:
+    """Take a process out, and its work in if that is done."""
+    process = job.processes[event.process]
+    beside = len(job.of_pool("segment"))
+    job = replace(job, processes={k: v for k, v in job.processes.items() if k != process.name})
+    if event.outcome == "done" and process.pool == "segment":
+        return _built(job, process, event, beside), []
+    if event.outcome == "done" and process.pool == "lead":
+        return _finished(job, event)
+    if event.outcome in ("done", "left") or process.status == "leaving":
+        return job, []
+    return _in_trouble(job, process, event)
+
+
+def _built(job: JobState, process: Process, event: Ended, beside: int) -> JobState:
+    builds = job.builds
+    if event.work_sec > 0.0:
+        sizes = Grid.of_rows(np.array([(max(1, beside), process.workers, 1, 0)]))
+        models = fit_models(job.snapshot, job.snapshot.job.schedule)
+        found = segment_setting(models, job.snapshot, job.snapshot.job.schedule, sizes)
+        setting = SegmentSetting(
+            rows=event.num_samples,
+            workers=found.workers,
+            worker_cpus=found.worker_cpus,
+            segment_jobs=found.segment_jobs,
+        )
+        builds = observe(builds, setting, [event.work_sec], event.time_sec - job.since_sec)
+    troubles = {k: v for k, v in job.troubles.items() if k != process.place}
+    return replace(job, built=job.built | {process.number}, builds=builds, troubles=troubles)
+
+
+def _finished(job: JobState, event: Ended) -> Handled:
+    job = replace(job, phase="finished", sizes=None)
+    seconds = event.time_sec - job.since_sec
+    action = Action(
+        verb="finish",
+        job=job.name,
+        reason=f"{job.num_trained:,} samples of {job.num_segments} segments are trained, "
+        f"{seconds:,.0f} s after it was submitted",
+        values={"seconds": seconds, "num_samples": float(job.num_trained)},
+    )
+    return job, [action]
+
+
+def _in_trouble(job: JobState, process: Process, event: Ended) -> Handled:
+    """Start it again later, or give the job up when it says again and again that it cannot."""
+    place = process.place
+    old = job.troubles.get(place, Trouble())
+    failed = old.failed + (event.outcome == "failed")
+    lost = old.lost + (event.outcome == "lost")
+    wait = min(MAX_RETRY_SEC, FIRST_RETRY_SEC * 2.0 ** (failed + lost - 1))
+    trouble = Trouble(failed=failed, lost=lost, retry_sec=event.time_sec + wait)
+    job = replace(job, troubles={**job.troubles, place: trouble})
+    said = f": {event.detail}" if event.detail else ""
+    if failed >= MAX_FAILED:
+        reason = f"{place} cannot do its work, {failed} times{said}"
+        after = replace(job, phase="failed", sizes=None)
+        return after, [Action(verb="fail", job=job.name, process=process.name, reason=reason)]
+    how = "failed" if event.outcome == "failed" else "is gone"
+    reason = f"it {how}{said}; another one takes its place in {wait:g} s"
+    return job, [Action(verb="replace", job=job.name, process=process.name, reason=reason)]

@@ -1,0 +1,150 @@
+"""What the machine is told: every fact from outside, each with the time when it was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scheduler.history import History
+from scheduler.snapshot import DataFacts
+
+Outcome = Literal["done", "left", "failed", "lost"]
+"""How a process ended: its work is done; it left as it was asked; it says that it cannot do its
+work; or it is gone without a word, killed or with its node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened."""
+
+    time_sec: float
+    """Seconds since the epoch; never smaller than that of the event before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetSet(Event):
+    """From now on all jobs together may use so much."""
+
+    cpus: float
+    """Cores."""
+    memory_bytes: int
+    """Memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent(Event):
+    """Something that happened to one job."""
+
+    job: str
+    """Its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted(JobEvent):
+    """A job is to be run; one that was submitted before goes on where it stood."""
+
+    document: str
+    """Text of its job file."""
+    facts: DataFacts
+    """What is known of its data."""
+    history: History
+    """What is known of its past, and of other jobs."""
+    num_segments: int
+    """Segments that its input is cut into."""
+    replicas_follow: bool = True
+    """Whether several replicas can train while segments are built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained(JobEvent):
+    """A job is to be ended early, with nothing lost; submitting it again goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEvent(JobEvent):
+    """Something that happened to one process."""
+
+    process: str
+    """Its name, unique in the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(ProcessEvent):
+    """A process runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(ProcessEvent):
+    """A process is gone."""
+
+    outcome: Outcome
+    """How."""
+    detail: str = ""
+    """What it said last, or what ended it."""
+    num_samples: int = 0
+    """Of a segment job that is done: samples that it wrote."""
+    work_sec: float = 0.0
+    """Of a segment job that is done: seconds that it took, waiting for others left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted(ProcessEvent):
+    """A process is going to be taken away."""
+
+    grace_sec: float
+    """Seconds until then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read(ProcessEvent):
+    """What was read of a running process."""
+
+    position: int
+    """Its step, or for a segment job the seconds that it has run."""
+    resident_bytes: int
+    """Its memory."""
+    rate: float | None = None
+    """Of a replica: its work per second, in any unit that all replicas of the job share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped(JobEvent):
+    """Steps were committed."""
+
+    next_step: int
+    """The step after the last one."""
+    num_samples: int
+    """Samples trained by now, every epoch counted."""
+    num_replicas: int
+    """Replicas that made the steps below."""
+    seconds: tuple[float, ...]
+    """Of each of the latest steps with so many replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadKnown(JobEvent):
+    """What the oracle tells of the steps to come."""
+
+    num_steps: int
+    """Steps of the run, as far as they are known."""
+    slots: tuple[tuple[int, ...], ...]
+    """Accesses by equal periods of the run and equal ranges of the slots."""
+    touched_rows: tuple[int, ...]
+    """Distinct rows up to the end of each period."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(JobEvent):
+    """A range of slots has another store, or the move failed."""
+
+    slots: int
+    """Number of the range."""
+    target: int
+    """Number of the store that was to take it."""
+    moved: bool
+    """Whether it did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked(Event):
+    """Time has passed: the machine looks at everything."""

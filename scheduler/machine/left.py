@@ -1,0 +1,133 @@
+"""What is left of a running job: its data, its limits, and the models fitted to what it took."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+from scheduler.decision import counted
+from scheduler.grid import Grid, preprocessing_resources, training_resources
+from scheduler.machine.state import JobState, State
+from scheduler.models import Models, fit_models
+from scheduler.outlook import Sizes
+from scheduler.snapshot import Snapshot
+from schemas.job_schedule import BudgetConfig, ScheduleConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A job as the policy sees it now."""
+
+    snapshot: Snapshot
+    """With the samples that are left."""
+    config: ScheduleConfig
+    """With the memory that its processes have by now, and the time that is left."""
+    models: Models
+    """Fitted to all that was measured."""
+
+
+def left_of(job: JobState, now_sec: float, budget: BudgetConfig) -> Left:
+    """Return what is left of a job.
+
+    What was built and not trained counts as training that is left, in one pass.
+
+    Args:
+        job: as it stands.
+        now_sec: the time.
+        budget: what it may have; never more than its own file says.
+    """
+    facts, train = job.snapshot.facts, job.snapshot.job.train
+    config = config_of(job, now_sec, budget)
+    models = fit_models(job.snapshot, config, job.steps, job.builds)
+    built = round(facts.num_samples * job.left_segments / job.num_segments)
+    trained = facts.num_train_samples * train.epochs - job.num_trained
+    snapshot = replace(
+        job.snapshot,
+        job=replace(job.snapshot.job, train=replace(train, epochs=1)),
+        facts=replace(facts, num_samples=max(1, built), num_train_samples=max(1, trained)),
+    )
+    return Left(
+        snapshot=snapshot,
+        config=config,
+        models=replace(models, num_segments=max(1, job.left_segments)),
+    )
+
+
+def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleConfig:
+    """Return the limits of a job now."""
+    config = job.snapshot.job.schedule
+    first, second, own = config.preprocessing, config.training, config.budget
+    budget = replace(own, cpus=min(own.cpus, budget.cpus), memory=min(own.memory, budget.memory))
+    if not job.left_segments:
+        # Nothing is built any more, so what the smallest such pool takes is free for training.
+        workers = max(1, first.min_workers)
+        budget = replace(
+            budget,
+            cpus=budget.cpus + workers * first.worker.cpus,
+            memory=budget.memory + workers * job.worker_memory,
+        )
+    together = job.replicas_follow or not job.left_segments
+    most = second.max_replicas if together else min(second.max_replicas, second.min_replicas)
+    stores = second.max_stores if job.num_stores is None else job.num_stores
+    deadline = config.deadline
+    if deadline is not None:
+        deadline = max(timedelta(seconds=1), deadline - timedelta(seconds=now_sec - job.since_sec))
+    return replace(
+        config,
+        budget=budget,
+        deadline=deadline,
+        preprocessing=replace(first, worker=replace(first.worker, memory=job.worker_memory)),
+        training=replace(
+            second,
+            replica=replace(second.replica, memory=job.replica_memory),
+            max_replicas=most,
+            max_stores=stores,
+        ),
+    )
+
+
+def booked(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
+    """Return the cores and bytes that sizes take; none while the job waits."""
+    if sizes is None:
+        return 0.0, 0
+    config = config_of(job, job.since_sec, job.snapshot.job.schedule.budget)
+    second = training_resources(sizes.grid, config)
+    cpus, memory = float(second.cpus[0]), int(second.memory_bytes[0])
+    if job.left_segments:
+        first = preprocessing_resources(sizes.grid, config)
+        cpus, memory = cpus + float(first.cpus[0]), memory + int(first.memory_bytes[0])
+    return cpus, memory
+
+
+def room_of(state: State, job: JobState) -> BudgetConfig:
+    """Return what a job may have: its own share, and what no other job has."""
+    others = [booked(other, other.sizes) for other in state.by_priority if other.name != job.name]
+    return replace(
+        state.budget,
+        cpus=state.budget.cpus - sum(cpus for cpus, _ in others),
+        memory=state.budget.memory - sum(memory for _, memory in others),
+    )
+
+
+def words(sizes: Sizes) -> str:
+    """Return sizes in words."""
+    return (
+        f"{counted(sizes.segment_jobs, 'segment job')} x "
+        f"{counted(sizes.workers_per_job, 'worker')}, {counted(sizes.num_replicas, 'replica')} "
+        f"and {counted(sizes.num_stores, 'store')}"
+    )
+
+
+def values_of(sizes: Sizes) -> dict[str, float]:
+    """Return sizes as numbers for a decision."""
+    return {name: float(value) for name, value in asdict(sizes).items()}
+
+
+def sizes_at(grid: Grid, index: int) -> Sizes:
+    """Return one candidate's sizes."""
+    return Sizes(
+        segment_jobs=int(grid.segment_jobs[index]),
+        workers_per_job=int(grid.workers_per_job[index]),
+        num_replicas=int(grid.num_replicas[index]),
+        num_stores=int(grid.num_stores[index]),
+    )

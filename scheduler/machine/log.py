@@ -1,0 +1,214 @@
+"""The scheduler's memory: every event and decision, written before anything is done.
+
+One JSON object a line, appended and synced: an event, then the decisions that it led to.
+Who reads the log and folds `handle` over its events has the scheduler's state, so one that
+is killed goes on from there (`recover`), and `replay` shows that the same decisions follow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scheduler.machine.codec import body_of, decision_of, event_of
+from scheduler.machine.events import Event
+from scheduler.machine.handle import handle
+from scheduler.machine.state import Action, State
+from schemas.errors import SchemaError
+from schemas.events import Decision, read_lines
+from schemas.manifest import canonical_json
+
+LOG = "scheduler.jsonl"
+"""Name of the log in the folder of a scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event with what was decided then.
+
+    Attributes:
+        line: where the event stands, from 1.
+        event: what happened.
+        decisions: what followed.
+    """
+
+    line: int
+    event: Event
+    decisions: tuple[Decision, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a log comes to.
+
+    Attributes:
+        state: after all events.
+        actions: of the last event.
+        num_events: in the log.
+        num_decisions: that follow from them.
+        missing: decisions of the last event that the log lacks, as it was cut off there.
+        difference: where a decision first differs, in words; None when none does.
+    """
+
+    state: State
+    actions: tuple[Action, ...]
+    num_events: int
+    num_decisions: int
+    missing: tuple[Decision, ...]
+    difference: str | None
+
+
+class Log:
+    """A log that is written; a context."""
+
+    def __init__(self, path: Path) -> None:
+        """Remember where it lies."""
+        self._path = path
+        self._file: int | None = None
+
+    def __enter__(self) -> Log:
+        """Open it behind its last whole line; what was torn is taken off."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        whole, newline = whole_bytes(self._path.read_bytes())
+        os.ftruncate(self._file, whole)
+        os.lseek(self._file, 0, os.SEEK_END)
+        self._write(b"\n" if newline else b"")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        assert self._file is not None, "the log is open"
+        os.close(self._file)
+
+    def append(self, event: Event | None, decisions: Iterable[Decision]) -> None:
+        """Write an event and what was decided then; on return it is on disk.
+
+        Args:
+            event: what happened; None where it is there already.
+            decisions: in order.
+        """
+        bodies: list[Any] = [] if event is None else [body_of(event)]
+        bodies += [{"decision": asdict(decision)} for decision in decisions]
+        self._write("".join(f"{canonical_json(body)}\n" for body in bodies).encode())
+
+    def _write(self, content: bytes) -> None:
+        assert self._file is not None, "the log is open"
+        while content:
+            content = content[os.write(self._file, content) :]
+        os.fsync(self._file)
+
+
+def whole_bytes(content: bytes) -> tuple[int, bool]:
+    """Return how many bytes of a log are whole lines, and whether the last one lacks its end."""
+    head, newline, last = content.rpartition(b"\n")
+    if not last:
+        return len(content), False
+    try:
+        json.loads(last)
+    except ValueError:
+        return len(head) + len(newline), False
+    return len(content), True
+
+
+def read_log(path: Path) -> list[Entry]:
+    """Read a log; a torn last line is left out.
+
+    Raises:
+        SchemaError: the file cannot be read, or a line other than the last is none of a log.
+    """
+    try:
+        records = read_lines(
+            path,
+            _record_of,
+            lambda line, error: (
+                f"line must be an event or a decision, got {line!r} ({error!r}); restore the file"
+            ),
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise SchemaError(
+            f"log must be readable, got {error}; check the path", file=str(path)
+        ) from error
+    content = path.read_bytes()
+    if content.endswith(b"\n") and len(records) < len(content.splitlines()):
+        raise SchemaError(
+            "line must be an event or a decision, got another whole one; restore the file",
+            file=str(path),
+            place=str(len(records) + 1),
+        )
+    if records and isinstance(records[0], Decision):
+        raise SchemaError(
+            "log must begin with an event, got a decision; restore the file",
+            file=str(path),
+            place="1",
+        )
+    starts = [i for i, record in enumerate(records) if isinstance(record, Event)]
+    ends = [*starts[1:], len(records)] if starts else []
+    return [
+        Entry(start + 1, event, tuple(d for d in records[start:end] if isinstance(d, Decision)))
+        for start, end in zip(starts, ends, strict=True)
+        if isinstance(event := records[start], Event)
+    ]
+
+
+def replay(entries: Sequence[Entry]) -> Replay:
+    """Handle all events again and compare what follows with what was decided."""
+    state, actions, num_decisions = State(), list[Action](), 0
+    missing: tuple[Decision, ...] = ()
+    difference: str | None = None
+    for place, entry in enumerate(entries):
+        state, actions = handle(state, entry.event)
+        follow = tuple(decision_of(action, state.now_sec) for action in actions)
+        num_decisions += len(follow)
+        cut = place + 1 == len(entries) and entry.decisions == follow[: len(entry.decisions)]
+        if cut:
+            missing = follow[len(entry.decisions) :]
+        elif entry.decisions != follow and difference is None:
+            difference = _difference(entry, follow)
+    return Replay(state, tuple(actions), len(entries), num_decisions, missing, difference)
+
+
+def recover(path: Path) -> Replay:
+    """Return where a scheduler stood that left this log, and what it may not have done yet.
+
+    Its last actions, to be carried out again: each process has a name of its own, so what was
+    done is known; and the decisions that the log lacks, to be written before.
+
+    Raises:
+        SchemaError: the log is damaged, or this code decides otherwise than the one that wrote it.
+    """
+    found = replay(read_log(path))
+    if found.difference is not None:
+        raise SchemaError(
+            f"log must lead to its own decisions, got another: {found.difference}; go on with the "
+            "code that began it, or begin in another folder",
+            file=str(path),
+        )
+    return found
+
+
+def _record_of(body: Any) -> Event | Decision:
+    if "decision" in body:
+        return Decision(**body["decision"])
+    return event_of(body)
+
+
+def _difference(entry: Entry, follow: Sequence[Decision]) -> str:
+    """Say where the decisions of one event first differ."""
+    for number in range(max(len(entry.decisions), len(follow))):
+        logged = entry.decisions[number] if number < len(entry.decisions) else None
+        again = follow[number] if number < len(follow) else None
+        if logged != again:
+            return f"line {entry.line + 1 + number}: {_words(logged)}, now {_words(again)}"
+    raise AssertionError("decisions that differ do so somewhere")
+
+
+def _words(decision: Decision | None) -> str:
+    if decision is None:
+        return "nothing"
+    whose = f"{decision.job} {decision.process}".strip()
+    return f"{decision.action!r} of {whose} ({decision.reason})"

@@ -1,0 +1,112 @@
+"""One look at every job that runs: whether its sizes, a process or a range of slots change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scheduler.correction import Verdict, correct
+from scheduler.machine.left import left_of, room_of, values_of, words
+from scheduler.machine.state import Action, JobState, State
+from scheduler.machine.watch import (
+    LEAD_SEC,
+    hot_range,
+    late_segment,
+    memory_watches,
+    straggler,
+    with_slow_looks,
+)
+from scheduler.models import training_setting
+from scheduler.outlook import Outlook, Sizes, outlook
+from schemas.errors import PlanError
+
+PAUSE_SEC = 15.0
+"""Price of a change, in seconds that it holds both pools for nothing: a replica imports for 10 to
+30 s on a busy machine, the others train on meanwhile."""
+
+
+def look(state: State) -> tuple[State, list[Action]]:
+    """Look at every job, the highest priority first."""
+    actions: list[Action] = []
+    for seen in state.by_priority:
+        if seen.phase != "running" or seen.sizes is None:
+            continue
+        job, found = _look_at(with_slow_looks(seen), seen.sizes, state)
+        actions += found
+        state = replace(state, jobs={**state.jobs, job.name: job})
+    return state, actions
+
+
+def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[Action]]:
+    room = room_of(state, job)
+    left = left_of(job, state.now_sec, room)
+    setting = training_setting(left.snapshot, left.config, sizes.grid)
+    step_sec = max(1e-3, float(left.models.training.seconds(setting)[0]))
+    found: list[Action] = []
+    if left.models.training.num_cells:  # ahead in steps needs the time of one
+        job, moves = _move_slots(job, int(LEAD_SEC / step_sec))
+        found += moves
+    slow = straggler(job) or late_segment(job, left, state.now_sec)
+    if slow is not None:
+        process, why = slow
+        stop = process.pool == "segment"
+        after = replace(process, status="leaving")
+        job = replace(
+            job,
+            processes={**job.processes, process.name: after},
+            replaced=job.replaced | {process.place},
+        )
+        found.append(Action(verb="replace", job=job.name, process=process.name, reason=why))
+        verb = "stop" if stop else "drain"
+        found.append(Action(verb=verb, job=job.name, process=process.name, reason=why))
+        return job, found
+    try:
+        seen = outlook(left.snapshot, left.config, left.models, sizes, PAUSE_SEC)
+    except PlanError:
+        return job, found  # nothing fits what is free now, so nothing can be better
+    watches = memory_watches(job, left, state.now_sec, room, step_sec)
+    verdict = correct(job.correction, state.now_sec, seen, watches)
+    job, changes = _change(replace(job, correction=verdict.state), verdict, seen)
+    return job, found + changes
+
+
+def _change(job: JobState, verdict: Verdict, seen: Outlook) -> tuple[JobState, list[Action]]:
+    change = verdict.change
+    if change is None:
+        return job, []
+    if change.pool is not None:
+        values = {"memory_bytes": float(change.memory_bytes)}
+        action = Action(verb="give memory", job=job.name, reason=verdict.reason, values=values)
+        return _with_memory(job, change.pool, change.memory_bytes), [action]
+    best, now = seen.best, seen.current
+    values = {
+        **values_of(change.sizes),
+        "gain": seen.gain,
+        "predicted_sec": best.predicted_sec,
+        "predicted_sec_before": now.predicted_sec,
+    }
+    reason = (
+        f"{words(change.sizes)}: {verdict.reason}; {best.predicted_sec:,.0f} s instead of "
+        f"{now.predicted_sec:,.0f} s, cost {best.cost:.4g} instead of {now.cost:.4g}"
+    )
+    job = replace(job, sizes=change.sizes, grouped=job.grouped or change.sizes.num_replicas > 1)
+    return job, [Action(verb="scale", job=job.name, reason=reason, values=values)]
+
+
+def _with_memory(job: JobState, pool: str, memory_bytes: int) -> JobState:
+    if pool == "training":
+        return replace(job, replica_memory=memory_bytes)
+    return replace(job, worker_memory=memory_bytes)
+
+
+def _move_slots(job: JobState, ahead_steps: int) -> tuple[JobState, list[Action]]:
+    hot = hot_range(job, ahead_steps)
+    if hot is None:
+        return job, []
+    slots, target, reason = hot
+    action = Action(
+        verb="migrate",
+        job=job.name,
+        reason=f"range {slots} of the slots moves to store {target}: {reason}",
+        values={"slots": float(slots), "source": float(job.owners[slots]), "target": float(target)},
+    )
+    return replace(job, moving=slots), [action]

@@ -1,0 +1,218 @@
+"""From sizes to processes: what is started and what leaves, so that pools get their sizes.
+
+Asked after every event. It starts nothing that the budget does not hold beside all that
+still runs, and no place (a segment, a replica) ever has two processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from scheduler.correction import ended
+from scheduler.machine.state import Action, JobState, PoolName, Process, State
+from scheduler.outlook import Sizes
+
+
+@dataclass(slots=True)
+class Pass:
+    """One pass over all jobs: what is free, and what is done."""
+
+    now_sec: float
+    cpus: float
+    memory_bytes: int
+    actions: list[Action] = field(default_factory=list[Action])
+
+    def fits(self, cpus: float, memory_bytes: int) -> bool:
+        """Tell whether so much is free."""
+        return cpus <= self.cpus + 1e-9 and memory_bytes <= self.memory_bytes
+
+    def leave(
+        self, job: JobState, process: Process, reason: str, *, stop: bool = False
+    ) -> JobState:
+        """Ask a process to leave, or end it; nothing where it is leaving already."""
+        if process.status == "leaving":
+            return job
+        verb = "stop" if stop else "drain"
+        self.actions.append(Action(verb=verb, job=job.name, process=process.name, reason=reason))
+        left = replace(process, status="leaving")
+        return replace(job, processes={**job.processes, process.name: left})
+
+    def start(self, job: JobState, pool: PoolName, number: int, reason: str) -> JobState:
+        """Start a process, unless its place has one, it just failed, or there is no room."""
+        place = f"{pool}-{number}"
+        trouble = job.troubles.get(place)
+        taken = any(p.place == place for p in job.processes.values())
+        cpus, memory_bytes, workers = needs(job, pool)
+        early = trouble is not None and self.now_sec < trouble.retry_sec
+        if taken or early or not self.fits(cpus, memory_bytes):
+            return job
+        attempt = job.attempts.get(place, 0) + 1
+        process = Process(
+            name=f"{place}.{attempt}",
+            pool=pool,
+            number=number,
+            status="starting",
+            cpus=cpus,
+            memory_bytes=memory_bytes,
+            workers=workers,
+            began_sec=self.now_sec,
+        )
+        self.cpus -= cpus
+        self.memory_bytes -= memory_bytes
+        values = {"workers": float(workers), "memory_bytes": float(memory_bytes)}
+        if pool == "lead":
+            values["grouped"] = float(job.grouped)
+        again = f", attempt {attempt}" if attempt > 1 else ""
+        self.actions.append(
+            Action(
+                verb="start",
+                job=job.name,
+                process=process.name,
+                reason=f"{reason}{again}",
+                values=values,
+            )
+        )
+        return replace(
+            job,
+            processes={**job.processes, process.name: process},
+            attempts={**job.attempts, place: attempt},
+        )
+
+
+def reconcile(state: State) -> tuple[State, list[Action]]:
+    """Start and end processes until pools are what they are to be, as far as there is room."""
+    cpus, memory = state.used
+    done = Pass(state.now_sec, state.budget.cpus - cpus, state.budget.memory - memory)
+    jobs = dict(state.jobs)
+    for job in state.jobs.values():
+        if job.phase in ("drained", "finished", "failed") and job.processes:
+            jobs[job.name] = _end_all(job, done, f"the job has {job.phase}")
+    for job in state.by_priority:
+        jobs[job.name] = _settle(_reconcile_job(job, done), state.now_sec)
+    return replace(state, jobs=jobs), done.actions
+
+
+def needs(job: JobState, pool: PoolName) -> tuple[float, int, int]:
+    """Return the cores, bytes and workers of one process.
+
+    A lead with replicas beside it computes nothing, so nothing is booked for it.
+    """
+    config = job.snapshot.job.schedule
+    if pool == "segment":
+        workers = 1 if job.sizes is None else job.sizes.workers_per_job
+        worker = config.preprocessing.worker
+        return workers * worker.cpus, workers * job.worker_memory, workers
+    if pool == "store":
+        return config.training.store.cpus, config.training.store.memory, 1
+    if pool == "lead" and job.grouped:
+        return 0.0, 0, 1
+    return config.training.replica.cpus, job.replica_memory, 1
+
+
+def _reconcile_job(job: JobState, done: Pass) -> JobState:
+    if job.phase == "draining":
+        job = _end_all(job, done, "the job is asked to end")
+        return job if job.processes else replace(job, phase="drained")
+    if job.sizes is None:
+        return _end_all(job, done, "the job waits for room")
+    return _segments(_training(job, job.sizes, done), job.sizes, done)
+
+
+def _end_all(job: JobState, done: Pass, reason: str) -> JobState:
+    """Let all leave: trainers save, and the stores go when no trainer is left."""
+    trains = job.of_pool("lead") + job.of_pool("replica")
+    for process in (*trains, *job.of_pool("segment")):
+        job = done.leave(job, process, reason, stop=process.pool == "segment")
+    for process in () if trains else job.of_pool("store"):
+        job = done.leave(job, process, reason)
+    return job
+
+
+def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
+    """Build the segments in order; the first one alone, as it decides what the others must be."""
+    for process in job.of_pool("segment"):
+        if process.memory_bytes < process.workers * job.worker_memory:
+            why = f"its workers are to have {job.worker_memory:,} bytes"
+            job = done.leave(job, process, why, stop=True)
+    building = [p.number for p in job.of_pool("segment")]
+    most = sizes.segment_jobs if job.built else 1
+    open_ones = [n for n in range(job.num_segments) if n not in job.built]
+    for number in open_ones:
+        if number in building:
+            continue
+        if len(building) >= most or not done.fits(*needs(job, "segment")[:2]):
+            break
+        before = len(job.processes)
+        job = done.start(
+            job, "segment", number, f"segment {number} of {job.num_segments} is to be built"
+        )
+        if len(job.processes) == before:
+            break  # it failed a moment ago; those after it wait for it anyway
+        building.append(number)
+    if open_ones and building and open_ones[0] not in building and len(building) >= most:
+        last = job.of_pool("segment")[-1]
+        why = f"segment {open_ones[0]} is to be built first: later ones wait for it"
+        job = done.leave(job, last, why, stop=True)
+    return job
+
+
+def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
+    """Run the lead, its replicas and its stores, once the first segment is there."""
+    if not job.built:
+        return job
+    if job.num_stores is None:
+        job = replace(job, num_stores=sizes.num_stores)
+    for number in range(job.num_stores or 0):
+        job = done.start(job, "store", number, "rows need a store")
+    lead = next(iter(job.of_pool("lead")), None)
+    if lead is not None and job.grouped and lead.cpus > 0:
+        return done.leave(job, lead, "several replicas take over; it saves, and one begins anew")
+    if lead is not None and 0 < lead.memory_bytes < job.replica_memory:
+        return done.leave(job, lead, f"it is to have {job.replica_memory:,} bytes")
+    replicas = job.of_pool("replica")
+    if lead is None and replicas:
+        for process in replicas:  # they know another lead
+            job = done.leave(job, process, "its lead is gone", stop=True)
+        return job
+    served = job.num_stores == len([p for p in job.of_pool("store") if p.status == "running"])
+    if lead is None and served:
+        job = done.start(job, "lead", 0, "a segment is there to train on")
+    if not job.grouped or lead is None or lead.status != "running":
+        return job
+    for process in reversed(replicas):
+        if process.number >= sizes.num_replicas:
+            job = done.leave(job, process, f"{sizes.num_replicas} replicas are enough")
+    short = [p for p in job.of_pool("replica") if p.memory_bytes < job.replica_memory]
+    if short and all(p.status == "running" for p in job.of_pool("replica")):  # one by one
+        job = done.leave(job, short[0], f"it is to have {job.replica_memory:,} bytes")
+    for number in range(sizes.num_replicas):
+        job = done.start(job, "replica", number, f"{sizes.num_replicas} replicas are to train")
+    return job
+
+
+def is_settled(job: JobState) -> bool:
+    """Tell whether the pools are what they are to be, and every process runs."""
+    if job.sizes is None:
+        return not job.processes
+    if any(p.status != "running" or _is_short(job, p) for p in job.processes.values()):
+        return False
+    wanted = min(job.sizes.segment_jobs if job.built else 1, job.left_segments)
+    if len(job.of_pool("segment")) != wanted:
+        return False
+    if not job.built:
+        return True
+    replicas = job.sizes.num_replicas if job.grouped else 0
+    return len(job.of_pool("lead")) == 1 and len(job.of_pool("replica")) == replicas
+
+
+def _is_short(job: JobState, process: Process) -> bool:
+    """Tell whether a process has less memory than it is to have."""
+    wanted = {"segment": process.workers * job.worker_memory, "replica": job.replica_memory}
+    return process.memory_bytes < wanted.get(process.pool, 0)
+
+
+def _settle(job: JobState, now_sec: float) -> JobState:
+    """End the change in flight when nothing of it is left to do."""
+    if job.correction.in_flight is None or not is_settled(job):
+        return job
+    return replace(job, correction=ended(job.correction, now_sec))

@@ -1,0 +1,200 @@
+"""What the machine knows: jobs, their processes, and what was measured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from scheduler.cells import Window
+from scheduler.correction import Correction
+from scheduler.machine.events import LoadKnown
+from scheduler.outlook import Sizes
+from scheduler.snapshot import Snapshot
+from schemas.job_schedule import BudgetConfig
+
+PoolName = Literal["segment", "lead", "replica", "store"]
+"""`segment`: segment jobs. `lead`: the one process that begins and ends a job's training; alone it
+also trains. `replica`: those that train when there are several. `store`: embedding stores."""
+Status = Literal["starting", "running", "leaving"]
+Phase = Literal["submitted", "waiting", "running", "draining", "drained", "finished", "failed"]
+ENDED: tuple[Phase, ...] = ("drained", "finished", "failed")
+
+
+def empty() -> Mapping[str, int]:
+    """Return a mapping without an entry."""
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process that was started and has not ended."""
+
+    name: str
+    """`<pool>-<number>.<attempt>`, never given twice in a job."""
+    pool: PoolName
+    """What it does."""
+    number: int
+    """Segment, replica or store."""
+    status: Status
+    """`leaving`: asked to leave, or being ended."""
+    cpus: float
+    """Cores that are booked for it."""
+    memory_bytes: int
+    """Memory that is booked for it."""
+    workers: int = 1
+    """Pipeline workers of a segment job."""
+    began_sec: float
+    """When it was started."""
+    readings: tuple[tuple[int, int], ...] = ()
+    """Positions, and memory that was read there."""
+    rate: float | None = None
+    """Work per second that was read last."""
+    slow_looks: int = 0
+    """Looks in a row at which it was slow."""
+
+    @property
+    def place(self) -> str:
+        """Return what it does without the attempt, `<pool>-<number>`."""
+        return f"{self.pool}-{self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """How often the process of one place ended without having done its work."""
+
+    failed: int = 0
+    """Times that it said it cannot."""
+    lost: int = 0
+    """Times that it was gone, since its job last made progress."""
+    retry_sec: float = 0.0
+    """Before this time it is not started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """One job."""
+
+    name: str
+    """Of the job."""
+    since_sec: float
+    """When it was submitted."""
+    snapshot: Snapshot
+    """What was known of it then."""
+    num_segments: int
+    """Segments of its input."""
+    replicas_follow: bool
+    """Whether several replicas can train while segments are built."""
+    phase: Phase = "submitted"
+    """What becomes of it."""
+    sizes: Sizes | None = None
+    """What its pools are to be; None while it waits for room."""
+    grouped: bool = False
+    """Whether the lead has replicas beside it; so it stays once there were several."""
+    worker_memory: int
+    """Bytes of one pipeline worker."""
+    replica_memory: int
+    """Bytes of one replica."""
+    processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
+    """Live ones, by name."""
+    built: frozenset[int] = frozenset()
+    """Segments that are committed."""
+    attempts: Mapping[str, int] = field(default_factory=empty)
+    """Starts so far, by place."""
+    troubles: Mapping[str, Trouble] = field(default_factory=dict[str, Trouble])
+    """By place."""
+    replaced: frozenset[str] = frozenset()
+    """Places whose process was replaced once because it was slow."""
+    next_step: int = 0
+    """The step after the last committed one."""
+    num_trained: int = 0
+    """Samples trained, every epoch counted."""
+    correction: Correction = field(default_factory=Correction)
+    """What the looks before have come to."""
+    steps: Window = field(default_factory=Window)
+    """Measured steps."""
+    builds: Window = field(default_factory=Window)
+    """Measured segment jobs."""
+    load: LoadKnown | None = None
+    """What the oracle tells."""
+    num_stores: int | None = None
+    """Stores that hold its rows, from the first step on; None before training begins."""
+    owners: tuple[int, ...] = ()
+    """Number of the store of each range of slots, once it is known."""
+    moving: int | None = None
+    """Range of slots that is on its way."""
+
+    @property
+    def left_segments(self) -> int:
+        """Segments that are not committed."""
+        return self.num_segments - len(self.built)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all epochs, as far as sizes are known."""
+        facts, train = self.snapshot.facts, self.snapshot.job.train
+        return -(-facts.num_train_samples * train.epochs // train.batch_samples)
+
+    def of_pool(self, pool: PoolName) -> list[Process]:
+        """Return the live processes of one pool, by number."""
+        found = [p for p in self.processes.values() if p.pool == pool]
+        return sorted(found, key=lambda p: (p.number, p.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """All jobs and what they share."""
+
+    now_sec: float = 0.0
+    """Time of the last event."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    """Of all jobs together."""
+    jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])
+    """By name, in the order in which they were submitted."""
+
+    @property
+    def by_priority(self) -> list[JobState]:
+        """Return the jobs that have not ended, highest priority first, then the earliest."""
+        live = [job for job in self.jobs.values() if job.phase not in ENDED]
+        return sorted(live, key=lambda job: -job.snapshot.job.schedule.priority)
+
+    @property
+    def used(self) -> tuple[float, int]:
+        """Return the cores and bytes that are booked for live processes."""
+        live = [p for job in self.jobs.values() for p in job.processes.values()]
+        return sum(p.cpus for p in live), sum(p.memory_bytes for p in live)
+
+
+Verb = Literal[
+    "start",
+    "drain",
+    "stop",
+    "migrate",
+    "admit",
+    "wait",
+    "scale",
+    "replace",
+    "hand back",
+    "give memory",
+    "finish",
+    "fail",
+]
+"""The first four are carried out; the others say why."""
+CARRIED_OUT: tuple[Verb, ...] = ("start", "drain", "stop", "migrate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One decision, with its reason."""
+
+    verb: Verb
+    """What is done. `drain` asks a process to leave with nothing lost; `stop` ends it."""
+    job: str
+    """Whose."""
+    process: str = ""
+    """Which process, where it is one."""
+    reason: str
+    """Why, in words and numbers."""
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers that the reason rests on, and that a driver needs."""

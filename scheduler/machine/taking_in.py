@@ -1,0 +1,80 @@
+"""What measurements change: windows of steps, readings of processes, loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from scheduler.cells import observe
+from scheduler.grid import Grid
+from scheduler.machine.events import LoadKnown, Moved, Read, Started, Stepped
+from scheduler.machine.state import Action, JobState, State
+from scheduler.models import training_setting
+from schemas.job_schedule import ScheduleConfig
+
+READINGS = 256
+"""Readings of a process that are kept: beyond, every second one is dropped."""
+NUM_RANGES = 16
+"""Equal ranges of the 4,096 slots, of which each is moved as a whole."""
+
+Handled = tuple[JobState, list[Action]]
+
+
+def on_started(job: JobState, event: Started, state: State) -> Handled:
+    """A process runs; a store takes its share of the slots when no other has it."""
+    process = job.processes[event.process]
+    if process.status == "starting":
+        process = replace(process, status="running")
+    job = replace(job, processes={**job.processes, process.name: process})
+    if process.pool == "store" and not job.owners and job.num_stores:
+        owners = tuple(i * job.num_stores // NUM_RANGES for i in range(NUM_RANGES))
+        job = replace(job, owners=owners)
+    return job, []
+
+
+def on_read(job: JobState, event: Read, state: State) -> Handled:
+    """Memory, and speed, of one process."""
+    process = job.processes[event.process]
+    readings = (*process.readings, (event.position, event.resident_bytes))
+    if len(process.readings) and event.position <= process.readings[-1][0]:
+        readings = process.readings  # it does not get on: nothing is learned of its growth
+    if len(readings) > READINGS:
+        readings = readings[::2]
+    rate = process.rate if event.rate is None else event.rate
+    process = replace(process, readings=readings, rate=rate)
+    return replace(job, processes={**job.processes, process.name: process}), []
+
+
+def on_stepped(job: JobState, event: Stepped, state: State) -> Handled:
+    """Steps were committed: whoever trained is not in trouble."""
+    config: ScheduleConfig = job.snapshot.job.schedule
+    stores = job.num_stores or 0
+    grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)] * len(event.seconds)))
+    steps = job.steps
+    if event.seconds:
+        setting = training_setting(job.snapshot, config, grid)
+        steps = observe(steps, setting, event.seconds, event.time_sec - job.since_sec)
+    trains = ("lead", "replica", "store")
+    troubles = {k: v for k, v in job.troubles.items() if not k.startswith(trains)}
+    after = replace(
+        job,
+        steps=steps,
+        next_step=event.next_step,
+        num_trained=event.num_samples,
+        troubles=troubles if event.next_step > job.next_step else job.troubles,
+    )
+    return after, []
+
+
+def on_load(job: JobState, event: LoadKnown, state: State) -> Handled:
+    """The oracle tells of more steps."""
+    return replace(job, load=event), []
+
+
+def on_moved(job: JobState, event: Moved, state: State) -> Handled:
+    """A range of slots has its new store, or stays where it was."""
+    owners = list(job.owners)
+    if event.moved and event.slots < len(owners):
+        owners[event.slots] = event.target
+    return replace(job, moving=None, owners=tuple(owners)), []

@@ -1,0 +1,346 @@
+"""What the machine does about each thing that happens, and what it says."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scheduler.correction import COOL_DOWN_SEC, NUM_LOOKS
+from scheduler.machine.events import (
+    BudgetSet,
+    Drained,
+    Ended,
+    Event,
+    LoadKnown,
+    Moved,
+    Preempted,
+    Read,
+    Started,
+    Stepped,
+    Ticked,
+)
+from scheduler.machine.handle import handle
+from scheduler.machine.state import Action, JobState, State
+from tests.scheduler.machine.world import BUDGET, GIB, submitted
+
+MIB = 1 << 20
+
+
+class Bench:
+    """A machine that is told events at chosen times; starts are confirmed at once."""
+
+    def __init__(self, *events: Event) -> None:
+        self.state = State()
+        self.now = 0.0
+        self.done: list[Action] = []
+        for event in events:
+            self.tell(event)
+
+    @property
+    def job(self) -> JobState:
+        return next(iter(self.state.jobs.values()))
+
+    def tell(self, event: Event) -> list[Action]:
+        """Return what follows, with what follows the starts."""
+        self.now = max(self.now, event.time_sec)
+        self.state, actions = handle(self.state, event)
+        found = list(actions)
+        for action in actions:
+            if action.verb == "start":
+                who = {"job": action.job, "process": action.process}
+                found += self.tell(Started(time_sec=self.now, **who))
+        self.done += found
+        return found
+
+    def at(
+        self, kind: type[Event], process: str = "", after: float = 0.0, **fields
+    ) -> list[Action]:
+        """Tell an event of the first job, so many seconds later."""
+        who = {"process": process} if process else {}
+        if kind not in (Ticked, BudgetSet):
+            who["job"] = self.job.name
+        return self.tell(kind(time_sec=self.now + after, **who, **fields))
+
+    def built(self, number: int, seconds: float = 5.0, attempt: int = 1) -> list[Action]:
+        """Commit a segment."""
+        name = f"segment-{number}.{attempt}"
+        samples = self.job.snapshot.facts.num_samples // self.job.num_segments
+        return self.at(Ended, name, seconds, outcome="done", num_samples=samples, work_sec=seconds)
+
+    def stepped(self, count: int, seconds: float, replicas: int = 1) -> list[Action]:
+        """Commit steps that took so long each."""
+        step = self.job.next_step + count
+        return self.at(
+            Stepped,
+            "",
+            count * seconds,
+            next_step=step,
+            num_samples=step * 256,
+            num_replicas=replicas,
+            seconds=(seconds,) * min(count, 32),
+        )
+
+    def looks(self, count: int, every: float = 1.0) -> list[Action]:
+        """Look so often."""
+        return [action for _ in range(count) for action in self.at(Ticked, after=every)]
+
+
+def said(actions: Sequence[Action]) -> list[str]:
+    return [f"{action.verb} {action.process}".strip() for action in actions]
+
+
+ALONE = "  preprocessing: {max_workers: 1}"
+
+
+def test_handle_of_a_job_builds_the_first_segment_alone_then_trains_beside_the_next() -> None:
+    bench = Bench(BUDGET)
+    first = bench.tell(submitted("first", 3, ALONE))
+    assert said(first) == ["admit", "start segment-0.1"]
+    assert first[0].reason.startswith("1 segment job x 1 worker, 1 replica and 0 stores: ")
+    assert first[0].values["predicted_sec"] > 0
+    assert said(bench.built(0)) == ["start lead-0.1", "start segment-1.1"]
+    assert said(bench.built(1)) == ["start segment-2.1"]
+    assert said(bench.built(2)) == []
+    assert said(bench.stepped(12, 0.5)) == []
+    finish = bench.at(Ended, "lead-0.1", 1.0, outcome="done")
+    assert said(finish) == ["finish"]
+    assert (
+        finish[0].reason == "3,072 samples of 3 segments are trained, 22 s after it was submitted"
+    )
+    assert not bench.job.processes
+
+
+def test_handle_of_a_killed_process_starts_it_again_later_and_later() -> None:
+    bench = Bench(BUDGET, submitted("first"))
+    for attempt, wait in enumerate([1.0, 2.0, 4.0, 8.0], start=1):
+        lost = bench.at(Ended, f"segment-0.{attempt}", 1.0, outcome="lost", detail="signal 9")
+        assert said(lost) == [f"replace segment-0.{attempt}"]
+        assert lost[0].reason == f"it is gone: signal 9; another one takes its place in {wait:g} s"
+        assert said(bench.looks(1, wait - 0.1)) == []
+        assert said(bench.looks(1, 0.2)) == [f"start segment-0.{attempt + 1}"]
+
+
+def test_handle_of_a_process_that_says_again_and_again_that_it_cannot_fails_the_job() -> None:
+    bench = Bench(BUDGET, submitted("first"))
+    for attempt in (1, 2):
+        bench.at(Ended, f"segment-0.{attempt}", outcome="failed", detail="error: no files")
+        bench.looks(1, 60.0)
+    last = bench.at(Ended, "segment-0.3", outcome="failed", detail="error: no files")
+    assert said(last) == ["fail segment-0.3"]
+    assert last[0].reason == "segment-0 cannot do its work, 3 times: error: no files"
+    assert bench.job.phase == "failed"
+    assert not bench.looks(10, 60.0)
+
+
+def test_handle_of_measured_steps_scales_training_up_calmly_and_settles() -> None:
+    schedule = f"{ALONE}\n  deadline: 10m\n  training: {{max_replicas: 4}}"
+    job = submitted("first", 3, schedule)
+    samples = 1200 * 256
+    facts = replace(job.facts, num_samples=samples, num_train_samples=samples)
+    bench = Bench(BUDGET, replace(job, facts=facts))
+    assert bench.job.sizes is not None
+    assert bench.job.sizes.num_replicas == 1
+    for number in range(3):
+        bench.built(number, 10.0)
+    # Steps take a second, far more than was assumed: one replica would be late.
+    changes: list[Action] = []
+    for _ in range(60):
+        changes += [*bench.stepped(2, 1.0), *bench.looks(1)]
+    scale = next(action for action in changes if action.verb == "scale")
+    assert scale.values["num_replicas"] > 1
+    assert f"% saved in {NUM_LOOKS} looks; " in scale.reason
+    assert scale.values["predicted_sec"] < scale.values["predicted_sec_before"]
+    assert bench.job.grouped
+    # The lone trainer saves and leaves; a lead with replicas takes over.
+    assert "drain lead-0.1" in said(changes)
+    after = bench.at(Ended, "lead-0.1", 1.0, outcome="left")
+    number = int(scale.values["num_replicas"])
+    assert said(after)[:1] == ["start lead-0.2"]
+    assert [text for text in said(after) if "replica" in text] == [
+        f"start replica-{i}.1" for i in range(number)
+    ]
+
+
+def test_handle_of_a_job_that_needs_no_more_segment_jobs_starts_none() -> None:
+    bench = Bench(BUDGET, submitted("first", 4, "  preprocessing: {min_workers: 3}"))
+    assert said(bench.built(0)).count("start lead-0.1") == 1
+    live = [p.name for p in bench.job.of_pool("segment")]
+    assert live == ["segment-1.1", "segment-2.1", "segment-3.1"]
+    assert said(bench.built(1)) == []
+
+
+def test_handle_of_a_preempted_trainer_hands_it_back_and_starts_another() -> None:
+    bench = Bench(BUDGET, submitted("first"))
+    bench.built(0)
+    notice = bench.at(Preempted, "lead-0.1", 1.0, grace_sec=30.0)
+    assert said(notice) == ["hand back lead-0.1", "drain lead-0.1"]
+    assert notice[0].reason == "to be taken in 30 s; it leaves with nothing lost"
+    assert said(bench.at(Ended, "lead-0.1", 5.0, outcome="left")) == ["start lead-0.2"]
+
+
+def test_handle_of_a_preempted_segment_job_leaves_it_when_it_is_done_in_time() -> None:
+    bench = Bench(BUDGET, submitted("first", 8, ALONE))
+    for number in range(7):
+        bench.built(number, 10.0)
+    in_time = bench.at(Preempted, "segment-7.1", 8.0, grace_sec=60.0)
+    assert said(in_time) == ["hand back segment-7.1"]
+    assert "it is done in" in in_time[0].reason
+    late = bench.at(Preempted, "segment-7.1", 0.5, grace_sec=0.1)
+    assert said(late) == ["hand back segment-7.1", "stop segment-7.1"]
+    assert late[0].reason == "to be taken in 0.1 s; it is built elsewhere, from the start"
+
+
+def test_handle_of_a_segment_job_that_takes_far_too_long_replaces_it_once() -> None:
+    bench = Bench(BUDGET, submitted("first", 8, ALONE))
+    for number in range(7):
+        bench.built(number, 10.0)
+    late = [action for action in bench.looks(30, 5.0) if action.process == "segment-7.1"]
+    assert said(late) == ["replace segment-7.1", "stop segment-7.1"]
+    assert "at most were predicted" in late[0].reason
+    assert said(bench.at(Ended, "segment-7.1", outcome="left")) == ["start segment-7.2"]
+    assert not [a for a in bench.looks(60, 5.0) if a.process.startswith("segment")]
+
+
+def test_handle_stops_a_later_segment_job_that_waits_for_one_that_has_no_room() -> None:
+    bench = Bench(
+        BUDGET, submitted("first", 4, "  preprocessing: {min_workers: 2, max_workers: 2}")
+    )
+    bench.built(0)
+    sizes = replace(bench.job.sizes, segment_jobs=1)  # type: ignore[type-var]
+    assert len(bench.job.of_pool("segment")) == 2
+    state = bench.state
+    bench.state = replace(state, jobs={"first": replace(bench.job, sizes=sizes)})
+    lost = bench.at(Ended, "segment-1.1", 5.0, outcome="lost")
+    assert said(lost) == ["replace segment-1.1", "stop segment-2.1"]
+    assert lost[1].reason == "segment 1 is to be built first: later ones wait for it"
+    bench.looks(1, 5.0)
+    assert said(bench.at(Ended, "segment-2.1", outcome="left")) == ["start segment-1.2"]
+
+
+GROUP = "  training: {min_replicas: 3, max_replicas: 3}"
+
+
+def test_handle_of_a_slow_replica_replaces_it_once_and_the_lead_is_left_alone() -> None:
+    bench = Bench(BUDGET, submitted("first", 3, GROUP))
+    bench.built(0)
+    assert [p.name for p in bench.job.of_pool("replica")] == [f"replica-{i}.1" for i in range(3)]
+    found: list[Action] = []
+    for look in range(1, 8):
+        for number, rate in enumerate([1.0, 0.4, 1.1]):
+            name = f"replica-{number}.1"
+            bench.at(Read, name, position=look, resident_bytes=GIB, rate=rate)
+        found += [a for a in bench.looks(1) if a.process.startswith("replica")]
+    assert said(found) == ["replace replica-1.1", "drain replica-1.1"]
+    assert found[0].reason == "it makes 38% of what the others make, 3 looks long"
+    assert said(bench.at(Ended, "replica-1.1", outcome="left")) == ["start replica-1.2"]
+
+
+def test_handle_of_a_lost_lead_ends_its_replicas_before_another_begins() -> None:
+    bench = Bench(BUDGET, submitted("first", 3, GROUP))
+    bench.built(0)
+    lost = bench.at(Ended, "lead-0.1", outcome="lost")
+    assert said(lost)[1:] == [f"stop replica-{i}.1" for i in range(3)]
+    bench.looks(1, 5.0)
+    gone = [bench.at(Ended, f"replica-{number}.1", outcome="lost") for number in range(3)]
+    assert said(gone[-1])[:2] == ["start lead-0.2", "start replica-0.2"]
+
+
+STORES = """\
+  training:
+    replica: {memory: 945MiB}
+    store: {memory: 80MiB}
+    max_stores: 4
+"""
+
+
+def test_handle_of_a_hot_range_that_the_oracle_knows_of_moves_it_before_it_is_hot() -> None:
+    job = submitted("first", 40, STORES)
+    bench = Bench(BUDGET, replace(job, facts=replace(job.facts, window_rows=1000)))
+    bench.built(0)
+    assert bench.job.num_stores == 3
+    flat, hot = (10,) * 16, (100, 100, *(10,) * 14)
+    slots = (flat, flat, hot, hot)
+    bench.at(LoadKnown, num_steps=160, slots=slots, touched_rows=(1, 2, 3, 4))
+    assert said(bench.stepped(8, 1.0)) == []
+    assert not [a for a in bench.looks(1) if a.verb == "migrate"]
+    bench.stepped(24, 1.0)  # step 32: in 60 s the load of step 80 and later is there
+    moves = [a for a in bench.looks(1) if a.verb == "migrate"]
+    assert len(moves) == 1
+    assert moves[0].values["source"] == 0.0
+    assert "store 0 is to answer" in moves[0].reason
+    assert "as the oracle knows" in moves[0].reason
+    slot, target = int(moves[0].values["slots"]), int(moves[0].values["target"])
+    assert not [a for a in bench.looks(3) if a.verb == "migrate"]
+    bench.at(Moved, slots=slot, target=target, moved=True)
+    assert bench.job.owners[slot] == target
+
+
+def test_handle_of_growing_memory_gives_more_before_the_limit_is_met() -> None:
+    bench = Bench(BUDGET, submitted("first", 200, "  training: {replica: {memory: 1200MiB}}"))
+    bench.built(0)
+    limit = bench.job.replica_memory
+    actions: list[Action] = []
+    for step in range(20, 700, 10):
+        bench.stepped(10, 0.2)
+        resident = 950 * MIB + step * MIB // 2
+        assert resident < limit, "it would have been killed"
+        bench.at(Read, "lead-0.1", position=step, resident_bytes=resident)
+        actions += bench.looks(1, 0.1)
+        if "drain lead-0.1" in said(actions):
+            break
+    give = next(action for action in actions if action.verb == "give memory")
+    assert give.values["memory_bytes"] > limit
+    assert f"training may meet its {limit:,} bytes at step" in give.reason
+    again = bench.at(Ended, "lead-0.1", outcome="left")
+    assert said(again) == ["start lead-0.2"]
+    assert again[0].values["memory_bytes"] == give.values["memory_bytes"]
+
+
+def test_handle_of_jobs_that_share_a_budget_gives_to_the_important_one_and_says_who_waits() -> None:
+    small = BudgetSet(time_sec=0.0, cpus=2.0, memory_bytes=8 * GIB)
+    bench = Bench(small)
+    assert said(bench.tell(submitted("first", 3))) == ["admit", "start segment-0.1"]
+    bench.built(0)
+    second = bench.tell(submitted("second", 3, "  priority: 1", bench.now))
+    assert [(a.job, a.verb) for a in second] == [
+        ("second", "admit"),
+        ("first", "wait"),
+        ("first", "drain"),
+        ("first", "stop"),
+    ]
+    assert "jobs of higher priority need its share of 2 cores" in second[1].reason
+    first = bench.state.jobs["first"]
+    found = [a for name in sorted(first.processes) for a in bench.at(Ended, name, outcome="left")]
+    assert [(a.job, a.verb, a.process) for a in found] == [("second", "start", "segment-0.1")]
+    third = bench.tell(submitted("third", 3, "  priority: -1", bench.now))
+    assert [(a.job, a.verb) for a in third] == [("third", "wait")]
+    drained = bench.tell(Drained(time_sec=bench.now, job="second"))
+    assert ("first", "admit") in [(a.job, a.verb) for a in drained]
+    # One core is free; the other one is held until the process of the second job has ended.
+    assert [a.process for a in drained if a.verb == "start"] == ["lead-0.2"]
+    found = bench.tell(
+        Ended(time_sec=bench.now, job="second", process="segment-0.1", outcome="left")
+    )
+    assert ("first", "start") in [(a.job, a.verb) for a in found]
+    assert bench.state.jobs["second"].phase == "drained"
+
+
+def test_handle_of_a_job_that_cannot_fit_fails_it_with_the_budget_that_would_do() -> None:
+    bench = Bench(BudgetSet(time_sec=0.0, cpus=1.0, memory_bytes=GIB))
+    (failed,) = bench.tell(submitted("first"))
+    assert failed.verb == "fail"
+    assert failed.reason.startswith("budget must hold the smallest pools, got cpus=1 and ")
+
+
+def test_handle_after_a_change_leaves_the_job_alone_for_a_while() -> None:
+    bench = Bench(BUDGET, submitted("first", 200, "  deadline: 5m"))
+    bench.built(0)
+    assert bench.job.correction.in_flight is None  # admitted, and everything runs
+    ended_sec = bench.job.correction.ended_sec
+    bench.stepped(8, 1.0)
+    changes = [a for a in bench.looks(10) if a.verb == "scale"]
+    assert bench.now < ended_sec + COOL_DOWN_SEC
+    assert changes == []
+
+
+def test_handle_of_time_that_goes_back_takes_the_latest() -> None:
+    bench = Bench(BUDGET, Ticked(time_sec=100.0))
+    assert handle(bench.state, Ticked(time_sec=50.0))[0].now_sec == 100.0

@@ -1,0 +1,184 @@
+"""A made world that does what the machine asks, one event after the other, from a seed."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from scheduler.history import History
+from scheduler.machine.events import (
+    BudgetSet,
+    Ended,
+    Event,
+    Preempted,
+    Read,
+    Started,
+    Stepped,
+    Submitted,
+    Ticked,
+)
+from scheduler.machine.state import CARRIED_OUT, ENDED, Action, State
+from tests.scheduler.made import FACTS, JOB
+
+GIB = 1 << 30
+BUDGET = BudgetSet(time_sec=0.0, cpus=8.0, memory_bytes=32 * GIB)
+BATCH = 256
+STEPS_PER_SEGMENT = 4
+
+
+def submitted(
+    name: str, num_segments: int = 3, schedule: str = "  priority: 0", time_sec: float = 0.0
+) -> Submitted:
+    """Return a job that takes STEPS_PER_SEGMENT steps for each of its segments."""
+    samples = num_segments * STEPS_PER_SEGMENT * BATCH
+    return Submitted(
+        time_sec=time_sec,
+        job=name,
+        document=JOB.replace("SCHEDULE", schedule).replace("name: small", f"name: {name}"),
+        facts=replace(FACTS, num_samples=samples, num_train_samples=samples),
+        history=History(),
+        num_segments=num_segments,
+    )
+
+
+@dataclass
+class Child:
+    """A process of the world."""
+
+    pool: str
+    number: int
+    runs: bool = False
+    leaving: bool = False
+    grouped: bool = False
+
+
+@dataclass
+class World:
+    """Processes, what they have done, and what happens to them next."""
+
+    jobs: Sequence[Submitted]
+    children: dict[tuple[str, str], Child] = field(default_factory=dict[tuple[str, str], Child])
+    known: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    built: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    steps: Counter[str] = field(default_factory=Counter[str])
+    finished: Counter[str] = field(default_factory=Counter[str])
+    now: float = 0.0
+
+    def carry_out(self, action: Action) -> None:
+        """Do it, unless it was done before."""
+        if action.verb not in CARRIED_OUT or action.verb == "migrate":
+            return
+        key = (action.job, action.process)
+        if action.verb == "start":
+            if key in self.known:
+                return
+            pool, _, rest = action.process.rpartition("-")
+            number = int(rest.partition(".")[0])
+            same = [c for (job, _), c in self.children.items() if job == action.job]
+            places = [(c.pool, c.number) for c in same]
+            assert (pool, number) not in places, "one place, one process"
+            self.known.add(key)
+            self.children[key] = Child(pool, number, grouped=bool(action.values.get("grouped")))
+        elif key in self.children:
+            self.children[key].leaving = True
+
+    def next_event(self, rng: np.random.Generator, *, calm: bool) -> Event:
+        """Return what happens next; when it is calm, nobody is killed or taken away."""
+        self.now += float(rng.uniform(0.1, 5.0))
+        keys = sorted(self.children)
+        if not keys or rng.random() < 0.2:
+            return Ticked(time_sec=self.now)
+        job, name = keys[int(rng.integers(len(keys)))]
+        child = self.children[job, name]
+        who = {"time_sec": self.now, "job": job, "process": name}
+        chance = rng.random()
+        if not calm and chance < 0.1:
+            del self.children[job, name]
+            return Ended(**who, outcome="lost", detail="signal 9")
+        if child.leaving:
+            del self.children[job, name]
+            return Ended(**who, outcome="left")
+        if not child.runs:
+            child.runs = True
+            return Started(**who)
+        if not calm and chance < 0.15:
+            return Preempted(**who, grace_sec=10.0)
+        if chance < 0.3:
+            position = int(self.now)
+            return Read(**who, position=position, resident_bytes=GIB // 2, rate=1.0)
+        return self._works(job, name, child, who)
+
+    def _works(self, job: str, name: str, child: Child, who: dict) -> Event:
+        total = next(one.num_segments for one in self.jobs if one.job == job)
+        there = sum(1 for (owner, _), times in self.built.items() if owner == job and times)
+        if child.pool == "segment":
+            if child.number > there:  # it waits until those before it are committed
+                return Ticked(time_sec=self.now)
+            del self.children[job, name]
+            self.built[job, child.number] += 1
+            samples = STEPS_PER_SEGMENT * BATCH
+            return Ended(**who, outcome="done", num_samples=samples, work_sec=5.0)
+        if child.pool == "lead" and self.steps[job] == total * STEPS_PER_SEGMENT:
+            del self.children[job, name]
+            self.finished[job] += 1
+            return Ended(**who, outcome="done")
+        trains = child.pool == "replica" or (child.pool == "lead" and not child.grouped)
+        if trains and self.steps[job] < there * STEPS_PER_SEGMENT:
+            self.steps[job] += 1
+            return Stepped(
+                time_sec=self.now,
+                job=job,
+                next_step=self.steps[job],
+                num_samples=self.steps[job] * BATCH,
+                num_replicas=1,
+                seconds=(0.5,),
+            )
+        return Ticked(time_sec=self.now)
+
+
+def check_laws(state: State) -> None:
+    """Check what holds after every event."""
+    cpus, memory = state.used
+    assert cpus <= state.budget.cpus + 1e-9
+    assert memory <= state.budget.memory
+    for job in state.jobs.values():
+        places = [p.place for p in job.processes.values()]
+        assert len(places) == len(set(places)), "one place, one process"
+        assert not job.built & {p.number for p in job.of_pool("segment")}, "built once"
+
+
+def run(
+    world: World,
+    state: State,
+    tell: Callable[[State, Event], tuple[State, Sequence[Action]]],
+    rng: np.random.Generator,
+    events: Sequence[Event] = (),
+    num_wild: int = 60,
+) -> State:
+    """Let the world and the machine go on until every job has ended.
+
+    Args:
+        world: as it stands.
+        state: the machine's.
+        tell: takes an event; what it returns is carried out.
+        rng: of what happens.
+        events: told first, one by one.
+        num_wild: events until nobody is killed any more, so that the end is reached.
+    """
+    waiting = list(events)
+    for number in range(3000):
+        if waiting:
+            event = waiting.pop(0)
+        elif state.jobs and all(job.phase in ENDED for job in state.jobs.values()):
+            if not world.children:
+                return state
+            event = world.next_event(rng, calm=True)
+        else:
+            event = world.next_event(rng, calm=number > num_wild)
+        state, actions = tell(state, event)
+        check_laws(state)
+        for action in actions:
+            assert action.reason
+            world.carry_out(action)
+    raise AssertionError(f"jobs must end, got {state.jobs}")
