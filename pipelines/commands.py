@@ -52,6 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
+    command.add_argument(
+        "--in-order",
+        action="store_true",
+        help="build at once, enter the dataset when all segments before --position are there",
+    )
     command.add_argument("--last", action="store_true", help="no segment follows this one")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
     command.add_argument("--json", action="store_true")
@@ -163,6 +168,8 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 
 def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    if arguments.in_order and arguments.position is None:
+        raise ValueError("--in-order must come with --position, got none; name the place")
     startup = time.time() - _process_start()
     request = BuildRequest(
         job_path=arguments.job,
@@ -173,6 +180,7 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         check_sql=arguments.check_sql,
         append=True,
         position=arguments.position,
+        in_order=arguments.in_order,
         last=arguments.last,
         say=_progress,
     )

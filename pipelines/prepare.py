@@ -53,6 +53,7 @@ class BuildRequest:
         check_sql: whether to compare the SQL's result on three cuts of the same rows first.
         append: whether the dataset must be there already.
         position: place among its segments, with `append`; the next free one when None.
+        in_order: whether it enters the dataset only behind all segments before its position.
         last: whether no segment follows: the dataset is finished with this one.
         say: told what is going on, one line at a time.
         listing: input files, where they are known already.
@@ -67,6 +68,7 @@ class BuildRequest:
     check_sql: bool = False
     append: bool = False
     position: int | None = None
+    in_order: bool = False
     last: bool = False
     say: Callable[[str], None] = lambda _: None
     listing: tuple[InputFile, ...] | None = None

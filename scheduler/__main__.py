@@ -11,9 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from scheduler.drivers.process.command import RunRequest, inputs_of, plan_jobs, run_jobs
+from scheduler.drivers.process.driver import DriverOptions
 from scheduler.explain import as_json, explain, summary
 from scheduler.machine.log import recover
-from scheduler.machine.words import pools_in_words, replayed
+from scheduler.machine.words import jobs_as_json, pools_in_words, replayed
 from scheduler.measurements import fit_file, fit_summary
 from scheduler.policy import plan
 from scheduler.snapshot import take_snapshot
@@ -44,6 +46,24 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--explain", action="store_true", help="a table and the reasons")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_plan)
+    command = commands.add_parser("run", help="start and keep the pools of all jobs")
+    command.add_argument("jobs", type=Path, nargs="+", metavar="JOB", help="job files")
+    command.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="raw files of a job, by its name where there are several; the log of its "
+        "data.generate where it is left out",
+    )
+    command.add_argument(
+        "--output", type=Path, default=Path("scheduled"), metavar="DIR", help="folder of it all"
+    )
+    command.add_argument("--budget", type=Path, metavar="FILE", help="of all jobs; this machine")
+    command.add_argument("--driver", choices=("process", "kubernetes"), default="process")
+    command.add_argument("--dry-run", action="store_true", help="what would be decided first")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    command.set_defaults(run=_run)
     command = commands.add_parser("replay", help="the same decisions from the recorded events")
     command.add_argument("log", type=Path, metavar="LOG", help="log of a scheduler")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -84,6 +104,34 @@ def _plan(arguments: argparse.Namespace) -> None:
         Console(stderr=arguments.json).print(explain(snapshot, config, decision))
     elif not arguments.json:
         print(summary(decision))
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.driver != "process":
+        raise PlanError(
+            f"driver must be process, got {arguments.driver}; nothing else is there yet"
+        )
+    request = RunRequest(
+        job_files=arguments.jobs,
+        inputs=inputs_of(arguments.input, arguments.jobs),
+        output=arguments.output,
+        budget=arguments.budget,
+        driver=DriverOptions(
+            output=arguments.output, say=lambda line: print(line, file=sys.stderr, flush=True)
+        ),
+    )
+    if arguments.dry_run:
+        for action in plan_jobs(request):
+            print(f"{action.job}: {action.verb} {action.process}: {action.reason}")
+        return
+    state = run_jobs(request)
+    if arguments.json:
+        print(json.dumps(jobs_as_json(state)))
+    else:
+        for job in state.jobs.values():
+            print(f"{job.name}: {pools_in_words(job)}")
+    if failed := [job.name for job in state.jobs.values() if job.phase == "failed"]:
+        raise PlanError(f"jobs must finish, got {', '.join(failed)} that failed; see the reasons")
 
 
 def _replay(arguments: argparse.Namespace) -> None:

@@ -50,9 +50,9 @@ def on_stepped(job: JobState, event: Stepped, state: State) -> Handled:
     """Steps were committed: whoever trained is not in trouble."""
     config: ScheduleConfig = job.snapshot.job.schedule
     stores = job.num_stores or 0
-    grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)] * len(event.seconds)))
     steps = job.steps
     if event.seconds:
+        grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)] * len(event.seconds)))
         setting = training_setting(job.snapshot, config, grid)
         steps = observe(steps, setting, event.seconds, event.time_sec - job.since_sec)
     trains = ("lead", "replica", "store")

@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler.decision import counted
 from scheduler.machine.log import Replay
-from scheduler.machine.state import JobState
+from scheduler.machine.state import JobState, State
 
 
 def pools_in_words(job: JobState) -> str:
@@ -16,7 +16,7 @@ def pools_in_words(job: JobState) -> str:
     trainers = pools["replica"] if job.grouped else len(job.of_pool("lead"))
     return (
         f"{job.phase}, {len(job.built)} of {counted(job.num_segments, 'segment')} built, "
-        f"step {job.next_step:,} of {job.num_steps:,}, "
+        f"{counted(job.next_step, 'step')} trained, "
         f"{counted(pools['segment'], 'segment job')}, {counted(trainers, 'trainer')}, "
         f"{counted(pools['store'], 'store')}"
     )
@@ -28,14 +28,20 @@ def replayed(found: Replay) -> dict[str, Any]:
         "num_events": found.num_events,
         "num_decisions": found.num_decisions,
         "num_missing": len(found.missing),
-        "jobs": {
-            job.name: {
-                "phase": job.phase,
-                "segments_built": len(job.built),
-                "num_segments": job.num_segments,
-                "next_step": job.next_step,
-                "processes": sorted(job.processes),
-            }
-            for job in found.state.jobs.values()
-        },
+        "jobs": jobs_as_json(found.state),
+    }
+
+
+def jobs_as_json(state: State) -> dict[str, Any]:
+    """Return what every job is at."""
+    return {
+        job.name: {
+            "phase": job.phase,
+            "segments_built": len(job.built),
+            "num_segments": job.num_segments,
+            "next_step": job.next_step,
+            "num_trained": job.num_trained,
+            "processes": sorted(job.processes),
+        }
+        for job in state.jobs.values()
     }

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +144,44 @@ def test_positions_decide_the_order_whoever_comes_first(one: Path, tmp_path: Pat
     found = [open_dataset(tmp_path / name) for name in orders]
     assert found[0].manifest.segments == found[1].manifest.segments
     assert found[0].manifest.indexes[0] == found[1].manifest.indexes[0]
+
+
+def test_append_in_order_is_built_beside_others_and_enters_behind_those_before(
+    one: Path, tmp_path: Path
+) -> None:
+    job = one / "job" / "job.yaml"
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    waits, results = threading.Event(), list[dict[str, object]]()
+
+    def say(line: str) -> None:
+        if line == "built, waiting for the segment at position 1":
+            waits.set()
+
+    later = replace(
+        addition(job, one / "log-2", dataset, 2, "later"), in_order=True, last=True, say=say
+    )
+    thread = threading.Thread(target=lambda: results.append(build(later)))
+    thread.start()
+    assert waits.wait(600)
+    assert len(read_dataset(dataset).segments) == 1
+    build(replace(addition(job, one / "log-1", dataset, 1), in_order=True))
+    thread.join(600)
+    assert [s.id.partition("-")[0] for s in read_dataset(dataset).segments] == [
+        "00000",
+        "00001",
+        "00002",
+    ]
+    assert read_dataset(dataset).finished
+    assert results[0]["waited_sec"] != 0
+
+
+def test_append_in_order_without_a_position_is_refused(
+    one: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(one / "job" / "job.yaml"), "--dataset", str(one / "dataset")]
+    assert main(["append", *words, "--input", str(one / "log-1"), "--in-order"]) == 1
+    message = "error: --in-order must come with --position, got none; name the place\n"
+    assert capsys.readouterr().err == message
 
 
 def test_append_extends_every_index_that_the_dataset_has(one: Path, tmp_path: Path) -> None:

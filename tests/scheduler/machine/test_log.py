@@ -254,7 +254,7 @@ def test_replay_command_says_that_decisions_are_the_same_or_where_they_differ(
     told = capsys.readouterr().out.splitlines()
     num_events = path.read_text().count('{"event":')
     assert told[0].startswith(f"{num_events} events lead to the same ")
-    assert told[1].startswith("first: finished, 3 of 3 segments built, step 12 of 12, 0 segment")
+    assert told[1].startswith("first: finished, 3 of 3 segments built, 12 steps trained, 0 segment")
     path.write_text(path.read_text().replace('"action":"finish"', '"action":"fail"', 1))
     assert main(["replay", str(path)]) == 1
     assert ": 'fail' of " in capsys.readouterr().err

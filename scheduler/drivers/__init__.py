@@ -1,0 +1,1 @@
+"""Where actions are carried out: the only I/O of the scheduler while jobs run."""

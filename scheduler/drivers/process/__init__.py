@@ -1,0 +1,1 @@
+"""Pools of processes on this machine."""

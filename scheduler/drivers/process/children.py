@@ -1,0 +1,141 @@
+"""Child processes that have names and outlive the scheduler, so that the next one finds them again.
+
+A child holds a lock on the file of its name as long as it lives, whoever its parent is by
+then, and its pid is written before its program begins. A name is used once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_BEGIN = 'echo $$ > "$0" && exec "$@"'
+"""Writes its pid to the first argument and becomes the program of the others."""
+LAST_BYTES = 4096
+"""Bytes at the end of what a child said that are looked at."""
+
+
+class Children:
+    """The child processes of one job."""
+
+    def __init__(self, folder: Path) -> None:
+        """Remember where their files lie.
+
+        Args:
+            folder: with `<name>.lock`, `.pid`, `.out`, `.err` and `.asked` of each.
+        """
+        self._folder = folder
+        self._own: dict[str, subprocess.Popen[bytes]] = {}
+        self._statuses: dict[str, int] = {}
+
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start a child, unless one was begun by this name."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(self._at(name, "lock"), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+        except FileExistsError:
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with self._at(name, "out").open("wb") as out, self._at(name, "err").open("wb") as err:
+                self._own[name] = subprocess.Popen(
+                    ["/bin/sh", "-c", _BEGIN, str(self._at(name, "pid")), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=dict(environment),
+                    pass_fds=(lock,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lock)
+
+    def is_known(self, name: str) -> bool:
+        """Tell whether a child was begun by this name."""
+        return self._at(name, "lock").exists()
+
+    def lives(self, name: str) -> bool:
+        """Tell whether a child runs; one of this process that ended is taken off."""
+        if name in self._statuses:
+            return False
+        own = self._own.get(name)
+        if own is not None:
+            return not self._take_off(name, own)
+        try:
+            lock = os.open(self._at(name, "lock"), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    def _take_off(self, name: str, own: subprocess.Popen[bytes]) -> bool:
+        """Tell whether a child has ended, and end what it has left behind.
+
+        It is looked at before it is taken off: until then nobody else can get its number.
+        """
+        if os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        self._end_group(own.pid)
+        self._statuses[name] = own.wait()
+        del self._own[name]
+        return True
+
+    def status(self, name: str) -> int | None:
+        """Return the exit status of a child that ended; None where another process started it."""
+        return self._statuses.get(name)
+
+    def pid(self, name: str) -> int | None:
+        """Return the pid of a living child; None for a moment after its start, or when it died."""
+        if not self.lives(name):
+            return None
+        try:
+            return int(self._at(name, "pid").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def ask(self, name: str) -> None:
+        """Ask a child to end, once: a second SIGTERM would end it as it stands."""
+        pid = self.pid(name)
+        if pid is None or self._at(name, "asked").exists():
+            return
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        self._at(name, "asked").touch()
+
+    def end(self, name: str) -> None:
+        """End a child and all that it has started."""
+        pid = self.pid(name)
+        if pid is not None:
+            self._end_group(pid)
+
+    def output(self, name: str) -> str:
+        """Return what a child wrote on standard output."""
+        return self._read(name, "out")
+
+    def last_words(self, name: str) -> str:
+        """Return the last line that a child wrote on standard error."""
+        lines = self._read(name, "err")[-LAST_BYTES:].strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+    def _read(self, name: str, kind: str) -> str:
+        with suppress(FileNotFoundError):
+            return self._at(name, kind).read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def _at(self, name: str, kind: str) -> Path:
+        return self._folder / f"{name}.{kind}"
+
+    @staticmethod
+    def _end_group(pid: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)

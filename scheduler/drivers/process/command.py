@@ -1,0 +1,184 @@
+"""`python -m scheduler run`: jobs on this machine, from first to last."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from scheduler.drivers.process.driver import Driver, DriverOptions, unnamed_jobs
+from scheduler.drivers.process.submit import submit
+from scheduler.drivers.process.workplace import Workplace
+from scheduler.machine.events import BudgetSet, Event, Submitted
+from scheduler.machine.handle import handle
+from scheduler.machine.log import LOG, Log, recover
+from scheduler.machine.state import Action, State
+from schemas.declare import read_yaml
+from schemas.errors import PlanError, SchemaError
+from schemas.job import load_job
+from schemas.job_schedule import BudgetConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What is to be run."""
+
+    job_files: Sequence[Path]
+    """The jobs."""
+    inputs: Mapping[str, Path]
+    """Folders of raw files by name of the job."""
+    output: Path
+    """Folder of the scheduler."""
+    budget: Path | None
+    """File with the budget of all jobs together; this machine when None."""
+    driver: DriverOptions
+    """How processes are watched."""
+
+
+def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path]:
+    """Return folders of raw files by name of the job.
+
+    Args:
+        words: `NAME=DIR`, or a folder where there is one job.
+        job_files: the jobs.
+
+    Raises:
+        PlanError: a folder has no name though there are several jobs, or a name is no job's.
+    """
+    names = [load_job(path).name for path in job_files]
+    found: dict[str, Path] = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not equals and len(names) > 1:
+            raise PlanError(
+                f"input must name its job where there are several, got {word!r}; "
+                f"write {names[0]}={word}"
+            )
+        name, folder = (name, folder) if equals else (names[0], word)
+        if name not in names:
+            raise PlanError(f"input must be of a job that is run, got {name!r}; use {names[0]!r}")
+        found[name] = Path(folder)
+    return found
+
+
+def machine_budget() -> BudgetConfig:
+    """Return what this machine has."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return BudgetConfig(cpus=float(len(os.sched_getaffinity(0))), memory=memory)
+
+
+def run_jobs(request: RunRequest) -> State:
+    """Run jobs until all have ended.
+
+    Returns:
+        The state at the end; SIGTERM and SIGINT end jobs early, with nothing lost.
+
+    Raises:
+        SchemaError: a job, its input or the log is none, or another scheduler works there.
+        PlanError: the log has other jobs that have not ended.
+    """
+    request.output.mkdir(parents=True, exist_ok=True)
+    budget = budget_of(request)
+    with _alone(request.output), Log(request.output / LOG) as log, _asked() as asked:
+        jobs, places = _submissions(request)
+        found = recover(request.output / LOG)
+        if unnamed := unnamed_jobs(found.state, places):
+            raise PlanError(
+                f"run must name every job of {request.output} that has not ended, got none for "
+                f"{', '.join(unnamed)}; add the job file, or use another --output"
+            )
+        driver = Driver(request.driver, log, found, places)
+        driver.begin(jobs, budget.cpus, budget.memory)
+        drained = False
+        while not driver.is_done:
+            driver.poll()
+            if asked() and not drained:
+                drained = True
+                driver.drain()
+            time.sleep(request.driver.poll_sec)
+        return driver.state
+
+
+def plan_jobs(request: RunRequest) -> list[Action]:
+    """Return what would be decided first; nothing is started.
+
+    Raises:
+        SchemaError: as `run_jobs`.
+    """
+    budget, now = budget_of(request), time.time()
+    jobs, _ = _submissions(request)
+    state, actions = State(), list[Action]()
+    first: list[Event] = [
+        BudgetSet(time_sec=now, cpus=budget.cpus, memory_bytes=budget.memory),
+        *jobs,
+    ]
+    for event in first:
+        state, found = handle(state, event)
+        actions += found
+    return actions
+
+
+def budget_of(request: RunRequest) -> BudgetConfig:
+    """Return the budget of all jobs together.
+
+    Raises:
+        SchemaError: the file is none.
+    """
+    if request.budget is None:
+        return machine_budget()
+    return read_yaml(request.budget, BudgetConfig)
+
+
+def _submissions(request: RunRequest) -> tuple[list[Submitted], dict[str, Workplace]]:
+    jobs: list[Submitted] = []
+    places: dict[str, Workplace] = {}
+    # The most important first, so that none is begun only to make room.
+    for job_file in sorted(request.job_files, key=lambda p: -load_job(p).schedule.priority):
+        submitted, place = submit(job_file, request.inputs, request.output, time.time())
+        if submitted.job in places:
+            raise SchemaError(
+                f"jobs must have names of their own, got {submitted.job!r} twice; rename one",
+                file=str(job_file),
+            )
+        jobs.append(submitted)
+        places[submitted.job] = place
+    return jobs, places
+
+
+@contextmanager
+def _alone(output: Path) -> Generator[None]:
+    """Hold the folder: one scheduler at a time."""
+    with (output / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SchemaError(
+                "folder must have one scheduler, got another one that runs; end it, or use "
+                "another --output",
+                file=str(output),
+            ) from error
+        yield
+
+
+@contextmanager
+def _asked() -> Generator[Callable[[], bool]]:
+    """Notice the first SIGTERM or SIGINT; the second one ends this process, not its children."""
+    seen: list[int] = []
+
+    def notice(number: int, _: FrameType | None) -> None:
+        if seen:
+            raise SystemExit(128 + number)
+        seen.append(number)
+
+    old = {s: signal.signal(s, notice) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,227 @@
+"""The scheduler of one machine: what is seen becomes events, what is decided becomes processes.
+
+    recover the log -> submit -> [ who ended -> who began -> steps -> memory -> a look ] ...
+
+Killed anywhere, it is started again with the same command: its log says where it stood, and
+its children, which go on meanwhile, are known by their names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scheduler.drivers.process.children import Children
+from scheduler.drivers.process.commands import (
+    environment,
+    lead_command,
+    replica_command,
+    segment_command,
+)
+from scheduler.drivers.process.observe import StepTail, ended, resident_bytes
+from scheduler.drivers.process.submit import HISTORY
+from scheduler.drivers.process.teach import teach
+from scheduler.drivers.process.workplace import Workplace
+from scheduler.machine.codec import decision_of
+from scheduler.machine.events import (
+    BudgetSet,
+    Drained,
+    Event,
+    Read,
+    Started,
+    Submitted,
+    Ticked,
+)
+from scheduler.machine.handle import handle
+from scheduler.machine.log import Log, Replay
+from scheduler.machine.state import ENDED, Action, JobState, Process, State
+from schemas.events import SUMMARY
+
+LAST_LOOK_SEC = 30.0
+"""Longest time between two looks."""
+TOGETHER = "together.json"
+"""What replicas must know to join, in the run's folder (FORMAT.md, Runs)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverOptions:
+    """How a machine is watched."""
+
+    output: Path
+    """Folder of the scheduler."""
+    poll_sec: float = 0.5
+    """Time between two looks at processes."""
+    look_sec: float = 5.0
+    """Time between two looks of the machine at everything, at first; so often memory is read."""
+    say: Callable[[str], None] = field(default=lambda _: None)
+    """Told each decision in one line."""
+
+
+class Driver:
+    """Jobs of this machine, their children and their log."""
+
+    def __init__(
+        self, options: DriverOptions, log: Log, found: Replay, places: Mapping[str, Workplace]
+    ) -> None:
+        """Begin where a log ends.
+
+        Args:
+            options: how the machine is watched.
+            log: open.
+            found: what it comes to.
+            places: of every job that may run.
+        """
+        self.state = found.state
+        self._options = options
+        self._log = log
+        self._places = places
+        self._environment = environment()
+        self._children = {job: Children(place.processes) for job, place in places.items()}
+        self._tails = {job: StepTail(place.run) for job, place in places.items()}
+        self._looked_sec = 0.0
+        log.append(None, found.missing)
+        for action in found.actions:
+            self._carry_out(action)
+
+    def begin(self, jobs: Sequence[Submitted], cpus: float, memory_bytes: int) -> None:
+        """Submit jobs that the machine does not know, or that were ended early."""
+        budget = self.state.budget
+        if (budget.cpus, budget.memory) != (cpus, memory_bytes):
+            self._tell(BudgetSet(time_sec=time.time(), cpus=cpus, memory_bytes=memory_bytes))
+        for job in jobs:
+            known = self.state.jobs.get(job.job)
+            if known is None or known.phase in ("drained", "draining", "failed"):
+                self._tell(job)
+
+    def drain(self) -> None:
+        """Ask all jobs to end with nothing lost."""
+        for job in self.state.by_priority:
+            self._tell(Drained(time_sec=time.time(), job=job.name))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every job has ended, with all its processes."""
+        return all(job.phase in ENDED and not job.processes for job in self.state.jobs.values())
+
+    def poll(self) -> None:
+        """Look at all processes once."""
+        for name in list(self.state.jobs):
+            if name in self._places:
+                self._poll_job(name)
+        now = time.time()
+        if now - self._looked_sec >= self._look_sec(now) or self._is_due(now):
+            self._looked_sec = now
+            for name in self._places:
+                self._read_steps(name)
+                self._read_memory(self.state.jobs[name])
+            self._tell(Ticked(time_sec=now))
+
+    def _look_sec(self, now: float) -> float:
+        """Return the time between looks: a hundredth of the age of the youngest job, in bounds.
+
+        So the log of a long run stays one that is read again in seconds.
+        """
+        ages = [now - job.since_sec for job in self.state.jobs.values() if job.phase not in ENDED]
+        return min(LAST_LOOK_SEC, max(self._options.look_sec, 0.01 * min(ages, default=0.0)))
+
+    def _is_due(self, now: float) -> bool:
+        """Tell whether a process is to be started again by now."""
+        return any(
+            self._looked_sec < trouble.retry_sec <= now
+            for job in self.state.jobs.values()
+            for trouble in job.troubles.values()
+        )
+
+    def _read_steps(self, name: str) -> None:
+        stepped = self._tails[name].read(name, time.time())
+        if stepped is not None:
+            self._tell(stepped)
+
+    def _poll_job(self, name: str) -> None:
+        children, place = self._children[name], self._places[name]
+        processes = list(self.state.jobs[name].processes.values())
+        gone = [p for p in processes if not children.lives(p.name)]
+        if gone:
+            self._read_steps(name)
+        lead_lives = any(p.pool == "lead" and p not in gone for p in processes)
+        for process in gone:
+            if process.pool == "replica" and lead_lives and (place.run / SUMMARY).is_file():
+                continue  # the run is finished, as its lead is about to say
+            self._tell(ended(place, children, name, process, time.time()))
+        for process in processes:
+            if process.status == "starting" and process not in gone and self._is_up(name, process):
+                self._tell(Started(time_sec=time.time(), job=name, process=process.name))
+
+    def _is_up(self, job: str, process: Process) -> bool:
+        """Tell whether a living process is at work: a lead of replicas, when they may join."""
+        waits = process.pool == "lead" and self.state.jobs[job].grouped
+        return not waits or (self._places[job].run / TOGETHER).is_file()
+
+    def _read_memory(self, job: JobState) -> None:
+        for process in job.processes.values():
+            pid = self._children[job.name].pid(process.name)
+            resident = 0 if pid is None else resident_bytes(pid)
+            if process.status != "running" or not resident:
+                continue
+            now = time.time()
+            position = job.next_step
+            if process.pool == "segment":
+                position = int(now - process.began_sec)
+            self._tell(
+                Read(
+                    time_sec=now,
+                    job=job.name,
+                    process=process.name,
+                    position=position,
+                    resident_bytes=resident,
+                )
+            )
+
+    def _tell(self, event: Event) -> None:
+        """Handle an event; what follows is on disk before it is done."""
+        self.state, actions = handle(self.state, event)
+        decisions = [decision_of(action, self.state.now_sec) for action in actions]
+        self._log.append(event, decisions)
+        for action in actions:
+            self._options.say(f"{action.job}: {action.verb} {action.process}: {action.reason}")
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        """Do it; done twice, it is done once."""
+        job = self.state.jobs[action.job]
+        children = self._children.get(action.job)
+        if children is None:
+            return  # a job that ended before, and is not named any more
+        if action.verb == "start":
+            process = job.processes.get(action.process)
+            if process is not None:
+                self._start(job, process, action, children)
+        elif action.verb == "drain":
+            children.ask(action.process)
+        elif action.verb == "stop":
+            children.end(action.process)
+        elif action.verb == "finish":
+            teach(job, self._options.output / HISTORY)
+
+    def _start(self, job: JobState, process: Process, action: Action, children: Children) -> None:
+        place = self._places[job.name]
+        if process.pool == "segment":
+            command = segment_command(place, process.number, process.workers)
+        elif process.pool == "lead":
+            if not children.is_known(process.name):
+                (place.run / TOGETHER).unlink(missing_ok=True)  # of a lead that was killed
+            command = lead_command(place, action.values)
+        else:
+            command = replica_command(place, process.number)
+        children.start(process.name, command, self._environment)
+
+
+def unnamed_jobs(state: State, places: Mapping[str, Workplace]) -> list[str]:
+    """Return jobs that have not ended and whose files were not named."""
+    return [
+        job.name
+        for job in state.jobs.values()
+        if job.name not in places and (job.phase not in ENDED or job.processes)
+    ]

@@ -1,0 +1,93 @@
+"""From a job file to what the machine is told of it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from scheduler.drivers.process.commands import environment, generate_command
+from scheduler.drivers.process.workplace import Workplace, cut_input
+from scheduler.history import History, read_history
+from scheduler.machine.events import Submitted
+from scheduler.snapshot import facts_of_job
+from schemas.errors import SchemaError
+from schemas.features import load_features
+from schemas.job import GenerateConfig, Job, load_job
+
+HISTORY = "history"
+"""Folder of what finished jobs taught, in the scheduler's folder."""
+
+
+def submit(
+    job_file: Path, inputs: Mapping[str, Path], output: Path, time_sec: float
+) -> tuple[Submitted, Workplace]:
+    """Prepare the folder of a job.
+
+    Args:
+        job_file: the job.
+        inputs: folder of raw files by name of the job; where it lacks, the log that the job's
+            `data.generate` says is written.
+        output: folder of the scheduler.
+        time_sec: the time.
+
+    Raises:
+        SchemaError: the job file, or its input, is none.
+    """
+    job = load_job(job_file)
+    features = load_features(job_file.parent / job.data.schema)
+    folder = output / job.name
+    source = inputs.get(job.name) or _generated(job, job_file, folder)
+    cut = cut_input(job, source, folder)
+    counted = _num_rows(job, [path for part in cut for path in part])
+    if counted is not None:
+        generate = replace(job.data.generate or GenerateConfig(), num_samples=counted)
+        job = replace(job, data=replace(job.data, generate=generate))
+    past = output / HISTORY
+    submitted = Submitted(
+        time_sec=time_sec,
+        job=job.name,
+        document=job_file.read_text(encoding="utf-8"),
+        facts=facts_of_job(job, features),
+        history=read_history(past) if past.is_dir() else History(),
+        num_segments=len(cut),
+    )
+    return submitted, Workplace(job_file.resolve(), folder.resolve(), len(cut))
+
+
+def _generated(job: Job, job_file: Path, folder: Path) -> Path:
+    """Return the synthetic log of a job, written on the first call."""
+    if job.data.generate is None:
+        raise SchemaError(
+            "job must have an input, got neither --input nor data.generate; name its raw files",
+            file=str(job_file),
+        )
+    log = folder / "log"
+    if log.is_dir():
+        return log
+    partial = folder / ".log.partial"
+    done = subprocess.run(
+        generate_command(job_file.resolve(), partial),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SchemaError(f"log must be generated, got {done.stderr.strip()[-300:]}")
+    partial.rename(log)
+    return log
+
+
+def _num_rows(job: Job, files: list[Path]) -> int | None:
+    """Return the rows of the input, None where they are not known without reading it."""
+    if len(job.data.sources) != 1 or next(iter(job.data.sources.values())).format != "parquet":
+        return None
+    try:
+        rows = sum(pq.read_metadata(path).num_rows for path in files)
+    except OSError:
+        return None  # the build rejects what is no Parquet, by name
+    return rows or None

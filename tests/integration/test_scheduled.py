@@ -1,0 +1,139 @@
+"""Two jobs under one budget as real processes: trainer, segment job and scheduler are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from scheduler.machine.events import Ended
+from scheduler.machine.log import LOG, read_log, recover
+from schemas.manifest import read_dataset
+
+SMALL = {
+    "num_samples: 200000": "num_samples: 12000",
+    "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 1024}",
+    "\n  batch_samples: 4096": "\n  batch_samples: 1024\n  checkpoint: {every_steps: 2}",
+}
+
+
+def write_jobs(repository: Path, folder: Path) -> list[Path]:
+    """Write the demo job, smaller, and a second one of more importance."""
+    demo = repository / "schemas" / "demo"
+    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
+    text = (demo / "job.yaml").read_text()
+    for old, new in SMALL.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    texts = {"demo": text, "urgent": text.replace("name: demo", "name: urgent") + "  priority: 1\n"}
+    for name, content in texts.items():
+        (folder / f"{name}.yaml").write_text(content)
+    return [folder / f"{name}.yaml" for name in texts]
+
+
+class Scheduler:
+    """`python -m scheduler run` in a process that can be killed."""
+
+    def __init__(self, repository: Path, words: list[str], said: Path) -> None:
+        self.said = said
+        with said.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "scheduler", "run", *words],
+                env={**os.environ, "PYTHONPATH": str(repository)},
+                stdout=file,
+                stderr=file,
+            )
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition, however long it takes, unless the scheduler ends before."""
+        while not condition():
+            assert self.process.poll() is None, self.said.read_text()
+            time.sleep(0.05)
+
+
+def pid_of(output: Path, job: str, name: str) -> int | None:
+    try:
+        return int((output / job / "processes" / f"{name}.pid").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def num_lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def command(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        env={**os.environ, "PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_undisturbed_ones(
+    repository: Path, tmp_path: Path
+) -> None:
+    demo, urgent = write_jobs(repository, tmp_path)
+    output = tmp_path / "out"
+    (tmp_path / "budget.yaml").write_text("cpus: 2\nmemory: 8GiB\n")
+    words = [str(demo), str(urgent), "--output", str(output)]
+    words += ["--budget", str(tmp_path / "budget.yaml"), "--json"]
+    # The urgent job has a log of one file, made from what its job file says.
+    log = output / "urgent" / "log"
+    made = command(
+        repository, "pipelines", "generate", str(urgent), "--output", str(tmp_path / "urgent-log")
+    )
+    assert made.returncode == 0, made.stderr
+    first = sorted((tmp_path / "urgent-log").glob("*.parquet"))[0]
+    log.mkdir(parents=True)
+    pq.write_table(pq.read_table(first), log / "one.parquet")
+
+    scheduler = Scheduler(repository, words, tmp_path / "said")
+    scheduler.until(lambda: pid_of(output, "urgent", "segment-0.1"))
+    os.kill(pid_of(output, "urgent", "segment-0.1") or 0, signal.SIGKILL)
+    steps = output / "demo" / "run" / "metrics.jsonl"
+    scheduler.until(lambda: num_lines(steps) >= 3)
+    os.kill(pid_of(output, "demo", "lead-0.1") or 0, signal.SIGKILL)
+    scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))
+    scheduler.process.kill()
+    scheduler.process.wait()
+
+    scheduler = Scheduler(repository, words, tmp_path / "said-again")
+    assert scheduler.process.wait() == 0, scheduler.said.read_text()
+    jobs = json.loads(scheduler.said.read_text().splitlines()[-1])
+    assert {name: job["phase"] for name, job in jobs.items()} == {
+        "demo": "finished",
+        "urgent": "finished",
+    }
+    ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
+    told = {(end.job, end.process): end.outcome for end in ends}
+    assert told["urgent", "segment-0.1"] == told["demo", "lead-0.1"] == "lost"
+    assert len(told) == len(ends), "each process ends once"
+    built = [(end.job, end.process.partition(".")[0]) for end in ends if end.outcome == "done"]
+    assert len(built) == len(set(built)), "nothing is done twice"
+    recover(output / LOG)
+    for name, count in (("demo", 4), ("urgent", 1)):
+        assert len(read_dataset(output / name / "dataset").segments) == count
+        verified = command(repository, "trainer", "verify", str(output / name / "run"))
+        assert verified.returncode == 0, verified.stderr
+    past = (output / "history" / "jobs.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["name"] for line in past) == ["demo", "urgent"]
+
+    again = tmp_path / "undisturbed"
+    dataset = str(output / "demo" / "dataset")
+    trained = command(
+        repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
+    )
+    assert trained.returncode == 0, trained.stderr
+    equal = command(repository, "trainer", "equal", str(output / "demo" / "run"), str(again))
+    assert equal.returncode == 0, equal.stdout + equal.stderr
