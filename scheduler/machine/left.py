@@ -66,8 +66,7 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
             cpus=budget.cpus + workers * first.worker.cpus,
             memory=budget.memory + workers * job.worker_memory,
         )
-    together = job.replicas_follow or not job.left_segments
-    most = second.max_replicas if together else min(second.max_replicas, second.min_replicas)
+    most = second.max_replicas if job.replicas_follow else 1
     stores = second.max_stores if job.num_stores is None else job.num_stores
     deadline = config.deadline
     if deadline is not None:

@@ -9,14 +9,13 @@ import numpy as np
 from scheduler.cells import observe
 from scheduler.grid import Grid
 from scheduler.machine.events import LoadKnown, Moved, Read, Started, Stepped
+from scheduler.machine.slots import first_owners
 from scheduler.machine.state import Action, JobState, State
 from scheduler.models import training_setting
 from schemas.job_schedule import ScheduleConfig
 
 READINGS = 256
 """Readings of a process that are kept: beyond, every second one is dropped."""
-NUM_RANGES = 16
-"""Equal ranges of the 4,096 slots, of which each is moved as a whole."""
 
 Handled = tuple[JobState, list[Action]]
 
@@ -28,8 +27,7 @@ def on_started(job: JobState, event: Started, state: State) -> Handled:
         process = replace(process, status="running")
     job = replace(job, processes={**job.processes, process.name: process})
     if process.pool == "store" and not job.owners and job.num_stores:
-        owners = tuple(i * job.num_stores // NUM_RANGES for i in range(NUM_RANGES))
-        job = replace(job, owners=owners)
+        job = replace(job, owners=first_owners(job.num_stores))
     return job, []
 
 

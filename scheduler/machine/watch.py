@@ -166,9 +166,9 @@ def memory_watches(
 def _forecast(job: JobState | None, process: Process, end: int, limit_bytes: int) -> Forecast:
     steps, values = zip(*process.readings, strict=True)
     load = None
-    if job is not None and job.load is not None and job.load.touched_rows:
+    if job is not None and job.load is not None and end < job.load.num_steps:
         known = np.array(job.load.touched_rows, np.float64)
-        places = np.linspace(0, end, len(known) + 1)
+        places = np.linspace(0, job.load.num_steps, len(known) + 1)
         load = np.interp(np.arange(end + 1), places, np.concatenate([[0.0], known]))
     return forecast(steps, values, end_step=end, limit_bytes=limit_bytes, load=load)
 

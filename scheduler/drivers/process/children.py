@@ -59,6 +59,12 @@ class Children:
         """Tell whether a child was begun by this name."""
         return self._at(name, "lock").exists()
 
+    def newest(self, prefix: str) -> str | None:
+        """Return the child that was begun last among those whose names begin so."""
+        locks = list(self._folder.glob(f"{prefix}*.lock"))
+        newest = max(locks, key=lambda path: path.stat().st_mtime_ns, default=None)
+        return None if newest is None else newest.name.removesuffix(".lock")
+
     def lives(self, name: str) -> bool:
         """Tell whether a child runs; one of this process that ended is taken off."""
         if name in self._statuses:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
+from scheduler.drivers.process.stores import address_of
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.machine.slots import first_slots, slots_of
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,16 +37,44 @@ def segment_command(place: Workplace, number: int, workers: int) -> list[str]:
     return [*([*append, *turn] if number else build), *source, *last, *running]
 
 
-def lead_command(place: Workplace, values: Mapping[str, float]) -> list[str]:
-    """Return the command that begins training, or goes on with it."""
-    train = [*_module("trainer"), "train", str(place.job_file), "--dataset", str(place.dataset)]
+def lead_command(place: Workplace, *, grouped: bool, served: bool) -> list[str]:
+    """Return the command that begins training, or goes on with it.
+
+    Args:
+        place: of the job.
+        grouped: whether replicas train, which are started one by one.
+        served: whether rows lie in stores.
+    """
+    job = place.served_job if served else place.job_file
+    train = [*_module("trainer"), "train", str(job), "--dataset", str(place.dataset)]
     train += ["--output", str(place.run), "--follow", "--resume"]
-    return [*train, *(["--replicas", "0"] if values.get("grouped") else [])]
+    train += ["--embedding", "cached"] if served else []
+    return [*train, *(["--replicas", "0"] if grouped else [])]
+
+
+def store_command(place: Workplace, number: int, count: int) -> list[str]:
+    """Return the command of one of several stores."""
+    first, end = first_slots(number, count)
+    port = address_of(place, number).rpartition(":")[2]
+    store = [*_module("trainer"), "store", "--directory", str(place.stores / str(number))]
+    return [*store, "--slots", f"{first}:{end}", "--port", port, *_token(place)]
+
+
+def move_command(place: Workplace, slots: int, source: int, target: int) -> list[str]:
+    """Return the command that moves a range of slots from one store to another."""
+    first, end = slots_of(slots)
+    move = [*_module("trainer"), "migrate-slots", "--slots", f"{first}:{end}"]
+    move += ["--from", address_of(place, source), "--to", address_of(place, target)]
+    return [*move, *_token(place)]
 
 
 def replica_command(place: Workplace, number: int) -> list[str]:
     """Return the command of one replica."""
     return [*_module("trainer"), "replica", str(place.run), "--number", str(number)]
+
+
+def _token(place: Workplace) -> list[str]:
+    return ["--token-file", str(place.stores / "token")]
 
 
 def _module(name: str) -> list[str]:

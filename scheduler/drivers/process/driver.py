@@ -17,10 +17,13 @@ from scheduler.drivers.process.children import Children
 from scheduler.drivers.process.commands import (
     environment,
     lead_command,
+    move_command,
     replica_command,
     segment_command,
+    store_command,
 )
 from scheduler.drivers.process.observe import StepTail, ended, resident_bytes
+from scheduler.drivers.process.stores import load_known, prepare_stores
 from scheduler.drivers.process.submit import HISTORY
 from scheduler.drivers.process.teach import teach
 from scheduler.drivers.process.workplace import Workplace
@@ -29,6 +32,7 @@ from scheduler.machine.events import (
     BudgetSet,
     Drained,
     Event,
+    Moved,
     Read,
     Started,
     Submitted,
@@ -80,6 +84,7 @@ class Driver:
         self._environment = environment()
         self._children = {job: Children(place.processes) for job, place in places.items()}
         self._tails = {job: StepTail(place.run) for job, place in places.items()}
+        self._told_load = dict.fromkeys(places, 0)
         self._looked_sec = 0.0
         log.append(None, found.missing)
         for action in found.actions:
@@ -150,12 +155,33 @@ class Driver:
             if process.pool == "replica" and lead_lives and (place.run / SUMMARY).is_file():
                 continue  # the run is finished, as its lead is about to say
             self._tell(ended(place, children, name, process, time.time()))
+        self._poll_stores(name)
         for process in processes:
             if process.status == "starting" and process not in gone and self._is_up(name, process):
                 self._tell(Started(time_sec=time.time(), job=name, process=process.name))
 
+    def _poll_stores(self, name: str) -> None:
+        """Tell what the oracle knows of new segments, and how a move of slots has ended."""
+        job, children = self.state.jobs[name], self._children[name]
+        if (job.num_stores or 0) > 1 and self._told_load[name] < len(job.built):
+            self._told_load[name] = len(job.built)
+            known = load_known(self._places[name], name, time.time())
+            if known is not None:
+                self._tell(known)
+        if job.moving is None:
+            return
+        move = children.newest(f"move-{job.moving}-to-")
+        if move is None or not children.lives(move):
+            target = -1 if move is None else int(move.split("-to-")[1].partition(".")[0])
+            moved = move is not None and bool(children.output(move))
+            self._tell(
+                Moved(time_sec=time.time(), job=name, slots=job.moving, target=target, moved=moved)
+            )
+
     def _is_up(self, job: str, process: Process) -> bool:
-        """Tell whether a living process is at work: a lead of replicas, when they may join."""
+        """Tell whether a living process is at work: a lead of replicas, when they may join it."""
+        if process.pool == "store":
+            return self._children[job].output(process.name).endswith("\n")  # its address
         waits = process.pool == "lead" and self.state.jobs[job].grouped
         return not waits or (self._places[job].run / TOGETHER).is_file()
 
@@ -202,6 +228,11 @@ class Driver:
             children.ask(action.process)
         elif action.verb == "stop":
             children.end(action.process)
+        elif action.verb == "migrate":
+            slots, source, target = (int(action.values[k]) for k in ("slots", "source", "target"))
+            name = f"move-{slots}-to-{target}.{int(1000 * self.state.now_sec)}"
+            command = move_command(self._places[job.name], slots, source, target)
+            children.start(name, command, self._environment)
         elif action.verb == "finish":
             teach(job, self._options.output / HISTORY)
 
@@ -212,7 +243,11 @@ class Driver:
         elif process.pool == "lead":
             if not children.is_known(process.name):
                 (place.run / TOGETHER).unlink(missing_ok=True)  # of a lead that was killed
-            command = lead_command(place, action.values)
+            served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
+            command = lead_command(place, grouped=grouped, served=served)
+        elif process.pool == "store":
+            prepare_stores(place, job.num_stores or 0)
+            command = store_command(place, process.number, job.num_stores or 0)
         else:
             command = replica_command(place, process.number)
         children.start(process.name, command, self._environment)

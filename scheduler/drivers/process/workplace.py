@@ -37,6 +37,16 @@ class Workplace:
         return self.folder / "run"
 
     @property
+    def stores(self) -> Path:
+        """Return the folder of its stores, their token and the job file that names them."""
+        return self.folder / "stores"
+
+    @property
+    def served_job(self) -> Path:
+        """Return the job file with the addresses of its stores."""
+        return self.stores / "job.yaml"
+
+    @property
     def processes(self) -> Path:
         """Return what processes leave: pids, output."""
         return self.folder / "processes"

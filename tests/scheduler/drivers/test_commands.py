@@ -1,0 +1,86 @@
+"""Every command line is one that the other packages take, and stores are served as planned."""
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelines.commands import build_parser as pipelines_parser
+from scheduler.drivers.process.commands import (
+    generate_command,
+    lead_command,
+    move_command,
+    replica_command,
+    segment_command,
+    store_command,
+)
+from scheduler.drivers.process.stores import address_of, prepare_stores
+from scheduler.drivers.process.workplace import Workplace
+from schemas.features import load_features
+from schemas.job import load_job
+from tests.scheduler.made import write_job
+from trainer.__main__ import build_parser as trainer_parser
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    """A job of three segments whose rows lie in two stores."""
+    found = Workplace(write_job(tmp_path), tmp_path / "small", 3)
+    prepare_stores(found, 2)
+    return found
+
+
+def test_commands_of_trainers_parse(place: Workplace) -> None:
+    parser = trainer_parser()
+    alone = parser.parse_args(lead_command(place, grouped=False, served=False)[3:])
+    assert (alone.job, alone.replicas, alone.embedding) == (place.job_file, 1, "plain")
+    assert alone.follow
+    assert alone.resume
+    group = parser.parse_args(lead_command(place, grouped=True, served=True)[3:])
+    assert (group.job, group.replicas, group.embedding) == (place.served_job, 0, "cached")
+    replica = parser.parse_args(replica_command(place, 2)[3:])
+    assert (replica.run, replica.number) == (place.run, 2)
+    store = parser.parse_args(store_command(place, 1, 2)[3:])
+    assert store.slots == "2048:4096"
+    assert address_of(place, 1) == f"grpc://127.0.0.1:{store.port}"
+    move = parser.parse_args(move_command(place, 3, 0, 1)[3:])
+    assert (move.slots, move.giver, move.to) == (
+        "768:1024",
+        address_of(place, 0),
+        address_of(place, 1),
+    )
+    assert move.token_file == store.token_file
+
+
+def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
+    place: Workplace,
+) -> None:
+    parser = pipelines_parser()
+    parsed = [
+        parser.parse_known_args(segment_command(place, number, workers)[3:])
+        for number, workers in enumerate([1, 1, 2])
+    ]
+    assert [found.command for found, _ in parsed] == ["build", "append", "append"]
+    assert [found.last for found, _ in parsed] == [False, False, True]
+    assert [(found.position, found.in_order) for found, _ in parsed[1:]] == [(1, True), (2, True)]
+    assert [beam for _, beam in parsed] == [
+        ["--direct_num_workers=1"],
+        ["--direct_num_workers=1"],
+        ["--direct_num_workers=2", "--direct_running_mode=multi_processing"],
+    ]
+    made = parser.parse_args(generate_command(place.job_file, place.folder)[3:])
+    assert (made.command, made.output) == ("generate", place.folder)
+
+
+def test_prepare_stores_changes_nothing_but_where_rows_lie(place: Workplace) -> None:
+    job, served = load_job(place.job_file), load_job(place.served_job)
+    assert len(set(served.train.stores.addresses)) == 2
+    assert replace(served.train, stores=job.train.stores) == job.train
+    assert replace(served.data, schema=job.data.schema) == job.data
+    assert load_features(Path(served.data.schema)).features
+    token = Path(served.train.stores.token_file or "")
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    before = place.served_job.read_bytes(), token.read_bytes()
+    prepare_stores(place, 2)
+    assert (place.served_job.read_bytes(), token.read_bytes()) == before
