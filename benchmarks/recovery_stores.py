@@ -1,40 +1,28 @@
 """What it costs when a store dies, with and without copies, and when slots move.
 
-`python -m benchmarks.recovery_stores [--json] [--samples N] [--rounds N]`
-
 The demo's tables in two store processes that a supervisor starts again, one training process with
 the planned cache. After some steps a store is killed (`kill -9`), alone or with its directory, or
-half of its slots move to the other one. Told are the seconds from then to the next step that was
-not committed before, the longest time between two commits until the next checkpoint beside the
-median before, and the steps that were trained again. The peer is what is left without any of this:
-the training process is killed and started again with `--resume` from its newest checkpoint. All in
-the same rounds.
+half of its slots move to the other one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.order import built
-from pipelines.generator.log import GeneratorConfig, write_log
-from schemas.events import METRICS, SUMMARY
+from benchmarks.recovery_commits import Commits
+from schemas.events import SUMMARY
 from trainer.stores.manage import migrate_slots
 from trainer.stores.processes import TOKEN, LocalStores
 
@@ -42,8 +30,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo"
 EVERY, FAULT, STEPS, BATCH = 20, 30, 70, 1024
 """Steps between checkpoints, before the fault, and in all; samples of a step."""
-_LIMIT_SEC = 600.0
-_LOOK_SEC = 0.001
 SCENARIOS = {
     "process": 1,
     "node": 1,
@@ -79,45 +65,6 @@ def write_job(folder: Path, stores: LocalStores | None, replicas: int) -> Path:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
     return path
-
-
-class Commits:
-    """When each step of a run was committed, as its metrics file grows."""
-
-    def __init__(self, run: Path, process: subprocess.Popen[bytes]) -> None:
-        """Keep the parts."""
-        self._path = run / METRICS
-        self.process = process
-        self.seen: list[tuple[float, int]] = []
-
-    def until(self, wanted: Callable[[int], bool]) -> float:
-        """Look until so many lines are there; return when they were.
-
-        Raises:
-            RuntimeError: the run ended before.
-        """
-        start = time.monotonic()
-        while True:
-            ended = self.process.poll() is not None
-            count = self._path.read_bytes().count(b"\n") if self._path.is_file() else 0
-            now = time.monotonic()
-            if not self.seen or count != self.seen[-1][1]:
-                self.seen.append((now, count))
-            if wanted(count):
-                return now
-            if ended or now - start > _LIMIT_SEC:
-                raise RuntimeError(f"run must commit steps, got {count} and then none")
-            time.sleep(_LOOK_SEC)
-
-    def longest_gap(self, since: float, until: float = float("inf")) -> float:
-        """Return the most seconds between two looks at which there was news."""
-        times = [at for at, _ in self.seen if since <= at <= until]
-        return max((b - a for a, b in pairwise(times)), default=0.0)
-
-    def median_gap(self, until: float) -> float:
-        """Return the usual seconds between two commits before a moment."""
-        times = [at for at, count in self.seen if at <= until and count > 2]
-        return statistics.median([b - a for a, b in pairwise(times)])
 
 
 def trained(job: Path, dataset: Path, run: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -179,51 +126,3 @@ def measure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
             "recomputed_steps": summary["recomputed_steps"] or max(0, before - lowest),
             "loss_last": summary["loss_last"],
         }
-
-
-def measure_all(dataset: Path, scratch: Path, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Return what each scenario cost in each round; rounds take turns in their order."""
-    found: dict[str, list[dict[str, Any]]] = {scenario: [] for scenario in SCENARIOS}
-    for number in range(rounds):
-        for scenario in SCENARIOS if number % 2 == 0 else reversed(SCENARIOS):
-            found[scenario].append(measure(scenario, dataset, scratch))
-            sys.stderr.write(f"{scenario}: {json.dumps(found[scenario][-1])}\n")
-    return found
-
-
-def summarised(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return what is printed: a store's death against that of everything."""
-    peer = [one["next_step_sec"] for one in found["everything"]]
-    ours = [one["longest_gap_sec"] for one in found["process"]]
-    ratios = [b / a for a, b in zip(ours, peer, strict=True)]
-    return {
-        "ours": round(statistics.median(ours), 3),
-        "peer": round(statistics.median(peer), 3),
-        "ratio": round(statistics.median(ratios), 3),
-        "unit": "seconds without a new step, a store killed against everything started again",
-        "rounds": [round(ratio, 3) for ratio in ratios],
-        "equal_losses": len({one["loss_last"] for runs in found.values() for one in runs}) == 1,
-        "scenarios": found,
-    }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it, the headline first."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery_stores")
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="presage-recovery-") as name:
-        scratch = Path(name)
-        log = GeneratorConfig(num_samples=options.samples, seed=1, start=datetime(2026, 1, 1))
-        write_log(log, scratch / "log")
-        job = write_job(scratch / "job", None, 1)
-        dataset = built(job, scratch / "log", scratch / "dataset")
-        result = summarised(measure_all(dataset, scratch, options.rounds))
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

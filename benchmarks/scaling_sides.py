@@ -161,24 +161,24 @@ class Sharded:
     """One of TorchRec's processes: its shard of the tables, and a copy of the dense part."""
 
     def __init__(self, side: Side) -> None:
-        """Read all batches and take first values; processes have met before."""
+        """Take first values; processes have met before."""
         job, dataset = load_job(side.job), open_dataset(side.dataset)
         config, spec = job.train, spec_of(dataset, job.train.dtype)
-        reader = repeated_reader(dataset, config, expanded=True)
-        whole = [reader.read(step) for step in range(side.num_steps)]
-        self._given = [
-            (part_of(batch, side.rank, side.count), float(batch.weights.sum())) for batch in whole
-        ]
-        self._count, self._num_dense = side.count, len(spec.dense)
+        self._reader = repeated_reader(dataset, config, expanded=True)
+        self._rank, self._count, self._num_dense = side.rank, side.count, len(spec.dense)
         self.model = sharded(build(config, self._num_dense, tables_of(spec, config)).dlrm, side)
         fill(self.model, config)
         self.dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         optimizer = dense_optimizer(config.dense_optimizer, cast(Any, [*self.dense.values()]))
         self.optimizer = optimizer
 
-    def train(self, step: int) -> float:
+    def read(self, step: int) -> tuple[Part, float]:
+        """Return this process's samples of a step, and the weight of all."""
+        batch = self._reader.read(step)
+        return part_of(batch, self._rank, self._count), float(batch.weights.sum())
+
+    def train(self, batch: Part, weight: float) -> float:
         """Train one step and return this process's share of its loss."""
-        batch, weight = self._given[step]
         dense = dense_of(cast(Any, batch), self._num_dense)
         logits = self.model(dense, batch.sparse).squeeze(1)
         summed = torch.nn.functional.binary_cross_entropy_with_logits(
@@ -200,6 +200,7 @@ def torchrec(side: Side, wire: Connection) -> None:
         "gloo", init_method=meeting, rank=side.rank, world_size=side.count
     )
     trained = Sharded(side)
+    batches = [trained.read(step) for step in range(side.num_steps)]
     done, sent, losses = 0, sent_bytes(), ()
     while True:
         wire.send(Turn(bytes_sent=sent_bytes() - sent, losses=losses))
@@ -207,7 +208,7 @@ def torchrec(side: Side, wire: Connection) -> None:
         if not turn:
             os._exit(0)
         sent = sent_bytes()
-        losses = tuple(trained.train(step) for step in range(done, done + turn))
+        losses = tuple(trained.train(*batch) for batch in batches[done : done + turn])
         done += turn
 
 

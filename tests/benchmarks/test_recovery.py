@@ -1,4 +1,4 @@
-"""What the benchmark of replicas' deaths reads from a run's files."""
+"""What the benchmark of failures reads from a run's files."""
 
 import json
 import subprocess
@@ -6,8 +6,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.recovery import RUN, SCENARIOS, of_both, summarised
-from benchmarks.recovery_stores import Commits
+import pytest
+
+from benchmarks.recovery import headline, in_rounds
+from benchmarks.recovery_commits import Commits
+from benchmarks.recovery_replicas import of_both
 from schemas.events import METRICS, StepMetric
 
 
@@ -29,11 +32,40 @@ def test_both_train_again_when_a_step_says_so_and_the_gap_around_that_is_told(
     assert found == {"both_sec": 3.5, "join_gap_sec": 2.5, "late_gap_sec": 1.5}
 
 
-def test_ratio_is_that_of_everything_to_a_replica_s_death() -> None:
-    runs = {scenario: [{"next_step_sec": 1.0, "equal_bits": True}] for scenario in SCENARIOS}
-    runs[RUN] = [{"next_step_sec": 8.0, "equal_bits": True}]
-    result = summarised(runs)
-    assert (result["ours"], result["peer"], result["ratio"]) == (1.0, 8.0, 8.0)
-    assert result["equal_bits"] is True
-    runs["held"][0]["equal_bits"] = False
-    assert summarised(runs)["equal_bits"] is False
+def test_commits_are_seen_as_the_file_grows_and_is_cut(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    commits, moments = Commits(tmp_path, process), list[float]()
+    for count in (1, 3, 4, 2, 5):
+        (tmp_path / METRICS).write_text("{}\n" * count)
+        moments.append(commits.until(lambda seen, count=count: seen == count))
+    assert [count for _, count in commits.seen] == [1, 3, 4, 2, 5]
+    assert [at for at, _ in commits.seen] == moments == sorted(moments)
+    assert commits.longest_gap(moments[2]) <= moments[-1] - moments[2]
+    process.communicate(b"\n")
+    with pytest.raises(RuntimeError, match=r"^run must commit steps, got 5 and then none$"):
+        commits.until(lambda count: count >= 6)
+
+
+def test_gaps_are_those_between_commits(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    commits = Commits(tmp_path, process)
+    commits.seen = [(0.0, 2), (1.0, 3), (2.0, 4), (4.0, 5), (9.0, 6), (10.0, 7)]
+    assert commits.median_gap(4.0) == 1.5
+    assert commits.longest_gap(2.0) == 5.0
+    assert commits.longest_gap(2.0, 4.0) == 2.0
+    assert commits.longest_gap(20.0) == 0.0
+    process.wait()
+
+
+def test_rounds_take_turns_and_the_headline_is_the_median_of_their_ratios() -> None:
+    asked = list[str]()
+
+    def measure(scenario: str) -> dict[str, float]:
+        asked.append(scenario)
+        return {"next_step_sec": 2.0 if scenario == "a" else float(len(asked))}
+
+    found = in_rounds(["a", "b"], 3, measure)
+    assert asked == ["a", "b", "b", "a", "a", "b"]
+    result = headline(found, "a", "b")
+    assert (result["ours"], result["peer"], result["ratio"]) == (2.0, 3.0, 1.5)
+    assert result["rounds"] == [1.0, 1.5, 3.0]
