@@ -19,6 +19,8 @@ FIRST_RETRY_SEC = 1.0
 """After the first end without progress a process is started again so much later, and twice as late
 each time: being killed is nobody's fault, so there is no last time."""
 MAX_RETRY_SEC = 60.0
+MAX_DOUBLINGS = 10
+"""Beyond, nothing changes any more."""
 
 Handled = tuple[JobState, list[Action]]
 
@@ -73,7 +75,7 @@ def _in_trouble(job: JobState, process: Process, event: Ended) -> Handled:
     old = job.troubles.get(place, Trouble())
     failed = old.failed + (event.outcome == "failed")
     lost = old.lost + (event.outcome == "lost")
-    wait = min(MAX_RETRY_SEC, FIRST_RETRY_SEC * 2.0 ** (failed + lost - 1))
+    wait = min(MAX_RETRY_SEC, FIRST_RETRY_SEC * 2.0 ** min(failed + lost - 1, MAX_DOUBLINGS))
     trouble = Trouble(failed=failed, lost=lost, retry_sec=event.time_sec + wait)
     job = replace(job, troubles={**job.troubles, place: trouble})
     said = f": {event.detail}" if event.detail else ""

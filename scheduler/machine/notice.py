@@ -22,6 +22,8 @@ def on_preempted(job: JobState, event: Preempted, state: State) -> Handled:
     if process.status == "leaving":
         return job, []
     verb, why = "drain", "it leaves with nothing lost"
+    if process.pool == "lead" and job.grouped:
+        why = "its replicas go on from their checkpoint with another one"
     if process.pool == "segment":
         left = left_of(job, event.time_sec, state.budget)
         ends = process.began_sec + segment_sec(job, left, process)[1] - event.time_sec

@@ -119,11 +119,11 @@ def _reconcile_job(job: JobState, done: Pass) -> JobState:
 
 
 def _end_all(job: JobState, done: Pass, reason: str) -> JobState:
-    """Let all leave: trainers save, and the stores go when no trainer is left."""
-    trains = job.of_pool("lead") + job.of_pool("replica")
-    for process in (*trains, *job.of_pool("segment")):
-        job = done.leave(job, process, reason, stop=process.pool == "segment")
-    for process in () if trains else job.of_pool("store"):
+    """Let all leave: replicas save while their lead is there, and stores go when both have."""
+    for process in job.of_pool("segment"):
+        job = done.leave(job, process, reason, stop=True)
+    first = next(filter(None, map(job.of_pool, ("replica", "lead", "store"))), [])
+    for process in first:
         job = done.leave(job, process, reason)
     return job
 

@@ -1,4 +1,4 @@
-"""Two jobs under one budget as real processes: trainer, segment job and scheduler are killed."""
+"""Two jobs under one budget as real processes: one of each kind is killed, and the scheduler."""
 
 import json
 import os
@@ -21,17 +21,26 @@ SMALL = {
     "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 1024}",
     "\n  batch_samples: 4096": "\n  batch_samples: 1024\n  checkpoint: {every_steps: 2}",
 }
+STORES = """
+  training:
+    replica: {memory: 1100MiB}
+    store: {memory: 200MiB}
+    max_stores: 2
+"""
+CACHE = "\n  cache: {lookahead: 2, prefetch_steps: 1, rows: 60000}"
 
 
 def write_jobs(repository: Path, folder: Path) -> list[Path]:
-    """Write the demo job, smaller, and a second one of more importance."""
+    """Write the demo job, smaller and with stores, and a second one of more importance."""
     demo = repository / "schemas" / "demo"
     (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
     text = (demo / "job.yaml").read_text()
     for old, new in SMALL.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
-    texts = {"demo": text, "urgent": text.replace("name: demo", "name: urgent") + "  priority: 1\n"}
+    urgent = text.replace("name: demo", "name: urgent") + "  priority: 1\n"
+    served = text.replace("{every_steps: 2}", f"{{every_steps: 2}}{CACHE}").rstrip() + STORES
+    texts = {"demo": served, "urgent": urgent}
     for name, content in texts.items():
         (folder / f"{name}.yaml").write_text(content)
     return [folder / f"{name}.yaml" for name in texts]
@@ -85,7 +94,7 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
 ) -> None:
     demo, urgent = write_jobs(repository, tmp_path)
     output = tmp_path / "out"
-    (tmp_path / "budget.yaml").write_text("cpus: 2\nmemory: 8GiB\n")
+    (tmp_path / "budget.yaml").write_text("cpus: 4\nmemory: 8GiB\n")
     words = [str(demo), str(urgent), "--output", str(output)]
     words += ["--budget", str(tmp_path / "budget.yaml"), "--json"]
     # The urgent job has a log of one file, made from what its job file says.
@@ -103,6 +112,7 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     os.kill(pid_of(output, "urgent", "segment-0.1") or 0, signal.SIGKILL)
     steps = output / "demo" / "run" / "metrics.jsonl"
     scheduler.until(lambda: num_lines(steps) >= 3)
+    os.kill(pid_of(output, "demo", "store-1.1") or 0, signal.SIGKILL)
     os.kill(pid_of(output, "demo", "lead-0.1") or 0, signal.SIGKILL)
     scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))
     scheduler.process.kill()
@@ -117,7 +127,8 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     }
     ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
     told = {(end.job, end.process): end.outcome for end in ends}
-    assert told["urgent", "segment-0.1"] == told["demo", "lead-0.1"] == "lost"
+    killed = [("urgent", "segment-0.1"), ("demo", "lead-0.1"), ("demo", "store-1.1")]
+    assert [told[process] for process in killed] == ["lost"] * 3
     assert len(told) == len(ends), "each process ends once"
     built = [(end.job, end.process.partition(".")[0]) for end in ends if end.outcome == "done"]
     assert len(built) == len(set(built)), "nothing is done twice"

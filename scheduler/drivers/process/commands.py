@@ -68,9 +68,10 @@ def move_command(place: Workplace, slots: int, source: int, target: int) -> list
     return [*move, *_token(place)]
 
 
-def replica_command(place: Workplace, number: int) -> list[str]:
+def replica_command(place: Workplace, number: int, threads: int) -> list[str]:
     """Return the command of one replica."""
-    return [*_module("trainer"), "replica", str(place.run), "--number", str(number)]
+    replica = [*_module("trainer"), "replica", str(place.run), "--number", str(number)]
+    return [*replica, "--threads", str(threads)]
 
 
 def _token(place: Workplace) -> list[str]:

@@ -41,7 +41,9 @@ from scheduler.machine.events import (
 from scheduler.machine.handle import handle
 from scheduler.machine.log import Log, Replay
 from scheduler.machine.state import ENDED, Action, JobState, Process, State
+from schemas.errors import SchemaError
 from schemas.events import SUMMARY
+from schemas.job import parse_job
 
 LAST_LOOK_SEC = 30.0
 """Longest time between two looks."""
@@ -91,7 +93,20 @@ class Driver:
             self._carry_out(action)
 
     def begin(self, jobs: Sequence[Submitted], cpus: float, memory_bytes: int) -> None:
-        """Submit jobs that the machine does not know, or that were ended early."""
+        """Submit jobs that the machine does not know, or that were ended early.
+
+        Raises:
+            SchemaError: the file of a job that goes on is not what it was.
+        """
+        for job in jobs:
+            known = self.state.jobs.get(job.job)
+            changed = known is not None and known.snapshot.job != parse_job(job.document, job.job)
+            if known is not None and known.phase not in ENDED and changed:
+                raise SchemaError(
+                    "job must stay as it was submitted while it runs, got another text; restore "
+                    "it, or use another --output",
+                    file=str(self._places[job.job].job_file),
+                )
         budget = self.state.budget
         if (budget.cpus, budget.memory) != (cpus, memory_bytes):
             self._tell(BudgetSet(time_sec=time.time(), cpus=cpus, memory_bytes=memory_bytes))
@@ -249,7 +264,7 @@ class Driver:
             prepare_stores(place, job.num_stores or 0)
             command = store_command(place, process.number, job.num_stores or 0)
         else:
-            command = replica_command(place, process.number)
+            command = replica_command(place, process.number, max(1, int(process.cpus)))
         children.start(process.name, command, self._environment)
 
 

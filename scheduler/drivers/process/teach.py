@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from scheduler.machine.log import whole_bytes
 from scheduler.machine.state import JobState
 from scheduler.models import fit_models
 from scheduler.past import PAST_JOBS, to_line
@@ -28,7 +29,8 @@ def teach(job: JobState, folder: Path) -> None:
         content = file.read()
         if line in content.splitlines():
             return
-        torn = b"\n" if content and not content.endswith(b"\n") else b""
-        file.write(torn + line + b"\n")
+        whole, newline = whole_bytes(content)
+        file.truncate(whole)
+        file.write((b"\n" if newline else b"") + line + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -39,8 +39,8 @@ def test_commands_of_trainers_parse(place: Workplace) -> None:
     assert alone.resume
     group = parser.parse_args(lead_command(place, grouped=True, served=True)[3:])
     assert (group.job, group.replicas, group.embedding) == (place.served_job, 0, "cached")
-    replica = parser.parse_args(replica_command(place, 2)[3:])
-    assert (replica.run, replica.number) == (place.run, 2)
+    replica = parser.parse_args(replica_command(place, 2, 3)[3:])
+    assert (replica.run, replica.number, replica.threads) == (place.run, 2, 3)
     store = parser.parse_args(store_command(place, 1, 2)[3:])
     assert store.slots == "2048:4096"
     assert address_of(place, 1) == f"grpc://127.0.0.1:{store.port}"

@@ -243,6 +243,21 @@ def test_handle_of_a_lost_lead_ends_its_replicas_before_another_begins() -> None
     assert said(gone[-1])[:2] == ["start lead-0.2", "start replica-0.2"]
 
 
+def test_handle_of_a_drained_group_keeps_the_lead_until_its_replicas_have_saved() -> None:
+    bench = Bench(BUDGET, submitted("first", 3, GROUP))
+    bench.built(0)
+    drained = bench.at(Drained)
+    assert [text for text in said(drained) if text.startswith("drain")] == [
+        f"drain replica-{i}.1" for i in range(3)
+    ]
+    for name in [p.name for p in bench.job.of_pool("segment")]:
+        bench.at(Ended, name, outcome="left")
+    left = [bench.at(Ended, f"replica-{i}.1", outcome="left") for i in range(3)]
+    assert [said(actions) for actions in left] == [[], [], ["drain lead-0.1"]]
+    bench.at(Ended, "lead-0.1", outcome="left")
+    assert bench.job.phase == "drained"
+
+
 STORES = """\
   training:
     replica: {memory: 945MiB}
@@ -303,8 +318,8 @@ def test_handle_of_jobs_that_share_a_budget_gives_to_the_important_one_and_says_
     assert [(a.job, a.verb) for a in second] == [
         ("second", "admit"),
         ("first", "wait"),
-        ("first", "drain"),
         ("first", "stop"),
+        ("first", "drain"),
     ]
     assert "jobs of higher priority need its share of 2 cores" in second[1].reason
     first = bench.state.jobs["first"]

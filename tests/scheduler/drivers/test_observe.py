@@ -1,0 +1,115 @@
+"""What is told of how processes ended, of steps, and of what finished jobs taught."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scheduler.drivers.process.children import Children
+from scheduler.drivers.process.observe import StepTail, ended
+from scheduler.drivers.process.teach import teach
+from scheduler.drivers.process.workplace import Workplace
+from scheduler.machine.state import JobState, PoolName, Process
+from scheduler.past import PAST_JOBS, read_past
+from schemas.events import METRICS, SUMMARY, StepMetric, to_line
+from tests.scheduler.drivers.test_children import until
+from tests.scheduler.machine.test_handle import BUDGET, Bench, submitted
+
+
+def process(pool: PoolName, name: str) -> Process:
+    return Process(
+        name=name,
+        pool=pool,
+        number=0,
+        status="running",
+        cpus=1.0,
+        memory_bytes=1,
+        began_sec=0.0,
+    )
+
+
+ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
+    "a segment job that says why it cannot": (
+        "segment",
+        "echo 'error: no files' >&2; exit 1",
+        False,
+        "failed",
+        "error: no files",
+    ),
+    "a segment job that leaves nothing": ("segment", "exit 0", False, "failed", ""),
+    "a process that is killed": ("replica", "kill -9 $$", False, "lost", "signal 9"),
+    "a trainer that hung": ("lead", "echo hung >&2; exit 4", False, "lost", "hung"),
+    "a replica that is too far behind": ("replica", "exit 75", False, "lost", ""),
+    "a trainer that left as it was asked": ("lead", "exit 0", False, "left", ""),
+    "a trainer that fails after its run is finished": ("lead", "exit 1", True, "done", ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: Path) -> None:
+    pool, script, finished, outcome, detail = ENDINGS[name]
+    place = Workplace(tmp_path / "job.yaml", tmp_path, 2)
+    if finished:
+        place.run.mkdir()
+        (place.run / SUMMARY).write_text("{}")
+    children = Children(place.processes)
+    children.start("a", ["/bin/sh", "-c", script], os.environ)
+    until(lambda: not children.lives("a"))
+    found = ended(place, children, "job", process(pool, "a"), 5.0)
+    assert (found.outcome, found.detail) == (outcome, detail)
+    # Who comes next knows no status, only what is left and was said.
+    again = ended(place, Children(place.processes), "job", process(pool, "a"), 5.0)
+    assert again.outcome == (outcome if outcome == "done" or detail[:5] == "error" else "lost")
+
+
+def line(step: int, samples: int, seconds: float) -> str:
+    metric = StepMetric(
+        step=step,
+        loss=0.5,
+        num_samples=samples,
+        num_replicas=1,
+        samples_per_sec=samples / seconds,
+        phases={},
+    )
+    return to_line(metric) + "\n"
+
+
+def test_step_tail_tells_whole_lines_once_and_begins_anew_when_the_run_went_back(
+    tmp_path: Path,
+) -> None:
+    tail, path = StepTail(tmp_path), tmp_path / METRICS
+    assert tail.read("a", 1.0) is None
+    lines = [line(step, 100, 0.5) for step in range(4)]
+    path.write_text(lines[0] + lines[1] + lines[2][:20])
+    found = tail.read("a", 1.0)
+    assert found is not None
+    assert (found.next_step, found.num_samples, found.seconds) == (2, 200, (0.5,))
+    assert tail.read("a", 1.0) is None
+    path.write_text("".join(lines))
+    found = tail.read("a", 2.0)
+    assert found is not None
+    assert (found.next_step, found.num_samples, found.seconds) == (4, 400, (0.5, 0.5))
+    path.write_text(lines[0])
+    found = tail.read("a", 3.0)
+    assert found is not None
+    assert (found.next_step, found.num_samples) == (1, 100)
+
+
+def finished_job(num_steps: int) -> JobState:
+    bench = Bench(BUDGET, submitted("first"))
+    bench.built(0)
+    if num_steps:
+        bench.stepped(num_steps, 0.5)
+    return bench.job
+
+
+def test_teach_writes_what_a_job_taught_once_in_the_place_of_a_torn_line(tmp_path: Path) -> None:
+    job = finished_job(8)
+    (tmp_path / PAST_JOBS).write_text('{"name":')
+    teach(job, tmp_path)
+    teach(job, tmp_path)
+    teach(replace(job, steps=finished_job(0).steps), tmp_path)
+    (past,) = read_past(tmp_path / PAST_JOBS)
+    assert past.name == "first"
+    assert past.step_ratio > 1
