@@ -34,22 +34,24 @@ from schemas.dataset import open_dataset
 from schemas.job import load_job
 from schemas.job_train import TrainConfig
 from trainer.batch import Batch
+from trainer.beginning import how_of
 from trainer.collate import features_of_tables
 from trainer.decode import BatchSpec, spec_of
 from trainer.draining import Drain
+from trainer.following import Following
 from trainer.models.dlrm import build, dense_of
 from trainer.optimizer import dense_optimizer
-from trainer.parts import build_parts, memory_stores, order_of
+from trainer.parts import build_parts, memory_stores
 from trainer.replicas.faults import Faults, Injector, Point
+from trainer.replicas.frontier import Frontier
 from trainer.replicas.options import ReplicaOptions
 from trainer.replicas.replica import Replica
 from trainer.replicas.row_state import MemoryRows
 from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
-from trainer.replicas.step_rows import StepRows
 from trainer.rows import initial_rows
 from trainer.stores.peer import Access
-from trainer.training import TrainOptions, reader_of
+from trainer.training import TrainOptions
 from trainer.watchdog import Watchdog
 
 _ROWS_AT_ONCE = 1 << 18
@@ -126,22 +128,14 @@ def ours(side: Side, wire: Connection) -> None:
     """Be one of our replicas."""
     torch.set_num_threads(1)
     job, dataset = load_job(side.job), open_dataset(side.dataset)
-    order, spec = order_of(job, dataset), spec_of(dataset, job.train.dtype)
+    spec, choice = spec_of(dataset, job.train.dtype), TrainOptions(steps=side.num_steps)
     stores = memory_stores(spec, job.train)
     parts = build_parts(spec, job.train, stores)
-    setting = Setting(
-        run=side.run,
-        job=job,
-        dataset=dataset,
-        order=order,
-        reader=reader_of(dataset, order, TrainOptions(), job.train),
-        step_rows=StepRows(dataset, order, stores),
-        parts=parts,
-        rows=MemoryRows(stores, parts.embedding),
-        first=0,
-        last=side.num_steps,
-        clock=time.perf_counter,
-    )
+    data = Following(side.dataset, job, how_of(choice), Drain())
+    data.first()
+    frontier = Frontier(data, data.look(), Drain(), poll_sec=1.0)
+    rows = MemoryRows(stores, parts.embedding)
+    setting = Setting(side.run, job, choice, frontier.span, parts, rows, 0, time.perf_counter)
     options = ReplicaOptions(
         number=side.rank,
         name=f"{side.rank:03d}",
@@ -152,8 +146,8 @@ def ours(side: Side, wire: Connection) -> None:
     lighthouse_port = int(side.meeting.rpartition(":")[2])
     turns = Turns(wire, lighthouse_port, side.run)
     watchdog = Watchdog(job.train.limits.seconds())
-    saves = Saves(side.run, None, side.num_steps, lambda _: None)
-    with Replica(setting, options, turns, Drain(), watchdog, saves) as replica:
+    saves = Saves(side.run, None, lambda _: None)
+    with Replica(setting, frontier, options, turns, Drain(), watchdog, saves) as replica:
         replica.train()
 
 

@@ -178,6 +178,10 @@ def _train(arguments: argparse.Namespace) -> int:
             return 0
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _say_what_is_left(interrupt: DrainInterrupt) -> str:
     left = interrupt.message or "nothing was begun"
     print(f"{interrupt.reason}: {left}", file=sys.stderr)
@@ -212,16 +216,10 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             )
             if not arguments.replicas:
                 print(_BY_HAND.format(run=arguments.output), file=sys.stderr)
-            summary = train_together(*paths, options, launch, on_step, drain)
+            summary = train_together(*paths, options, launch, on_step, drain, say=_say)
         else:
-            summary = train(
-                *paths,
-                options,
-                clock=time.perf_counter,
-                on_step=on_step,
-                drain=drain,
-                say=lambda line: print(line, file=sys.stderr, flush=True),
-            )
+            clock = time.perf_counter
+            summary = train(*paths, options, clock=clock, on_step=on_step, drain=drain, say=_say)
     _show(arguments, to_line(summary))
     return 0
 
@@ -269,7 +267,8 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     )
     faults = Faults.from_json(arguments.faults)
     try:
-        work(arguments.run, options, clock=time.perf_counter, faults=faults, drain=drain)
+        clock = time.perf_counter
+        work(arguments.run, options, clock=clock, faults=faults, drain=drain, say=_say)
     except (BehindError, StoreLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
         return BEHIND if isinstance(error, BehindError) else LOST

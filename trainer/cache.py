@@ -164,9 +164,14 @@ class PlannedCache:
         self._slots[table].hold(cached.keyframe.slots[held], cached.rows[held], records)
 
     def cached(self, train_step: int) -> dict[str, CachedRows]:
-        """Return where the plans stand before a step that `saves_at` named, and forget earlier."""
+        """Return where the plans stand before a step that `saves_at` named, and forget earlier.
+
+        Before a step whose reads are not issued yet it need not be named.
+        """
         for step in [step for step in list(self._cached) if step < train_step]:
             del self._cached[step]
+        if train_step == self._next:
+            return dict(self._states())
         return self._cached.get(train_step, {})
 
     @property
@@ -178,9 +183,13 @@ class PlannedCache:
         """Wait until the rows that left so far are written."""
         self._thread.finish_writes()
 
-    def settle(self) -> int:
-        """Issue no reads of further steps; return one after the last step that has its reads."""
-        self._last = min(self._last, self._next)
+    def settle(self, at: int | None = None) -> int:
+        """Issue no reads of further steps; return one after the last step that has its reads.
+
+        Args:
+            at: a later step, before which reads are issued yet.
+        """
+        self._last = min(self._last, self._next if at is None else at)
         return self._last
 
     def keyframes(self) -> dict[str, Keyframe]:

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,8 +42,7 @@ def end_children(children: Iterable[subprocess.Popen[bytes]], seconds: float) ->
     """
     ending = list(children)
     for child in ending:
-        if child.stdin is not None:
-            child.stdin.close()
+        _close(child.stdin)
     for child in ending:
         try:
             child.wait(seconds)
@@ -54,5 +55,10 @@ def end_children(children: Iterable[subprocess.Popen[bytes]], seconds: float) ->
 def close_pipes(child: subprocess.Popen[bytes]) -> None:
     """Close this process's ends of a child's pipes."""
     for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
+        _close(pipe)
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        with suppress(BrokenPipeError):  # of what was told to a child that had ended
             pipe.close()

@@ -44,9 +44,14 @@ def plans_of_span(
     )
 
 
-def settle(source: RowSource) -> int:
-    """Return the step that training must reach before a source can know of more, and fix it."""
-    return source.settle() if isinstance(source, PlannedCache) else 0
+def settle(source: RowSource, at: int | None = None) -> int:
+    """Return the step that training must reach before a source can know of more, and fix it.
+
+    Args:
+        source: of the run.
+        at: a later step than would do, which another process has fixed.
+    """
+    return source.settle(at) if isinstance(source, PlannedCache) else 0
 
 
 def extend(

@@ -8,7 +8,7 @@ and the last one is of a dataset that says that it is finished.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from schemas.dataset import Dataset, open_dataset
@@ -48,6 +48,8 @@ class FollowOptions:
     """Step that the run is to stop before."""
     planned: bool
     """Whether an index must cover the segments."""
+    at_least: int = 0
+    """Segments to wait for at first: others have trained them."""
 
 
 class Following:
@@ -81,6 +83,8 @@ class Following:
         self._held = Held()
         self._seen: object = None  # of the root manifest's file
         self._span: Span | None = None
+        self._using = Held()
+        self.waits_for = ""  # when all known steps are trained
 
     def grown(self) -> bool:
         """Tell whether the root manifest was replaced since it was read; one look at its file."""
@@ -106,6 +110,31 @@ class Following:
         assert self._span is not None, "the first span is waited for first"
         return self._span
 
+    def look(self) -> Known:
+        """Return what is committed, opened anew when the root manifest was replaced; do not wait.
+
+        Raises:
+            SchemaError: the dataset is another one, or a segment of it does not fit the run.
+        """
+        if self.grown():
+            self._seen = self._fingerprint()
+            self._span = self._look()
+        m = self.current().dataset.manifest
+        return Known(num_segments=len(m.segments), finished=m.finished or not self._options.follow)
+
+    def use(self, known: Known) -> Span:
+        """Return what may be trained when that much is agreed on, and hold what it is read from.
+
+        Args:
+            known: no more than is committed.
+
+        Raises:
+            PlanError: the dataset has grown after it was finished.
+        """
+        span = self.current()
+        self._using(*self._indexes(span))
+        return replace(span, horizon=horizon_of(span.order, known, self._options.stop))
+
     def next(self, train_step: int, before_wait: Callable[[], None] = lambda: None) -> Span:
         """Return the span that a step lies in, or the last one when none comes.
 
@@ -123,39 +152,45 @@ class Following:
         said = None
         while True:
             self._seen = self._fingerprint()
-            found, why = self._look()
+            found = self._look()
             if found is not None:
                 self._span = found
                 if decide(train_step, found.horizon) != "wait":
                     return found
             if said is None:
                 before_wait()
-            if why != said:
-                self._say(f"waiting at step {train_step}: {why}")
-                said = why
+            if self.waits_for != said:
+                said = self.waits_for
+                self._say(f"waiting at step {train_step}: {said}")
             while self._fingerprint() == self._seen:
                 with self._drain.at_once():
                     self._drain.sleep(self._job.train.follow.poll.total_seconds())
                 self._drain.check()
 
-    def _look(self) -> tuple[Span | None, str]:
-        """Return what is committed, or None, and what is waited for."""
+    def _look(self) -> Span | None:
+        """Return what is committed, or None, and say what is waited for."""
         if self._span is None and self._seen is None:
-            return None, f"{self._path} does not exist yet"
+            self.waits_for = f"{self._path} does not exist yet"
+            return None
         before = self._span
         try:
             span = self._opened()
         except _NoIndexError as error:
             if before is None or error.finished:
                 raise error.error from None
-            return before, str(error.error)
+            self.waits_for = str(error.error)
+            return before
         if span is None:
-            return None, "no segment with training samples is committed yet"
+            self.waits_for = "no segment with training samples is committed yet"
+            if self._options.at_least:
+                self.waits_for = f"not all {self._options.at_least} segments of the run are there"
+            return None
         ids = [s.manifest.id for s in span.dataset.segments]
-        return span, (
+        self.waits_for = (
             f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
             f"finished; append segments, or run python -m pipelines finish {self._path}"
         )
+        return span
 
     def _opened(self) -> Span | None:
         """Open the dataset as it is now; None while there is nothing to train."""
@@ -163,6 +198,8 @@ class Following:
             root = read_dataset(self._path)
             if self._span is not None:
                 check_same(self._span.dataset.manifest, root, self._path)
+            elif len(root.segments) < self._options.at_least:
+                return None
             try:
                 dataset = open_dataset(self._path)
                 if self._span is None:

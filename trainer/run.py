@@ -111,6 +111,25 @@ def write_dataset(run: Path, dataset: Dataset, config: TrainConfig, *, follows: 
     replace_bytes(run / IDENTITY, body.encode())
 
 
+def read_identity(run: Path) -> RunIdentity:
+    """Return what a run is.
+
+    Raises:
+        SchemaError: the folder holds no run, or its identity is damaged.
+    """
+    path = run / IDENTITY
+    if not has_run(run):
+        raise SchemaError("run must exist, got none; train first", file=str(run))
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return RunIdentity(**{**body, "segments": tuple(body["segments"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise SchemaError(
+            "identity must be JSON with dataset and train, got other content; restore it",
+            file=str(path),
+        ) from error
+
+
 def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool = False) -> None:
     """Refuse to go on with a run of another job or dataset.
 
@@ -123,17 +142,7 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool
     Raises:
         SchemaError: the folder holds no run, or another one.
     """
-    path = run / IDENTITY
-    if not has_run(run):
-        raise SchemaError("run must exist, got none; train first", file=str(run))
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        found = RunIdentity(**{**body, "segments": tuple(body["segments"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise SchemaError(
-            "identity must be JSON with dataset and train, got other content; restore it",
-            file=str(path),
-        ) from error
+    path, found = run / IDENTITY, read_identity(run)
     wanted = identity_of(dataset, config, follows=follows)
     for field in ("dataset", "train"):
         different = first_difference(getattr(found, field), getattr(wanted, field), field)

@@ -13,8 +13,9 @@ from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.events import METRICS, RunSummary, StepMetric, read_metrics
 from schemas.job import Job, load_job
-from schemas.job_limits import EVALUATE, START, WAIT
+from schemas.job_limits import EVALUATE, START
 from schemas.job_train import TrainConfig
+from trainer.beginning import begin_run
 from trainer.cache import PlannedCache
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, stores_of, verified
 from trainer.decode import spec_of
@@ -24,7 +25,7 @@ from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.extending import plans_of_span
 from trainer.flash.fits import made_of, same_plan
 from trainer.flash.manifest import PLAN
-from trainer.following import Following, FollowOptions, Span
+from trainer.following import Span
 from trainer.kernels.build import kernels_of
 from trainer.keyframes import CachedRows, load_cached
 from trainer.lru import LruCache
@@ -34,13 +35,7 @@ from trainer.opening import open_stores, readable
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.reader import Reader
 from trainer.rollback import with_rollbacks
-from trainer.run import (
-    check_run,
-    has_run,
-    start_run,
-    write_dataset,
-    write_summary,
-)
+from trainer.run import check_run, write_summary
 from trainer.saving import claim_leftovers
 from trainer.sources import DirectSource, RowSource
 from trainer.step import Clock, PhaseTimer
@@ -81,28 +76,11 @@ def train(
     job = load_job(job_path)
     config, drain = job.train, drain or Drain()
     device_of(config.device)
-    goes_on = options.resume and (has_run(run) or not options.follow)
-    if goes_on and has_run(run):
-        claim_leftovers(run, config.checkpoint, resume=True)
-
-    def check(dataset: Dataset) -> None:
-        if goes_on:
-            check_run(run, dataset, config, follows=options.follow)
-
-    data = Following(dataset_path, job, _how(options), drain, say, check)
     with Watchdog(config.limits.seconds()) as watchdog:
         drain.on_ask = watchdog.drain
-        with watchdog(WAIT):
-            span = data.first()
-        drain.check()
-        spec = spec_of(span.dataset, config.dtype)
-        # a run that follows begins with its first segment: asked to end before, it has no folder
-        if goes_on:
-            write_dataset(run, span.dataset, config, follows=options.follow)
-        else:
-            start_run(run, job_path, span.dataset, config, follows=options.follow)
-            claim_leftovers(run, config.checkpoint, resume=False)
-        checkpoint = newest_checkpoint(run) if goes_on else None
+        data = begin_run(job_path, job, dataset_path, run, options, drain, say, watchdog)
+        spec = spec_of(data.current().dataset, config.dtype)
+        checkpoint = newest_checkpoint(run) if options.resume else None
         watchdog.write_to(run)
 
         def attempt(checkpoint: Path | None) -> tuple[Evaluation, RowSource]:
@@ -144,11 +122,6 @@ def train(
     )
     write_summary(run, summary)
     return summary
-
-
-def _how(options: TrainOptions) -> FollowOptions:
-    planned = options.embedding == "cached"
-    return FollowOptions(follow=options.follow, stop=options.steps, planned=planned)
 
 
 def _start(

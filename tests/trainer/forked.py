@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import cast
+from typing import BinaryIO, cast
 
 from trainer.__main__ import main
 
@@ -31,7 +31,9 @@ def forked_child(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     process = context.Process(target=_run, args=(reading, list(arguments)), daemon=True)
     process.start()
     reading.close()
-    return cast("subprocess.Popen[bytes]", _Forked(process, writing))
+    stdin = os.fdopen(os.dup(writing.fileno()), "wb")
+    writing.close()
+    return cast("subprocess.Popen[bytes]", _Forked(process, stdin))
 
 
 def _run(stdin: Connection, arguments: Sequence[str]) -> None:
@@ -47,7 +49,7 @@ class _Forked:
 
     stdout = None
 
-    def __init__(self, process: BaseProcess, stdin: Connection) -> None:
+    def __init__(self, process: BaseProcess, stdin: BinaryIO) -> None:
         assert process.pid is not None, "it is started"
         self.pid = process.pid
         self.stdin = stdin

@@ -94,4 +94,6 @@ def test_a_replica_waits_for_others_longer_than_they_may_take() -> None:
     seconds = limits_of(LimitsConfig())
     single = LimitsConfig().seconds()
     assert seconds["sync"] == single["sync"] + single["save"]
-    assert {**seconds, "sync": 0} == {**single, "sync": 0}
+    assert seconds["wait"] == single["wait"] + seconds["sync"]
+    longer = {"sync": 0.0, "wait": 0.0}
+    assert {**seconds, **longer} == {**single, **longer}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from schemas.events import StepMetric
+from schemas.horizon import Known
 from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
 from trainer.replicas.committed import Committed
@@ -19,6 +20,7 @@ from trainer.stores.peer import Access
 from trainer.stores.tls import Certificate
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
+KNOWN = Known(num_segments=2, finished=False)
 METRIC = StepMetric(step=3, loss=0.5, num_samples=4, num_replicas=1, samples_per_sec=1.0, phases={})
 
 
@@ -27,7 +29,7 @@ def serving(certificate: Certificate | None) -> Iterator[PeerServer]:
     """Serve the sums of one step."""
     server = PeerServer("127.0.0.1", ACCESS, certificate)
     try:
-        server.keep(3, Committed(METRIC, (), torch.arange(8, dtype=torch.uint8)))
+        server.keep(3, Committed(KNOWN, METRIC, (), torch.arange(8, dtype=torch.uint8)))
         yield server
     finally:
         server.shutdown()
@@ -58,8 +60,8 @@ def test_replica_beyond_loopback_must_have_a_certificate(
     (tmp_path / "token").write_text("secret")
     (tmp_path / "together.json").write_text(
         '{"job": "j", "dataset": "d", "lighthouse": "http://127.0.0.1:1", "heartbeat_sec": 1.0, '
-        '"embedding": "plain", "expanded": false, "steps": null, "retained_bytes": 1, '
-        '"shared": null}'
+        '"embedding": "plain", "expanded": false, "steps": null, "follow": false, '
+        '"known": {"num_segments": 1, "finished": true}, "retained_bytes": 1, "shared": null}'
     )
     arguments = ["replica", str(tmp_path), "--number", "0", "--host", "0.0.0.0"]
     assert main(arguments) == 1

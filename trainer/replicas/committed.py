@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from schemas.events import LedgerEntry, StepMetric
+from schemas.horizon import Known
 
 _LENGTH = 8
 
@@ -17,11 +18,13 @@ class Committed:
     """What a step left behind.
 
     Attributes:
+        known: what all saw of the dataset when they agreed on it.
         metric: its line.
         entries: its lines of the ledger.
         sums: message of the exchange with the sum of all leaves.
     """
 
+    known: Known
     metric: StepMetric
     entries: tuple[LedgerEntry, ...]
     sums: torch.Tensor
@@ -33,7 +36,11 @@ class Committed:
 
     def to_bytes(self) -> bytes:
         """Return length of the lines, lines as JSON, sums."""
-        body = {"metric": asdict(self.metric), "entries": [asdict(e) for e in self.entries]}
+        body = {
+            "known": asdict(self.known),
+            "metric": asdict(self.metric),
+            "entries": [asdict(e) for e in self.entries],
+        }
         lines = json.dumps(body).encode()
         return len(lines).to_bytes(_LENGTH, "little") + lines + self.sums.numpy().tobytes()
 
@@ -46,4 +53,4 @@ class Committed:
             LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
         )
         sums = torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8)
-        return Committed(StepMetric(**body["metric"]), entries, sums)
+        return Committed(Known(**body["known"]), StepMetric(**body["metric"]), entries, sums)

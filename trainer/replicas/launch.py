@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -15,29 +14,30 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_summary
+from schemas.events import SUMMARY, RunSummary, StepMetric, read_summary
 from schemas.job import load_job
+from trainer.beginning import begin_run
 from trainer.checkpoint import newest_checkpoint
 from trainer.child import close_pipes, end_children, start_child
 from trainer.decode import spec_of
 from trainer.draining import Drain, DrainInterrupt, told
-from trainer.parts import layouts_of, order_of
+from trainer.parts import layouts_of
 from trainer.replicas.faults import Faults
 from trainer.replicas.leaving import what_is_left
 from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
 from trainer.replicas.stores import begin_stores
+from trainer.replicas.tail import MetricTail
 from trainer.replicas.together import TOGETHER, TOKEN, Together, write_together
 from trainer.rollback import with_rollbacks
-from trainer.run import check_run, cut_run, start_run, write_summary
+from trainer.run import cut_run, write_summary
 from trainer.saving import claim_leftovers
 from trainer.stores.failures import StoreLostError
 from trainer.stores.token import write_token
 from trainer.training import TrainOptions
-from trainer.watchdog import HUNG
+from trainer.watchdog import HUNG, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -195,33 +195,6 @@ def start_replica(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     return start_child(arguments, answers=False, own_session=True)
 
 
-class MetricTail:
-    """Calls a function for each new step of a run's metrics."""
-
-    def __init__(self, run: Path, on_step: Callable[[StepMetric, int], None], last: int) -> None:
-        """Begin with the first line.
-
-        Args:
-            run: run folder.
-            on_step: called with each metric and the number of steps.
-            last: number of steps.
-        """
-        self._path = run / METRICS
-        self._on_step = on_step
-        self._last = last
-        self._at = 0
-
-    def __call__(self) -> None:
-        """Look for new lines, behind those that were seen."""
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._at += len(line)
-                self._on_step(StepMetric(**json.loads(line)), self._last)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
     """How replicas are kept."""
@@ -253,6 +226,7 @@ def train_together(
     on_step: Callable[[StepMetric, int], None],
     drain: Drain | None = None,
     on_start: Callable[[LocalReplicas], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> RunSummary:
     """Train a job on several replicas on this machine, until its end.
 
@@ -265,31 +239,32 @@ def train_together(
         on_step: called after each committed step with its metric and the number of steps.
         drain: asks the run to end early, at a step that it can go on from.
         on_start: called when the replicas are started.
+        say: told what is waited for before they are.
 
     Raises:
         SchemaError: job, dataset or run break their format, or a replica ended with an error.
         ValueError: replicas cannot do what is asked.
         DrainInterrupt: it was asked to end; says what is left.
     """
-    if options.embedding == "lru" or options.follow or options.fast:
+    if options.embedding == "lru" or options.fast:
         raise ValueError(
-            "replicas must know their rows ahead and train a finished dataset leaf by leaf, got "
-            f"embedding={options.embedding!r}, follow={options.follow}, fast={options.fast}; "
-            "leave these out, or train with one"
+            "replicas must know their rows ahead and train leaf by leaf, got "
+            f"embedding={options.embedding!r}, fast={options.fast}; leave these out, or train "
+            "with one"
         )
-    job, dataset = load_job(job_path), open_dataset(dataset_path)
-    order = order_of(job, dataset)
-    if options.resume:
-        check_run(run, dataset, job.train)
-    else:
-        start_run(run, job_path, dataset, job.train)
-    claim_leftovers(run, job.train.checkpoint, resume=options.resume)
+    job, drain = load_job(job_path), drain or Drain()
+    with Watchdog(job.train.limits.seconds()) as watchdog:
+        data = begin_run(job_path, job, dataset_path, run, options, drain, say, watchdog)
     arguments = ["--threads", str(_threads_each(job.train.num_threads, launch.count))]
     if launch.faults.schedule:
         arguments += ["--faults", launch.faults.to_json()]
-    last = min(order.num_steps, options.steps or order.num_steps)
-    layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
-    drain, drain_sec = drain or Drain(), job.train.limits.drain.total_seconds()
+    layouts = layouts_of(spec_of(data.current().dataset, job.train.dtype), job.train)
+    drain_sec = job.train.limits.drain.total_seconds()
+
+    def known_steps() -> int:
+        with suppress(SchemaError):  # replicas say what is wrong when they have saved
+            data.look()
+        return data.current().horizon.until
 
     def attempt(checkpoint: Path | None) -> RunSummary:
         cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
@@ -310,6 +285,8 @@ def train_together(
                 embedding=options.embedding,
                 expanded=options.expanded,
                 steps=options.steps,
+                follow=options.follow,
+                known=data.look(),
                 retained_bytes=launch.retained_bytes,
                 shared=shared,
             )
@@ -328,9 +305,10 @@ def train_together(
             )
             stack.callback((run / TOGETHER).unlink)
             on_start(replicas)
-            replicas.wait(MetricTail(run, on_step, last), drain, drain_sec)
+            replicas.wait(MetricTail(run, on_step, known_steps), drain, drain_sec)
         if not (run / SUMMARY).is_file():
-            with told(what_is_left(run, last)):
+            horizon = data.current().horizon
+            with told(what_is_left(run, horizon.until if horizon.last else None)):
                 drain.check()
                 raise DrainInterrupt("SIGTERM")  # each replica was asked by itself
         return read_summary(run / SUMMARY)

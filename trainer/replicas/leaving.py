@@ -23,6 +23,8 @@ class Left:
     """Whether nobody stays, and this replica is the one to save."""
     alone: bool
     """Whether others go on."""
+    trouble: str = ""
+    """Why nobody can."""
 
 
 def left_by(agreement: Agreement, name: str) -> Left | None:
@@ -35,15 +37,16 @@ def left_by(agreement: Agreement, name: str) -> Left | None:
     if name not in agreement.leaving:
         return None
     alone = name not in agreement.ready or bool(agreement.staying)
-    return Left(saves=not alone and agreement.writer == name, alone=alone)
+    saves = not alone and agreement.writer == name
+    return Left(saves=saves, alone=alone, trouble=agreement.trouble)
 
 
-def what_is_left(run: Path, last: int) -> str:
+def what_is_left(run: Path, last: int | None) -> str:
     """Say from where a run goes on.
 
     Args:
         run: run folder; none of its replicas lives.
-        last: the step after the last one.
+        last: the step after the last one; None where that is not known yet.
     """
     checkpoint = newest_checkpoint(run)
     saved = 0 if checkpoint is None else int(checkpoint.name)

@@ -12,6 +12,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum
 
 from schemas.errors import SchemaError
+from schemas.horizon import Known, agreed
 
 _TICK_MS = 10
 _BEATS_PER_TIMEOUT = 8
@@ -39,6 +40,19 @@ class Told:
     """It has nothing left to do."""
     leaving: bool = False
     """It was asked to end: this step is its last."""
+    num_segments: int = 0
+    """Committed segments of the dataset, as it sees them."""
+    finished: bool = False
+    """Whether it sees that none follows."""
+    frontier: tuple[int, ...] = ()
+    """What it has agreed on of the dataset before."""
+    trouble: str = ""
+    """Why nobody can go on; the run ends with this step."""
+
+    @property
+    def known(self) -> Known:
+        """What it sees of the dataset."""
+        return Known(num_segments=self.num_segments, finished=self.finished)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +95,26 @@ class Agreement:
         return max(member.told.written for member in self.members.values())
 
     @property
+    def known(self) -> Known:
+        """What all that can take part in `step` see of the dataset."""
+        return agreed([member.told.known for member in self.ready.values()])
+
+    @property
+    def trouble(self) -> str:
+        """Why all end with this step; empty as a rule."""
+        return next((m.told.trouble for m in self.ready.values() if m.told.trouble), "")
+
+    @property
     def staying(self) -> dict[str, Member]:
         """Ready members that take part in the step after this one, too."""
-        return {name: m for name, m in self.ready.items() if not m.told.leaving}
+        gone = self.leaving
+        return {name: m for name, m in self.ready.items() if name not in gone}
 
     @property
     def leaving(self) -> list[str]:
         """Members that take part in no step after this one."""
-        return [name for name, m in self.members.items() if m.told.leaving]
+        all_go = bool(self.trouble)
+        return [name for name, m in self.members.items() if m.told.leaving or all_go]
 
     @property
     def key(self) -> str:
@@ -241,4 +267,5 @@ class Lighthouse:
 
 def _member(name: str, step: int, data: Mapping[Any, Any] | None) -> Member:
     body = {field.name: (data or {})[field.name] for field in fields(Told)}
-    return Member(name=name, step=step, told=Told(**{**body, "leaves": tuple(body["leaves"])}))
+    lists = {key: tuple(body[key]) for key in ("leaves", "frontier")}
+    return Member(name=name, step=step, told=Told(**{**body, **lists}))

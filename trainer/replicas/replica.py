@@ -13,20 +13,23 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from typing import Literal
 
 import torch
 
+from schemas.horizon import decide
 from schemas.jagged import Array
-from schemas.job_limits import SAVE, START
+from schemas.job_limits import SAVE, START, WAIT
 from schemas.manifest import replace_bytes
 from trainer.draining import Drain
-from trainer.leaf_work import LeafWork, Partial
-from trainer.leaves import Leaves
-from trainer.replicas.ahead import Ahead
+from trainer.following import Span
+from trainer.leaf_work import Partial
 from trainer.replicas.committed import Committed
-from trainer.replicas.exchange import pack, unpack
+from trainer.replicas.computing import Computing
+from trainer.replicas.exchange import unpack
 from trainer.replicas.faults import Injector
-from trainer.replicas.group import Group, LostPeerError, Meeting
+from trainer.replicas.frontier import Frontier, RefusedError
+from trainer.replicas.group import LostPeerError
 from trainer.replicas.leaving import Left, left_by
 from trainer.replicas.membership import Agreement, Membership, Told
 from trainer.replicas.options import ReplicaOptions
@@ -34,17 +37,15 @@ from trainer.replicas.peer import Peer, PeerError, PeerServer
 from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
 from trainer.replicas.share import Shares
-from trainer.replicas.splits import smoothed
 from trainer.replicas.stand_in import StandIns
+from trainer.replicas.sums import Exchange
 from trainer.replicas.writer import Writer
-from trainer.step import PhaseTimer, check_loss, metric_of, update_by
-from trainer.tree import Tree
+from trainer.run import write_dataset
+from trainer.step import PhaseTimer, check_loss, metric_of
 from trainer.watchdog import Watchdog
 
 REPLICAS = "replicas.json"
 """File of the run with the addresses where living replicas give their state."""
-MEET_HEARTBEATS = 5
-"""Heartbeats after which a member that was agreed on and does not come is asked about again."""
 
 
 class Replica:
@@ -53,6 +54,7 @@ class Replica:
     def __init__(
         self,
         setting: Setting,
+        frontier: Frontier,
         options: ReplicaOptions,
         injector: Injector,
         drain: Drain,
@@ -63,6 +65,7 @@ class Replica:
 
         Args:
             setting: of the run, at the state of `setting.first`.
+            frontier: how far it may train.
             options: of this replica.
             injector: faults that happen to it.
             drain: asks it to leave.
@@ -74,16 +77,19 @@ class Replica:
         self.step = setting.first
         self._since = setting.first
         self._failures = 0
-        self._speed: float | None = None
+        self._writes = False
+        self._written: Span | None = None  # what the run's folder says that there is to train
+        self._frontier = frontier
         self._injector = injector
         self._drain = drain
         self._watchdog = watchdog
         self._saves = saves
+        self._pause_sec = min(setting.job.train.follow.poll.total_seconds(), options.heartbeat_sec)
         self._stand_ins = StandIns(options.lighthouse, options.heartbeat_sec)
         self._shares = Shares(options.name)
         self._writer = Writer(setting.run)
         self._timer = PhaseTimer(setting.clock, watchdog)
-        self._open: Leaves | None = None
+        self._computing = Computing(setting, injector, self._timer)
         self._told_addresses: list[str] = []
         self._stack = ExitStack()
 
@@ -92,17 +98,14 @@ class Replica:
         options, enter = self.options, self._stack.enter_context
         self._server = PeerServer(options.host, options.access, options.certificate)
         self._stack.callback(self._server.shutdown)
-        timeout_sec = options.access.timeout_sec
-        self._meeting = Meeting(options.host, timeout_sec)
-        meet_sec = min(timeout_sec, MEET_HEARTBEATS * options.heartbeat_sec)
-        self._group = Group(options.host, timeout_sec, meet_sec)
-        self._stack.callback(self._group.leave)
+        self._exchange = enter(Exchange(options))
         self._asking = enter(ThreadPoolExecutor(1, "agree"))
-        parts = self.setting.parts
-        self._work = enter(LeafWork(parts.model, parts.embedding, self.setting.kernels))
-        self._ahead = enter(Ahead(self.setting.read))
+        enter(self._computing)
         self._membership = Membership(
-            options.lighthouse, options.name, options.heartbeat_sec, timeout_sec
+            options.lighthouse,
+            options.name,
+            options.heartbeat_sec,
+            options.access.timeout_sec,
         )
         return self
 
@@ -121,14 +124,21 @@ class Replica:
             DrainInterrupt: it was asked to leave before its first step.
         """
         with self._watchdog(START), self._drain.at_once():
-            self._find_state()
+            found = self._find_state()
             self._stack.enter_context(self._membership)  # not before: who counts is waited for
-            self._wait_for_others()
-        while self.step < self.setting.last:
-            left = left_by(self._train_step(), self.options.name)
-            if left is not None and self.step < self.setting.last:
+            if not found:
+                self._wait_for_others()
+        while self._comes() != "end":
+            try:
+                left = left_by(self._train_step(), self.options.name)
+            except RefusedError as refused:
+                return Left(saves=self._writes, alone=False, trouble=str(refused))
+            if left is not None and self._comes() != "end":
                 return left
         return None
+
+    def _comes(self) -> Literal["train", "wait", "end"]:
+        return decide(self.step, self.setting.span.horizon)
 
     def agree_on_end(self, *, done: bool) -> Agreement:
         """Return who is there after the last step.
@@ -150,13 +160,17 @@ class Replica:
         return Told(
             since=self._since,
             state=self._server.address,
-            meeting=self._meeting.address,
-            speed=self._speed,
+            meeting=self._exchange.meeting,
+            speed=self._computing.speed,
             leaves=leaves,
             failures=self._failures,
             written=self.setting.rows.written,
             done=done,
             leaving=leaving,
+            num_segments=self._frontier.seen.num_segments,
+            finished=self._frontier.seen.finished,
+            frontier=self._frontier.told,
+            trouble=self._frontier.trouble,
         )
 
     def _told_in_step(self, leaves: Iterable[int]) -> Told:
@@ -173,33 +187,38 @@ class Replica:
 
     def _train_step(self) -> Agreement:
         self._watchdog.step = self.step
+        self._frontier.look()
         own = self._shares.mine(self.step)
         computed = list(own)
-        asked = self._agree(self._told_in_step(own))
-        tree = self._compute(own)
+        if self._comes() == "train":
+            asked = self._agree(self._told_in_step(own))
+        else:
+            asked = self._wait()
+            if self._comes() != "train":
+                return self._followed(asked.result())
+        tree = self._computing.compute(self.step, own)
         while True:
             with self._timer("sync"):
                 agreement = asked.result()
             if agreement.step > self.step:
-                if self.options.name not in agreement.leaving:
-                    self._catch_up(agreement)
-                return agreement
+                return self._followed(agreement)
             self._heed(agreement)
             more = self._shares.heed(agreement, self.setting.num_leaves)
             self._writer.remember_splits(self._shares.fixed())
-            if agreement.writer == self.options.name:
+            if self._writes:
                 self._writer.write_splits()
             if more.dropped:
-                tree, computed = self._work.tree(self.setting.num_leaves(self.step)), []
+                tree, computed = self._computing.anew(self.step), []
             for run in more.runs:
-                self._compute_more(run, tree)
+                self._computing.also(self.step, run, tree)
                 computed += run
             for step in (self.step + 1, self.step + 2):
                 if step < self.setting.last:
-                    self._ahead.want(step, self._shares.mine(step))
+                    self._computing.want(step, self._shares.mine(step))
             try:
                 with self._timer("sync"):
-                    total, message = self._exchange(agreement, tree)
+                    shape = self._computing.shape
+                    total, message = self._exchange.total(agreement, tree, shape)
                 break
             except LostPeerError:
                 self._failures += 1
@@ -208,60 +227,50 @@ class Replica:
         self._commit(agreement, total, message, more.owners)
         return agreement
 
+    def _wait(self) -> Future[Agreement]:
+        """Ask until more is to be trained, others are ahead, or this replica is to leave."""
+        limit_sec = self.setting.job.train.limits.wait.total_seconds()
+        end = time.monotonic() + limit_sec
+        with self._timer(WAIT):
+            while True:
+                if time.monotonic() > end:
+                    self._frontier.give_up(self.step, limit_sec)
+                asked = self._agree(self._told_in_step(()))
+                agreement = asked.result()
+                if agreement.step > self.step:
+                    return asked
+                self._heed(agreement)
+                reached = self._frontier.reach(agreement.known, self.step, self._extend)
+                if reached or self.options.name in agreement.leaving:
+                    return asked
+                if self._writes:
+                    self._write_while_waiting(agreement)
+                self._server.offer(self._state_arrays)
+                self._drain.sleep(self._pause_sec)
+                self._frontier.look()
+
+    def _write_while_waiting(self, agreement: Agreement) -> None:
+        with self._watchdog(SAVE):
+            self._saves.finish(self.step)
+        self._frontier.say(self.step)
+        self._tell_newcomers(agreement)
+        self._stand_in(agreement)
+
+    def _extend(self, span: Span, train_step: int) -> None:
+        self.setting.rows.extend(span, train_step)
+        self.setting.know(span)
+
     def _heed(self, agreement: Agreement) -> None:
-        writes = agreement.writer == self.options.name
-        self.setting.rows.heed(agreement.written, writes=writes)
+        writer = agreement.writer
+        if self._comes() == "train":
+            self._frontier.check(agreement.known, agreement.ready[writer].told.frontier)
+        self._writes = writer == self.options.name
+        self.setting.rows.heed(agreement.written, writes=self._writes)
 
     def _stand_in(self, agreement: Agreement) -> None:
         """Answer for those that have left, from the next agreement on."""
-        if agreement.writer == self.options.name and agreement.staying:
+        if self._writes and agreement.staying:
             self._stand_ins.answer(agreement.leaving)
-
-    def _compute(self, run: range) -> Tree[Partial]:
-        self._injector.at("start", self.step)
-        with self._timer("read"):
-            leaves = self._ahead.take(self.step, run)
-        with self._timer("fetch"):
-            self._open_rows(leaves)
-        start = self.setting.clock()
-        with self._timer("backward"):
-            tree = self._work.compute(leaves)
-            slower = self._injector.factor(self.step) - 1
-            if slower > 0:
-                time.sleep(slower * (self.setting.clock() - start))
-        if len(run):
-            self._speed = smoothed(self._speed, len(run) / (self.setting.clock() - start))
-        self._injector.at("computed", self.step)
-        return tree
-
-    def _open_rows(self, leaves: Leaves) -> None:
-        self.setting.parts.embedding.open(leaves)
-        self._open = leaves
-
-    def _compute_more(self, run: range, tree: Tree[Partial]) -> None:
-        with self._timer("read"):
-            leaves = self._ahead.also(self.step, run)
-        with self._timer("backward"):
-            self.setting.parts.embedding.more(leaves)
-            self._work.compute(leaves, tree)
-
-    def _exchange(self, agreement: Agreement, tree: Tree[Partial]) -> tuple[Partial, torch.Tensor]:
-        """Return the sum of all leaves of the step, and that as a message."""
-        assert self._open is not None, "rows of the step are open"
-        names = list(agreement.ready)
-        if self._group.key != agreement.key:
-            meeting = agreement.ready[names[0]].told.meeting
-            rank = names.index(self.options.name)
-            self._group.join(agreement.key, meeting, rank, len(names))
-        shape = self.setting.shape(self._open)
-        found = self._group.gather(pack(tree.held, shape))
-        for name, message in zip(names, found, strict=True):
-            if name != self.options.name:
-                for node, value in unpack(message, shape).items():
-                    tree.add(node, value)
-        total = tree.total()
-        [node] = tree.held
-        return total, pack({node: total}, shape)
 
     def _commit(
         self,
@@ -272,36 +281,49 @@ class Replica:
     ) -> None:
         self._injector.at("exchanged", self.step)
         loss = check_loss(total.loss / total.weight, self.step)
-        with self._timer("update"):
-            self._update(total)
+        self._computing.update(total)
         entries = [self.setting.entry(self.step, n, own) for n, own in owners.items() if own]
         num_samples = self.setting.num_samples(self.step)
         metric = metric_of(self.step, loss, num_samples, len(agreement.ready), self._timer)
-        committed = Committed(metric, tuple(entries), message)
+        committed = Committed(agreement.known, metric, tuple(entries), message)
         self._server.keep(self.step, committed)
         self._remember(committed)
         self._injector.at("committed", self.step - 1)
-        writes = agreement.writer == self.options.name
-        if writes:
+        if self._writes:
+            self._write_dataset()
             self._writer.write()
             self._tell_newcomers(agreement)
             self._stand_in(agreement)
+        self._know(committed)
         with self._watchdog(SAVE):
-            self._saves.after(self.step, writes=writes)
+            self._saves.after(self.step, writes=self._writes)
         self._server.offer(self._state_arrays)
 
-    def _update(self, total: Partial) -> None:
-        parts = self.setting.parts
-        update_by(total, self._work, parts.embedding, parts.optimizer)
-        self._open = None
+    def _write_dataset(self) -> None:
+        """Let the run's folder say what there is to train, before it says what is trained."""
+        span, follows = self.setting.span, self.setting.options.follow
+        if follows and self._written is not span:
+            write_dataset(self.setting.run, span.dataset, self.setting.job.train, follows=True)
+            self._written = span
+
+    def _know(self, committed: Committed) -> None:
+        settle = self.setting.rows.settle
+        with self._timer(WAIT):
+            self._frontier.committed(committed.known, self.step, settle, self._extend)
 
     def _remember(self, committed: Committed) -> None:
         self._writer.remember(committed.metric, committed.entries)
         self.step += 1
 
+    def _followed(self, agreement: Agreement) -> Agreement:
+        """Come to the step of an agreement, where others have gone on without this replica."""
+        if agreement.step > self.step and self.options.name not in agreement.leaving:
+            self._catch_up(agreement)
+        return agreement
+
     def _catch_up(self, agreement: Agreement) -> None:
-        """Come to the step of the others, which have gone on without this replica."""
         self._shares.forget()
+        self._writes = False
         for member in agreement.ready.values():
             with suppress(PeerError), self._peer(member.told.state) as peer:
                 self._follow(peer, agreement.step)
@@ -326,21 +348,19 @@ class Replica:
 
     def _apply(self, committed: Committed) -> None:
         """Update by the sums of a step that others have committed."""
-        if self._open is None or self._open.step.train_step != self.step:
-            with self._timer("read"):
-                leaves = self._ahead.take(self.step, range(0))
-            with self._timer("fetch"):
-                self._open_rows(leaves)
-        assert self._open is not None, "rows of the step are open"
-        [total] = unpack(committed.sums, self.setting.shape(self._open)).values()
-        with self._timer("update"):
-            self._update(total)
+        if self._comes() == "wait":
+            with self._timer(WAIT):
+                self._frontier.reach(committed.known, self.step, self._extend)
+        self._computing.open(self.step)
+        [total] = unpack(committed.sums, self._computing.shape).values()
+        self._computing.update(total)
         self._timer.finish()
         self._server.keep(self.step, committed)
         self._remember(committed)
+        self._know(committed)
 
-    def _find_state(self) -> None:
-        """Load the state of a replica that trains already, if there is one, and follow it."""
+    def _find_state(self) -> bool:
+        """Load the state of a replica that trains already and follow it; tell if there is one."""
         path = self.setting.run / REPLICAS
         addresses = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
         for address in addresses:
@@ -351,8 +371,9 @@ class Replica:
                     while (data := peer.sums(self.step)) is not None:
                         self._apply(Committed.from_bytes(data))
                 self._since = self.step
-                return
-        self.setting.rows.begin(self.step)
+                return True
+        self.setting.rows.begin(self.step, self.setting.span)
+        return False
 
     def _peer(self, address: str) -> Peer:
         return Peer(address, self.options.access)
@@ -364,8 +385,14 @@ class Replica:
             self._told_addresses = addresses
 
     def _state_arrays(self) -> dict[str, Array] | None:
-        return self.setting.state_before(self.step)
+        found = self.setting.state_before(self.step)
+        return None if found is None else found | self._frontier.arrays()
 
     def _load(self, arrays: Mapping[str, Array]) -> None:
+        with self._watchdog(WAIT):
+            settled = self._frontier.load(arrays)
+        self.setting.know(self._frontier.span)
         self.step = self._since = self.setting.load(arrays)
-        self._open = None
+        if settled is not None:
+            self.setting.rows.settle(settled)
+        self._computing.forget()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from schemas.jagged import Array
 from trainer.embedding import Embedding
+from trainer.following import Span
 from trainer.sources import DirectSource, RowSource
 from trainer.stores.store import Records, Store, TableLayout
 
@@ -30,19 +31,35 @@ class ReplicaRows(Protocol):
         """The last step of which all rows that left are known to be in the stores."""
         ...
 
-    def begin(self, train_step: int) -> None:
-        """Begin with a step, from the checkpoint that the stores hold."""
+    def begin(self, train_step: int, span: Span) -> None:
+        """Begin with a step of a span, from the checkpoint that the stores hold."""
         ...
 
     def arrays(self, train_step: int) -> Mapping[str, Array] | None:
         """Return the state before a step, by name; None where a later one must be asked for."""
         ...
 
-    def load(self, arrays: Mapping[str, Array], train_step: int) -> None:
+    def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Begin with a step, from the state before it of another replica.
 
         Raises:
             BehindError: there are rows of an earlier step, which cannot be exchanged.
+        """
+        ...
+
+    def settle(self, at: int | None = None) -> int:
+        """Return the step, or one before, from which on more may be known, and fix it.
+
+        Args:
+            at: what another replica has fixed.
+        """
+        ...
+
+    def extend(self, span: Span, train_step: int) -> None:
+        """Know of the steps of a span from a step on.
+
+        Raises:
+            PlanError: the cache is too small for them.
         """
         ...
 
@@ -75,7 +92,7 @@ class MemoryRows:
         self.source = DirectSource(stores)
         embedding.read_from(self.source)
 
-    def begin(self, train_step: int) -> None:
+    def begin(self, train_step: int, span: Span) -> None:
         """Do nothing: the checkpoint was loaded into memory."""
 
     def arrays(self, train_step: int) -> Mapping[str, Array]:
@@ -90,10 +107,17 @@ class MemoryRows:
             found |= named(f"{ROWS}/{table}", rows, Records(values, state))
         return found
 
-    def load(self, arrays: Mapping[str, Array], train_step: int) -> None:
+    def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Take all rows."""
         for table, store in self._stores.items():
             store.write(*taken(f"{ROWS}/{table}", arrays))
+
+    def settle(self, at: int | None = None) -> int:
+        """Return that it may be any step."""
+        return 0
+
+    def extend(self, span: Span, train_step: int) -> None:
+        """Do nothing: rows are there or made."""
 
     def heed(self, written: int, *, writes: bool) -> None:
         """Do nothing."""

@@ -15,18 +15,15 @@ from trainer.checkpoint import newest_checkpoint
 class Saves:
     """Writes a checkpoint where it is due."""
 
-    def __init__(
-        self, run: Path, every_steps: int | None, last: int, save: Callable[[int], None]
-    ) -> None:
+    def __init__(self, run: Path, every_steps: int | None, save: Callable[[int], None]) -> None:
         """Keep the parts.
 
         Args:
             run: run folder.
             every_steps: steps between checkpoints; None for the last one alone.
-            last: the step after the last one.
             save: brings all rows to their stores and writes the state before a step.
         """
-        self._run, self._every_steps, self._last, self._save = run, every_steps, last, save
+        self._run, self._every_steps, self._save = run, every_steps, save
 
     def after(self, train_step: int, *, writes: bool) -> None:
         """Save where it is due.
@@ -36,7 +33,7 @@ class Saves:
             writes: whether this replica writes the run's files.
         """
         every = self._every_steps
-        if writes and every is not None and train_step % every == 0 and train_step < self._last:
+        if writes and every is not None and train_step % every == 0:
             self._save(train_step)
 
     def finish(self, train_step: int) -> bool:

@@ -61,7 +61,7 @@ class Shares:
 
         Args:
             agreement: of the step that this replica is at.
-            num_leaves: of any step.
+            num_leaves: of any step; none where it is not known yet.
         """
         step, ready = agreement.step, agreement.ready
         speeds = agreed_speeds({name: m.told.speed for name, m in ready.items()})
@@ -85,7 +85,7 @@ class Shares:
         self._staying = staying
         self._splits = {s: found for s, found in self._splits.items() if s > step and not changed}
         for later in range(step + 1, step + AHEAD + 1) if staying else ():
-            if later not in self._splits:
+            if later not in self._splits and num_leaves(later):
                 self._splits[later] = split(num_leaves(later), speeds)
                 if self._splits[later] != self._splits.get(later - 1):
                     leaves = {n: (run.start, run.stop) for n, run in self._splits[later].items()}

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import numpy as np
 
-from schemas.dataset import Dataset
 from schemas.jagged import Array
 from schemas.job_train import TrainConfig
-from schemas.order import Order
 from schemas.plan_slots import Keyframe
 from trainer.cache import PlannedCache
 from trainer.embedding import Embedding
+from trainer.extending import extend, plans_of_span, settle
+from trainer.following import Span
 from trainer.keyframes import CachedRows, arrays_of_cached, cached_of
-from trainer.planning import plans_of
 from trainer.replicas.retained import Retained
 from trainer.replicas.row_state import ROWS, named, taken
 from trainer.sources import DirectSource, RowSource
@@ -27,54 +25,6 @@ from trainer.stores.store import Records, Store, TableLayout
 _PLAN, _CACHE = "plan", "cache"
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What the caches of all replicas obey.
-
-    Attributes:
-        dataset: open dataset, with its oracle.
-        order: global order of the run.
-        config: train section of the job.
-        last: one after the last step.
-    """
-
-    dataset: Dataset
-    order: Order
-    config: TrainConfig
-    last: int
-
-    def cache(
-        self,
-        stores: Mapping[str, Store],
-        first: int,
-        starts: Mapping[str, Keyframe],
-        saves_at: Callable[[int], bool],
-    ) -> PlannedCache:
-        """Open a cache in front of stores.
-
-        Args:
-            stores: by table.
-            first: the first step to be trained.
-            starts: state of the plans before it, empty for an empty cache.
-            saves_at: whether the state before a step will be asked for.
-
-        Raises:
-            PlanError: the cache is too small for a table.
-        """
-        cache = self.config.cache
-        plans = plans_of(
-            self.dataset, self.order, stores, cache, first, starts=starts, until=self.last
-        )
-        return PlannedCache(
-            stores,
-            plans,
-            first_step=first,
-            last_step=self.last,
-            prefetch_steps=cache.prefetch_steps,
-            saves_at=saves_at,
-        )
-
-
 class SharedRows:
     """Rows in stores that all replicas share, in front of them a cache that obeys the plan."""
 
@@ -83,7 +33,7 @@ class SharedRows:
         stores: Mapping[str, Store],
         retained: Retained,
         embedding: Embedding,
-        planned: Planned | None,
+        planned: TrainConfig | None,
     ) -> None:
         """Keep the parts; `begin` or `load` opens the source.
 
@@ -91,7 +41,7 @@ class SharedRows:
             stores: by table, each of `retained`.
             retained: the stores as this replica has them.
             embedding: that borrows rows.
-            planned: what a cache in front of `stores` obeys; None to go without.
+            planned: what the plan of a cache in front of `stores` obeys; None to go without.
         """
         self._stores = stores
         self._retained = retained
@@ -111,9 +61,9 @@ class SharedRows:
         """The last step of which all rows that left are known to be in the stores."""
         return self._retained.written
 
-    def begin(self, train_step: int) -> None:
+    def begin(self, train_step: int, span: Span) -> None:
         """Begin with a step and an empty cache."""
-        self._open(train_step, {})
+        self._open(train_step, span, {})
 
     def arrays(self, train_step: int) -> Mapping[str, Array] | None:
         """Return the rows that the cache holds, its plan, and the rows that no store has yet.
@@ -138,7 +88,7 @@ class SharedRows:
             found |= named(f"{ROWS}/{table}", rows, records)
         return found
 
-    def load(self, arrays: Mapping[str, Array], train_step: int) -> None:
+    def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Begin with a step and what another replica has before it."""
         left = {table: taken(f"{ROWS}/{table}", arrays) for table in self._stores}
         self._retained.take(left, train_step - 1)
@@ -148,10 +98,19 @@ class SharedRows:
             if name.startswith(f"{_PLAN}/")
         }
         cached = cached_of(plans, self._stores) if plans else dict[str, CachedRows]()
-        self._open(train_step, {table: each.keyframe for table, each in cached.items()})
+        self._open(train_step, span, {table: each.keyframe for table, each in cached.items()})
         for table, each in cached.items():
             assert isinstance(self.source, PlannedCache), "only a cache has plans"
             self.source.hold(table, each, taken(f"{_CACHE}/{table}", arrays)[1])
+
+    def settle(self, at: int | None = None) -> int:
+        """Return the step that more may be known from, and fix it."""
+        return settle(self.source, at)
+
+    def extend(self, span: Span, train_step: int) -> None:
+        """Let the plan know of more steps."""
+        if self._planned is not None:
+            extend(self.source, self._stores, span, self._planned, train_step)
 
     def heed(self, written: int, *, writes: bool) -> None:
         """Take note of what all replicas know, and whether this one writes."""
@@ -170,7 +129,7 @@ class SharedRows:
             self._source.close()
         self._retained.close()
 
-    def _open(self, train_step: int, starts: Mapping[str, Keyframe]) -> None:
+    def _open(self, train_step: int, span: Span, starts: Mapping[str, Keyframe]) -> None:
         if self._source is not None:
             raise BehindError(
                 f"replica must be at step {train_step}, got an earlier one; start it again"
@@ -178,8 +137,13 @@ class SharedRows:
         self._source = (
             DirectSource(self._stores)
             if self._planned is None
-            else self._planned.cache(
-                self._stores, train_step, starts, lambda step: step == self._asked
+            else PlannedCache(
+                self._stores,
+                plans_of_span(span, self._stores, self._planned, train_step, starts),
+                first_step=train_step,
+                last_step=span.horizon.until,
+                prefetch_steps=self._planned.cache.prefetch_steps,
+                saves_at=lambda step: step == self._asked,
             )
         )
         self._embedding.read_from(self._source)
@@ -189,7 +153,7 @@ def shared_rows(
     group: FlightGroup,
     layouts: Mapping[str, TableLayout],
     embedding: Embedding,
-    planned: Planned | None,
+    planned: TrainConfig | None,
     retained_bytes: int,
 ) -> SharedRows:
     """Return the rows of a replica that shares the stores of a group.
@@ -198,7 +162,7 @@ def shared_rows(
         group: the stores.
         layouts: tables by name.
         embedding: that borrows rows.
-        planned: what a cache in front of the stores obeys; None to go without.
+        planned: what the plan of a cache in front of the stores obeys; None to go without.
         retained_bytes: most bytes of rows that the writer lets wait before they go to the stores.
     """
     retained = Retained(group, layouts, retained_bytes)

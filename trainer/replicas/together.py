@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from schemas.errors import SchemaError
+from schemas.horizon import Known
 from schemas.manifest import canonical_json, replace_bytes
 from trainer.replicas.stores import SharedStores
 
@@ -33,6 +34,10 @@ class Together:
     """Undo the deduplication."""
     steps: int | None
     """Stop before this step."""
+    follow: bool
+    """Whether segments may come."""
+    known: Known
+    """What all know of the dataset when they begin."""
     retained_bytes: int
     """Most bytes of rows that the writer lets wait before they go to the stores."""
     shared: SharedStores | None
@@ -56,7 +61,7 @@ def read_together(run: Path) -> Together:
         shared = body["shared"]
         if shared is not None:
             shared = SharedStores(**{**shared, "addresses": tuple(shared["addresses"])})
-        return Together(**{**body, "shared": shared})
+        return Together(**{**body, "known": Known(**body["known"]), "shared": shared})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SchemaError(
             f"run must be one that replicas are asked to join, got {error}; begin it with "

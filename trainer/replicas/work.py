@@ -8,33 +8,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from schemas.dataset import open_dataset
+from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.events import PHASES
-from schemas.job import load_job
+from schemas.job import Job, load_job
 from schemas.job_limits import SAVE, START, WAIT, LimitsConfig
+from trainer.beginning import how_of
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, verified
 from trainer.decode import spec_of
 from trainer.draining import Drain, told
 from trainer.flash.fits import made_of
-from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
+from trainer.following import Following
+from trainer.parts import Parts, build_parts, layouts_of, memory_stores
 from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
+from trainer.replicas.frontier import Frontier, known_at
 from trainer.replicas.options import ReplicaOptions
 from trainer.replicas.replica import Replica
 from trainer.replicas.row_state import MemoryRows, ReplicaRows
 from trainer.replicas.saves import Saves
 from trainer.replicas.setting import Setting
-from trainer.replicas.shared_rows import Planned, shared_rows
-from trainer.replicas.step_rows import StepRows
+from trainer.replicas.shared_rows import shared_rows
 from trainer.replicas.stores import open_shared
 from trainer.replicas.together import read_together
-from trainer.run import check_run, write_summary
+from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.step import Clock
 from trainer.stores.store import Store
 from trainer.stores.together import checkpointed
 from trainer.train import evaluate_parts, summary_of
-from trainer.training import TrainOptions, reader_of
+from trainer.training import TrainOptions
 from trainer.watchdog import Watchdog
 
 SYNC = "sync"
@@ -42,7 +44,15 @@ FAULTS_DONE = "faults"
 """Folder of the run where faults that happened leave a mark."""
 
 
-def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, drain: Drain) -> None:
+def work(
+    run: Path,
+    options: ReplicaOptions,
+    *,
+    clock: Clock,
+    faults: Faults,
+    drain: Drain,
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
     """Train with the other replicas of a run until it is finished.
 
     Args:
@@ -51,6 +61,7 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
         clock: seconds, for phases.
         faults: that are to happen.
         drain: asks this replica to leave.
+        say: told what is waited for, where this replica writes.
 
     Raises:
         SchemaError: job, dataset or run do not belong together, or a disk is full.
@@ -62,19 +73,23 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
     together = read_together(run)
     job_path, shared = Path(together.job), together.shared
     train_options = TrainOptions(
-        steps=together.steps, expanded=together.expanded, embedding=together.embedding
+        steps=together.steps,
+        expanded=together.expanded,
+        embedding=together.embedding,
+        follow=together.follow,
     )
-    job, dataset = load_job(job_path), open_dataset(Path(together.dataset))
+    job = load_job(job_path)
     config = job.train
-    check_run(run, dataset, config)
-    order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
-    last = min(order.num_steps, train_options.steps or order.num_steps)
     watchdog = Watchdog(limits_of(config.limits), rank=str(options.number))
     watchdog.write_to(run)
     with ExitStack() as stack, told(f"{me} stopped before a step"):
         stack.enter_context(watchdog)
         drain.on_ask = watchdog.drain
         starting = stack.enter_context(ExitStack())
+        with watchdog(WAIT):
+            data = _dataset(run, Path(together.dataset), job, train_options, drain, say)
+        dataset = data.current().dataset
+        spec = spec_of(dataset, config.dtype)
         starting.enter_context(watchdog(START))
         if shared is None:
             stores = memory_stores(spec, config)
@@ -85,42 +100,60 @@ def work(run: Path, options: ReplicaOptions, *, clock: Clock, faults: Faults, dr
             opened = open_shared(shared, run, job_path, config.stores, layouts)
             parts = build_parts(spec, config, dict(opened))
             cached = train_options.embedding == "cached"
-            plan = Planned(dataset, order, config, last) if cached else None
+            plan = config if cached else None
             group = next(iter(opened.values())).group
             rows = shared_rows(group, layouts, parts.embedding, plan, together.retained_bytes)
         stack.callback(rows.close)
         stores = parts.stores if shared is None else {}
         first = _load_newest(run, parts, stores, made_of(job, dataset))
-        setting = Setting(
-            run=run,
-            job=job,
-            dataset=dataset,
-            order=order,
-            reader=reader_of(dataset, order, train_options, config),
-            step_rows=StepRows(dataset, order, parts.stores),
-            parts=parts,
-            rows=rows,
-            first=first,
-            last=last,
-            clock=clock,
-        )
-        saves = Saves(run, config.checkpoint.every_steps, last, lambda step: _save(setting, step))
+        poll_sec = config.follow.poll.total_seconds()
+        known = known_at(data.current().order, together.known, first)
+        with watchdog(WAIT):
+            frontier = Frontier(data, known, drain, poll_sec, say)
+        setting = Setting(run, job, train_options, frontier.span, parts, rows, first, clock)
+        saves = Saves(run, config.checkpoint.every_steps, lambda step: _save(setting, step))
         injector = Injector(faults, options.number, run / FAULTS_DONE)
         options = replace(options, lighthouse=injector.way_to(options.lighthouse))
         starting.close()
-        with Replica(setting, options, injector, drain, watchdog, saves) as replica:
+        with Replica(setting, frontier, options, injector, drain, watchdog, saves) as replica:
             left = replica.train()
             if left is None:
                 with told(f"{me} stopped after the last step"):
-                    finish = _finishing(setting, saves, train_options, drain, watchdog)
+                    finish = _finishing(setting, saves, drain, watchdog)
                     end(replica, finish, drain)
                 return
         if left.saves:  # nobody waits for this replica any more
             with watchdog(SAVE):
                 saves.finish(replica.step)
+            if left.trouble:
+                raise SchemaError(left.trouble)
         goes_on = "the others go on" if left.alone else f"{run} goes on with --resume"
         with told(f"{me} stopped at step {replica.step}; {goes_on}"):
             drain.check()
+
+
+def _dataset(
+    run: Path,
+    dataset: Path,
+    job: Job,
+    options: TrainOptions,
+    drain: Drain,
+    say: Callable[[str], None],
+) -> Following:
+    """Open the dataset of a run, as soon as this process sees what the run has trained of it.
+
+    Raises:
+        SchemaError: job, dataset and run do not belong together.
+        DrainInterrupt: it was asked to leave.
+    """
+    at_least = len(read_identity(run).segments) if options.follow else 0
+
+    def check(found: Dataset) -> None:
+        check_run(run, found, job.train, follows=options.follow)
+
+    data = Following(dataset, job, how_of(options, at_least), drain, say, check)
+    data.first()
+    return data
 
 
 def _load_newest(
@@ -145,19 +178,22 @@ def limits_of(config: LimitsConfig) -> dict[str, float]:
     """Return the limits of a replica: it waits for others as long as they may take, and longer."""
     seconds = config.seconds()
     seconds[SYNC] += max(seconds[phase] for phase in {*PHASES, SAVE} - {SYNC, WAIT})
+    seconds[WAIT] += seconds[SYNC]  # all agree that they have waited long enough, before
     return seconds
 
 
 def _finishing(
-    setting: Setting, saves: Saves, options: TrainOptions, drain: Drain, watchdog: Watchdog
+    setting: Setting, saves: Saves, drain: Drain, watchdog: Watchdog
 ) -> Callable[[], None]:
     def finish() -> None:
-        parts = setting.parts
+        parts, dataset, options = setting.parts, setting.span.dataset, setting.options
         with watchdog(SAVE):
             if not saves.finish(setting.last):
                 setting.rows.flush()  # evaluation reads the stores
+        if options.follow:
+            write_dataset(setting.run, dataset, setting.job.train, follows=True)
         with drain.at_once():
-            evaluation = evaluate_parts(setting.job, setting.dataset, parts, watchdog)
+            evaluation = evaluate_parts(setting.job, dataset, parts, watchdog)
         summary = summary_of(setting.run, options, evaluation, setting.rows.source)
         write_summary(setting.run, summary)
 
@@ -175,6 +211,6 @@ def _save(setting: Setting, train_step: int) -> None:
         parts.optimizer,
         parts.stores,
         keep=setting.job.train.checkpoint.keep,
-        made_of=made_of(setting.job, setting.dataset),
+        made_of=made_of(setting.job, setting.span.dataset),
     )
     checkpointed(parts.stores, train_step)

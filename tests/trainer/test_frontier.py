@@ -1,0 +1,154 @@
+"""All replicas take segments in at the same step, whoever sees them first."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.errors import PlanError
+from schemas.horizon import Horizon, Known, agreed, decide
+from schemas.job import load_job
+from tests.trainer.growing import ONCE, commit, make_versions
+from tests.trainer.make_dataset import write_job
+from trainer.draining import Drain
+from trainer.following import Following, FollowOptions, Span
+from trainer.replicas.frontier import Frontier, RefusedError
+from trainer.stores.failures import BehindError
+
+FIRST = Known(num_segments=1, finished=False)
+PREFETCH_STEPS = 3
+NUM_STEPS = 22
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The dataset after each segment."""
+    folder = tmp_path_factory.mktemp("versions")
+    return make_versions(folder, write_job(folder / "job", **ONCE))
+
+
+class Member:
+    """One replica's frontier, its own view of the folder, and the steps at which it took more in.
+
+    Reads are issued as a cache does, without rows.
+    """
+
+    def __init__(self, versions: list[Path], dataset: Path) -> None:
+        self.dataset = dataset
+        self.taken: list[tuple[int, Horizon]] = []
+        self._next = self._last = 0
+        self._left = iter(versions)
+        self.see()
+        job = load_job(versions[0].parent / "job" / "job.yaml")
+        how = FollowOptions(follow=True, stop=None, planned=True)
+        data = Following(dataset, job, how, Drain())
+        data.first()
+        self.frontier = Frontier(data, FIRST, Drain(), 0.01)
+        self._last = self.horizon.until
+
+    @property
+    def horizon(self) -> Horizon:
+        return self.frontier.span.horizon
+
+    def see(self) -> None:
+        version = next(self._left, None)
+        if version is not None:
+            commit(version, self.dataset)
+
+    def settle(self) -> int:
+        self._last = min(self._last, self._next)
+        return self._last
+
+    def extend(self, span: Span, step: int) -> None:
+        assert step >= self._next, "no read is in flight"
+        self.taken.append((step, span.horizon))
+        self._last = span.horizon.until
+
+    def train(self, step: int) -> None:
+        assert step < self._last, "the step may be read"
+        self._next = max(self._next, min(step + PREFETCH_STEPS + 1, self._last))
+
+    def join(self, other: Frontier, step: int) -> None:
+        settled = self.frontier.load(other.arrays())
+        self._next, self._last = step, self.horizon.until
+        if settled is not None:
+            self._last = min(self._last, settled)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_members_take_segments_in_at_the_same_step_whoever_sees_them_first(
+    seed: int, versions: list[Path], tmp_path: Path
+) -> None:
+    chance = np.random.default_rng(seed)
+    members = [Member(versions, tmp_path / f"seen-{n}") for n in range(3)]
+    joins, step, missed = int(chance.integers(NUM_STEPS)), 0, 0
+    while decide(step, members[0].horizon) != "end":
+        ready = members if step > joins else members[:2]
+        for member in members:
+            if chance.random() < 0.3:
+                member.see()
+            member.frontier.look()
+        known = agreed([member.frontier.seen for member in ready])
+        if decide(step, members[0].horizon) == "wait":
+            assert len({m.frontier.reach(known, step, m.extend) for m in ready}) == 1
+            if decide(step, members[0].horizon) != "train":
+                continue
+        told = members[0].frontier.told
+        for member in ready:
+            member.train(step)
+            member.frontier.check(known, told)
+            member.frontier.committed(known, step + 1, member.settle, member.extend)
+        if step == joins:
+            for _ in versions:
+                members[2].see()  # it waits until it sees what the others have agreed on
+            members[2].join(members[0].frontier, step + 1)
+            missed = len(members[0].taken)
+        step += 1
+        assert len({member.frontier.told for member in members[: 2 + (step > joins)]}) == 1
+    assert step == NUM_STEPS
+    assert members[0].taken == members[1].taken
+    assert members[2].taken == members[0].taken[missed:]
+
+
+@pytest.fixture
+def waiting(versions: list[Path], tmp_path: Path) -> Member:
+    """One that has trained all steps of the first segment and sees the second."""
+    found = Member(versions, tmp_path / "dataset")
+    for step in range(found.horizon.until):
+        found.train(step)
+    found.see()
+    found.frontier.look()
+    return found
+
+
+def test_who_has_begun_a_step_that_others_do_not_know_is_started_again(waiting: Member) -> None:
+    frontier, told = waiting.frontier, waiting.frontier.told
+    until = frontier.span.horizon.until
+    assert frontier.reach(frontier.seen, until, waiting.extend)
+    frontier.check(frontier.seen, told)  # who writes may have asked before it knew
+    with pytest.raises(BehindError, match="start it again"):
+        frontier.check(FIRST, told)
+    with pytest.raises(BehindError, match="start it again"):
+        frontier.committed(FIRST, until + 1, waiting.settle, waiting.extend)
+
+
+def test_who_knows_other_than_the_writer_is_started_again(waiting: Member) -> None:
+    before = waiting.frontier.told
+    waiting.frontier.committed(waiting.frontier.seen, 12, waiting.settle, waiting.extend)
+    waiting.frontier.check(FIRST, waiting.frontier.told)
+    with pytest.raises(BehindError, match=re.escape(f"for {before}")):
+        waiting.frontier.check(waiting.frontier.seen, before)
+
+
+def test_what_cannot_be_taken_in_is_refused_and_nothing_has_changed(waiting: Member) -> None:
+    before = waiting.frontier.told
+
+    def refuse(span: Span, step: int) -> None:
+        raise PlanError("cache must be larger")
+
+    with pytest.raises(RefusedError, match=r"^cache must be larger$"):
+        waiting.frontier.reach(waiting.frontier.seen, 12, refuse)
+    assert waiting.frontier.told == before

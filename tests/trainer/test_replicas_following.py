@@ -1,0 +1,370 @@
+"""Replicas that follow their dataset have the bits of one process on the finished one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.events import LEDGER, RunSummary, StepMetric
+from schemas.manifest import read_dataset, write_manifest
+from tests.trainer.forked import forked_child
+from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, make_versions
+from tests.trainer.make_dataset import write_job
+from tests.trainer.processes import PATIENCE, num_steps, with_keys
+from tests.trainer.runs import checkpoint_at, run_job
+from tests.trainer.stores import kill_stores
+from trainer.draining import Drain, DrainInterrupt
+from trainer.ledger import read_ledger
+from trainer.replicas.faults import Faults
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
+from trainer.replicas.replica import REPLICAS
+from trainer.replicas.together import read_together, write_together
+from trainer.training import TrainOptions
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+KNOWN = (12, 16, 19, 20)
+"""Steps that may be trained while the next version is not committed."""
+CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The dataset after each segment, blocks in another order than stored."""
+    folder = tmp_path_factory.mktemp("versions")
+    job = write_job(folder / "job", **ONCE)
+    with_keys(job, "follow: {poll: 20ms}\n  stores: {timeout: 60s}")
+    return make_versions(folder, job)
+
+
+@pytest.fixture(scope="module")
+def job(versions: list[Path]) -> Path:
+    """The job of the versions."""
+    return versions[0].parent / "job" / "job.yaml"
+
+
+@pytest.fixture(scope="module")
+def whole(job: Path, versions: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain run on the finished dataset."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    run_job(job, versions[-1], run)
+    return run
+
+
+class Together:
+    """Replicas beside a pipeline, which commits what they wait for."""
+
+    def __init__(self, job: Path, versions: list[Path], folder: Path) -> None:
+        """Commit the first version."""
+        self.job, self.dataset, self.run = job, folder / "dataset", folder / "run"
+        self.replicas: list[LocalReplicas] = []
+        self.drain = Drain()
+        self.left = iter(versions)
+        self._ended = threading.Event()
+        self.more()
+
+    def more(self) -> None:
+        """Commit the next version, if there is one."""
+        version = next(self.left, None)
+        if version is not None:
+            commit(version, self.dataset)
+
+    def kill(self, number: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a replica."""
+        os.kill(self.replicas[-1].pids[number], with_signal)
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Wait for something."""
+        deadline = time.monotonic() + PATIENCE
+        while not happened():
+            assert time.monotonic() < deadline, "never happened"
+            assert not self._ended.is_set(), "the run has ended before"
+            time.sleep(0.01)
+
+    def waits(self, step: int) -> bool:
+        """Tell whether all steps before one are trained and saved, as they are before a wait."""
+        return num_steps(self.run) == step and checkpoint_at(self.run, step).is_dir()
+
+    def train(
+        self,
+        at_wait: Callable[[int], None],
+        waits: Sequence[int] = KNOWN,
+        *,
+        at_step: dict[int, Callable[[], None]] | None = None,
+        count: int = 2,
+        faults: Faults | None = None,
+        start: Callable[[Sequence[str]], subprocess.Popen[bytes]] = forked_child,
+        say: Callable[[str], None] = lambda _: None,
+        **options: object,
+    ) -> RunSummary:
+        """Train, and do something whenever the replicas wait.
+
+        Args:
+            at_wait: called with each step that is waited at.
+            waits: those steps.
+            at_step: done after steps.
+            count: replicas.
+            faults: that happen to them.
+            start: starts one.
+            say: told what is waited for before they are.
+            options: of the run.
+        """
+        wanted, failed = dict(at_step or {}), list[BaseException]()
+
+        def act(metric: StepMetric, _: int) -> None:
+            if metric.step in wanted:
+                wanted.pop(metric.step)()
+
+        def watch() -> None:
+            try:
+                for step in waits:
+                    self.until(lambda step=step: self.waits(step))
+                    at_wait(step)
+            except BaseException as error:
+                failed.append(error)
+                self.drain.ask("SIGTERM")
+
+        launch = LaunchOptions(
+            count=count, heartbeat_sec=2.0, faults=faults or Faults(), start=start
+        )
+        given = TrainOptions(follow=True, **options)  # type: ignore[arg-type]
+        paths = (self.job, self.dataset, self.run)
+        watching = threading.Thread(target=watch)
+        self._ended.clear()
+        watching.start()
+        try:
+            return train_together(*paths, given, launch, act, self.drain, self.replicas.append, say)
+        finally:
+            self._ended.set()
+            watching.join()
+            assert not failed, failed
+
+
+@pytest.fixture
+def together(job: Path, versions: list[Path], tmp_path: Path) -> Together:
+    """Replicas and a pipeline at its first segment."""
+    return Together(job, versions, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (1, CACHED),
+        (2, CACHED),
+        (3, CACHED),
+        (2, {"embedding": "uncached", "stores": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("waits", [KNOWN, (20,)], ids=["each is waited for", "most come before"])
+def test_any_number_of_replicas_that_follow_has_the_bits_of_one_on_the_finished_dataset(
+    waits: tuple[int, ...], count: int, options: dict[str, Any], together: Together, whole: Path
+) -> None:
+    early = () if waits == KNOWN else (2, 9, 17)
+    summary = together.train(
+        lambda _: together.more(),
+        waits,
+        at_step=dict.fromkeys(early, together.more),
+        count=count,
+        **options,
+    )
+    assert summary.num_steps == 22
+    assert_equal(together.run, whole)
+
+
+FAULTS = {
+    "who writes, in the first step of an extension": Faults().kill(0, 12, "start"),
+    "who writes, before the first lines of an extension": Faults().kill(0, 12, "committed"),
+    "one, before the last step that is known": Faults().kill(1, 11, "exchanged"),
+    "both, one after the other": Faults().kill(1, 12, "start").kill(0, 16, "computed"),
+    "one is held, and then behind an extension": Faults().stop(1, 11, 5.0),
+}
+
+
+@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
+@pytest.mark.parametrize("what", FAULTS)
+def test_faults_at_an_extension_do_not_show(
+    what: str, options: dict[str, Any], together: Together, whole: Path
+) -> None:
+    together.train(lambda _: together.more(), faults=FAULTS[what], **options)
+    assert_equal(together.run, whole)
+
+
+@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
+def test_replicas_that_die_while_all_wait_come_back_and_go_on(
+    options: dict[str, Any], together: Together, whole: Path
+) -> None:
+    def living() -> str:
+        return (together.run / REPLICAS).read_text()
+
+    def kill_and_commit(step: int) -> None:
+        if step == 12:  # one that has come back waits with the others
+            before = living()
+            together.kill(1)
+            together.until(lambda: living() != before and len(json.loads(living())) == 2)
+        elif step == 16:  # who writes dies as a segment comes
+            together.kill(0)
+        elif step == 19:
+            together.kill(0)
+            together.kill(1)
+        together.more()
+
+    together.train(kill_and_commit, **options)
+    assert_equal(together.run, whole)
+
+
+def test_stores_that_die_while_replicas_wait_do_not_show(together: Together, whole: Path) -> None:
+    def kill_and_commit(step: int) -> None:
+        if step in (12, 19):
+            kill_stores(together.run, 0, forget=step == 19)
+        together.more()
+
+    summary = together.train(kill_and_commit, **CACHED)
+    assert summary.num_rollbacks == 1
+    assert_equal(together.run, whole)
+
+
+@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
+def test_replicas_that_are_asked_while_they_wait_end_and_go_on(
+    options: dict[str, Any], together: Together, whole: Path
+) -> None:
+    def ask(step: int) -> None:
+        if step == 12:
+            together.more()
+            return
+        together.kill(1, signal.SIGTERM)  # one leaves, the other waits on
+        together.until(lambda: list(together.replicas[-1].pids) == [0])
+        together.drain.ask("SIGTERM")
+
+    with pytest.raises(DrainInterrupt) as asked:
+        together.train(ask, (12, 16), **options)
+    run = together.run
+    assert asked.value.message == f"stopped at step 16, which {run} goes on from with --resume"
+    together.more()
+    together.drain = Drain()
+    together.train(lambda _: together.more(), (19, 20), resume=True, **options)
+    assert_equal(run, whole)
+
+
+@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
+def test_a_replica_that_sees_segments_later_than_the_others_holds_nobody_s_bits_up(
+    options: dict[str, Any], together: Together, whole: Path, tmp_path: Path
+) -> None:
+    late = tmp_path / "late"
+    shutil.copytree(together.dataset, late)
+
+    def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        command, run, *given = arguments
+        if given[given.index("--number") + 1] == "1":
+            run = str(seen_by_another(together.run, late))
+        return forked_child([command, run, *given])
+
+    def see(step: int) -> None:
+        together.more()
+        if step == 16:
+            together.kill(1)  # it comes back, and must see what the others have trained
+        commit(together.dataset, late)
+
+    together.train(see, start=start, **options)
+    assert_equal(together.run, whole)
+    computed = {e.step for e in read_ledger(together.run / LEDGER) if e.replica.startswith("001")}
+    assert max(computed) >= 12, "it takes part in steps that it has seen later"
+
+
+def seen_by_another(run: Path, dataset: Path) -> Path:
+    """Return a folder that is the run for a replica that sees another folder as its dataset."""
+    own = run.with_name("run-1")
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    for path in run.iterdir():
+        (own / path.name).symlink_to(path)
+    (own / REPLICAS).unlink(missing_ok=True)
+    (own / REPLICAS).symlink_to(run / REPLICAS)
+    write_together(own, replace(read_together(run), dataset=str(dataset)))
+    return own
+
+
+def test_a_dataset_that_was_replaced_ends_the_run_when_it_is_saved(
+    together: Together, versions: list[Path], whole: Path
+) -> None:
+    root = read_dataset(versions[1])
+    other = replace(root.segments[0], id="00000-other")
+
+    def change(step: int) -> None:
+        together.more()
+        together.until(lambda: num_steps(together.run) == 16)
+        write_manifest(together.dataset, replace(root, segments=(other, *root.segments[1:])))
+
+    with pytest.raises(SchemaError, match=r"replica \d must end well, got status 1"):
+        together.train(change, (12,))
+    assert checkpoint_at(together.run, num_steps(together.run)).is_dir()
+    commit(versions[1], together.dataset)
+    together.more()
+    together.train(lambda _: together.more(), (19, 20), resume=True)
+    assert_equal(together.run, whole)
+
+
+def test_a_cache_that_a_later_segment_does_not_fit_ends_the_run_when_it_is_saved(
+    tmp_path: Path,
+) -> None:
+    job = write_job(tmp_path / "job", **ONCE, policy="belady", rows="200")
+    versions = make_versions(tmp_path / "versions", job, [[(64, 0)], [(700, 0)]])
+    together = Together(job, versions, tmp_path)
+    with pytest.raises(SchemaError, match=r"replica \d must end well, got status 1"):
+        together.train(lambda _: together.more(), (1,), **CACHED)
+    assert num_steps(together.run) == 1
+    assert checkpoint_at(together.run, 1).is_dir()
+
+
+def test_a_pipeline_that_has_died_ends_the_run_after_the_limit(
+    job: Path, versions: list[Path], whole: Path, tmp_path: Path
+) -> None:
+    impatient = tmp_path / "job.yaml"
+    impatient.write_text(f"{job.read_text()}  limits: {{wait: 10s}}\n")
+    together = Together(impatient, versions, tmp_path)
+    with pytest.raises(SchemaError, match=r"replica \d must end well, got status 1"):
+        together.train(lambda _: None, ())
+    assert together.waits(12)
+    together.job = job
+    together.train(lambda _: together.more(), resume=True)
+    assert_equal(together.run, whole)
+
+
+def test_a_dataset_that_is_not_there_yet_is_waited_for(
+    job: Path, versions: list[Path], whole: Path, tmp_path: Path
+) -> None:
+    together = Together(job, [], tmp_path)
+    together.left = iter(versions)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        together.more()
+
+    together.train(lambda _: together.more(), say=say)
+    assert said == [f"waiting at step 0: {together.dataset} does not exist yet"]
+    assert_equal(together.run, whole)
+
+
+def test_second_epoch_begins_after_the_last_segment(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", epochs="2", every_steps="5")
+    versions = make_versions(tmp_path / "versions", job, GROWING[1:])
+    run_job(job, versions[-1], tmp_path / "whole")
+    together = Together(job, versions, tmp_path)
+    together.train(lambda _: together.more(), (4, 7, 8), **CACHED)
+    assert num_steps(together.run) == 20
+    assert_equal(together.run, tmp_path / "whole")
