@@ -22,7 +22,15 @@ from schemas.manifest import read_dataset, write_manifest
 from tests.trainer.forked import forked_child
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, make_versions
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import PATIENCE, num_steps, with_keys
+from tests.trainer.processes import (
+    PATIENCE,
+    ended,
+    num_steps,
+    started,
+    trained,
+    until,
+    with_keys,
+)
 from tests.trainer.runs import checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
 from trainer.draining import Drain, DrainInterrupt
@@ -368,3 +376,24 @@ def test_second_epoch_begins_after_the_last_segment(tmp_path: Path) -> None:
     together.train(lambda _: together.more(), (4, 7, 8), **CACHED)
     assert num_steps(together.run) == 20
     assert_equal(together.run, tmp_path / "whole")
+
+
+def test_command_says_what_is_waited_for_once_and_ends_when_asked(
+    together: Together, versions: list[Path], whole: Path
+) -> None:
+    run, arguments = together.run, ("--replicas", "2", "--follow")
+    process = started(together.job, together.dataset, run, *arguments, own_group=True)
+    until(process, lambda: together.waits(12))
+    together.more()
+    until(process, lambda: together.waits(16))
+    os.killpg(process.pid, signal.SIGTERM)
+    status, said = ended(process)
+    assert status == 0, said
+    lines = [line for line in said.splitlines() if line.startswith("waiting at step 12: 1 segment")]
+    assert len(lines) == 1
+    assert said.splitlines()[-1] == (
+        f"SIGTERM: stopped at step 16, which {run} goes on from with --resume"
+    )
+    commit(versions[-1], together.dataset)
+    trained(together.job, together.dataset, run, *arguments, "--resume")
+    assert_equal(run, whole)
