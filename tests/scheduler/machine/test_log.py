@@ -252,7 +252,7 @@ def test_replay_command_says_that_decisions_are_the_same_or_where_they_differ(
     run_logged(path, 2)
     assert main(["replay", str(path)]) == 0
     told = capsys.readouterr().out.splitlines()
-    num_events = path.read_text().count('{"event":')
+    num_events = sum("event" in json.loads(line) for line in path.read_text().splitlines())
     assert told[0].startswith(f"{num_events} events lead to the same ")
     assert told[1].startswith("first: finished, 3 of 3 segments built, 12 steps trained, 0 segment")
     path.write_text(path.read_text().replace('"action":"finish"', '"action":"fail"', 1))
