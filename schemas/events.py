@@ -16,6 +16,11 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SPLITS = "splits.jsonl"
 SUMMARY = "summary.json"
+TOGETHER = "together.json"
+"""File of a run that replicas may join."""
+HUNG, BEHIND, LOST = 4, 75, 76
+"""Exit statuses of trainers after which another attempt may get further: a phase that did not end,
+a replica that fell too far behind the others, and a store that lost rows."""
 PHASES = ("read", "wait", "fetch", "forward", "backward", "sync", "update")
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from schemas.errors import PlanError, SchemaError
+from schemas.events import BEHIND, LOST
 from schemas.job import load_job
 from trainer.draining import Drain, DrainInterrupt
 
@@ -240,12 +241,13 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     import torch
 
     from trainer.replicas.faults import Faults
-    from trainer.replicas.launch import BEHIND, LOST, heed_stdin
+    from trainer.replicas.launch import heed_stdin
     from trainer.replicas.options import ReplicaOptions
     from trainer.replicas.together import TOKEN, read_together
     from trainer.replicas.work import work
     from trainer.stores.failures import BehindError, StoreLostError
     from trainer.stores.peer import Access
+    from trainer.stores.tls import read_trusted
     from trainer.stores.token import read_token
 
     if arguments.end_with_stdin:
@@ -258,7 +260,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         lighthouse=together.lighthouse,
         access=Access(
             token=read_token(arguments.run / TOKEN),
-            certificates=arguments.trusted and arguments.trusted.read_bytes(),
+            certificates=read_trusted(arguments.trusted),
         ),
         certificate=_certificate(arguments),
         host=arguments.host,

@@ -20,12 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO, TypeVar, cast
 
+from schemas.events import HUNG
 from schemas.job_limits import DRAIN
 
 T = TypeVar("T")
 _NONE = object()
-HUNG = 4
-"""Exit status of a process that waited too long."""
 _LOOK_SEC = 1.0
 _LATE_SEC = 5.0
 """Looks that come so much too late mean that the process was stopped; that time does not count."""

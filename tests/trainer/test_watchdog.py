@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from schemas.events import HUNG
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE, ended, num_steps, started, trained, until, with_keys
 from tests.trainer.test_draining import SEGMENT, fifo_for_a_file
 from trainer.compare import compare_runs
-from trainer.watchdog import HUNG, Watchdog, Watched
+from trainer.watchdog import Watchdog, Watched
 
 LINE = (
     r"error: phase must end within 20 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "

@@ -15,7 +15,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from schemas.errors import SchemaError
-from schemas.events import SUMMARY, RunSummary, StepMetric, read_summary
+from schemas.events import (
+    BEHIND,
+    HUNG,
+    LOST,
+    SUMMARY,
+    TOGETHER,
+    RunSummary,
+    StepMetric,
+    read_summary,
+)
 from schemas.job import load_job
 from trainer.beginning import begin_run
 from trainer.checkpoint import newest_checkpoint
@@ -30,19 +39,17 @@ from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
 from trainer.replicas.stores import begin_stores
 from trainer.replicas.tail import MetricTail
-from trainer.replicas.together import TOGETHER, TOKEN, Together, write_together
+from trainer.replicas.together import TOKEN, Together, write_together
 from trainer.rollback import with_rollbacks
 from trainer.run import cut_run, write_summary
 from trainer.saving import claim_leftovers
 from trainer.stores.failures import StoreLostError
 from trainer.stores.token import write_token
 from trainer.training import TrainOptions
-from trainer.watchdog import HUNG, Watchdog
+from trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-BEHIND, LOST = 75, 76
-"""Exit statuses of a replica: it fell too far behind the others, and a store lost rows."""
 StartChild = Callable[[Sequence[str]], subprocess.Popen[bytes]]
 """Starts `python -m trainer` with some arguments, as a process that ends with its input."""
 _POLL_SEC = 0.1

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from schemas.errors import SchemaError
+from schemas.events import TOGETHER
 from schemas.horizon import Known
 from schemas.manifest import canonical_json, replace_bytes
 from trainer.replicas.stores import SharedStores
 
-TOGETHER = "together.json"
 TOKEN = "token"
 """File of the run with what its replicas present to each other."""
 

@@ -10,6 +10,7 @@ from trainer.stores.claims import Ranges
 from trainer.stores.departures import Moved
 from trainer.stores.failures import MapChangedError, StoreGoneError
 from trainer.stores.peer import Access, Peer, unreachable
+from trainer.stores.tls import read_trusted
 from trainer.stores.token import read_token
 from trainer.stores.wire import KILL, MOVE, RESTART
 
@@ -64,8 +65,8 @@ def _asked(
     token_file: Path,
     trusted: Path | None,
 ) -> dict[str, Any]:
-    certificates = trusted.read_bytes() if trusted is not None else None
-    with Peer(address, Access(token=read_token(token_file), certificates=certificates)) as peer:
+    access = Access(token=read_token(token_file), certificates=read_trusted(trusted))
+    with Peer(address, access) as peer:
         try:
             return peer.action_once(action, body, within_sec)
         except StoreGoneError as error:

@@ -19,7 +19,7 @@ from trainer.stores.departures import Departures
 from trainer.stores.flight_server import Limits, StoreServer
 from trainer.stores.peer import Access
 from trainer.stores.shard import Shard
-from trainer.stores.tls import Certificate, check_host, read_certificate, scheme_of
+from trainer.stores.tls import Certificate, check_host, read_certificate, read_trusted, scheme_of
 from trainer.stores.token import read_token
 
 _SHUTDOWN_SEC = 5.0
@@ -74,8 +74,7 @@ def run_store(
     token = read_token(options.token_file)
     scheme, certificate = scheme_of(options.certificate), read_certificate(options.certificate)
     shard = Shard(options.directory, options.slots, sync=options.sync)
-    trusted = options.trusted.read_bytes() if options.trusted is not None else None
-    access = Access(token=token, certificates=trusted)
+    access = Access(token=token, certificates=read_trusted(options.trusted))
     departures = Departures(shard, access, clock=time.monotonic)
     ended, again = threading.Event(), threading.Event()
 

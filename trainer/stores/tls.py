@@ -36,3 +36,12 @@ def read_certificate(certificate: Certificate | None) -> tuple[bytes, bytes] | N
 def scheme_of(certificate: Certificate | None) -> str:
     """Return the scheme of a server's address."""
     return "grpc" if certificate is None else "grpc+tls"
+
+
+def read_trusted(path: Path | None) -> bytes | None:
+    """Return the authorities that are trusted, PEM; None for those of the system.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return None if path is None else path.read_bytes()

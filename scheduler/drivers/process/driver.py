@@ -42,13 +42,11 @@ from scheduler.machine.handle import handle
 from scheduler.machine.log import Log, Replay
 from scheduler.machine.state import ENDED, Action, JobState, Process, State
 from schemas.errors import SchemaError
-from schemas.events import SUMMARY
+from schemas.events import SUMMARY, TOGETHER
 from schemas.job import parse_job
 
 LAST_LOOK_SEC = 30.0
 """Longest time between two looks."""
-TOGETHER = "together.json"
-"""What replicas must know to join, in the run's folder (FORMAT.md, Runs)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,10 @@ from scheduler.drivers.process.children import Children
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.machine.events import Ended, Outcome, Stepped
 from scheduler.machine.state import Process
-from schemas.events import METRICS, SUMMARY, StepMetric
+from schemas.events import BEHIND, HUNG, LOST, METRICS, SUMMARY, StepMetric
 from schemas.layout import MANIFEST
 from schemas.manifest import position_of, read_dataset
 
-HUNG, BEHIND, LOST_ROWS = 4, 75, 76
-"""Exit statuses of trainers after which another attempt may get further."""
 MAX_STEPS = 32
 """Steps whose time is told at once."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -37,7 +35,7 @@ def ended(
         outcome = "done"
     elif status == 0 and process.pool != "segment":
         outcome = "left"
-    elif status in (HUNG, BEHIND, LOST_ROWS):
+    elif status in (HUNG, BEHIND, LOST):
         outcome = "lost"
     elif status is not None and status < 0:
         outcome, said = "lost", f"signal {-status}"
