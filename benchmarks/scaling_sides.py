@@ -47,7 +47,7 @@ from trainer.replicas.frontier import Frontier
 from trainer.replicas.options import ReplicaOptions
 from trainer.replicas.replica import Replica
 from trainer.replicas.row_state import MemoryRows
-from trainer.replicas.saves import Saves
+from trainer.replicas.saves import LastSave
 from trainer.replicas.setting import Setting
 from trainer.rows import initial_rows
 from trainer.stores.peer import Access
@@ -146,7 +146,7 @@ def ours(side: Side, wire: Connection) -> None:
     lighthouse_port = int(side.meeting.rpartition(":")[2])
     turns = Turns(wire, lighthouse_port, side.run)
     watchdog = Watchdog(job.train.limits.seconds())
-    saves = Saves(side.run, None, lambda _: None)
+    saves = LastSave(side.run, lambda _: None)
     with Replica(setting, frontier, options, turns, Drain(), watchdog, saves) as replica:
         replica.train()
 

@@ -79,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     agent = commands.add_parser("persist", help="write a trainer's checkpoints; it starts this")
     agent.add_argument("run", type=Path, help="run folder")
     agent.add_argument("--memory", type=Path, required=True, help="where the copies lie")
+    agent.add_argument("--file", type=int, required=True, help="number of that open file")
     agent.add_argument("--keep", type=_positive, required=True, help="checkpoints that remain")
     agent.add_argument("--parent", type=_positive, required=True, help="process id of the trainer")
     for command in (run, score, check, equal, move, kill, again):
@@ -377,6 +378,7 @@ def _persist(arguments: argparse.Namespace) -> int:
     run_agent(
         arguments.run,
         arguments.memory,
+        arguments.file,
         keep=arguments.keep,
         parent=arguments.parent,
         lines=sys.stdin.buffer,

@@ -53,6 +53,8 @@ def save_checkpoint(
 ) -> Path:
     """Save the state before a step, all rows of it; flush the row source first.
 
+    Where another process has saved it, or a later one, that stands, and is returned.
+
     Args:
         run: run folder.
         train_step: the next step to train.
@@ -73,7 +75,8 @@ def save_checkpoint(
         for table, store in stores.items():
             writing.rows(table, store.layout, store.contents())
         parts = {table: (f"{folder_of(train_step)}/{table}",) for table in stores}
-        return writing.finish(made_of or {}, parts, {}, keep=keep)
+        writing.finish(made_of or {}, parts, {}, keep=keep)
+    return writing.folder
 
 
 def newest_checkpoint(run: Path) -> Path | None:

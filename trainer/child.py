@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def start_child(
-    arguments: Sequence[str], *, answers: bool, own_session: bool
+    arguments: Sequence[str], *, answers: bool, own_session: bool, files: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start `python -m trainer` with a pipe to its standard input.
 
@@ -22,6 +22,7 @@ def start_child(
         arguments: of the command line.
         answers: whether its output is read; otherwise it is this process's.
         own_session: whether ^C and what ends this process's group leave it alone.
+        files: numbers of open files that it inherits.
     """
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
@@ -30,6 +31,7 @@ def start_child(
         stdout=subprocess.PIPE if answers else None,
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=own_session,
+        pass_fds=files,
     )
 
 

@@ -13,7 +13,7 @@ from trainer.cache import PlannedCache
 from trainer.checkpoint import save_checkpoint
 from trainer.flash.agent import recover
 from trainer.flash.changes import Changed, Changes
-from trainer.flash.memory import CopyMemory, claim, memory_path
+from trainer.flash.memory import WAIT_SEC, CopyMemory, claim, memory_path
 from trainer.flash.saver import BesideSaver
 from trainer.keyframes import arrays_of_cached
 from trainer.parts import Parts
@@ -104,25 +104,35 @@ def saver_of(
     return Beside(saver, state, config.every_steps)
 
 
-def claim_leftovers(run: Path, config: CheckpointConfig, *, resume: bool) -> None:
+def claim_leftovers(
+    run: Path, config: CheckpointConfig, *, resume: bool, wait_sec: float = WAIT_SEC
+) -> None:
     """Wait for the agent of the run before, and clear what both left in memory where both died.
 
     Args:
         run: run folder.
         config: of the job.
         resume: write what was committed there; otherwise it goes.
+        wait_sec: longest wait.
 
     Raises:
         SchemaError: another process trains the run.
     """
     for directory in dict.fromkeys((config.copy_to, CheckpointConfig().copy_to, str(run))):
-        found = claim(memory_path(Path(directory), run)) if Path(directory).is_dir() else None
+        if not Path(directory).is_dir():
+            continue
+        found = claim(memory_path(Path(directory), run), wait_sec=wait_sec)
         if found is None:
             continue
         if resume:
             recover(run, found, keep=config.keep)
         else:
             found.remove()
+
+
+def dense_bytes(parts: Parts) -> int:
+    """Return the bytes of the dense state with all numbers of the optimizer: two of each."""
+    return 3 * sum(a.nbytes for a in state_of(parts.model, None).values())
 
 
 class TrainState:
@@ -146,8 +156,8 @@ class TrainState:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the dense state when the optimizer has all of its numbers: two of each."""
-        return 3 * sum(a.nbytes for a in state_of(self._parts.model, None).values())
+        """Bytes of the dense state."""
+        return dense_bytes(self._parts)
 
     @property
     def left_bytes(self) -> int:

@@ -66,3 +66,41 @@ def num_steps(run: Path) -> int:
     """Return the committed steps of a run, 0 when there is none."""
     path = run / METRICS
     return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Tell whether a process has ended; one of this test's own children may be unwaited."""
+    return _state_of(pid) in ("Z", None)
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is held by a signal."""
+    return _state_of(pid) == "T"
+
+
+def _state_of(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None
+
+
+def agents_of_run(run: Path) -> list[int]:
+    """Return the ids of the agents that write checkpoints of a run."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_text().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if "persist" in command and str(run.resolve()) in command:
+            found.append(int(entry.name))
+    return found

@@ -28,7 +28,7 @@ SEEDS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a dataset, its job, and a run of one process."""
     folder = tmp_path_factory.mktemp("chaos")
-    job = write_job(folder / "job", dtype="float32", epochs="4", every_steps="16")
+    job = write_job(folder / "job", dtype="float32", epochs="4", every_steps="8")
     make_dataset(folder / "dataset", job, SEGMENTS)
     run_job(job, folder / "dataset", folder / "alone")
     return folder

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import is_gone, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
 from trainer.compare import compare_runs
@@ -78,23 +79,8 @@ def agents_of(pid: int) -> list[int]:
     return found
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
-
-
 def has_copied(run: Path) -> bool:
     return (run / COPIES).is_file() and (run / COPIES).read_bytes().endswith(b"\n")
-
-
-def is_gone(pid: int) -> bool:
-    """Tell whether a process has ended; one of this test's own children may be unwaited."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> int:

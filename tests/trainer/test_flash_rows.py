@@ -1,5 +1,8 @@
 """What a checkpoint is made of: rows that changed, copies, parts on disk, and what is swept."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
+from trainer.flash import manifest as manifests
 from trainer.flash.changes import Changed, Changes
 from trainer.flash.left import LeftRows
-from trainer.flash.manifest import complete, read_checkpoint_manifest, verify_files
+from trainer.flash.manifest import alone, complete, read_checkpoint_manifest, verify_files
 from trainer.flash.memory import COMMITTED, START, CopyMemory, claim, memory_path
 from trainer.flash.persist import MOST_PARTS, persist
 from trainer.flash.row_parts import RowPart, newest
@@ -276,3 +280,92 @@ def test_memory_that_is_too_small_names_the_missing_bytes(tmp_path: Path) -> Non
     ):
         memory.create(1 << 60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_newer_checkpoint_supersedes_is_dropped(tmp_path: Path) -> None:
+    memory, checkpoints = CopyMemory(tmp_path / "memory"), tmp_path / "checkpoints"
+    memory.create(0)
+    persist(checkpoints, snapshot_of(memory, 4, None, {"items": {1: 1}, "users": {}}), keep=1)
+    (checkpoints / "00000012.other.partial").mkdir()  # another process writes it
+    (checkpoints / "00000008.other.partial").mkdir()
+    persist(checkpoints, snapshot_of(memory, 9, None, {"items": {1: 2}, "users": {}}), keep=1)
+    for since in (None, 4):  # its base went with those that are not kept
+        late = snapshot_of(memory, 8, since, {"items": {1: 3}, "users": {}})
+        assert persist(checkpoints, late, keep=1).name == "00000009"
+    same = snapshot_of(memory, 9, None, {"items": {1: 4}, "users": {}})
+    assert persist(checkpoints, same, keep=1) == checkpoints / "00000009"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "00000009",
+        "00000012.other.partial",
+    ]
+    assert RowPart(checkpoints / "00000009" / "items").records.state.tolist() == [[2]]
+
+
+def test_who_holds_the_checkpoints_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "LOCK_SEC", 0.1)
+    memory, checkpoints = CopyMemory(tmp_path / "memory"), tmp_path / "checkpoints"
+    memory.create(0)
+    for step in (2, 4):
+        persist(
+            checkpoints, snapshot_of(memory, step, None, {"items": {1: 1}, "users": {}}), keep=2
+        )
+    with alone(checkpoints) as held:
+        assert held
+        delta = snapshot_of(memory, 6, 4, {"items": {}, "users": {}})
+        with pytest.raises(SchemaError, match="checkpoint must stay while the run adds to it"):
+            persist(checkpoints, delta, keep=2)
+        whole = snapshot_of(memory, 6, None, {"items": {1: 1}, "users": {}})
+        persist(checkpoints, whole, keep=2)
+        assert [int(folder.name) for folder in complete(checkpoints)] == [2, 4, 6]
+    persist(checkpoints, snapshot_of(memory, 8, 6, {"items": {}, "users": {}}), keep=2)
+    assert [int(folder.name) for folder in complete(checkpoints)] == [6, 8]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_several_writers_leave_no_checkpoint_that_is_not_whole(keep: int, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+
+    def write(number: int) -> int:
+        rng, memory = np.random.default_rng([number, keep]), CopyMemory(tmp_path / str(number))
+        memory.create(0)
+        step = done = 0
+        while step < 300:
+            found = complete(checkpoints)
+            newest = int(found[-1].name) if found else 0
+            since = newest if found and rng.random() < 0.8 else None
+            step = newest + int(rng.integers(1, 4))
+            rows = {"items": {int(rng.integers(9)): float(step)}, "users": {}}
+            with suppress(SchemaError):  # of a delta whose base went meanwhile
+                persist(checkpoints, snapshot_of(memory, step, since, rows), keep=keep)
+                done += 1
+        memory.remove()
+        return done
+
+    with ThreadPoolExecutor(4) as pool:
+        assert min(pool.map(write, range(4))) > 0
+    found = complete(checkpoints)
+    assert len(found) == keep
+    for folder in found:
+        verify_files(folder, read_checkpoint_manifest(folder))
+
+
+def test_memory_is_removed_by_those_alone_that_hold_it(tmp_path: Path) -> None:
+    trainer, agent, other = (CopyMemory(tmp_path / "memory") for _ in range(3))
+    trainer.create(10)
+    agent.inherit(os.dup(trainer.file))
+    with pytest.raises(FileExistsError):
+        other.create(10)
+    trainer.close()
+    with pytest.raises(SchemaError, match="got another after 0 s"):
+        claim(other.path, wait_sec=0)
+    agent.remove()
+    assert not other.path.exists()
+    trainer.create(10)
+    agent.inherit(os.dup(trainer.file))
+    agent.remove()
+    other.create(10)
+    trainer.remove()
+    assert other.path.exists(), "it is another's by now"
+    other.remove()

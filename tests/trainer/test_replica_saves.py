@@ -1,20 +1,30 @@
-"""Checkpoints of replicas, whoever dies while one is written."""
+"""Checkpoints of replicas beside training, whoever dies while one is copied or written."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from schemas.errors import SchemaError
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import agents_of_run, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from trainer.compare import compare_runs
 from trainer.flash.manifest import CHECKPOINTS, complete, read_checkpoint_manifest, verify_files
+from trainer.flash.memory import memory_path
+from trainer.flash.saver import COPIES
 from trainer.ledger import verify_run
+from trainer.replicas import room
 from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, train_together
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
 from trainer.training import TrainOptions
 
 
@@ -22,25 +32,55 @@ from trainer.training import TrainOptions
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a dataset, its job, and a run of one process."""
     folder = tmp_path_factory.mktemp("saves")
-    job = write_job(folder / "job", dtype="float32", every_steps="4")
+    memory = folder / "memory"
+    memory.mkdir()
+    settings = {"every_steps": "4", "checkpoint": f", copy_to: {memory}"}
+    job = write_job(folder / "job", dtype="float32", **settings)
     make_dataset(folder / "dataset", job, SEGMENTS)
     run_job(job, folder / "dataset", folder / "alone")
     return folder
 
 
-def together(folder: Path, run: Path, faults: Faults | None = None, **options: object) -> None:
+def together(
+    folder: Path,
+    run: Path,
+    faults: Faults | None = None,
+    *,
+    on_start: Callable[[LocalReplicas], None] = lambda _: None,
+    heartbeat_sec: float = 2.0,
+    restarts: int = 100,
+    **options: object,
+) -> None:
     launch = LaunchOptions(
-        count=2, heartbeat_sec=2.0, faults=faults or Faults(), start=forked_child
+        count=2,
+        heartbeat_sec=heartbeat_sec,
+        faults=faults or Faults(),
+        start=forked_child,
+        restarts=restarts,
     )
     given = TrainOptions(**options)  # type: ignore[arg-type]
     paths = (folder / "job" / "job.yaml", folder / "dataset", run)
-    train_together(*paths, given, launch, lambda *_: None)
+    train_together(*paths, given, launch, lambda *_: None, on_start=on_start)
+
+
+def steps_of(run: Path) -> list[int]:
+    """Return the steps of the complete checkpoints of a run."""
+    return [int(checkpoint.name) for checkpoint in complete(run / CHECKPOINTS)]
+
+
+def copied_of(run: Path) -> list[int]:
+    """Return the steps at which what changed was copied."""
+    path = run / COPIES
+    text = path.read_text() if path.is_file() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line["train_step"] for line in lines if line["num_bytes"]]
 
 
 def assert_whole(folder: Path, run: Path) -> list[str]:
     """Assert that a run has the bits of one process, and return its checkpoints, all whole."""
     assert compare_runs(folder / "alone", run).difference is None
     assert verify_run(run).problems == ()
+    wait_for(lambda: not memory_path(folder / "memory", run).exists())
     found = complete(run / CHECKPOINTS)
     for checkpoint in found:
         verify_files(checkpoint, read_checkpoint_manifest(checkpoint))
@@ -67,6 +107,7 @@ def test_checkpoints_are_whole_whoever_dies_and_any_run_goes_on_from_them(
     names = assert_whole(folder, run)
     assert names[-1] == f"{32:08d}"
     assert all(int(name) % 4 == 0 for name in names)
+    assert copied_of(run)
     for name in names[1:]:
         shutil.rmtree(run / CHECKPOINTS / name)  # as if all had died there
     run_job(folder / "job" / "job.yaml", folder / "dataset", run, resume=True)
@@ -85,3 +126,73 @@ def test_replicas_go_on_from_one_process_and_one_process_from_replicas(
     assert checkpoint_at(run, 14).is_dir()
     run_job(job, folder / "dataset", run, resume=True, embedding=embedding)
     assert_whole(folder, run)
+
+
+class Held:
+    """A copy that nobody has written yet: its agent is stopped, and the writer waits for it."""
+
+    def __init__(self, run: Path) -> None:
+        """Wait until it is so."""
+        wait_for(lambda: agents_of_run(run))
+        [self.agent] = agents_of_run(run)
+        os.kill(self.agent, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(self.agent))
+        wait_for(lambda: set(copied_of(run)) - set(steps_of(run)))
+        [self.step] = set(copied_of(run)) - set(steps_of(run))
+        arguments = Path(f"/proc/{self.agent}/cmdline").read_text().split("\0")
+        self.writer = int(arguments[arguments.index("--parent") + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("agent_dies", [False, True])
+def test_a_copy_that_an_agent_holds_outlives_all_replicas(
+    agent_dies: bool, folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(Held, run)
+        killing = pool.submit(lambda: os.kill(holding.result().writer, signal.SIGKILL))
+        with pytest.raises(SchemaError, match=r"^replica \d must live, got signal 9 once too "):
+            together(folder, run, heartbeat_sec=10.0, restarts=0)
+        killing.result()
+    held = holding.result()
+    assert held.step not in steps_of(run)
+    os.kill(held.agent, signal.SIGKILL if agent_dies else signal.SIGCONT)
+    wait_for(lambda: is_gone(held.agent))
+    assert memory_path(folder / "memory", run).exists() == agent_dies
+    at_start: list[int] = []
+    together(folder, run, resume=True, on_start=lambda _: at_start.extend(steps_of(run)))
+    assert held.step in at_start
+    assert_whole(folder, run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_agent_that_does_not_let_go_keeps_nobody_from_saving(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(Held, run)
+        killing = pool.submit(lambda: os.kill(holding.result().writer, signal.SIGKILL))
+        together(folder, run)
+        killing.result()
+    held = holding.result()
+    assert is_stopped(held.agent)
+    saved = steps_of(run)
+    assert held.step not in saved
+    assert saved[-1] == 32
+    os.kill(held.agent, signal.SIGCONT)
+    wait_for(lambda: is_gone(held.agent))
+    assert steps_of(run) == saved, "what the agent held is older than what is complete"
+    assert_whole(folder, run)
+
+
+def test_too_little_memory_is_said_before_the_first_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda _: 10)
+    shown = rf"must have \d+ bytes, got \d+ free: .* in {folder / 'memory'}; enlarge it"
+    with pytest.raises(SchemaError, match=shown):
+        together(folder, tmp_path / "run")

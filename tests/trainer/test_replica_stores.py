@@ -10,9 +10,11 @@ import pytest
 from schemas.events import LEDGER, RunSummary, StepMetric
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, run_job
+from tests.trainer.runs import SEGMENTS, rows_in, run_job
 from tests.trainer.stores import kill_stores
 from trainer.compare import compare_runs
+from trainer.flash.manifest import CHECKPOINTS, DENSE, complete
+from trainer.flash.saver import COPIES
 from trainer.ledger import read_ledger, verify_run
 from trainer.opening import STORE
 from trainer.replicas.faults import Faults
@@ -74,7 +76,7 @@ def assert_as_alone(folder: Path, run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "embedding", "retained_bytes"),
-    [(2, "cached", 1 << 14), (3, "cached", 1 << 30), (2, "uncached", 1 << 14)],
+    [(2, "cached", 1 << 14), (3, "cached", 1 << 30), (2, "uncached", 1 << 9)],
 )
 def test_replicas_that_share_stores_have_the_bits_of_one_process(
     count: int, embedding: str, retained_bytes: int, folder: Path, tmp_path: Path
@@ -82,18 +84,28 @@ def test_replicas_that_share_stores_have_the_bits_of_one_process(
     run = tmp_path / "run"
     together(folder, run, count=count, embedding=embedding, retained_bytes=retained_bytes)
     assert_as_alone(folder, run)
+    assert (run / COPIES).is_file(), "they were copied beside training"
+    assert_checkpoints_as_alone(folder, run)
     logs = sorted((run / STORE).rglob("log-*.bin"))
     assert len(logs) == 2
     for log in logs:
-        written = rows_written(log)
-        assert written
-        assert len(written) == len(set(written)), "the last checkpoint has shortened the log"
+        entries = [entry for entry in read_entries(log) if isinstance(entry, RowsEntry)]
+        assert log.name != "log-00000001.bin", "a checkpoint has shortened it"
+        cached = embedding == "cached"  # rows come to the stores at the end
+        assert cached or not entries[0].counted, "it begins with rows that were there, each once"
 
 
-def rows_written(log: Path) -> list[tuple[str, int]]:
-    """Return table and row of each record of rows in a store's log."""
-    entries = (entry for entry in read_entries(log) if isinstance(entry, RowsEntry))
-    return [(table, row) for e in entries for table, rows in e.tables.items() for row in rows]
+def assert_checkpoints_as_alone(folder: Path, run: Path) -> None:
+    """Assert that each checkpoint has all rows and dense parameters of its step."""
+    found = complete(run / CHECKPOINTS)
+    assert [int(checkpoint.name) for checkpoint in found] == [12, 24, 32]
+    for checkpoint in found:
+        alone = folder / "alone" / CHECKPOINTS / checkpoint.name
+        assert (checkpoint / DENSE).read_bytes() == (alone / DENSE).read_bytes()
+        rows, wanted = rows_in(checkpoint), rows_in(alone)
+        assert {name: array.tobytes() for name, array in rows.items()} == {
+            name: array.tobytes() for name, array in wanted.items()
+        }
 
 
 FAULTS = {

@@ -29,13 +29,21 @@ _NICENESS = 10
 
 
 def run_agent(
-    run: Path, path: Path, *, keep: int, parent: int, lines: BinaryIO, answer: Callable[[str], None]
+    run: Path,
+    path: Path,
+    file: int,
+    *,
+    keep: int,
+    parent: int,
+    lines: BinaryIO,
+    answer: Callable[[str], None],
 ) -> None:
     """Write what is committed in a run's memory until the trainer ends.
 
     Args:
         run: run folder.
         path: the memory, which the trainer has made.
+        file: number of its open file.
         keep: newest checkpoints that remain.
         parent: process id of the trainer.
         lines: a line for each copy.
@@ -43,7 +51,7 @@ def run_agent(
     """
     os.nice(_NICENESS)
     memory = CopyMemory(path)
-    memory.open()
+    memory.inherit(file)
     if memory.state == COMMITTED:
         answer(_write(run, memory, keep))  # of an agent that died before
     for _ in _ordered(lines, parent):

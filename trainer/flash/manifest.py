@@ -6,9 +6,12 @@ rows that did not change since are where they were. A file goes when no kept man
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ DENSE, PLAN = "dense.safetensors", "plan.safetensors"
 ROW_FILES = "rows", "values", "state"
 """Arrays of a part, row by row, rows ascending."""
 PARTIAL = ".partial"
+LOCK_SEC = 10.0
+"""How long a process that completes a checkpoint waits for another that does."""
 _CHECKSUM = "checksum"
 
 
@@ -155,15 +160,42 @@ def _without(folder: Path, name: str | None) -> str:
     return "no checkpoint before is whole without it; train again"
 
 
+@contextmanager
+def alone(checkpoints: Path) -> Iterator[bool]:
+    """Keep others from completing or removing checkpoints; yield False where one holds them."""
+    with checkpoints.with_suffix(".lock").open("a") as file:
+        deadline = time.monotonic() + LOCK_SEC
+        while not (held := _locked(file.fileno())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield held
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def newer_than(checkpoints: Path, train_step: int) -> Path | None:
+    """Return the newest complete checkpoint where it has all steps before one."""
+    found = complete(checkpoints)
+    return found[-1] if found and int(found[-1].name) >= train_step else None
+
+
 def sweep(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and every file that these do not need.
 
+    What is of later steps remains: another process may be writing it.
+
     Args:
-        checkpoints: folder of a run.
+        checkpoints: folder of a run with a complete checkpoint.
         keep: newest checkpoints that remain, at least one.
     """
     found = complete(checkpoints)
     kept = found[-max(1, keep) :]
+    newest = int(kept[-1].name)
     try:
         needed = set(_needed(kept))
     except SchemaError:
@@ -171,7 +203,11 @@ def sweep(checkpoints: Path, keep: int) -> None:
     for old in found[: len(found) - len(kept)]:
         (old / MANIFEST).unlink()  # first: what follows makes it incomplete
     for folder in checkpoints.iterdir():
-        if not folder.is_dir():
+        step = folder.name.partition(".")[0]
+        if not folder.is_dir() or (step.isdigit() and int(step) > newest):
+            continue
+        if folder.name.endswith(PARTIAL):
+            shutil.rmtree(folder, ignore_errors=True)
             continue
         for path in folder.rglob("*"):
             if path.is_file() and path.relative_to(checkpoints).as_posix() not in needed:

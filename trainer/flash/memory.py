@@ -1,8 +1,9 @@
 """Memory that outlives the process that filled it: a file in /dev/shm, or in another directory.
 
-The trainer fills it and commits; its agent writes what was committed to disk. Both hold a shared
-lock of the file while they live, so a later start can tell a leftover, which it may remove, from
-memory in use, which it must not. The file's name is that of the run.
+The trainer fills it and commits; its agent writes what was committed to disk. The agent inherits
+the open file and with it the trainer's lock, which holds while one of the two lives: so others can
+tell a leftover, which they may remove, from memory in use, which they must not. The file's name is
+that of the run.
 """
 
 from __future__ import annotations
@@ -48,25 +49,35 @@ class CopyMemory:
 
         Raises:
             SchemaError: there is not enough; names the missing bytes.
+            FileExistsError: another process has made it.
         """
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        while True:
+            file = os.open(self.path, flags, 0o600)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if os.fstat(file).st_nlink:
+                break
+            os.close(file)  # who looked for leftovers was faster
+        self._file = file
         try:
             self.reserve(num_bytes)
         except OSError as error:
-            self.close()
-            self.path.unlink()
+            self.remove()
             raise too_small(self.path.parent, START + num_bytes, error.strerror or "") from error
 
-    def open(self) -> None:
-        """Map memory that another process made.
+    def inherit(self, file: int) -> None:
+        """Map the memory that the parent of this process made.
 
-        Raises:
-            FileNotFoundError: there is none.
+        Args:
+            file: number of the open file.
         """
-        self._file = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._file = file
         self.remap()
+
+    @property
+    def file(self) -> int:
+        """Number of the open file."""
+        return self._file
 
     @property
     def num_bytes(self) -> int:
@@ -120,9 +131,10 @@ class CopyMemory:
         self._file = -1
 
     def remove(self) -> None:
-        """Let the memory go, and give it back."""
+        """Let the memory go, and give it back: it has its name while a lock of it is held."""
+        if self._file >= 0 and os.fstat(self._file).st_nlink:
+            self.path.unlink(missing_ok=True)
         self.close()
-        self.path.unlink(missing_ok=True)
 
 
 def claim(path: Path, *, wait_sec: float = WAIT_SEC) -> CopyMemory | None:
@@ -149,9 +161,7 @@ def claim(path: Path, *, wait_sec: float = WAIT_SEC) -> CopyMemory | None:
             if held.st_nlink and held.st_size > START:
                 found.remap()
                 return found
-            found.close()
-            if held.st_nlink:
-                path.unlink(missing_ok=True)
+            found.remove()
             return None
         if time.monotonic() > deadline:
             raise SchemaError(

@@ -8,6 +8,7 @@ row is rewritten after its table grew or changed by half, not at every checkpoin
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,9 +28,11 @@ from trainer.flash.manifest import (
     PARTIAL,
     CheckpointManifest,
     FileSum,
+    alone,
     check_file,
     file_sum,
     folder_of,
+    newer_than,
     read_checkpoint_manifest,
     sweep,
     write_checkpoint_manifest,
@@ -46,6 +49,8 @@ MOST_PARTS = 8
 def persist(checkpoints: Path, snapshot: Snapshot, *, keep: int) -> Path:
     """Write a copy as a checkpoint and return its folder; others that are not kept go.
 
+    Where another process completes a later one meanwhile, that stands, and is returned.
+
     Args:
         checkpoints: folder of the run.
         snapshot: committed.
@@ -56,9 +61,9 @@ def persist(checkpoints: Path, snapshot: Snapshot, *, keep: int) -> Path:
             this checkpoint, and those before are whole.
     """
     about = snapshot.about
-    before, older = _before(checkpoints, about.since)
     parts: dict[str, tuple[str, ...]] = {}
     with NewCheckpoint(checkpoints, about.train_step) as writing:
+        before, older = _before(checkpoints, about.since)
         writing.arrays(DENSE_FILE, snapshot.arrays(DENSE))
         plan = snapshot.arrays(PLAN)
         if plan:
@@ -75,16 +80,21 @@ def persist(checkpoints: Path, snapshot: Snapshot, *, keep: int) -> Path:
             writing.rows(table, layout, stream)
             parts[table] = (f"{folder_of(about.train_step)}/{table}", *old)
         used = {part for names in parts.values() for part in names}
-        return writing.finish(
+        writing.finish(
             about.made_of,
             parts,
             {name: each for name, each in older.items() if name.rpartition("/")[0] in used},
             keep=keep,
         )
+    return writing.folder
 
 
 class NewCheckpoint:
-    """Writes a checkpoint under another name, and gives it its own when it is complete."""
+    """Writes a checkpoint under another name, and gives it its own when it is complete.
+
+    Several processes may do so for a run: an agent outlives its trainer. The newest complete
+    checkpoint stands; what another one supersedes is dropped, whatever became of its files.
+    """
 
     def __init__(self, checkpoints: Path, train_step: int) -> None:
         """Remember the place; entering the context makes the folder.
@@ -95,12 +105,16 @@ class NewCheckpoint:
         """
         self._train_step = train_step
         self._folder = checkpoints / folder_of(train_step)
-        self._partial = checkpoints / (folder_of(train_step) + PARTIAL)
+        own = f"{folder_of(train_step)}.{secrets.token_hex(4)}{PARTIAL}"
+        self._partial = checkpoints / own  # another process may write the same step
+
+    @property
+    def folder(self) -> Path:
+        """The complete checkpoint: this one, or that by which it is superseded."""
+        return newer_than(self._folder.parent, self._train_step) or self._folder
 
     def __enter__(self) -> NewCheckpoint:
         """Make the folder."""
-        for leftover in (self._partial, self._folder):
-            shutil.rmtree(leftover, ignore_errors=True)
         self._partial.mkdir(parents=True)
         return self
 
@@ -121,7 +135,7 @@ class NewCheckpoint:
         older: Mapping[str, FileSum],
         *,
         keep: int,
-    ) -> Path:
+    ) -> None:
         """Write the manifest when all else is on the disk; the checkpoint is complete then.
 
         Args:
@@ -129,6 +143,9 @@ class NewCheckpoint:
             parts: of the manifest.
             older: files of earlier checkpoints that it needs.
             keep: newest checkpoints that remain.
+
+        Raises:
+            SchemaError: a file that it builds on is gone.
         """
         files = dict(older)
         for path in sorted(p for p in self._partial.rglob("*") if p.is_file()):
@@ -140,27 +157,51 @@ class NewCheckpoint:
             train_step=self._train_step, made_of=made_of, parts=parts, files=files
         )
         write_checkpoint_manifest(self._partial, manifest)
-        self._partial.rename(self._folder)
-        sync_directory(self._folder.parent)
-        sweep(self._folder.parent, keep)
-        return self._folder
+        self._complete(older, keep)
+
+    def _complete(self, older: Iterable[str], keep: int) -> None:
+        checkpoints = self._folder.parent
+        with alone(checkpoints) as held:
+            if newer_than(checkpoints, self._train_step) is not None:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                return
+            for path in map(checkpoints.joinpath, older):
+                if not held or not path.is_file():  # or it may go at any moment
+                    raise _gone(path)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._partial.rename(self._folder)
+            sync_directory(checkpoints)
+            if held:  # otherwise the next one does
+                sweep(checkpoints, keep)
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
+    ) -> bool:
         """Leave nothing of a checkpoint that is not complete."""
         if error is None:
-            return
+            return False
         shutil.rmtree(self._partial, ignore_errors=True)
+        superseded = newer_than(self._folder.parent, self._train_step) is not None
+        if superseded and isinstance(error, (OSError, SchemaError)):
+            return True  # its files went with those that are not kept
         if isinstance(error, OSError):
             raise SchemaError(
                 f"disk must have room for a checkpoint, got {error.strerror}; free some and train "
                 "on with --resume, the checkpoints before are whole",
                 file=str(self._folder),
             ) from error
+        return False
+
+
+def _gone(path: Path) -> SchemaError:
+    return SchemaError(
+        "checkpoint must stay while the run adds to it, got none; start the run again with "
+        "--resume",
+        file=str(path),
+    )
 
 
 def _before(
@@ -170,11 +211,7 @@ def _before(
         return None, {}
     folder = checkpoints / folder_of(since)
     if not (folder / MANIFEST).is_file():
-        raise SchemaError(
-            "checkpoint must stay while the run adds to it, got none; start the run again with "
-            "--resume",
-            file=str(folder),
-        )
+        raise _gone(folder)
     manifest = read_checkpoint_manifest(folder)
     return manifest, manifest.files
 

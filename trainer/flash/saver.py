@@ -151,6 +151,12 @@ class BesideSaver:
         with (self._run / COPIES).open("a", encoding="utf-8") as file:
             file.write(f"{canonical_json(asdict(event))}\n")
 
+    def go_on_from(self, train_step: int) -> None:
+        """Build on a checkpoint that another process has completed, if it is newer."""
+        self._look()
+        if self._under_way is None and self._saved < train_step:
+            self._is_saved(train_step)
+
     def settle(self) -> None:
         """Wait until nothing is under way to the disk."""
         while self._under_way is not None:
@@ -202,10 +208,7 @@ class BesideSaver:
             "or give it more memory directory=%s",
             self._memory.path.parent,
         )
-        agent, self._agent = self._agent, None
-        assert agent is not None, "the agent runs while there is something to save"
-        _end(agent)
-        self._memory.remove()
+        self.close()
         self._memory = CopyMemory(memory_path(self._run, self._run))
         self._memory.create(0)
         self._agent = self._started()
@@ -261,9 +264,10 @@ class BesideSaver:
     def _started(self) -> subprocess.Popen[bytes]:
         arguments = ["persist", str(self._run.resolve()), "--parent", str(os.getpid())]
         arguments += ["--memory", str(self._memory.path.resolve())]
+        arguments += ["--file", str(self._memory.file)]
         arguments += ["--keep", str(self._config.keep)]
         # what ends the trainer's group must not end what it saved
-        return start_child(arguments, answers=True, own_session=True)
+        return start_child(arguments, answers=True, own_session=True, files=[self._memory.file])
 
 
 def _end(agent: subprocess.Popen[bytes]) -> bool:

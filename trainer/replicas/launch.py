@@ -37,6 +37,7 @@ from trainer.replicas.leaving import what_is_left
 from trainer.replicas.membership import Lighthouse
 from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
+from trainer.replicas.room import check_room, copy_bytes_of
 from trainer.replicas.stores import begin_stores
 from trainer.replicas.tail import MetricTail
 from trainer.replicas.together import TOKEN, Together, write_together
@@ -274,8 +275,12 @@ def train_together(
         return data.current().horizon.until
 
     def attempt(checkpoint: Path | None) -> RunSummary:
-        cut_run(run, 0 if checkpoint is None else int(checkpoint.name))
+        first = 0 if checkpoint is None else int(checkpoint.name)
+        cut_run(run, first)
         (run / SUMMARY).unlink(missing_ok=True)
+        copied = copy_bytes_of(job, data.current(), first)
+        if launch.count:
+            check_room(job.train.checkpoint, copied)
         with ExitStack() as stack:
             shared = None
             if options.embedding != "plain":
@@ -295,6 +300,7 @@ def train_together(
                 follow=options.follow,
                 known=data.look(),
                 retained_bytes=launch.retained_bytes,
+                copy_bytes=copied,
                 shared=shared,
             )
             (run / REPLICAS).unlink(missing_ok=True)

@@ -323,6 +323,7 @@ class Replica:
 
     def _catch_up(self, agreement: Agreement) -> None:
         self._shares.forget()
+        self._saves.let_go()
         self._writes = False
         for member in agreement.ready.values():
             with suppress(PeerError), self._peer(member.told.state) as peer:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from schemas.jagged import Array
 from trainer.embedding import Embedding
+from trainer.flash.changes import Changes
 from trainer.following import Span
 from trainer.sources import DirectSource, RowSource
 from trainer.stores.store import Records, Store, TableLayout
@@ -29,6 +30,15 @@ class ReplicaRows(Protocol):
     @property
     def written(self) -> int:
         """The last step of which all rows that left are known to be in the stores."""
+        ...
+
+    @property
+    def known(self) -> int:
+        """The step that they were begun with: what changed from it on was told of."""
+        ...
+
+    def follow(self, changes: Changes) -> None:
+        """Tell from the first step on which rows change."""
         ...
 
     def begin(self, train_step: int, span: Span) -> None:
@@ -89,11 +99,17 @@ class MemoryRows:
             embedding: that borrows rows.
         """
         self._stores = stores
+        self.known = 0
         self.source = DirectSource(stores)
         embedding.read_from(self.source)
 
+    def follow(self, changes: Changes) -> None:
+        """Tell from the first step on which rows change."""
+        self.source.follow(changes)
+
     def begin(self, train_step: int, span: Span) -> None:
-        """Do nothing: the checkpoint was loaded into memory."""
+        """Begin with a step: the checkpoint was loaded into memory."""
+        self.known = train_step
 
     def arrays(self, train_step: int) -> Mapping[str, Array]:
         """Return all rows."""
@@ -111,6 +127,7 @@ class MemoryRows:
         """Take all rows."""
         for table, store in self._stores.items():
             store.write(*taken(f"{ROWS}/{table}", arrays))
+        self.known = train_step
 
     def settle(self, at: int | None = None) -> int:
         """Return that it may be any step."""

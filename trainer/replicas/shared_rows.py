@@ -12,6 +12,7 @@ from schemas.plan_slots import Keyframe
 from trainer.cache import PlannedCache
 from trainer.embedding import Embedding
 from trainer.extending import extend, plans_of_span, settle
+from trainer.flash.changes import Changes
 from trainer.following import Span
 from trainer.keyframes import CachedRows, arrays_of_cached, cached_of
 from trainer.replicas.retained import Retained
@@ -48,7 +49,9 @@ class SharedRows:
         self._embedding = embedding
         self._planned = planned
         self._source: RowSource | None = None
+        self._changes: Changes | None = None
         self._asked = -1
+        self.known = 0
 
     @property
     def source(self) -> RowSource:
@@ -60,6 +63,10 @@ class SharedRows:
     def written(self) -> int:
         """The last step of which all rows that left are known to be in the stores."""
         return self._retained.written
+
+    def follow(self, changes: Changes) -> None:
+        """Tell from the first step on which rows change."""
+        self._changes = changes
 
     def begin(self, train_step: int, span: Span) -> None:
         """Begin with a step and an empty cache."""
@@ -146,6 +153,9 @@ class SharedRows:
                 saves_at=lambda step: step == self._asked,
             )
         )
+        self.known = train_step
+        if self._changes is not None:
+            self._source.follow(self._changes)
         self._embedding.read_from(self._source)
 
 

@@ -40,6 +40,8 @@ class Together:
     """What all know of the dataset when they begin."""
     retained_bytes: int
     """Most bytes of rows that the writer lets wait before they go to the stores."""
+    copy_bytes: int
+    """Of the largest copy of a checkpoint; 0 where none is taken beside training."""
     shared: SharedStores | None
     """Stores of the run; None where every replica has all rows in memory."""
 

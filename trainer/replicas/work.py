@@ -20,13 +20,14 @@ from trainer.draining import Drain, told
 from trainer.flash.fits import made_of
 from trainer.following import Following
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores
+from trainer.replicas.beside import BesideSaves
 from trainer.replicas.ending import end
 from trainer.replicas.faults import Faults, Injector
 from trainer.replicas.frontier import Frontier, known_at
 from trainer.replicas.options import ReplicaOptions
 from trainer.replicas.replica import Replica
 from trainer.replicas.row_state import MemoryRows, ReplicaRows
-from trainer.replicas.saves import Saves
+from trainer.replicas.saves import LastSave, Saves
 from trainer.replicas.setting import Setting
 from trainer.replicas.shared_rows import shared_rows
 from trainer.replicas.stores import open_shared
@@ -111,7 +112,8 @@ def work(
         with watchdog(WAIT):
             frontier = Frontier(data, known, drain, poll_sec, say)
         setting = Setting(run, job, train_options, frontier.span, parts, rows, first, clock)
-        saves = Saves(run, config.checkpoint.every_steps, lambda step: _save(setting, step))
+        saves = _saves(setting, together.copy_bytes)
+        stack.callback(saves.close)
         injector = Injector(faults, options.number, run / FAULTS_DONE)
         options = replace(options, lighthouse=injector.way_to(options.lighthouse))
         starting.close()
@@ -198,6 +200,17 @@ def _finishing(
         write_summary(setting.run, summary)
 
     return finish
+
+
+def _saves(setting: Setting, copy_bytes: int) -> Saves:
+    """Return what saves a run as its job says."""
+
+    def save(train_step: int) -> None:
+        _save(setting, train_step)
+
+    if setting.job.train.checkpoint.every_steps is None:
+        return LastSave(setting.run, save)
+    return BesideSaves(setting, copy_bytes, save)
 
 
 def _save(setting: Setting, train_step: int) -> None:
