@@ -84,7 +84,7 @@ class Computing:
 
     def open(self, train_step: int) -> None:
         """Open the rows of a step that others have computed, unless they are."""
-        if self._open is None or self._open.step.train_step != train_step:
+        if not self._is_open(train_step):
             self._opened(train_step, NONE)
 
     def update(self, total: Partial) -> None:
@@ -101,7 +101,14 @@ class Computing:
     def _opened(self, train_step: int, run: range) -> Leaves:
         with self._timer("read"):
             leaves = self._ahead.take(train_step, run)
+        embedding = self._setting.parts.embedding
         with self._timer("fetch"):
-            self._setting.parts.embedding.open(leaves)
+            if self._is_open(train_step):  # begun before, and others could not be followed
+                embedding.more(leaves)
+            else:
+                embedding.open(leaves)
         self._open = leaves
         return leaves
+
+    def _is_open(self, train_step: int) -> bool:
+        return self._open is not None and self._open.step.train_step == train_step

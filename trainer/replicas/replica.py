@@ -126,7 +126,7 @@ class Replica:
         with self._watchdog(START), self._drain.at_once():
             found = self._find_state()
             self._stack.enter_context(self._membership)  # not before: who counts is waited for
-            if not found:
+            if not found and self.options.expected > 1:
                 self._wait_for_others()
         while self._comes() != "end":
             try:
