@@ -51,8 +51,6 @@ class Submitted(JobEvent):
     """What is known of its past, and of other jobs."""
     num_segments: int
     """Segments that its input is cut into."""
-    replicas_follow: bool = True
-    """Whether several replicas can train while segments are built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,6 @@ def _submit(state: State, event: Submitted) -> State:
         since_sec=event.time_sec,
         snapshot=snapshot,
         num_segments=event.num_segments,
-        replicas_follow=event.replicas_follow,
         worker_memory=config.preprocessing.worker.memory,
         replica_memory=config.training.replica.memory,
     )

@@ -66,7 +66,6 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
             cpus=budget.cpus + workers * first.worker.cpus,
             memory=budget.memory + workers * job.worker_memory,
         )
-    most = second.max_replicas if job.replicas_follow else 1
     stores = second.max_stores if job.num_stores is None else job.num_stores
     deadline = config.deadline
     if deadline is not None:
@@ -79,7 +78,6 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
         training=replace(
             second,
             replica=replace(second.replica, memory=job.replica_memory),
-            max_replicas=most,
             max_stores=stores,
         ),
     )

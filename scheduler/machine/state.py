@@ -84,8 +84,6 @@ class JobState:
     """What was known of it then."""
     num_segments: int
     """Segments of its input."""
-    replicas_follow: bool
-    """Whether several replicas can train while segments are built."""
     phase: Phase = "submitted"
     """What becomes of it."""
     sizes: Sizes | None = None

@@ -18,8 +18,6 @@ from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import GenerateConfig, Job, load_job
 
-REPLICAS_FOLLOW = False
-"""Whether `trainer train --follow` takes several replicas."""
 HISTORY = "history"
 """Folder of what finished jobs taught, in the scheduler's folder."""
 
@@ -56,7 +54,6 @@ def submit(
         facts=facts_of_job(job, features),
         history=read_history(past) if past.is_dir() else History(),
         num_segments=len(cut),
-        replicas_follow=REPLICAS_FOLLOW,
     )
     return submitted, Workplace(job_file.resolve(), folder.resolve(), len(cut))
 
