@@ -27,18 +27,22 @@ STORES = """
     store: {memory: 200MiB}
     max_stores: 2
 """
+REPLICAS = """
+  priority: 1
+  training: {min_replicas: 2, max_replicas: 2}
+"""
 CACHE = "\n  cache: {lookahead: 2, prefetch_steps: 1, rows: 60000}"
 
 
 def write_jobs(repository: Path, folder: Path) -> list[Path]:
-    """Write the demo job, smaller and with stores, and a second one of more importance."""
+    """Write the demo job, smaller and with stores, and a more important one with replicas."""
     demo = repository / "schemas" / "demo"
     (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
     text = (demo / "job.yaml").read_text()
     for old, new in SMALL.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
-    urgent = text.replace("name: demo", "name: urgent") + "  priority: 1\n"
+    urgent = text.rstrip().replace("name: demo", "name: urgent") + REPLICAS
     served = text.replace("{every_steps: 2}", f"{{every_steps: 2}}{CACHE}").rstrip() + STORES
     texts = {"demo": served, "urgent": urgent}
     for name, content in texts.items():
@@ -110,6 +114,8 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     scheduler = Scheduler(repository, words, tmp_path / "said")
     scheduler.until(lambda: pid_of(output, "urgent", "segment-0.1"))
     os.kill(pid_of(output, "urgent", "segment-0.1") or 0, signal.SIGKILL)
+    scheduler.until(lambda: pid_of(output, "urgent", "replica-1.1"))
+    os.kill(pid_of(output, "urgent", "replica-1.1") or 0, signal.SIGKILL)
     steps = output / "demo" / "run" / "metrics.jsonl"
     scheduler.until(lambda: num_lines(steps) >= 3)
     os.kill(pid_of(output, "demo", "store-1.1") or 0, signal.SIGKILL)
@@ -127,8 +133,9 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     }
     ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
     told = {(end.job, end.process): end.outcome for end in ends}
-    killed = [("urgent", "segment-0.1"), ("demo", "lead-0.1"), ("demo", "store-1.1")]
-    assert [told[process] for process in killed] == ["lost"] * 3
+    killed = {"urgent": ["segment-0.1", "replica-1.1"], "demo": ["lead-0.1", "store-1.1"]}
+    found = [told[job, process] for job, processes in killed.items() for process in processes]
+    assert found == ["lost"] * 4
     assert len(told) == len(ends), "each process ends once"
     built = [(end.job, end.process.partition(".")[0]) for end in ends if end.outcome == "done"]
     assert len(built) == len(set(built)), "nothing is done twice"
