@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from trainer.flash.saver import COPIES
 from trainer.ledger import read_ledger, verify_run
 from trainer.opening import STORE
 from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, train_together
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
 from trainer.stores.entries import RowsEntry, read_entries
 from trainer.training import TrainOptions
 
@@ -48,6 +50,8 @@ def together(
     faults: Faults | None = None,
     retained_bytes: int = 1 << 14,
     at_step: dict[int, Callable[[], None]] | None = None,
+    on_step: Callable[[StepMetric, int], None] = lambda *_: None,
+    on_start: Callable[[LocalReplicas], None] = lambda _: None,
 ) -> RunSummary:
     launch = LaunchOptions(
         count=count,
@@ -58,13 +62,14 @@ def together(
     )
     wanted = dict(at_step or {})
 
-    def act(metric: StepMetric, _: int) -> None:
+    def act(metric: StepMetric, num_steps: int) -> None:
+        on_step(metric, num_steps)
         if metric.step in wanted:
             wanted.pop(metric.step)()
 
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     options = TrainOptions(embedding=embedding, stores=2)
-    return train_together(job, dataset, run, options, launch, act)
+    return train_together(job, dataset, run, options, launch, act, on_start=on_start)
 
 
 def assert_as_alone(folder: Path, run: Path) -> None:
@@ -120,6 +125,31 @@ FAULTS = {
 def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
     together(folder, tmp_path / "run", faults=FAULTS[what])
     assert_as_alone(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("after", ["a checkpoint", "rows have come to the stores"])
+def test_where_all_die_at_once_the_run_goes_back(after: str, folder: Path, tmp_path: Path) -> None:
+    run, attempts, killed = tmp_path / "run", list[LocalReplicas](), list[int]()
+    to_stores = after.startswith("rows")
+
+    def kill_all(metric: StepMetric, _: int) -> None:
+        ripe = metric.step >= 6 if to_stores else complete(run / CHECKPOINTS)
+        if not killed and ripe:
+            killed.extend(attempts[-1].pids.values())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    summary = together(
+        folder,
+        run,
+        faults=Faults().slow(0, 60.0, until=24).slow(1, 60.0, until=24),
+        retained_bytes=1 << 9 if to_stores else 1 << 30,
+        embedding="uncached" if to_stores else "cached",
+        on_step=kill_all,
+        on_start=attempts.append,
+    )
+    assert summary.num_rollbacks == 1
+    assert_as_alone(folder, run)
 
 
 def test_one_that_was_killed_computes_leaves_again(folder: Path, tmp_path: Path) -> None:

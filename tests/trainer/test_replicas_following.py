@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,12 @@ from typing import Any
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, RunSummary, StepMetric
+from schemas.events import LEDGER
 from schemas.manifest import read_dataset, write_manifest
 from tests.trainer.forked import forked_child
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, make_versions
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import (
-    PATIENCE,
     ended,
     num_steps,
     started,
@@ -31,19 +28,16 @@ from tests.trainer.processes import (
     until,
     with_keys,
 )
+from tests.trainer.replicas_following import KNOWN, Together
 from tests.trainer.runs import checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
 from trainer.draining import Drain, DrainInterrupt
 from trainer.ledger import read_ledger
+from trainer.replicas.addresses import REPLICAS
 from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
-from trainer.replicas.replica import REPLICAS
 from trainer.replicas.together import read_together, write_together
-from trainer.training import TrainOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-KNOWN = (12, 16, 19, 20)
-"""Steps that may be trained while the next version is not committed."""
 CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}
 
 
@@ -68,95 +62,6 @@ def whole(job: Path, versions: list[Path], tmp_path_factory: pytest.TempPathFact
     run = tmp_path_factory.mktemp("runs") / "whole"
     run_job(job, versions[-1], run)
     return run
-
-
-class Together:
-    """Replicas beside a pipeline, which commits what they wait for."""
-
-    def __init__(self, job: Path, versions: list[Path], folder: Path) -> None:
-        """Commit the first version."""
-        self.job, self.dataset, self.run = job, folder / "dataset", folder / "run"
-        self.replicas: list[LocalReplicas] = []
-        self.drain = Drain()
-        self.left = iter(versions)
-        self._ended = threading.Event()
-        self.more()
-
-    def more(self) -> None:
-        """Commit the next version, if there is one."""
-        version = next(self.left, None)
-        if version is not None:
-            commit(version, self.dataset)
-
-    def kill(self, number: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to a replica."""
-        os.kill(self.replicas[-1].pids[number], with_signal)
-
-    def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for something."""
-        deadline = time.monotonic() + PATIENCE
-        while not happened():
-            assert time.monotonic() < deadline, "never happened"
-            assert not self._ended.is_set(), "the run has ended before"
-            time.sleep(0.01)
-
-    def waits(self, step: int) -> bool:
-        """Tell whether all steps before one are trained and saved, as they are before a wait."""
-        return num_steps(self.run) == step and checkpoint_at(self.run, step).is_dir()
-
-    def train(
-        self,
-        at_wait: Callable[[int], None],
-        waits: Sequence[int] = KNOWN,
-        *,
-        at_step: dict[int, Callable[[], None]] | None = None,
-        count: int = 2,
-        faults: Faults | None = None,
-        start: Callable[[Sequence[str]], subprocess.Popen[bytes]] = forked_child,
-        say: Callable[[str], None] = lambda _: None,
-        **options: object,
-    ) -> RunSummary:
-        """Train, and do something whenever the replicas wait.
-
-        Args:
-            at_wait: called with each step that is waited at.
-            waits: those steps.
-            at_step: done after steps.
-            count: replicas.
-            faults: that happen to them.
-            start: starts one.
-            say: told what is waited for before they are.
-            options: of the run.
-        """
-        wanted, failed = dict(at_step or {}), list[BaseException]()
-
-        def act(metric: StepMetric, _: int) -> None:
-            if metric.step in wanted:
-                wanted.pop(metric.step)()
-
-        def watch() -> None:
-            try:
-                for step in waits:
-                    self.until(lambda step=step: self.waits(step))
-                    at_wait(step)
-            except BaseException as error:
-                failed.append(error)
-                self.drain.ask("SIGTERM")
-
-        launch = LaunchOptions(
-            count=count, heartbeat_sec=2.0, faults=faults or Faults(), start=start
-        )
-        given = TrainOptions(follow=True, **options)  # type: ignore[arg-type]
-        paths = (self.job, self.dataset, self.run)
-        watching = threading.Thread(target=watch)
-        self._ended.clear()
-        watching.start()
-        try:
-            return train_together(*paths, given, launch, act, self.drain, self.replicas.append, say)
-        finally:
-            self._ended.set()
-            watching.join()
-            assert not failed, failed
 
 
 @pytest.fixture

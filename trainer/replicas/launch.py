@@ -32,10 +32,10 @@ from trainer.child import close_pipes, end_children, start_child
 from trainer.decode import spec_of
 from trainer.draining import Drain, DrainInterrupt, told
 from trainer.parts import layouts_of
+from trainer.replicas.addresses import REPLICAS
 from trainer.replicas.faults import Faults
 from trainer.replicas.leaving import what_is_left
 from trainer.replicas.membership import Lighthouse
-from trainer.replicas.replica import REPLICAS
 from trainer.replicas.retained import RETAINED_BYTES
 from trainer.replicas.room import check_room, copy_bytes_of
 from trainer.replicas.stores import begin_stores

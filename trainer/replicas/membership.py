@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -148,6 +149,7 @@ class Membership:
         self._client: LighthouseClient | None = None
         self._last_beat = time.monotonic()
         self._ending = threading.Event()
+        self._silent = False
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Membership:
@@ -159,6 +161,16 @@ class Membership:
         """Show none any more."""
         self._ending.set()
         self._beating.join()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Show no signs of life meanwhile, so that the others go on without this replica."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._last_beat = time.monotonic()
+            self._silent = False
 
     def agree(self, step: int, told: Told) -> Agreement:
         """Tell all members of a step and return what all have told; waits for all living ones.
@@ -191,6 +203,8 @@ class Membership:
     def _beat(self) -> None:
         client: LighthouseClient | None = None
         while not self._ending.wait(self._interval):
+            if self._silent:
+                continue
             try:
                 client = client or connected(self._lighthouse)
                 client.heartbeat(self.name, timedelta(seconds=1))

@@ -8,11 +8,11 @@ update            the same on every replica, bit for bit: this commits the step
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,10 +20,10 @@ import torch
 from schemas.horizon import decide
 from schemas.jagged import Array
 from schemas.job_limits import SAVE, START, WAIT
-from schemas.manifest import replace_bytes
 from trainer.draining import Drain
 from trainer.following import Span
 from trainer.leaf_work import Partial
+from trainer.replicas.addresses import Addresses
 from trainer.replicas.committed import Committed
 from trainer.replicas.computing import Computing
 from trainer.replicas.exchange import unpack
@@ -43,9 +43,6 @@ from trainer.replicas.writer import Writer
 from trainer.run import write_dataset
 from trainer.step import PhaseTimer, check_loss, metric_of
 from trainer.watchdog import Watchdog
-
-REPLICAS = "replicas.json"
-"""File of the run with the addresses where living replicas give their state."""
 
 
 class Replica:
@@ -76,6 +73,8 @@ class Replica:
         self.options = options
         self.step = setting.first
         self._since = setting.first
+        self.followed = False
+        """Whether another replica has ever been ahead of it."""
         self._failures = 0
         self._writes = False
         self._written: Span | None = None  # what the run's folder says that there is to train
@@ -90,7 +89,7 @@ class Replica:
         self._writer = Writer(setting.run)
         self._timer = PhaseTimer(setting.clock, watchdog)
         self._computing = Computing(setting, injector, self._timer)
-        self._told_addresses: list[str] = []
+        self._addresses = Addresses(setting.run, options.access)
         self._stack = ExitStack()
 
     def __enter__(self) -> Replica:
@@ -322,13 +321,13 @@ class Replica:
         return agreement
 
     def _catch_up(self, agreement: Agreement) -> None:
+        self.followed = True
         self._shares.forget()
         self._saves.let_go()
         self._writes = False
-        for member in agreement.ready.values():
-            with suppress(PeerError), self._peer(member.told.state) as peer:
-                self._follow(peer, agreement.step)
-                return
+        ahead = [member.told.state for member in agreement.ready.values()]
+        follow = partial(self._follow, target=agreement.step)
+        self._addresses.reached(self._addresses.first(ahead, follow))
 
     def _follow(self, peer: Peer, target: int) -> None:
         while self.step < target:
@@ -337,7 +336,8 @@ class Replica:
             except PeerError:
                 data = None
             if data is None:
-                self._load(peer.state())
+                with self._membership.silent():  # or the peer would wait for this replica
+                    self._load(peer.state())
             else:
                 self._apply(Committed.from_bytes(data))
         # they commit the target without this replica, and wait for it when they agree on the next
@@ -362,28 +362,23 @@ class Replica:
 
     def _find_state(self) -> bool:
         """Load the state of a replica that trains already and follow it; tell if there is one."""
-        path = self.setting.run / REPLICAS
-        addresses = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-        for address in addresses:
-            with suppress(PeerError), self._peer(address) as peer:
-                self._load(peer.state())
-                with suppress(PeerError):  # the next agreement says where the others are
-                    self._injector.at("joining", self.step)
-                    while (data := peer.sums(self.step)) is not None:
-                        self._apply(Committed.from_bytes(data))
-                self._since = self.step
-                return True
-        self.setting.rows.begin(self.step, self.setting.span)
-        return False
+        addresses = self._addresses.told()
+        found = bool(addresses) and not self._addresses.first(addresses, self._join)
+        if not found:
+            self.setting.rows.begin(self.step, self.setting.span)
+        return found
 
-    def _peer(self, address: str) -> Peer:
-        return Peer(address, self.options.access)
+    def _join(self, peer: Peer) -> None:
+        self._load(peer.state())
+        self.followed = True
+        with suppress(PeerError):  # the next agreement says where the others are
+            self._injector.at("joining", self.step)
+            while (data := peer.sums(self.step)) is not None:
+                self._apply(Committed.from_bytes(data))
+        self._since = self.step
 
     def _tell_newcomers(self, agreement: Agreement) -> None:
-        addresses = [member.told.state for member in agreement.staying.values()]
-        if addresses != self._told_addresses:
-            replace_bytes(self.setting.run / REPLICAS, json.dumps(addresses).encode())
-            self._told_addresses = addresses
+        self._addresses.tell([member.told.state for member in agreement.staying.values()])
 
     def _state_arrays(self) -> dict[str, Array] | None:
         found = self.setting.state_before(self.step)

@@ -42,7 +42,11 @@ class ReplicaRows(Protocol):
         ...
 
     def begin(self, train_step: int, span: Span) -> None:
-        """Begin with a step of a span, from the checkpoint that the stores hold."""
+        """Begin with a step of a span, from the checkpoint that the stores hold.
+
+        Raises:
+            StoreLostError: they hold another one.
+        """
         ...
 
     def arrays(self, train_step: int) -> Mapping[str, Array] | None:

@@ -18,7 +18,7 @@ from trainer.keyframes import CachedRows, arrays_of_cached, cached_of
 from trainer.replicas.retained import Retained
 from trainer.replicas.row_state import ROWS, named, taken
 from trainer.sources import DirectSource, RowSource
-from trainer.stores.failures import BehindError
+from trainer.stores.failures import BehindError, StoreLostError
 from trainer.stores.flight_client import FlightGroup
 from trainer.stores.step_store import StepStore
 from trainer.stores.store import Records, Store, TableLayout
@@ -35,6 +35,7 @@ class SharedRows:
         retained: Retained,
         embedding: Embedding,
         planned: TrainConfig | None,
+        first: int,
     ) -> None:
         """Keep the parts; `begin` or `load` opens the source.
 
@@ -43,8 +44,10 @@ class SharedRows:
             retained: the stores as this replica has them.
             embedding: that borrows rows.
             planned: what the plan of a cache in front of `stores` obeys; None to go without.
+            first: step before which the stores had every row.
         """
         self._stores = stores
+        self._first = first
         self._retained = retained
         self._embedding = embedding
         self._planned = planned
@@ -69,7 +72,16 @@ class SharedRows:
         self._changes = changes
 
     def begin(self, train_step: int, span: Span) -> None:
-        """Begin with a step and an empty cache."""
+        """Begin with a step and an empty cache.
+
+        Raises:
+            StoreLostError: the stores lack rows as they are before that step.
+        """
+        if train_step != self._first:
+            raise StoreLostError(
+                f"rows of step {train_step} must be in the stores or with another replica, got "
+                f"stores that began with step {self._first} and no replica that answers"
+            )
         self._open(train_step, span, {})
 
     def arrays(self, train_step: int) -> Mapping[str, Array] | None:
@@ -165,6 +177,7 @@ def shared_rows(
     embedding: Embedding,
     planned: TrainConfig | None,
     retained_bytes: int,
+    first: int,
 ) -> SharedRows:
     """Return the rows of a replica that shares the stores of a group.
 
@@ -174,7 +187,8 @@ def shared_rows(
         embedding: that borrows rows.
         planned: what the plan of a cache in front of the stores obeys; None to go without.
         retained_bytes: most bytes of rows that the writer lets wait before they go to the stores.
+        first: step before which the stores had every row.
     """
     retained = Retained(group, layouts, retained_bytes)
     stores: dict[str, Store] = {t: StepStore(retained, layout) for t, layout in layouts.items()}
-    return SharedRows(stores, retained, embedding, planned)
+    return SharedRows(stores, retained, embedding, planned, first)

@@ -26,6 +26,8 @@ class SharedStores:
     """Names this attempt at the run: calls of an earlier one are refused."""
     token_file: str
     """What they ask for."""
+    first: int
+    """Step before which they had every row, when this attempt began."""
 
 
 @contextmanager
@@ -67,6 +69,7 @@ def begin_stores(
             addresses=tuple(group.members.addresses),
             session=group.members.session,
             token_file=str(token.resolve()),
+            first=0 if checkpoint is None else int(checkpoint.name),
         )
 
 

@@ -34,6 +34,7 @@ from trainer.replicas.stores import open_shared
 from trainer.replicas.together import read_together
 from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.step import Clock
+from trainer.stores.failures import BehindError, StoreLostError
 from trainer.stores.store import Store
 from trainer.stores.together import checkpointed
 from trainer.train import evaluate_parts, summary_of
@@ -103,7 +104,9 @@ def work(
             cached = train_options.embedding == "cached"
             plan = config if cached else None
             group = next(iter(opened.values())).group
-            rows = shared_rows(group, layouts, parts.embedding, plan, together.retained_bytes)
+            rows = shared_rows(
+                group, layouts, parts.embedding, plan, together.retained_bytes, shared.first
+            )
         stack.callback(rows.close)
         stores = parts.stores if shared is None else {}
         first = _load_newest(run, parts, stores, made_of(job, dataset))
@@ -118,7 +121,12 @@ def work(
         options = replace(options, lighthouse=injector.way_to(options.lighthouse))
         starting.close()
         with Replica(setting, frontier, options, injector, drain, watchdog, saves) as replica:
-            left = replica.train()
+            try:
+                left = replica.train()
+            except BehindError as error:
+                if replica.followed or shared is None:
+                    raise
+                raise StoreLostError(f"{error}; nobody is ahead of this replica") from error
             if left is None:
                 with told(f"{me} stopped after the last step"):
                     finish = _finishing(setting, saves, drain, watchdog)
