@@ -244,7 +244,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from trainer.replicas.faults import Faults
     from trainer.replicas.launch import heed_stdin
     from trainer.replicas.options import ReplicaOptions
-    from trainer.replicas.together import TOKEN, read_together
+    from trainer.replicas.together import TOKEN, read_together, say_rows_lost
     from trainer.replicas.work import work
     from trainer.stores.failures import BehindError, StoreLostError
     from trainer.stores.peer import Access
@@ -274,7 +274,10 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         work(arguments.run, options, clock=clock, faults=faults, drain=drain, say=_say)
     except (BehindError, StoreLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
-        return BEHIND if isinstance(error, BehindError) else LOST
+        if isinstance(error, BehindError):
+            return BEHIND
+        say_rows_lost(arguments.run, together.lighthouse)
+        return LOST
     return 0
 
 

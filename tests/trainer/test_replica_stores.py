@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from schemas.events import LEDGER, RunSummary, StepMetric
+from schemas.events import LEDGER, LOST, RunSummary, StepMetric
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
@@ -171,6 +172,29 @@ def test_a_store_that_loses_its_rows_takes_all_replicas_back(folder: Path, tmp_p
     run = tmp_path / "run"
     summary = together(folder, run, at_step={15: lambda: kill_stores(run, 0, forget=True)})
     assert summary.num_rollbacks == 1
+    assert_as_alone(folder, run)
+
+
+def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path: Path) -> None:
+    run, started, killed = tmp_path / "run", list[subprocess.Popen[bytes]](), list[int]()
+    slowly = Faults().slow(0, 60.0, until=24).slow(1, 60.0, until=24).to_json()
+
+    def start(_: object) -> None:
+        for number in ("0", "1"):
+            arguments = ["replica", str(run), "--number", number, "--faults", slowly]
+            started.append(forked_child(arguments))
+
+    def kill_all(metric: StepMetric, _: int) -> None:
+        if not killed and metric.step > EVERY and complete(run / CHECKPOINTS):
+            killed.extend(replica.pid for replica in started)
+            for replica in started:
+                replica.kill()
+                replica.wait()
+            started.append(forked_child(["replica", str(run), "--number", "0"]))
+
+    summary = together(folder, run, count=0, on_step=kill_all, on_start=start)
+    assert summary.num_rollbacks == 1
+    assert [replica.wait(60) for replica in started] == [-9, -9, LOST, 0, 0]
     assert_as_alone(folder, run)
 
 

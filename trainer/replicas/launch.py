@@ -40,7 +40,7 @@ from trainer.replicas.retained import RETAINED_BYTES
 from trainer.replicas.room import check_room, copy_bytes_of
 from trainer.replicas.stores import begin_stores
 from trainer.replicas.tail import MetricTail
-from trainer.replicas.together import TOKEN, Together, write_together
+from trainer.replicas.together import TOKEN, Together, rows_are_lost, write_together
 from trainer.rollback import with_rollbacks
 from trainer.run import cut_run, write_summary
 from trainer.saving import claim_leftovers
@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 StartChild = Callable[[Sequence[str]], subprocess.Popen[bytes]]
 """Starts `python -m trainer` with some arguments, as a process that ends with its input."""
+_ROWS_LOST = "rows must be in a store or with a replica; see the error above"
 _POLL_SEC = 0.1
 _END_SEC = 10.0
 
@@ -119,7 +120,7 @@ class LocalReplicas:
 
         Raises:
             SchemaError: a replica ended with an error, was killed too often, or does not leave.
-            StoreLostError: a store lost rows.
+            StoreLostError: rows were lost.
         """
         running, until = set(self._processes), math.inf
         while running or self._by_hand(drain):
@@ -144,7 +145,7 @@ class LocalReplicas:
                     continue
                 running.discard(number)
                 if status == LOST:
-                    raise StoreLostError("stores must have every row; see the error above")
+                    raise StoreLostError(_ROWS_LOST)
                 if status == HUNG and not drain.asked and self._hung_before(number):
                     if not running and not self._run_is_finished():
                         raise SchemaError(
@@ -318,7 +319,14 @@ def train_together(
             )
             stack.callback((run / TOGETHER).unlink)
             on_start(replicas)
-            replicas.wait(MetricTail(run, on_step, known_steps), drain, drain_sec)
+            tail = MetricTail(run, on_step, known_steps)
+
+            def poll() -> None:
+                tail()
+                if rows_are_lost(run, together.lighthouse):  # of which replicas by hand tell, too
+                    raise StoreLostError(_ROWS_LOST)
+
+            replicas.wait(poll, drain, drain_sec)
         if not (run / SUMMARY).is_file():
             horizon = data.current().horizon
             with told(what_is_left(run, horizon.until if horizon.last else None)):

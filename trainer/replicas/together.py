@@ -14,6 +14,8 @@ from trainer.replicas.stores import SharedStores
 
 TOKEN = "token"
 """File of the run with what its replicas present to each other."""
+ROWS_LOST = "rows-lost"
+"""File of the run with the lighthouse of the attempt of which rows are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +72,21 @@ def read_together(run: Path) -> Together:
             "python -m trainer train --replicas 0",
             file=str(path),
         ) from error
+
+
+def say_rows_lost(run: Path, lighthouse: str) -> None:
+    """Let whoever leads an attempt know that it cannot go on.
+
+    Args:
+        run: run folder.
+        lighthouse: of the attempt.
+    """
+    replace_bytes(run / ROWS_LOST, lighthouse.encode())
+
+
+def rows_are_lost(run: Path, lighthouse: str) -> bool:
+    """Tell whether a replica of an attempt has found that it cannot go on."""
+    try:
+        return (run / ROWS_LOST).read_text(encoding="utf-8") == lighthouse
+    except FileNotFoundError:
+        return False
