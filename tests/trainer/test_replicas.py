@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +24,11 @@ from trainer.replicas.exchange import Shape, pack, unpack
 from trainer.replicas.faults import Faults
 from trainer.replicas.group import Group, LostPeerError, Meeting
 from trainer.replicas.membership import Agreement, Lighthouse, Member, Membership, Told
+from trainer.replicas.peer import Peer, PeerError
 from trainer.replicas.share import AHEAD, Shares
 from trainer.replicas.splits import agreed_speeds, smoothed, split
 from trainer.replicas.writer import REMEMBERED, Writer
+from trainer.stores.peer import Access
 from trainer.tree import Node
 
 speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_size=1, max_size=5)
@@ -230,4 +236,66 @@ def test_nobody_to_meet_is_said_within_the_time() -> None:
         group.join("1/0/a,b", meeting.address, 0, 2)
     group.join("2/0/a", meeting.address, 0, 1)
     alone = torch.arange(3, dtype=torch.uint8)
-    assert [message.tolist() for message in group.gather(alone)] == [[0, 1, 2]]
+    assert [message.tolist() for message in group.gather(alone, 1.0, nobody)] == [[0, 1, 2]]
+
+
+def nobody() -> bool:
+    raise AssertionError("there is nobody to ask")
+
+
+def two_groups(timeout_sec: float) -> tuple[Group, Group]:
+    """Return two members that are connected."""
+    meeting = Meeting("127.0.0.1", 10.0)
+    groups = Group("127.0.0.1", timeout_sec, 10.0), Group("127.0.0.1", timeout_sec, 10.0)
+    with ThreadPoolExecutor(2) as pool:
+        joined = [
+            pool.submit(group.join, "1/0/a,b", meeting.address, rank, 2)
+            for rank, group in enumerate(groups)
+        ]
+        for each in joined:
+            each.result()
+    return groups
+
+
+def test_a_member_that_lives_is_waited_for_and_one_that_does_not_say_so_is_not() -> None:
+    late, waiting = two_groups(timeout_sec=20.0)
+    asked, mine = list[bool](), torch.arange(3, dtype=torch.uint8)
+    with ThreadPoolExecutor(2) as pool:
+
+        def lives() -> bool:
+            asked.append(len(asked) < 3)
+            if len(asked) == 2:
+                pool.submit(late.gather, mine + 1, 60.0, nobody)
+            return asked[-1]
+
+        found = pool.submit(waiting.gather, mine, 0.05, lives).result()
+        assert [message.tolist() for message in found] == [[1, 2, 3], [0, 1, 2]]
+        assert len(asked) >= 2
+    asked[:] = [True] * 3
+    with pytest.raises(LostPeerError, match="does not say that it lives"):
+        waiting.gather(mine, 0.05, lives)
+    assert waiting.key is None
+    late.leave()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_held_does_not_say_that_it_lives() -> None:
+    code = (
+        "import sys; from trainer.replicas.peer import PeerServer; from trainer.stores.peer import "
+        "Access; server = PeerServer('127.0.0.1', Access(token='t'), None); "
+        "print(server.address, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as held:
+        assert held.stdout is not None
+        address = held.stdout.readline().strip()
+        with Peer(address, Access(token="t", timeout_sec=60.0)) as peer:
+            peer.ask_if_it_lives()
+        held.send_signal(signal.SIGSTOP)
+        with (
+            Peer(address, Access(token="t", timeout_sec=1.0)) as peer,
+            pytest.raises(PeerError, match="lives of grpc"),
+        ):
+            peer.ask_if_it_lives()
+        held.kill()

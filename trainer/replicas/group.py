@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -59,6 +61,7 @@ class Group:
         self._group: Any = None
         self._rank = 0
         self._size = 1
+        self._waiting = ThreadPoolExecutor(1, "gather")  # gloo's own waits cannot be ended
 
     @property
     def key(self) -> str | None:
@@ -102,19 +105,31 @@ class Group:
             self._group.abort()
         self._group, self._key = None, None
 
-    def gather(self, mine: Payload) -> list[Payload]:
+    def gather(
+        self, mine: Payload, look_sec: float, others_live: Callable[[], bool]
+    ) -> list[Payload]:
         """Send a message to all members and return those of all, by rank.
 
         Args:
             mine: of any size.
+            look_sec: time after which it is asked, again and again, whether to wait on.
+            others_live: asked then.
 
         Raises:
-            LostPeerError: a member did not answer in time; connections are closed.
+            LostPeerError: a member did not answer in time or does not live; connections are closed.
         """
         if self._group is None:
             return [mine]
+        gathering = self._waiting.submit(self._gather, self._group, mine)
         try:
-            return self._gather(self._group, mine)
+            while True:
+                try:
+                    return gathering.result(look_sec)
+                except TimeoutError:
+                    if not gathering.done() and not others_live():
+                        self._waiting.shutdown(wait=False)
+                        self._waiting = ThreadPoolExecutor(1, "gather")
+                        raise RuntimeError("a member that does not say that it lives") from None
         except RuntimeError as error:
             self.leave()
             raise LostPeerError(f"all members must answer, got {error}") from error

@@ -19,7 +19,7 @@ from trainer.stores.tls import Certificate, read_certificate, scheme_of
 from trainer.stores.token import TokenCheck
 from trainer.stores.wire import AUTHORIZATION
 
-STATE, SUMS = "state", "sums"
+STATE, SUMS, LIVES = "state", "sums", "lives"
 _PIECE = 4 << 20
 KEPT_BYTES = 128 << 20
 """Most bytes of sums that are kept for others."""
@@ -88,14 +88,18 @@ class PeerServer(fl.FlightServerBase):
             self._changed.notify_all()
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> Iterator[bytes]:
-        """Send the state at the next step's end, or the sums of a step."""
+        """Send the state at the next step's end, the sums of a step, or a sign of life."""
         body = json.loads(action.body.to_pybytes() or b"{}")
         if action.type == STATE:
             data = self._state()
         elif action.type == SUMS:
             data = self._sums_of(int(body["train_step"]), float(body["wait_sec"]))
+        elif action.type == LIVES:
+            data = b""
         else:
-            raise fl.FlightServerError(f"action must be {STATE} or {SUMS}, got {action.type!r}")
+            raise fl.FlightServerError(
+                f"action must be {STATE}, {SUMS} or {LIVES}, got {action.type!r}"
+            )
         for start in range(0, len(data), _PIECE):
             yield data[start : start + _PIECE]
 
@@ -164,6 +168,14 @@ class Peer:
             PeerError: the peer is gone, or has dropped them.
         """
         return self._call(SUMS, {"train_step": train_step, "wait_sec": wait_sec}) or None
+
+    def ask_if_it_lives(self) -> None:
+        """Return when it says so.
+
+        Raises:
+            PeerError: it does not.
+        """
+        self._call(LIVES, {})
 
     def __enter__(self) -> Peer:
         """Return it, to be closed at the end."""

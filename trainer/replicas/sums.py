@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from trainer.leaf_work import Partial
@@ -9,10 +11,13 @@ from trainer.replicas.exchange import Shape, pack, unpack
 from trainer.replicas.group import Group, Meeting
 from trainer.replicas.membership import Agreement
 from trainer.replicas.options import ReplicaOptions
+from trainer.replicas.peer import Peer, PeerError
 from trainer.tree import Tree
 
 MEET_HEARTBEATS = 5
 """Heartbeats after which a member that was agreed on and does not come is asked about again."""
+ANSWER_HEARTBEATS = 2
+"""Heartbeats after which a member is asked whether it lives, and in which it has to say so."""
 
 
 class Exchange:
@@ -21,6 +26,8 @@ class Exchange:
     def __init__(self, options: ReplicaOptions) -> None:
         """Listen; connections are made when they are agreed on."""
         self._name = options.name
+        self._look_sec = ANSWER_HEARTBEATS * options.heartbeat_sec
+        self._asking = replace(options.access, timeout_sec=self._look_sec)
         self._meeting = Meeting(options.host, options.access.timeout_sec)
         meet_sec = min(options.access.timeout_sec, MEET_HEARTBEATS * options.heartbeat_sec)
         self._group = Group(options.host, options.access.timeout_sec, meet_sec)
@@ -56,7 +63,9 @@ class Exchange:
             meeting = agreement.ready[names[0]].told.meeting
             rank = names.index(self._name)
             self._group.join(agreement.key, meeting, rank, len(names))
-        found = self._group.gather(pack(tree.held, shape))
+        found = self._group.gather(
+            pack(tree.held, shape), self._look_sec, lambda: self._others_live(agreement)
+        )
         for name, message in zip(names, found, strict=True):
             if name != self._name:
                 for node, value in unpack(message, shape).items():
@@ -64,3 +73,14 @@ class Exchange:
         total = tree.total()
         [node] = tree.held
         return total, pack({node: total}, shape)
+
+    def _others_live(self, agreement: Agreement) -> bool:
+        """Tell whether all others answer: one that is held keeps its connections."""
+        for name, member in agreement.ready.items():
+            if name != self._name:
+                try:
+                    with Peer(member.told.state, self._asking) as peer:
+                        peer.ask_if_it_lives()
+                except PeerError:
+                    return False
+        return True
