@@ -16,6 +16,7 @@ from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
 from trainer.replicas.committed import Committed
 from trainer.replicas.peer import Peer, PeerError, PeerServer
+from trainer.replicas.together import Together, write_together
 from trainer.stores.peer import Access
 from trainer.stores.tls import Certificate
 
@@ -58,11 +59,21 @@ def test_replica_beyond_loopback_must_have_a_certificate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "token").write_text("secret")
-    (tmp_path / "together.json").write_text(
-        '{"job": "j", "dataset": "d", "lighthouse": "http://127.0.0.1:1", "heartbeat_sec": 1.0, '
-        '"embedding": "plain", "expanded": false, "steps": null, "follow": false, '
-        '"known": {"num_segments": 1, "finished": true}, "retained_bytes": 1, "shared": null}'
+    together = Together(
+        job="j",
+        dataset="d",
+        lighthouse="http://127.0.0.1:1",
+        heartbeat_sec=1.0,
+        embedding="plain",
+        expanded=False,
+        steps=None,
+        follow=False,
+        known=KNOWN,
+        retained_bytes=1,
+        copy_bytes=0,
+        shared=None,
     )
+    write_together(tmp_path, together)
     arguments = ["replica", str(tmp_path), "--number", "0", "--host", "0.0.0.0"]
     assert main(arguments) == 1
     assert "host must be loopback without TLS, got host='0.0.0.0'" in capsys.readouterr().err
