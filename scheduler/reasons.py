@@ -29,6 +29,7 @@ def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
         training_reason(config, decision),
         balance_reason(snapshot, decision),
         tables_reason(snapshot, config, decision),
+        rule_reason(config, decision),
         trust_reason(snapshot, config, decision),
     ]
 
@@ -123,6 +124,21 @@ def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDeci
         f"so {counted(chosen.num_stores, 'store')} with "
         f"{mib(held)} of {mib(config.training.store.memory)} each hold them; "
         f"{least} would be enough"
+    )
+
+
+def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say by which rule plans were compared, and what the chosen one takes of the budget."""
+    chosen, budget = decision.chosen, config.budget
+    cpus = chosen.preprocessing_cpus + chosen.training_cpus
+    memory = chosen.preprocessing_memory_bytes + chosen.training_memory_bytes
+    rule = "the smallest time x cost, as no deadline is set"
+    if config.deadline is not None:
+        spare = config.deadline.total_seconds() - chosen.predicted_sec
+        rule = f"the lowest cost that meets the deadline, with {spare:,.0f} s to spare"
+    return (
+        f"rule: {rule}; within {TOLERANCE:.0%} the lowest price an hour; both pools at once take "
+        f"{cpus:g} of {budget.cpus:g} cores and {mib(memory)} of {mib(budget.memory)}"
     )
 
 

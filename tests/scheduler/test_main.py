@@ -71,7 +71,7 @@ def test_main_plan_json_prints_one_object_with_every_key(
     assert body["cost_per_hour"] > 0
     assert body["cost"] > 0
     assert body["confident"] is False
-    assert len(body["reasons"]) == 5
+    assert len(body["reasons"]) == 6
     assert "runner-up" in body["reasons"][0]
     assert "preprocessing" in printed.err
 
@@ -81,7 +81,7 @@ def test_main_plan_explain_prints_pools_and_reasons(
 ) -> None:
     assert main(["plan", str(write_job(tmp_path)), "--explain"]) == 0
     out = capsys.readouterr().out
-    for text in ("samples/s", "rows/s", "runner-up", "low confidence", "balance"):
+    for text in ("samples/s", "rows/s", "runner-up", "low confidence", "balance", "rule: the"):
         assert text in out
 
 

@@ -54,6 +54,24 @@ def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(known: S
     )
 
 
+RULES = {
+    None: "rule: the smallest time x cost, as no deadline is set; ",
+    timedelta(days=30): "rule: the lowest cost that meets the deadline, with ",
+}
+
+
+@pytest.mark.parametrize("deadline", RULES)
+def test_reasons_name_the_rule_and_what_is_taken_of_the_budget(
+    known: Snapshot, deadline: timedelta | None
+) -> None:
+    config = replace(ROOMY, deadline=deadline)
+    decision = plan(known, config)
+    found = reasons(known, config, decision)[-2]
+    cpus = decision.chosen.preprocessing_cpus + decision.chosen.training_cpus
+    assert found.startswith(RULES[deadline])
+    assert f"both pools at once take {cpus:g} of 32 cores and " in found
+
+
 DOUBTS = {
     "steps that the fit misses": (
         {"spread": 0.6},
