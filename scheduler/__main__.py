@@ -1,12 +1,14 @@
-"""`python -m scheduler`: fit throughput, size the pools of a job, check a scheduler's log."""
+"""`python -m scheduler`: fit throughput, size the pools of jobs, run them, show what is done."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +21,15 @@ from scheduler.machine.words import jobs_as_json, pools_in_words, replayed
 from scheduler.measurements import fit_file, fit_summary
 from scheduler.policy import plan
 from scheduler.snapshot import take_snapshot
+from scheduler.status.server import serving
+from scheduler.status.terminal import render
+from scheduler.status.watching import board_of, port_of, watching
 from schemas.errors import PlanError, SchemaError
+
+FILE_WIDTH = 160
+"""Columns of what is printed into a file."""
+PRINTED = 20
+"""Decisions and incidents that `status` prints; its page has more."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,8 +72,27 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--budget", type=Path, metavar="FILE", help="of all jobs; this machine")
     command.add_argument("--driver", choices=("process", "kubernetes"), default="process")
     command.add_argument("--dry-run", action="store_true", help="what would be decided first")
+    command.add_argument(
+        "--status",
+        type=port_of,
+        default=0,
+        metavar="PORT|off",
+        help="of the status page on loopback; any that is free when left out",
+    )
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_run)
+    command = commands.add_parser("status", help="what a scheduler does, or did")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="its --output")
+    command.add_argument(
+        "--serve",
+        type=port_of,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="serve the status page on loopback until ^C; any port that is free when left out",
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    command.set_defaults(run=_status)
     command = commands.add_parser("replay", help="the same decisions from the recorded events")
     command.add_argument("log", type=Path, metavar="LOG", help="log of a scheduler")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -116,15 +145,14 @@ def _run(arguments: argparse.Namespace) -> None:
         inputs=inputs_of(arguments.input, arguments.jobs),
         output=arguments.output,
         budget=arguments.budget,
-        driver=DriverOptions(
-            output=arguments.output, say=lambda line: print(line, file=sys.stderr, flush=True)
-        ),
+        driver=DriverOptions(output=arguments.output),
     )
     if arguments.dry_run:
         for action in plan_jobs(request):
             print(f"{action.job}: {action.verb} {action.process}: {action.reason}")
         return
-    state = run_jobs(request)
+    with watching(arguments.output, arguments.status, Console(stderr=True), _say) as say:
+        state = run_jobs(replace(request, driver=replace(request.driver, say=say)))
     if arguments.json:
         print(json.dumps(jobs_as_json(state)))
     else:
@@ -132,6 +160,26 @@ def _run(arguments: argparse.Namespace) -> None:
             print(f"{job.name}: {pools_in_words(job)}")
     if failed := [job.name for job in state.jobs.values() if job.phase == "failed"]:
         raise PlanError(f"jobs must finish, got {', '.join(failed)} that failed; see the reasons")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    board = board_of(arguments.folder)
+    view = board.view()
+    if arguments.json:
+        print(json.dumps(asdict(view)))
+    if arguments.serve is not None:
+        with serving(board, arguments.serve) as address, suppress(KeyboardInterrupt):
+            print(f"status page: {address}", file=sys.stderr if arguments.json else None)
+            sys.stdout.flush()
+            threading.Event().wait()
+    elif not arguments.json:
+        console = Console()
+        width = console.width if console.is_terminal else FILE_WIDTH
+        Console(width=width).print(render(view, PRINTED, PRINTED))
 
 
 def _replay(arguments: argparse.Namespace) -> None:

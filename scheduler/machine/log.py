@@ -124,7 +124,7 @@ def read_log(path: Path) -> list[Entry]:
     try:
         records = read_lines(
             path,
-            _record_of,
+            record_of,
             lambda line, error: (
                 f"line must be an event or a decision, got {line!r} ({error!r}); restore the file"
             ),
@@ -191,7 +191,14 @@ def recover(path: Path) -> Replay:
     return found
 
 
-def _record_of(body: Any) -> Event | Decision:
+def record_of(body: Any) -> Event | Decision:
+    """Return what the object of one line says.
+
+    Raises:
+        KeyError: it has no kind, or one that nothing is known of.
+        TypeError: fields lack, or are too many.
+        ValueError: a field is not what it should be.
+    """
     if "decision" in body:
         return Decision(**body["decision"])
     return event_of(body)

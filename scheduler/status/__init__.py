@@ -1,0 +1,1 @@
+"""What a scheduler does, for people and for what watches it."""

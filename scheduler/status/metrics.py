@@ -1,0 +1,201 @@
+"""The view as metrics, in the text that Prometheus scrapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from scheduler.machine.state import Phase, Status
+from scheduler.status.view import JobView, View
+
+JOB = ("job",)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def metrics_text(view: View) -> bytes:
+    """Return a view in the text format of Prometheus, from a registry of its own."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(view))
+    return generate_latest(registry)
+
+
+class _Collector(Collector):
+    """Gives the metrics of one view."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        yield from _of_scheduler(self._view)
+        yield from _of_jobs(self._view.jobs)
+        yield from _of_processes(self._view.jobs)
+        yield from _of_speeds(self._view.jobs)
+        decided = _counter("decisions", "Decisions by what was done.", ("job", "action"))
+        for job, action, count in self._view.num_decided:
+            decided.add_metric((job, action.replace(" ", "_")), count)
+        incidents = _counter(
+            "incidents",
+            "What went wrong: processes lost, failed, slow or preempted, memory that was short.",
+            ("job", "kind"),
+        )
+        for job, kind, count in self._view.num_incidents:
+            incidents.add_metric((job, kind), count)
+        yield from (decided, incidents)
+
+
+def _of_scheduler(view: View) -> Iterator[Metric]:
+    yield _gauge("budget_cores", "Cores of all jobs together.", (), [((), view.cpus)])
+    yield _gauge("booked_cores", "Cores booked for live processes.", (), [((), view.used_cpus)])
+    yield _gauge(
+        "budget_memory_bytes", "Memory of all jobs together.", (), [((), view.memory_bytes)]
+    )
+    yield _gauge(
+        "booked_memory_bytes",
+        "Memory booked for live processes.",
+        (),
+        [((), view.used_memory_bytes)],
+    )
+    yield _gauge(
+        "last_event_timestamp_seconds", "Time of the last event.", (), [((), view.now_sec)]
+    )
+    events = _counter("events", "Events taken in.", ())
+    events.add_metric((), view.num_events)
+    yield events
+
+
+def _of_jobs(jobs: Iterable[JobView]) -> Iterator[Metric]:
+    phases = get_args(Phase)
+    yield _gauge(
+        "job_phase",
+        "1 for the phase that a job is in.",
+        ("job", "phase"),
+        [((job.name, phase), float(job.phase == phase)) for job in jobs for phase in phases],
+    )
+    yield _gauge(
+        "segments_built",
+        "Segments that are committed.",
+        JOB,
+        [((job.name,), job.segments_built) for job in jobs],
+    )
+    yield _gauge(
+        "segments", "Segments of the input.", JOB, [((job.name,), job.num_segments) for job in jobs]
+    )
+    yield _gauge(
+        "next_step",
+        "The step after the last committed one; it falls when a run goes back to a checkpoint.",
+        JOB,
+        [((job.name,), job.next_step) for job in jobs],
+    )
+    yield _gauge(
+        "trained_samples",
+        "Samples trained, every epoch counted.",
+        JOB,
+        [((job.name,), job.num_trained) for job in jobs],
+    )
+    yield _gauge(
+        "samples",
+        "Samples of all epochs, as far as they are known.",
+        JOB,
+        [((job.name,), job.num_to_train) for job in jobs],
+    )
+    cost = _counter("cost", "Price of what was booked, in the currency of the budget.", JOB)
+    for job in jobs:
+        cost.add_metric((job.name,), job.spent)
+    yield cost
+    known = [(job.name, job.forecast) for job in jobs if job.forecast is not None]
+    yield _gauge(
+        "predicted_left_cost",
+        "Predicted price of what is left.",
+        JOB,
+        [((name,), found.left_cost) for name, found in known],
+    )
+    yield _gauge(
+        "predicted_left_seconds",
+        "Predicted seconds until the model is trained.",
+        JOB,
+        [((name,), found.left_sec) for name, found in known],
+    )
+    yield _gauge(
+        "prediction_confident",
+        "1 where the prediction of step times is narrow enough to act upon.",
+        JOB,
+        [((name,), float(found.confident)) for name, found in known],
+    )
+
+
+def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
+    pools = [(job.name, pool) for job in jobs for pool in job.pools]
+    yield _gauge(
+        "processes",
+        "Live processes by pool and what they do.",
+        ("job", "pool", "status"),
+        [
+            ((job, pool.name, status), pool.count(status))
+            for job, pool in pools
+            for status in get_args(Status)
+        ],
+    )
+    yield _gauge(
+        "wanted_processes",
+        "Processes that a pool is to have.",
+        ("job", "pool"),
+        [((job, pool.name), pool.wanted) for job, pool in pools],
+    )
+    each = [(job, pool.name, one) for job, pool in pools for one in pool.processes]
+    labels = ("job", "pool", "process")
+    yield _gauge(
+        "process_resident_memory_bytes",
+        "Memory that was read last.",
+        labels,
+        [
+            ((job, pool, one.name), one.resident_bytes)
+            for job, pool, one in each
+            if one.resident_bytes is not None
+        ],
+    )
+    yield _gauge(
+        "process_memory_limit_bytes",
+        "Memory that is booked.",
+        labels,
+        [((job, pool, one.name), one.limit_bytes) for job, pool, one in each if one.limit_bytes],
+    )
+
+
+def _of_speeds(jobs: Iterable[JobView]) -> Iterator[Metric]:
+    newest = [
+        (job.name, pool, [speed for speed in job.speeds if speed.pool == pool][-1])
+        for job in jobs
+        for pool in sorted({speed.pool for speed in job.speeds})
+    ]
+    for name, text in (
+        ("measured", "Newest measured rows or samples per second."),
+        ("predicted", "The same, as predicted before it was measured."),
+    ):
+        yield _gauge(
+            f"{name}_samples_per_second",
+            text,
+            ("job", "pool"),
+            [((job, pool), getattr(speed, name)) for job, pool, speed in newest],
+        )
+
+
+def _gauge(
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    samples: Iterable[tuple[tuple[str, ...], float]],
+) -> GaugeMetricFamily:
+    found = GaugeMetricFamily(f"presage_{name}", text, labels=labels)
+    for values, value in samples:
+        found.add_metric(values, value)
+    return found
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:
+    return CounterMetricFamily(f"presage_{name}", text, labels=labels)

@@ -1,0 +1,305 @@
+"""The status page: one document without anything from elsewhere.
+
+Sections have ids and rows have keys, so that what is shown can be brought up to date in its
+place (`status.js`), with focus, selection and position kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+
+from scheduler.decision import counted
+from scheduler.status.charts import (
+    KIND_WORDS,
+    incident_chart,
+    mark,
+    meter,
+    speed_chart,
+    usage_chart,
+)
+from scheduler.status.journal import Incident
+from scheduler.status.numbers import clock, digits, duration, memory, moment, percent, visible
+from scheduler.status.speeds import SpeedPool
+from scheduler.status.view import JobView, PoolView, ProcessView, View
+
+TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+POOL_WORDS = {
+    "segment": "segment jobs",
+    "lead": "lead trainer",
+    "replica": "replicas",
+    "store": "stores",
+}
+UNITS: dict[SpeedPool, tuple[str, str]] = {
+    "preprocessing": ("Speed of one segment job", "rows/s"),
+    "training": ("Speed of training", "samples/s"),
+}
+LATEST = 12
+"""Measurements that the table beside a chart lists."""
+
+
+def page(view: View) -> str:
+    """Return the document."""
+    return TEMPLATE.substitute(
+        title=escape(headline(view)),
+        headline=escape(headline(view)),
+        now=_time(view.now_sec),
+        events=escape(counted(view.num_events, "event")),
+        tiles=_tiles(view),
+        links=_links(view.jobs),
+        budget=_budget(view),
+        jobs="\n".join(_job(number, job, view) for number, job in enumerate(view.jobs, 1)),
+        incidents=_incidents(view),
+        decisions=_decisions(view),
+    )
+
+
+def headline(view: View) -> str:
+    """Return how things stand in one line."""
+    phases = [job.phase for job in view.jobs]
+    if not phases:
+        return "no job yet"
+    each = ", ".join(f"{phases.count(phase)} {phase}" for phase in dict.fromkeys(phases))
+    told = f"{counted(len(phases), 'job')}: {each}"
+    missing = sum(map(view.is_open, view.incidents))
+    gone = f"; {missing} process{'es' if missing > 1 else ''} to be replaced" if missing else ""
+    return f"{told}{gone}"
+
+
+def text(value: object) -> str:
+    """Return what a log says as text of the page, its direction kept to itself."""
+    return f"<bdi>{escape(visible(str(value)))}</bdi>"
+
+
+def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], key: str) -> str:
+    """Return a table that scrolls in itself and is reached by keyboard.
+
+    Args:
+        caption: what it shows.
+        head: one text per column.
+        rows: cells as HTML; the first names the row.
+        key: id of the table.
+    """
+    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in rest)}</tr>'
+        for first, *rest in rows
+    )
+    return (
+        f'<div class="scroll" id="{key}" role="region" aria-labelledby="{key}-caption" '
+        f'tabindex="0"><table><caption id="{key}-caption">{escape(caption)}</caption>'
+        f"<thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _time(time_sec: float) -> str:
+    return f'<time datetime="{moment(time_sec)}">{clock(time_sec)}</time>'
+
+
+def _tiles(view: View) -> str:
+    left = [job.forecast for job in view.jobs if job.forecast is not None]
+    spent = sum(job.spent for job in view.jobs)
+    total = spent + sum(found.left_cost for found in left)
+    ends = max((found.left_sec for found in left), default=None)
+    count = sum(n for _, _, n in view.num_incidents)
+    back = sum(i.back_sec is not None for i in view.incidents)
+    tiles = (
+        ("Cores booked", digits(view.used_cpus), f"of {digits(view.cpus)}"),
+        ("Memory booked", memory(view.used_memory_bytes), f"of {memory(view.memory_bytes)}"),
+        ("Cost so far", digits(spent), f"{digits(total)} predicted in all"),
+        (
+            "Time left",
+            "none" if ends is None else duration(ends),
+            f"{duration(view.now_sec - view.begun_sec)} since it began",
+        ),
+        ("Incidents", f"{count:,}", f"{back:,} replaced"),
+    )
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(more)}</dd></div>"
+        for name, value, more in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def _links(jobs: Sequence[JobView]) -> str:
+    return "".join(
+        f'<li><a href="#job-{number}">Job {text(job.name)}</a></li>'
+        for number, job in enumerate(jobs, 1)
+    )
+
+
+def _budget(view: View) -> str:
+    meters = (
+        f"<p>{meter(view.used_cpus / max(view.cpus, 1e-9), _of(view.used_cpus, view.cpus))}</p>"
+        "<p>"
+        + meter(
+            view.used_memory_bytes / max(view.memory_bytes, 1),
+            f"{memory(view.used_memory_bytes)} of {memory(view.memory_bytes)} of memory booked",
+        )
+        + "</p>"
+    )
+    if not view.usage or view.now_sec <= view.usage[0].time_sec:
+        return meters
+    chart = usage_chart(view.usage, view.cpus, view.now_sec)
+    rows = [(_time(u.time_sec), digits(u.cpus), memory(u.memory_bytes)) for u in view.usage]
+    head = ("from", "cores", "memory")
+    return (
+        f"{meters}<figure>{chart}<figcaption>Cores booked over time (solid) under the budget "
+        f"(dashed).</figcaption></figure>"
+        + _details("Changes as a table", table("Latest changes", head, rows[-LATEST:], "usage"))
+    )
+
+
+def _of(used: float, whole: float) -> str:
+    return f"{digits(used)} of {digits(whole)} cores booked"
+
+
+def _job(number: int, job: JobView, view: View) -> str:
+    key = f"job-{number}"
+    processes = [(pool, one) for pool in job.pools for one in pool.processes]
+    parts = [
+        f"<p>{text(job.last_reason)}</p>" if job.last_reason else "",
+        _progress(job),
+        _prices(job, view),
+        table("Pools", ("pool", "wanted", "running", "starting", "leaving", "cores", "memory"),
+              map(_pool_row, job.pools), f"{key}-pools") if job.pools else "",
+        '<div class="pair">',
+        *(_speed(job, pool, key, view.now_sec) for pool in UNITS),
+        "</div>",
+        table("Processes: memory against limit", ("process", "status", "since", "cores", "memory"),
+              (_process_row(pool, one) for pool, one in processes), f"{key}-processes")
+        if processes else "",
+    ]  # fmt: skip
+    return (
+        f'<section id="{key}" aria-labelledby="{key}-title">'
+        f'<h2 id="{key}-title">Job {number}: {text(job.name)} '
+        f'<span class="phase {job.phase}">{job.phase}</span></h2>{"".join(parts)}</section>'
+    )
+
+
+def _progress(job: JobView) -> str:
+    segments = f"{job.segments_built} of {counted(job.num_segments, 'segment')} built"
+    trained = f"{job.num_trained:,} of {job.num_to_train:,} samples trained"
+    steps = counted(job.next_step, "step")
+    return (
+        f"<p>{meter(job.segments_built / max(job.num_segments, 1), segments)}</p>"
+        f"<p>{meter(job.num_trained / max(job.num_to_train, 1), f'{trained}, {steps}')}</p>"
+    )
+
+
+def _prices(job: JobView, view: View) -> str:
+    taken = (view.now_sec if job.ended_sec is None else job.ended_sec) - job.since_sec
+    hourly = f", {digits(job.hour_price)} an hour at what is booked now" if job.hour_price else ""
+    told = [
+        f"cost so far {digits(job.spent)}{hourly}",
+        f"runs for {duration(taken)}" if job.ended_sec is None else f"ran {duration(taken)}",
+    ]
+    found = job.forecast
+    if found is not None:
+        total = job.spent + found.left_cost
+        told += [
+            f"predicted: {duration(found.left_sec)} more, cost {digits(total)} in all",
+            f"step times {percent(found.low)} to {percent(found.high)} of the predicted ones "
+            f"({'narrow enough' if found.confident else 'too wide'} to act upon)",
+        ]
+    if job.deadline_sec is not None:
+        late = taken + (found.left_sec if found else 0.0) - job.deadline_sec
+        told.append(
+            f"deadline after {duration(job.deadline_sec)}: "
+            + (f"late by {duration(late)}" if late > 0 else f"{duration(-late)} to spare")
+        )
+    return f'<ul class="facts">{"".join(f"<li>{escape(line)}</li>" for line in told)}</ul>'
+
+
+def _pool_row(pool: PoolView) -> tuple[str, ...]:
+    return (
+        escape(POOL_WORDS[pool.name]),
+        str(pool.wanted),
+        *(str(pool.count(status)) for status in ("running", "starting", "leaving")),
+        digits(sum(one.cpus for one in pool.processes)),
+        memory(sum(one.limit_bytes for one in pool.processes)),
+    )
+
+
+def _process_row(pool: PoolView, one: ProcessView) -> tuple[str, ...]:
+    held = "not read yet" if one.resident_bytes is None else memory(one.resident_bytes)
+    cell = escape(held)
+    if one.limit_bytes and one.resident_bytes is not None:
+        share = one.resident_bytes / one.limit_bytes
+        label = f"{held} of {memory(one.limit_bytes)} ({percent(share)})"
+        cell = meter(share, label, is_limit=True)
+    elif one.limit_bytes:
+        cell = escape(f"{held}, limit {memory(one.limit_bytes)}")
+    return text(one.name), one.status, _time(one.since_sec), digits(one.cpus), cell
+
+
+def _speed(job: JobView, pool: SpeedPool, key: str, now_sec: float) -> str:
+    speeds = [speed for speed in job.speeds if speed.pool == pool]
+    title, unit = UNITS[pool]
+    if not speeds:
+        return f"<div><h3>{title}</h3><p>Nothing was measured yet.</p></div>"
+    last = speeds[-1]
+    off = last.measured / last.predicted - 1.0
+    than = f"{percent(abs(off))} {'more' if off > 0 else 'less'} than predicted before"
+    than = "as predicted before" if abs(off) < 0.005 else than
+    told = f"Measured {digits(last.measured)} {unit}, {than} ({digits(last.predicted)})."
+    end_sec = now_sec if job.ended_sec is None else job.ended_sec
+    rows = [
+        (_time(s.time_sec), str(s.num_processes), digits(s.measured), digits(s.predicted),
+         f"{digits(s.low)} to {digits(s.high)}")
+        for s in reversed(speeds[-LATEST:])
+    ]  # fmt: skip
+    head = ("at", "processes", "measured", "predicted", "90 % interval")
+    listed = table(f"{title}, {unit}", head, rows, f"{key}-{pool}")
+    return (
+        f"<div><h3>{title}</h3><p>{escape(told)}</p>"
+        f"<figure>{speed_chart(speeds, title, unit, end_sec)}<figcaption>Measured (line with "
+        "dots), predicted before each measurement (dashed) and its 90 % interval (band)."
+        f"</figcaption></figure>{_details('Measurements as a table', listed)}</div>"
+    )
+
+
+def _incidents(view: View) -> str:
+    if not view.incidents:
+        return "<p>Nothing went wrong.</p>"
+    jobs = [job.name for job in view.jobs]
+    chart = incident_chart(view.incidents, jobs, view.begun_sec, view.now_sec)
+    keys = "".join(
+        f"<li>{mark(kind)} {escape(word)}</li>"
+        for kind, word in KIND_WORDS.items()
+        if any(i.kind == kind for i in view.incidents)
+    )
+    names = "; ".join(f"{number}: {text(name)}" for number, name in enumerate(jobs, 1))
+    rows = (
+        (_time(i.time_sec), text(i.job), text(i.process), KIND_WORDS[i.kind], text(i.detail),
+         _back(i, view))
+        for i in view.incidents
+    )  # fmt: skip
+    head = ("at", "job", "process", "what", "why", "replaced")
+    return (
+        f'<ul class="keys">{keys}</ul><figure>{chart}<figcaption>Rows are jobs ({names}); a bar '
+        "behind a mark lasts until another process runs in its place.</figcaption></figure>"
+        + table("Failures and replacements, newest first", head, rows, "incident-table")
+    )
+
+
+def _back(incident: Incident, view: View) -> str:
+    if incident.back_sec is not None:
+        taken = duration(incident.back_sec - incident.time_sec)
+        return f"{text(incident.successor)} after {taken}"
+    return "not yet" if view.is_open(incident) else "not needed"
+
+
+def _decisions(view: View) -> str:
+    rows = (
+        (_time(d.time_sec), text(d.job), escape(d.action), text(d.process), text(d.reason))
+        for d in view.decisions
+    )
+    head = ("at", "job", "decision", "process", "why")
+    return table("Latest decisions, newest first", head, rows, "decision-table")
+
+
+def _details(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"

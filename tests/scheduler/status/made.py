@@ -1,0 +1,72 @@
+"""Made worlds, and the logs that their schedulers would have left."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from scheduler.machine.codec import decision_of
+from scheduler.machine.events import Event, Submitted
+from scheduler.machine.handle import handle
+from scheduler.machine.log import Log
+from scheduler.machine.state import Action, State
+from scheduler.status.journal import Journal, record
+from scheduler.status.view import View, view_of
+from tests.scheduler.machine.world import BUDGET, World, run, submitted
+
+JOBS = (
+    submitted("first", 3),
+    submitted("second", 2, "  priority: 2\n  training: {min_replicas: 2}", 10.0),
+    submitted("third", 2, "  preprocessing: {min_workers: 4}\n  priority: 1", 20.0),
+)
+SEEDS = (1, 3)
+
+
+class Seen:
+    """A scheduler of which everything is kept."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[State, Event, State, Sequence[Action]]] = []
+        self.journals = [Journal()]
+
+    def __call__(self, before: State, event: Event) -> tuple[State, Sequence[Action]]:
+        after, actions = handle(before, event)
+        decisions = [decision_of(action, after.now_sec) for action in actions]
+        self.journals.append(record(self.journals[-1], before, event, after, decisions))
+        self.events.append((before, event, after, actions))
+        return after, actions
+
+    def state(self, most: int | None = None) -> State:
+        """Return the state after so many events, all when None."""
+        events = self.events[:most]
+        return events[-1][2] if events else State()
+
+    def view(self, most: int | None = None) -> View:
+        """Return the view after so many events, all when None."""
+        return view_of(self.state(most), self.journals[: None if most is None else most + 1][-1])
+
+    def write_log(self, path: Path, most: int | None = None) -> None:
+        """Write the log of so many events."""
+        with Log(path) as log:
+            for _, event, after, actions in self.events[:most]:
+                log.append(event, [decision_of(action, after.now_sec) for action in actions])
+
+
+@cache
+def lived(seed: int) -> Seen:
+    """Let three jobs run to their end in a world in which processes die."""
+    return _lived(seed, JOBS)
+
+
+@cache
+def lived_as(name: str) -> Seen:
+    """Let one job run by a name, whatever it is."""
+    return _lived(5, (replace(submitted("calm"), job=name),))
+
+
+def _lived(seed: int, jobs: Sequence[Submitted]) -> Seen:
+    seen = Seen()
+    run(World(jobs), State(), seen, np.random.default_rng(seed), [BUDGET, *jobs])
+    return seen

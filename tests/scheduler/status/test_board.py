@@ -1,0 +1,89 @@
+"""A board shows what the whole lines of a log say, however the file grows."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scheduler.machine.codec import decision_of
+from scheduler.machine.handle import handle
+from scheduler.machine.log import LOG, read_log
+from scheduler.machine.state import State
+from scheduler.status.board import Board
+from scheduler.status.journal import Journal, record
+from scheduler.status.view import View, view_of
+from schemas.errors import SchemaError
+from tests.scheduler.status.made import lived
+
+
+def folded(path: Path) -> View:
+    """Return the view by the other reader of logs."""
+    state, journal = State(), Journal()
+    for entry in read_log(path):
+        before = state
+        state, actions = handle(before, entry.event)
+        decisions = [decision_of(action, state.now_sec) for action in actions]
+        journal = record(journal, before, entry.event, state, decisions)
+    return view_of(state, journal)
+
+
+@given(data=st.data())
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_view_of_a_log_that_grows_by_any_bytes_is_that_of_the_whole_one(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    whole = tmp_path / "whole"
+    whole.unlink(missing_ok=True)
+    lived(3).write_log(whole, 60)
+    content = whole.read_bytes()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=4)))
+    growing = tmp_path / LOG
+    growing.unlink(missing_ok=True)
+    board = Board(growing)
+    assert not board.view().jobs
+    for cut in cuts:
+        growing.write_bytes(content[:cut])
+        lines = content[:cut].rpartition(b"\n")[0]
+        (tmp_path / "lines").write_bytes(lines and lines + b"\n")
+        assert board.view() == folded(tmp_path / "lines")
+    growing.write_bytes(content)
+    assert board.view() == lived(3).view(60) == folded(whole)
+    assert board.view() is board.view(), "nothing is computed twice"
+
+
+def test_view_of_another_log_in_the_place_is_that_of_the_other(tmp_path: Path) -> None:
+    log = tmp_path / LOG
+    lived(1).write_log(log, 60)
+    board = Board(log)
+    board.view()
+    log.unlink()
+    lived(3).write_log(log, 20)
+    assert board.view() == lived(3).view(20)
+
+
+def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], int]]:
+    """Return logs that are none, and the line that says so."""
+    first = next(i for i, line in enumerate(lines) if line.startswith(b'{"decision"'))
+    other = lines[first].replace(b'"reason":"', b'"reason":"not ')
+    return {
+        "a line that is no JSON": ([*lines[:2], b"{torn\n", *lines[2:]], 3),
+        "a decision that is another one": ([*lines[:first], other, *lines[first + 1 :]], first + 1),
+        "a decision that lacks": ([*lines[:first], *lines[first + 1 :]], first + 1),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a line that is no JSON", "a decision that is another one", "a decision that lacks"],
+)
+def test_view_of_a_damaged_log_names_the_line(tmp_path: Path, name: str) -> None:
+    log = tmp_path / LOG
+    lived(1).write_log(log, 10)
+    content, place = damaged(log.read_bytes().splitlines(keepends=True))[name]
+    log.write_bytes(b"".join(content))
+    board = Board(log)
+    for _ in range(2):  # it is not forgotten by asking again
+        with pytest.raises(SchemaError, match=re.escape(f"in {log}:{place}")):
+            board.view()

@@ -1,0 +1,148 @@
+"""The page: well formed, usable without sight, and quiet about what a hostile name wants."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from scheduler.machine.codec import decision_of
+from scheduler.machine.events import Ended
+from scheduler.machine.handle import handle
+from scheduler.machine.state import State
+from scheduler.status.charts import KIND_WORDS, MARKS
+from scheduler.status.journal import Incident, Journal, record
+from scheduler.status.page import page
+from scheduler.status.terminal import render
+from scheduler.status.view import View, view_of
+from tests.scheduler.status.made import Seen, lived, lived_as
+
+VOID = {"meta", "link", "br", "img", "input"}
+HOSTILE = {
+    "a script": "<script>alert(1)</script>",
+    "an attribute": "\" onload='alert(1)' x=\"",
+    "lines and escapes": "first\nsecond\r\x1b[2J\x1b]0;title\x07",
+    "another direction": "safe\u202egnp.exe",
+    "a template": "$title ${main} {job}",
+    "very long": "name" * 500,
+}
+
+
+@dataclass
+class Document(HTMLParser):
+    """Elements of a document, checked for their nesting."""
+
+    open: list[str] = field(default_factory=list)
+    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        """Return the attributes of all elements of a kind."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def parsed(view: View) -> Document:
+    document = Document()
+    document.feed(page(view))
+    document.close()
+    assert document.open == []
+    return document
+
+
+@pytest.mark.parametrize("most", [0, 1, 4, 40, 120, None])
+def test_page_at_any_moment_is_a_document_that_can_be_used_without_sight(most: int | None) -> None:
+    document = parsed(lived(3).view(most))
+    ids = [a["id"] for _, a in document.elements if "id" in a]
+    assert max(Counter(ids).values()) == 1
+    for tag in ("h1", "main", "nav", "header", "footer"):
+        assert len(document.all(tag)) == 1
+    levels = [int(tag[1]) for tag, _ in document.elements if tag in ("h1", "h2", "h3")]
+    assert all(after - before <= 1 for before, after in zip([0, *levels], levels, strict=False))
+    for section in document.all("section"):
+        assert section["aria-labelledby"] in ids
+    assert len(document.all("caption")) == len(document.all("table"))
+    for _, attributes in document.elements:
+        if attributes.get("role") == "region":
+            assert attributes["tabindex"] == "0"
+            assert attributes["aria-labelledby"] in ids
+    for svg in document.all("svg"):
+        assert svg.get("aria-hidden") == "true" or (svg["role"] == "img" and svg["aria-label"])
+    for link in document.all("a"):
+        href = link["href"] or ""
+        assert href[1:] in ids if href.startswith("#") else href in ("metrics", "healthz")
+
+
+def test_page_names_nothing_from_elsewhere_and_has_no_inline_code() -> None:
+    document = parsed(lived(3).view(80))
+    for tag, attributes in document.elements:
+        assert "style" not in attributes
+        assert tag != "style"
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href"):
+            value = attributes.get(name) or ""
+            assert "//" not in value
+    assert [script["src"] for script in document.all("script")] == ["status.js"]
+
+
+def with_detail(seen: Seen, most: int, said: str) -> View:
+    """Return the view after so many events, and after a process has said something and died."""
+    state = seen.state(most)
+    job, process = next((j, p) for j in state.jobs.values() for p in j.processes)
+    event = Ended(
+        time_sec=state.now_sec, job=job.name, process=process, outcome="failed", detail=said
+    )
+    after, actions = handle(state, event)
+    decisions = [decision_of(action, after.now_sec) for action in actions]
+    assert said in decisions[0].reason
+    return view_of(after, record(seen.journals[most], state, event, after, decisions))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_page_and_terminal_show_a_hostile_name_as_text(name: str) -> None:
+    seen = lived_as("calm"), lived_as(HOSTILE[name])
+    plain, with_name = (with_detail(one, 40, HOSTILE[name]) for one in seen)
+    document, plain = parsed(with_name), parsed(plain)
+    assert [tag for tag, _ in document.elements] == [tag for tag, _ in plain.elements]
+    shown = "".join(document.text)
+    for code in (*range(32), 0x7F, 0x202E):
+        if chr(code) not in "\n":
+            assert chr(code) not in shown
+    target = StringIO()
+    Console(file=target, width=200, force_terminal=True).print(render(with_name, 9, 9))
+    bold = target.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
+    assert "\x1b" not in bold
+    assert "\u202e" not in bold
+
+
+def test_page_shows_each_kind_of_incident_by_a_shape_of_its_own() -> None:
+    assert len(set(MARKS.values())) == len(MARKS) == len(KIND_WORDS)
+    incidents = tuple(
+        Incident(time_sec=i, job="none", process=f"lead-0.{i}", kind=kind, detail="why")
+        for i, kind in enumerate(MARKS)
+    )
+    text = page(view_of(State(now_sec=9.0), Journal(num_events=1, incidents=incidents)))
+    for kind in MARKS:
+        assert f'class="mark {kind}"' in text
+        assert KIND_WORDS[kind] in text

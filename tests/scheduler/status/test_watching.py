@@ -1,0 +1,95 @@
+"""A scheduler that is watched, and the commands that look at what it left."""
+
+import fcntl
+import json
+import re
+from io import StringIO
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from rich.console import Console
+
+from scheduler.__main__ import main
+from scheduler.machine.log import LOG
+from scheduler.status.watching import ADDRESS, OFF, port_of, watching
+from tests.scheduler.status.made import lived
+
+
+def test_watching_serves_a_page_whose_address_lies_in_the_folder_meanwhile(tmp_path: Path) -> None:
+    output, said = tmp_path / "new" / "folder", list[str]()
+    with watching(output, 0, Console(file=StringIO()), said.append) as say:
+        address = (output / ADDRESS).read_text().strip()
+        assert said == [f"status page: {address}"]
+        with urlopen(address) as answer:
+            assert b"no job yet" in answer.read()
+        lived(3).write_log(output / LOG, 60)
+        with urlopen(f"{address}metrics") as answer:
+            assert b"presage_events_total 60.0" in answer.read()
+        say("a decision")
+    assert said[1:] == ["a decision"]
+    assert not (output / ADDRESS).exists()
+
+
+def test_watching_leaves_the_address_of_a_scheduler_that_holds_the_folder(tmp_path: Path) -> None:
+    (tmp_path / ADDRESS).write_text("of another\n")
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with watching(tmp_path, 0, Console(file=StringIO()), print):
+            pass
+    assert (tmp_path / ADDRESS).read_text() == "of another\n"
+
+
+def test_watching_a_terminal_shows_lines_and_the_view_without_escapes_of_others(
+    tmp_path: Path,
+) -> None:
+    lived(3).write_log(tmp_path / LOG, 60)
+    target = StringIO()
+    console = Console(file=target, force_terminal=True, width=200, height=60)
+    with watching(tmp_path, OFF, console, print) as say:
+        say("a line \x1b]0;title\x07 of a child")
+    assert "a line \ufffd]0;title\ufffd of a child" in target.getvalue()
+    assert "of 8 cores" in target.getvalue()
+    assert "first" in target.getvalue()
+    assert not (tmp_path / ADDRESS).exists()
+
+
+def test_watching_a_terminal_outlives_a_damaged_log(tmp_path: Path) -> None:
+    (tmp_path / LOG).write_text("{\n")
+    target = StringIO()
+    console = Console(file=target, force_terminal=True, width=200)
+    with watching(tmp_path, OFF, console, print) as say:
+        say("a line")
+    assert "a line" in target.getvalue()
+    assert "no status: line must be an event or a decision" in target.getvalue()
+
+
+def test_main_status_prints_what_a_scheduler_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lived(3).write_log(tmp_path / LOG)
+    assert main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for word in ("3 jobs: 3 finished", "failures and replacements", "finish: 2,048 samples"):
+        assert word in out
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert [job["phase"] for job in body["jobs"]] == ["finished"] * 3
+
+
+def test_main_status_without_a_log_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(tmp_path)]) == 1
+    wanted = f"error: folder must have the log of a scheduler, got no {LOG} in {tmp_path}; "
+    assert re.match(re.escape(wanted), capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("text", ["70000", "-1", "page"])
+def test_main_run_refuses_what_is_no_port(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", str(tmp_path / "job.yaml"), f"--status={text}"])
+    assert "--status" in capsys.readouterr().err
+    assert port_of("off") == OFF
