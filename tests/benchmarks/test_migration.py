@@ -1,0 +1,42 @@
+"""What `benchmarks.migration` makes of what it measured; its runs take minutes."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.migration import headline, main
+from benchmarks.migration_runs import KINDS, write_job
+from scheduler.policy import plan
+from scheduler.snapshot import take_snapshot
+
+FOUND = {
+    "replica": [
+        {"pause_sec": 2.0, "usual_gap_sec": 0.1},
+        {"pause_sec": 1.0, "usual_gap_sec": 0.1},
+        {"pause_sec": 4.0, "usual_gap_sec": 0.2},
+    ],
+    "segment": [{"pause_sec": 2.0, "work_sec": 20.0}],
+}
+
+
+def test_headline_sets_pauses_against_the_usual_time() -> None:
+    found = headline(FOUND, "replica")
+    assert (found["ours"], found["peer"], found["ratio"]) == (2.0, 0.1, 0.05)
+    assert found["rounds"] == [0.05, 0.1, 0.05]
+    assert headline(FOUND, "segment")["ratio"] == 10.0
+
+
+def test_main_refuses_an_unknown_part(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--parts", "replica,moon"])
+    assert "parts must be of replica, lead, store, segment, got 'replica,moon'" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS.values())))
+def test_write_job_gets_the_processes_that_are_to_be_killed(tmp_path: Path, kind: str) -> None:
+    snapshot = take_snapshot(write_job(tmp_path / kind, kind), None, None)
+    chosen = plan(snapshot, snapshot.job.schedule).chosen
+    wanted = {"replicas": (2, 0), "stores": (1, 2)}[kind]
+    assert (chosen.num_replicas, chosen.num_stores) == wanted
