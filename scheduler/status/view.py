@@ -96,7 +96,7 @@ class JobView:
     num_trained: int
     """Samples trained, every epoch counted."""
     num_to_train: int
-    """Samples of all epochs, as far as they are known."""
+    """Samples of all epochs, as far as they are known; the trained ones when it is finished."""
     pools: tuple[PoolView, ...]
     """Those with processes, or that are to have some."""
     speeds: tuple[Speed, ...]
@@ -216,7 +216,9 @@ def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
         num_segments=job.num_segments,
         next_step=job.next_step,
         num_trained=job.num_trained,
-        num_to_train=facts.num_train_samples * document.train.epochs,
+        num_to_train=job.num_trained
+        if job.phase == "finished"
+        else facts.num_train_samples * document.train.epochs,
         pools=tuple(pool for pool in pools if pool.processes or pool.wanted),
         speeds=journal.speeds.get(job.name, ()),
         forecast=forecast(job, state),
