@@ -113,8 +113,9 @@ def measure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
         after = commits.until(lambda count: count > before)
         saving = commits.until(lambda count: count >= FAULT + EVERY // 2)
         commits.until(lambda count: count >= STEPS)
-        if commits.process.wait() != 0:
-            raise RuntimeError(f"{scenario} must train to the end, got another exit status")
+        status = commits.process.wait()
+        if status != 0:
+            raise RuntimeError(f"{scenario} must train to the end, got exit status {status}")
         gap, usual = commits.longest_gap(fault - 1.0, saving), commits.median_gap(fault)
         summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
         lowest = min(count for at, count in commits.seen if at >= fault)

@@ -148,15 +148,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _positive(text: str) -> int:
-    if int(text) < 1:
+    number = int(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
+    return number
 
 
 def _not_negative(text: str) -> int:
-    if int(text) < 0:
+    number = int(text)
+    if number < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
-    return int(text)
+    return number
 
 
 def _set_threads(job: Path) -> None:
@@ -242,7 +244,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from trainer.replicas.faults import Faults
     from trainer.replicas.launch import heed_stdin
     from trainer.replicas.options import ReplicaOptions
-    from trainer.replicas.together import TOKEN, read_together, say_rows_lost
+    from trainer.replicas.together import TOKEN, read_together
     from trainer.replicas.work import work
     from trainer.stores.failures import BehindError, StoreLostError
     from trainer.stores.peer import Access
@@ -272,10 +274,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         work(arguments.run, options, clock=clock, faults=faults, drain=drain, say=_say)
     except (BehindError, StoreLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
-        if isinstance(error, BehindError):
-            return BEHIND
-        say_rows_lost(arguments.run, together.lighthouse)
-        return LOST
+        return BEHIND if isinstance(error, BehindError) else LOST
     return 0
 
 

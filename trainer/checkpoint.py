@@ -85,6 +85,11 @@ def newest_checkpoint(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def step_of(checkpoint: Path | None) -> int:
+    """Return the step that training goes on at: 0 without a checkpoint."""
+    return 0 if checkpoint is None else int(checkpoint.name)
+
+
 def load_checkpoint(
     checkpoint: Path,
     manifest: CheckpointManifest,

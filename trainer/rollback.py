@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from schemas.events import METRICS
-from trainer.checkpoint import newest_checkpoint
+from trainer.checkpoint import newest_checkpoint, step_of
 from trainer.stores.failures import StoreLostError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def with_rollbacks(
                 raise
             settle()
             checkpoint = newest_checkpoint(run)
-            first = int(checkpoint.name) if checkpoint is not None else 0
+            first = step_of(checkpoint)
             found = Rollbacks(
                 num_rollbacks=found.num_rollbacks + 1,
                 recomputed_steps=found.recomputed_steps + committed - first,

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from schemas.events import RunSummary, StepMetric
 from tests.trainer.forked import forked_child
 from tests.trainer.growing import commit
-from tests.trainer.processes import PATIENCE, num_steps
+from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.runs import checkpoint_at
 from trainer.draining import Drain
 from trainer.replicas.faults import Faults
@@ -48,11 +47,11 @@ class Together:
 
     def until(self, happened: Callable[[], bool]) -> None:
         """Wait for something."""
-        deadline = time.monotonic() + PATIENCE
-        while not happened():
-            assert time.monotonic() < deadline, "never happened"
-            assert not self._ended.is_set(), "the run has ended before"
-            time.sleep(0.01)
+        wait_for(lambda: happened() or self._has_ended())
+
+    def _has_ended(self) -> bool:
+        assert not self._ended.is_set(), "the run has ended before"
+        return False
 
     def waits(self, step: int) -> bool:
         """Tell whether all steps before one are trained and saved, as they are before a wait."""

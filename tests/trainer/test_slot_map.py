@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
+from tests.trainer.stores import ACCESS
 from trainer.stores.claims import (
     Claims,
     Ranges,
@@ -19,6 +20,7 @@ from trainer.stores.claims import (
     ranges_of,
     text_of,
 )
+from trainer.stores.members import Members
 from trainer.stores.repair import next_fill
 from trainer.stores.slot_map import Described, SlotMap, placement, resolve
 
@@ -38,6 +40,7 @@ def store(
         version=version,
         claims=claims,
         leaving=mask_of([]),
+        keeps=False,
         home=mask_of(ranges if home is None else home),
         addresses=(),
         message_bytes=4096,
@@ -91,6 +94,12 @@ WITHOUT = {
         TWO,
         {"b": replace(store(()), leaving=mask_of(HIGH))},
         ("b",),
+        (),
+    ),
+    "a copy that was made is taken, and its giver does not know yet": (
+        {"a": store(ALL), "b": store((), home=ALL)},
+        {"a": replace(store(()), leaving=mask_of(ALL), keeps=True), "b": store(ALL)},
+        ("a",),
         (),
     ),
     "both copies are gone": (COPIED, {"a": None, "b": None}, ("a", "b"), ()),
@@ -185,3 +194,17 @@ def test_claims_and_ranges_are_read_as_they_were_written(one: Ranges, other: Ran
 def test_slots_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^slots must "):
         ranges_from(text)
+
+
+def test_what_stores_said_at_different_moments_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    giver, taker = store(ALL, 2, 7), store((), 0, home=ALL)
+    filled = {"a": replace(giver, version=3), "b": replace(store(ALL, 2, 7), version=3)}
+    answers = iter([{"a": filled["a"], "b": taker}, filled, filled, filled])
+    members = Members(("a", "b"), ACCESS, SESSION, replicas=2)
+    monkeypatch.setattr(members, "_describe", lambda wanted: next(answers))
+    members.learn_anew(members._map)  # pyright: ignore[reportPrivateUsage]
+    # a map with the giver alone would bring writes that the taker never hears of
+    assert (members.slot_map.num_copies == 2).all()
+    members.close()

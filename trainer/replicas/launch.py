@@ -27,7 +27,7 @@ from schemas.events import (
 )
 from schemas.job import load_job
 from trainer.beginning import begin_run
-from trainer.checkpoint import newest_checkpoint
+from trainer.checkpoint import newest_checkpoint, step_of
 from trainer.child import close_pipes, end_children, start_child
 from trainer.decode import spec_of
 from trainer.draining import Drain, DrainInterrupt, told
@@ -276,7 +276,7 @@ def train_together(
         return data.current().horizon.until
 
     def attempt(checkpoint: Path | None) -> RunSummary:
-        first = 0 if checkpoint is None else int(checkpoint.name)
+        first = step_of(checkpoint)
         cut_run(run, first)
         (run / SUMMARY).unlink(missing_ok=True)
         copied = copy_bytes_of(job, data.current(), first)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.events import METRICS
-from trainer.checkpoint import newest_checkpoint
+from trainer.checkpoint import newest_checkpoint, step_of
 from trainer.replicas.membership import Agreement
 
 
@@ -49,7 +49,7 @@ def what_is_left(run: Path, last: int | None) -> str:
         last: the step after the last one; None where that is not known yet.
     """
     checkpoint = newest_checkpoint(run)
-    saved = 0 if checkpoint is None else int(checkpoint.name)
+    saved = step_of(checkpoint)
     trained = (run / METRICS).read_bytes().count(b"\n")
     if saved == last:
         return f"all steps are trained; evaluate {run} with --resume"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from schemas.job_train import StoresConfig
-from trainer.checkpoint import load_rows, verified
+from trainer.checkpoint import load_rows, step_of, verified
 from trainer.opening import STORE, access_of, open_stores, owner_of
 from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
 from trainer.stores.processes import TOKEN
@@ -69,7 +69,7 @@ def begin_stores(
             addresses=tuple(group.members.addresses),
             session=group.members.session,
             token_file=str(token.resolve()),
-            first=0 if checkpoint is None else int(checkpoint.name),
+            first=step_of(checkpoint),
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from schemas.events import TOGETHER
 from schemas.horizon import Known
 from schemas.manifest import canonical_json, replace_bytes
 from trainer.replicas.stores import SharedStores
+from trainer.stores.failures import StoreLostError
 
 TOKEN = "token"
 """File of the run with what its replicas present to each other."""
@@ -74,14 +77,19 @@ def read_together(run: Path) -> Together:
         ) from error
 
 
-def say_rows_lost(run: Path, lighthouse: str) -> None:
-    """Let whoever leads an attempt know that it cannot go on.
+@contextmanager
+def telling_lost_rows(run: Path, lighthouse: str) -> Generator[None]:
+    """Let whoever leads an attempt know when it cannot go on, since rows are lost.
 
     Args:
         run: run folder.
         lighthouse: of the attempt.
     """
-    replace_bytes(run / ROWS_LOST, lighthouse.encode())
+    try:
+        yield
+    except StoreLostError:
+        replace_bytes(run / ROWS_LOST, lighthouse.encode())
+        raise
 
 
 def rows_are_lost(run: Path, lighthouse: str) -> bool:

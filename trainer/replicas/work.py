@@ -31,7 +31,7 @@ from trainer.replicas.saves import LastSave, Saves
 from trainer.replicas.setting import Setting
 from trainer.replicas.shared_rows import shared_rows
 from trainer.replicas.stores import open_shared
-from trainer.replicas.together import read_together
+from trainer.replicas.together import read_together, telling_lost_rows
 from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.step import Clock
 from trainer.stores.failures import BehindError, StoreLostError
@@ -85,6 +85,7 @@ def work(
     watchdog = Watchdog(limits_of(config.limits), rank=str(options.number))
     watchdog.write_to(run)
     with ExitStack() as stack, told(f"{me} stopped before a step"):
+        stack.enter_context(telling_lost_rows(run, together.lighthouse))
         stack.enter_context(watchdog)
         drain.on_ask = watchdog.drain
         starting = stack.enter_context(ExitStack())

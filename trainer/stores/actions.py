@@ -18,6 +18,7 @@ from trainer.stores.wire import (
     CHECKPOINTED,
     DESCRIBE,
     FENCE,
+    FILL,
     GIVE_UP,
     KILL,
     MOVE,
@@ -58,6 +59,7 @@ class Actions:
             CHECKPOINTED: lambda body: shard.checkpointed(str(body.get("session"))),
             FENCE: self._fence,
             MOVE: self._move,
+            FILL: self._fill,
             ARRIVE: self._arrive,
             TAKE: lambda body: self.arrivals.take(str(body["id"])),
             GIVE_UP: self._give_up,
@@ -100,9 +102,14 @@ class Actions:
 
     def _move(self, body: _Body) -> dict[str, Any]:
         moved = self._departures.move(
-            str(body["to"]), slots_of(body), move_id=secrets.token_hex(8), keep=bool(body["keep"])
+            str(body["to"]), slots_of(body), move_id=secrets.token_hex(8), keep=False
         )
         return {"moved": asdict(moved)}
+
+    def _fill(self, body: _Body) -> None:
+        self._departures.fill_in_background(
+            str(body["to"]), slots_of(body), move_id=secrets.token_hex(8)
+        )
 
     def _arrive(self, body: _Body) -> None:
         layouts = layouts_from(body["layouts"])

@@ -118,6 +118,7 @@ class Control:
             "session": self.session,
             "claims": self._sure.to_json(),
             "leaving": self.leaving.ranges if self.leaving else (),
+            "keeps": self.leaving is not None and self.leaving.keep,
             "version": self.version,
             "addresses": self.addresses,
         }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -78,6 +77,8 @@ class Departures:
         self._access = access
         self._clock = clock
         self._one = threading.Lock()
+        self._ended = threading.Event()
+        self._beside: dict[str, threading.Thread] = {}
 
     def move(self, to: str, slots: NDArray[np.bool_], *, move_id: str, keep: bool) -> Moved:
         """Give slots to another store; returns when it serves them.
@@ -103,6 +104,27 @@ class Departures:
         finally:
             self._one.release()
 
+    def fill_in_background(self, to: str, slots: NDArray[np.bool_], *, move_id: str) -> None:
+        """Begin to give another store copies of slots, unless a store is being filled now.
+
+        Args:
+            to: address of the taker.
+            slots: as in `move`.
+            move_id: as in `move`.
+        """
+        filling = self._beside.get("fill")
+        if filling is None or not filling.is_alive():
+            self._start("fill", lambda: self._fill(to, slots, move_id))
+
+    def _fill(self, to: str, slots: NDArray[np.bool_], move_id: str) -> None:
+        try:
+            moved = self.move(to, slots, move_id=move_id, keep=True)
+        except SchemaError as error:
+            if not self._ended.is_set():  # the caller asks again as long as copies lack
+                logger.info("slots have too few copies: %s", error)
+        else:
+            logger.warning("slots served by two stores again store=%s %s", to, moved)
+
     def settle(self, move: Move) -> bool:
         """Ask the taker of a move in doubt whose the slots are; return whether it could tell."""
         with Peer(move.to, replace(self._access, timeout_sec=_CUT_SEC)) as peer:
@@ -121,14 +143,24 @@ class Departures:
 
     def settle_in_background(self) -> None:
         """Settle the move in doubt, if there is one, however long its taker stays away."""
-        threading.Thread(target=self._settle_all, name="settle", daemon=True).start()
+        self._start("settle", self._settle_all)
+
+    def end(self) -> None:
+        """Let what goes on in the background end, within some seconds; its slots stay here."""
+        self._ended.set()
+        for thread in self._beside.values():
+            thread.join(_CUT_SEC)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        self._beside[name] = threading.Thread(target=work, name=name, daemon=True)
+        self._beside[name].start()
 
     def _settle_all(self) -> None:
-        while (move := self._shard.control.leaving) is not None:
+        while not self._ended.is_set() and (move := self._shard.control.leaving) is not None:
             with suppress(SchemaError):  # no room for the record: tried again
                 if self.settle(move):
                     return
-            time.sleep(_SETTLE_SEC)
+            self._ended.wait(_SETTLE_SEC)
 
     def _move(self, peer: Peer, slots: NDArray[np.bool_], move_id: str, keep: bool) -> Moved:
         start = self._clock()
@@ -224,6 +256,8 @@ class Departures:
     def _send(
         self, peer: Peer, move: Move, layout: TableLayout, table: str, rows: NDArray[np.int64]
     ) -> int:
+        if self._ended.is_set():
+            raise SchemaError("store must run while it gives slots, got its end; start it again")
         with self._shard.lock:
             self._watch()
             held = self._shard.tables[table]

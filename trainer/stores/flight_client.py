@@ -159,9 +159,10 @@ class FlightGroup:
 
     def close(self) -> None:
         """Give the connections back; the processes go on."""
-        self._repair.end()
+        self._repair.stop()
         self._pool.shutdown()
-        self.members.close()
+        self.members.close()  # who learns of the stores by now is refused
+        self._repair.join()
 
     def _ask_all(
         self,

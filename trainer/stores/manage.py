@@ -35,7 +35,7 @@ def migrate_slots(
         SchemaError: a store refuses or cannot be reached; the giver has the slots still, or will
             as soon as it hears of the taker.
     """
-    body = {"to": taker, "slots": slots, "keep": False}
+    body = {"to": taker, "slots": slots}
     return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, token_file, trusted)["moved"])
 
 

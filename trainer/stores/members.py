@@ -126,16 +126,15 @@ class Members:
                 peer.close()
 
     def _learn(self, before: SlotMap | None) -> None:
-        start, before_that = self._clock(), None
+        start = self._clock()
         while True:
             with self._lock:
                 acknowledged = dict(self._acknowledged)  # before they are asked, for it grows
             found = self.describe_all()
             result = resolve(before, found, self.session, acknowledged)
-            state = {a: s and (s.incarnation, s.version) for a, s in found.items()}
-            if result.lost and state != before_that:
-                before_that = state  # they were not asked at one moment: slots may have moved
-            elif result.lost:
+            if (result.lost or result.slot_map is not None) and not self._are_still(found):
+                continue  # slots moved while they were asked, one after the other
+            if result.lost:
                 self._check_sessions(found)
                 raise StoreLostError(
                     f"stores must have every write that they acknowledged, got none with slots "
@@ -154,6 +153,12 @@ class Members:
                 raise unreachable(address, self._access.timeout_sec, self._why(address))
             else:
                 self._sleep(_PAUSE_SEC)
+
+    def _are_still(self, found: Mapping[str, Described | None]) -> bool:
+        """Tell whether stores say the same again: then all of it was so at one moment."""
+        there = {a: store.state for a, store in found.items() if store is not None}
+        again = self._describe(there)
+        return there == {a: store and store.state for a, store in again.items()}
 
     def _count_from(self, found: Mapping[str, Described | None], addresses: Sequence[str]) -> None:
         """Go by what stores in the map say; one that is not in it will begin anew."""

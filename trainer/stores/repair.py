@@ -14,12 +14,12 @@ from trainer.stores.claims import ranges_of
 from trainer.stores.failures import MapChangedError, StoreGoneError
 from trainer.stores.members import Members
 from trainer.stores.slot_map import Described, SlotMap
-from trainer.stores.wire import MOVE
+from trainer.stores.wire import FILL
 
 logger = logging.getLogger(__name__)
 _EVERY_SEC = 0.25
-_WITHIN_SEC = 3600.0
-"""Longest that a store may take to be filled."""
+_ASK_SEC = 5.0
+"""Longest that a store may take to answer; it fills the other one afterwards."""
 
 
 class Repair:
@@ -37,9 +37,14 @@ class Repair:
             self._thread = threading.Thread(target=self._run, name="repair", daemon=True)
             self._thread.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Look no more; a store that is being filled goes on without this process."""
         self._ending.set()
+
+    def join(self) -> None:
+        """Wait until no store is called: such a call does not survive the interpreter."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         told = ""
@@ -51,12 +56,12 @@ class Repair:
                 self._fill(slot_map)
                 told = ""
             except (StoreGoneError, MapChangedError, SchemaError, RuntimeError) as error:
-                if str(error) != told:
+                if str(error) != told and not self._ending.is_set():
                     told = str(error)
                     logger.info("slots have too few copies: %s", error)
 
     def _fill(self, slot_map: SlotMap) -> None:
-        """Have one store filled from another.
+        """Have one store filled from another; asked again while it does so, that does nothing.
 
         Raises:
             StoreGoneError: a store is gone.
@@ -70,10 +75,8 @@ class Repair:
         if chosen is None:
             return
         giver, taker, slots = chosen
-        body = {"to": taker, "slots": ranges_of(slots), "keep": True}
-        answer = self._members.peer(giver).action_once(MOVE, body, _WITHIN_SEC)
-        logger.warning("slots served by two stores again store=%s %s", taker, answer["moved"])
-        self._members.learn_anew(slot_map)
+        body = {"to": taker, "slots": ranges_of(slots)}
+        self._members.peer(giver).action_once(FILL, body, _ASK_SEC)
 
 
 def next_fill(

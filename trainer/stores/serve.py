@@ -114,6 +114,7 @@ def run_store(
         stopping.join(_SHUTDOWN_SEC)
         return server.port if again.is_set() else None
     finally:
+        departures.end()
         shard.close()
 
 

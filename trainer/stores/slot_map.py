@@ -28,6 +28,7 @@ class Described:
         version: grows whenever its slots change.
         claims: slots that it serves.
         leaving: (NUM_SLOTS,) slots of a move in doubt.
+        keeps: whether it will serve them, too, when the doubt is over.
         home: (NUM_SLOTS,) slots that it was started with.
         addresses: stores that took slots over from it.
         message_bytes: largest message that it takes.
@@ -40,9 +41,15 @@ class Described:
     version: int
     claims: Claims
     leaving: NDArray[np.bool_]
+    keeps: bool
     home: NDArray[np.bool_]
     addresses: tuple[str, ...]
     message_bytes: int
+
+    @property
+    def state(self) -> tuple[str, int, bool]:
+        """What is another one whenever other slots are served than before."""
+        return self.incarnation, self.version, bool(self.leaving.any())
 
 
 def described(body: Mapping[str, Any]) -> Described:
@@ -55,6 +62,7 @@ def described(body: Mapping[str, Any]) -> Described:
         version=int(body["version"]),
         claims=claims_from(body["claims"]),
         leaving=mask_of(body["leaving"]),
+        keeps=bool(body["keeps"]),
         home=mask_of(body["slots"]),
         addresses=tuple(body["addresses"]),
         message_bytes=int(body["message_bytes"]),
@@ -130,6 +138,9 @@ def resolve(
         and store.session == session
         and store.sequence >= acknowledged.get(address, 0)
     }
+    if in_doubt := tuple(address for address, store in there.items() if store.keeps):
+        # its taker alone would be written to, and it would then serve older rows beside it
+        return Resolution(waiting=in_doubt)
     addresses = tuple(sorted(there))
     versions, tags = _claims_of([there[address] for address in addresses])
     if known is not None:

@@ -24,11 +24,12 @@ from trainer.stores.store import TableLayout
 
 FETCH, WRITE, CONTENTS, RECEIVE = "fetch", "write", "contents", "receive"
 """Exchanges; `receive` is between stores."""
-DESCRIBE, OPEN, CHECKPOINTED, FENCE, MOVE, KILL, RESTART = (
+DESCRIBE, OPEN, CHECKPOINTED, FENCE, FILL, MOVE, KILL, RESTART = (
     "describe",
     "open",
     "checkpointed",
     "fence",
+    "fill",
     "move",
     "kill",
     "restart",
