@@ -204,7 +204,7 @@ def test_what_stores_said_at_different_moments_is_not_believed(
     answers = iter([{"a": filled["a"], "b": taker}, filled, filled, filled])
     members = Members(("a", "b"), ACCESS, SESSION, replicas=2)
     monkeypatch.setattr(members, "_describe", lambda wanted: next(answers))
-    members.learn_anew(members._map)  # pyright: ignore[reportPrivateUsage]
+    members._learn(None)  # pyright: ignore[reportPrivateUsage]
     # a map with the giver alone would bring writes that the taker never hears of
     assert (members.slot_map.num_copies == 2).all()
     members.close()
