@@ -20,8 +20,10 @@ from trainer.stores.claims import ranges_of
 from trainer.stores.failures import StoreLostError
 from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
 from trainer.stores.manage import migrate_slots
+from trainer.stores.members import Members
 from trainer.stores.peer import Access
 from trainer.stores.processes import TOKEN, LocalStores
+from trainer.stores.slot_map import Described
 
 
 def group_over(stores: LocalStores, replicas: int = 2) -> FlightStore:
@@ -64,17 +66,28 @@ def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: 
         writer.store.group.close()
 
 
-def test_nobody_calls_stores_any_more_when_they_are_given_back_while_copies_lack(
-    tmp_path: Path,
+def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    calling, answered = threading.Event(), threading.Event()
+
+    def ask_slowly(members: Members) -> dict[str, Described | None]:
+        calling.set()
+        answered.wait()
+        return {}
+
     with LocalStores(2, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))
-        writer.write_step()
-        before = writer.store.group.members.slot_map
         kill(stores, 0, forget=True)
-        wait_for(lambda: writer.store.group.members.slot_map is not before)
-        writer.store.group.close()
-        # in a call that outlives the interpreter the process would end by SIGSEGV
+        writer.write_step()
+        group = writer.store.group
+        assert (group.members.slot_map.num_copies == 1).all()
+        monkeypatch.setattr(Members, "describe_all", ask_slowly)
+        wait_for(calling.is_set)  # by who has copies made again
+        threading.Timer(1.0, answered.set).start()
+        group.close()
+        # a call that outlives the interpreter ends the process by SIGSEGV
+        assert answered.is_set()
         assert "repair" not in {thread.name for thread in threading.enumerate()}
 
 
