@@ -1,0 +1,245 @@
+"""A node whose containers are processes of this machine: a kubelet as far as tests need one.
+
+It is run as `python -m tests.cluster.kubelet KUBECONFIG NODE FOLDER`; the Node must exist.
+When it dies its containers die, and what is known of them is lost, as with a machine.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kubernetes import client, config, watch
+from kubernetes.client import ApiException
+from urllib3.exceptions import HTTPError
+
+from tests.cluster import container, pods
+from tests.cluster.pods import Pod
+from tests.cluster.started import Started
+
+HEARTBEAT_SEC = 2.0
+LEASE_SEC = 4
+RETRY_SEC = 0.5
+LIST_AGAIN_SEC = 60
+"""A watch ends after this; the list that follows finds what it missed."""
+LEASES = "kube-node-lease"
+LOST = {
+    "exitCode": container.KILLED,
+    "reason": "ContainerStatusUnknown",
+    "message": "the container could not be found when the node came back",
+}
+
+
+def retried(call: Callable[[], Any]) -> Any:
+    """Call the API server until it answers; None where what is asked for is gone."""
+    while True:
+        try:
+            return call()
+        except ApiException as error:
+            if error.status in (404, 409):  # gone, or another Pod of this name
+                return None
+            if error.status is not None and error.status < 500 and error.status != 429:
+                raise
+        except (HTTPError, OSError):
+            pass
+        time.sleep(RETRY_SEC)
+
+
+class Kubelet:
+    """The node: one loop over what it is told, by the API server and by its containers."""
+
+    def __init__(self, api: Any, node: str, folder: Path) -> None:
+        """Remember where it works.
+
+        Args:
+            api: of the API server.
+            node: its name.
+            folder: of the containers' output.
+        """
+        self._api = api
+        self._node = node
+        self._folder = folder
+        self._containers: dict[str, Started] = {}
+        self._capacity: dict[str, str] = {}
+        self.told: queue.Queue[tuple[Callable[..., None], Any]] = queue.Queue()
+
+    def run(self) -> None:
+        """Work until it is killed."""
+        self._capacity = retried(lambda: self._api.read_node(self._node)).status.allocatable
+        while True:
+            take_in, what = self.told.get()
+            take_in(what)
+
+    def see_all(self, listed: Sequence[Pod]) -> None:
+        """Take in all Pods of this node."""
+        for uid in self._containers.keys() - {pod.metadata.uid for pod in listed}:
+            self._forget(uid)
+        for pod in listed:
+            self.see(pod)
+
+    def see_event(self, event: Mapping[str, Any]) -> None:
+        """Take in one change."""
+        if event["type"] == "DELETED":
+            self._forget(event["object"].metadata.uid)
+        else:
+            self.see(event["object"])
+
+    def see(self, pod: Pod) -> None:
+        """Take in what a Pod is now."""
+        known = self._containers.get(pod.metadata.uid)
+        if known is not None:
+            known.pod = pod
+            self._follow(known)
+        elif pod.metadata.deletion_timestamp:
+            self._remove(pod)
+        elif pod.status.phase == "Running":  # of this node before it died
+            self._report(pod, pods.ended(pod, None, LOST))
+        elif pod.status.phase == "Pending":
+            self._start(pod)
+
+    def _follow(self, known: Started) -> None:
+        """Do to a container what its Pod says."""
+        if known.end is not None:
+            if known.pod.metadata.deletion_timestamp:
+                self._remove(known.pod)
+        elif known.pod.metadata.deletion_timestamp:
+            known.stop(known.pod.metadata.deletion_grace_period_seconds or 0)
+        elif pods.resources(known.pod) != known.applied:
+            self._resize(known)
+
+    def _start(self, pod: Pod) -> None:
+        why = pods.unsupported(pod)
+        if why:
+            self._report(pod, pods.refused(pod, why))
+            return
+        try:
+            started = Started(pod, self._folder / f"{pod.metadata.uid}.log")
+        except OSError as error:  # such as a working folder that is not there
+            end = container.ending(container.NOT_STARTED, "StartError", str(error))
+            self._report(pod, pods.ended(pod, None, end))
+            return
+        self._containers[pod.metadata.uid] = started
+        self._report(pod, pods.running(pod, started.started_at, started.applied))
+        threading.Thread(target=self._wait, args=(started,), daemon=True).start()
+
+    def _wait(self, started: Started) -> None:
+        end = started.wait()
+        self.told.put((self._take_in_end, (started, end)))
+
+    def _take_in_end(self, what: tuple[Started, dict[str, Any]]) -> None:
+        known, known.end = what
+        if known.pod.metadata.uid not in self._containers:
+            return
+        self._report(known.pod, pods.ended(known.pod, known.started_at, what[1]))
+        self._follow(known)
+        for other in self._containers.values():  # one may fit now that did not
+            if other.end is None:
+                self._follow(other)
+
+    def _resize(self, known: Started) -> None:
+        """Change a container's resources where they fit, or say that they do not."""
+        wanted = pods.resources(known.pod)
+        reason = self._misfit(known, wanted)
+        if reason and known.misfit == (reason, wanted):
+            return  # it is said
+        known.misfit = (reason, wanted) if reason else None
+        if reason:
+            text = f"the node has {self._capacity}, and the Pod asks for {wanted}"
+            pending = pods.condition("PodResizePending", holds=True, reason=reason, text=text)
+            self._report(known.pod, {"conditions": [pending]})
+            return
+        known.apply(wanted)
+        status = pods.running(known.pod, known.started_at, wanted)
+        status["conditions"].append({"type": "PodResizePending", "$patch": "delete"})
+        self._report(known.pod, status)
+
+    def _misfit(self, known: Started, wanted: dict[str, dict[str, str]]) -> str | None:
+        """Say in one word why a container cannot have these resources; None where it can."""
+        others = [
+            other.applied
+            for other in self._containers.values()
+            if other is not known and other.end is None
+        ]
+        for name in ("cpu", "memory"):
+            capacity = pods.amount({"node": self._capacity}, "node", name)
+            if pods.requested([wanted], name) > capacity:
+                return "Infeasible"
+            if pods.requested([wanted, *others], name) > capacity:
+                return "Deferred"
+        return None
+
+    def _forget(self, uid: str) -> None:
+        """End what is no longer in the API: it was removed without waiting for this node."""
+        known = self._containers.pop(uid, None)
+        if known is not None and known.end is None:
+            known.stop(0)
+
+    def _remove(self, pod: Pod) -> None:
+        """Take a Pod that has ended from the API, as only its node may do."""
+        options = client.V1DeleteOptions(
+            grace_period_seconds=0, preconditions=client.V1Preconditions(uid=pod.metadata.uid)
+        )
+        name, namespace = pod.metadata.name, pod.metadata.namespace
+        retried(lambda: self._api.delete_namespaced_pod(name, namespace, body=options))
+
+    def _report(self, pod: Pod, status: Mapping[str, Any]) -> None:
+        body = {"metadata": {"uid": pod.metadata.uid}, "status": status}
+        name, namespace = pod.metadata.name, pod.metadata.namespace
+        retried(lambda: self._api.patch_namespaced_pod_status(name, namespace, body))
+
+
+def follow_pods(api: Any, node: str, kubelet: Kubelet) -> None:
+    """Tell a kubelet of its Pods, over and over."""
+    selector = f"spec.nodeName={node}"
+    while True:
+        listed = retried(lambda: api.list_pod_for_all_namespaces(field_selector=selector))
+        kubelet.told.put((kubelet.see_all, listed.items))
+        try:
+            for event in watch.Watch().stream(
+                api.list_pod_for_all_namespaces,
+                field_selector=selector,
+                resource_version=listed.metadata.resource_version,
+                timeout_seconds=LIST_AGAIN_SEC,
+            ):
+                kubelet.told.put((kubelet.see_event, event))
+        except (ApiException, HTTPError, OSError):
+            time.sleep(RETRY_SEC)
+
+
+def beat(api: Any, leases: Any, node: str) -> None:
+    """Say over and over that the node lives."""
+    lease = {
+        "metadata": {"name": node, "namespace": LEASES},
+        "spec": {"holderIdentity": node, "leaseDurationSeconds": LEASE_SEC},
+    }
+    retried(lambda: leases.create_namespaced_lease(LEASES, lease))
+    while True:
+        ready = {"type": "Ready", "status": "True", "reason": "ProcessesRun", "message": ""}
+        ready |= {"lastHeartbeatTime": pods.now(), "lastTransitionTime": pods.now()}
+        renewed = {"spec": {"renewTime": pods.now()}}
+        retried(lambda body=renewed: leases.patch_namespaced_lease(node, LEASES, body))
+        status = {"status": {"conditions": [ready]}}
+        retried(lambda body=status: api.patch_node_status(node, body))
+        time.sleep(HEARTBEAT_SEC)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run a node."""
+    kubeconfig, node, folder = argv
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    connection = config.new_client_from_config(kubeconfig)
+    api = client.CoreV1Api(connection)
+    kubelet = Kubelet(api, node, Path(folder))
+    leases = client.CoordinationV1Api(connection)
+    threading.Thread(target=beat, args=(api, leases, node), daemon=True).start()
+    threading.Thread(target=follow_pods, args=(api, node, kubelet), daemon=True).start()
+    kubelet.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""One container of a node: the process that watches over it, and what its node knows of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import container, pods
+from tests.cluster.pods import Pod
+
+SUPERVISOR = [sys.executable, "-I", "-S", str(Path(container.__file__))]
+"""Starts in 20 ms: no site packages, no environment of Python."""
+
+
+class Started:
+    """One container that was started, and the last that is known of its Pod."""
+
+    def __init__(self, pod: Pod, log: Path) -> None:
+        """Start it.
+
+        Args:
+            pod: one that this node can run.
+            log: file of its output.
+        """
+        self.pod = pod
+        self.log = log
+        self.started_at = pods.now()
+        self.applied: dict[str, dict[str, str]] = {}
+        self.end: dict[str, Any] | None = None
+        self.misfit: tuple[str, dict[str, dict[str, str]]] | None = None
+        self._grace_sec = float("inf")
+        variables = pods.environment(pod, os.environ)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*SUPERVISOR, *pods.command(pod, variables)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=variables,
+                cwd=pod.spec.containers[0].working_dir,
+                start_new_session=True,
+            )
+        self.apply(pods.resources(pod))
+
+    def apply(self, resources: dict[str, dict[str, str]]) -> None:
+        """Give it these resources; of them only the limit of memory is felt."""
+        self.applied = resources
+        self._say(f"limit {pods.amount(resources, 'limits', 'memory'):.0f}")
+
+    def stop(self, grace_sec: float) -> None:
+        """Ask it to end, and kill it after so many seconds."""
+        if grace_sec < self._grace_sec:
+            self._grace_sec = grace_sec
+            self._say(f"stop {grace_sec}")
+
+    def wait(self) -> dict[str, Any]:
+        """Return how it ended, when it has."""
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline()
+        self._process.wait()
+        end = json.loads(said) if said else container.ending(container.KILLED, "Error")
+        end["message"] = end["message"] or pods.message(self.pod, self.log, end["exitCode"])
+        return end
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which is told soon
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
