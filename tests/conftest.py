@@ -7,6 +7,8 @@ import pytest
 from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+BUILD_TIMEOUT_SEC = 1800
+"""Of a test whose fixture may have to build the servers of a cluster first."""
 
 # The same examples each time, and no deadline: speed is for benchmarks.
 settings.register_profile("presage", derandomize=True, deadline=None)
@@ -29,7 +31,10 @@ def shared_data() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where no NVIDIA driver is installed."""
+    """Give the first build of a cluster its time; skip what is marked `gpu` without a driver."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(BUILD_TIMEOUT_SEC))
     if shutil.which("nvidia-smi"):
         return
     for item in items:

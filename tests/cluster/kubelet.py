@@ -133,10 +133,9 @@ class Kubelet:
 
     def _take_in_end(self, what: tuple[Started, dict[str, Any]]) -> None:
         known, known.end = what
-        if known.pod.metadata.uid not in self._containers:
-            return
-        self._report(known.pod, pods.ended(known.pod, known.started_at, what[1]))
-        self._follow(known)
+        if known.pod.metadata.uid in self._containers:
+            self._report(known.pod, pods.ended(known.pod, known.started_at, what[1]))
+            self._follow(known)
         for other in self._containers.values():  # one may fit now that did not
             if other.end is None:
                 self._follow(other)

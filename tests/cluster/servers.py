@@ -5,6 +5,7 @@ Everything listens on loopback, and nothing outlives the process that started it
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -81,6 +82,16 @@ class Cluster:
         """Return a client of the API server that may do everything."""
         return config.new_client_from_config(str(self.kubeconfig))
 
+    def kubeconfig_of(self, namespace: str, account: str) -> Path:
+        """Return a kubeconfig with which one may do what a service account may."""
+        request = {"spec": {"expirationSeconds": 3600}}
+        made = self.core().create_namespaced_service_account_token(account, namespace, request)
+        settings = json.loads(self.kubeconfig.read_text())
+        settings["users"][0]["user"]["token"] = made.status.token
+        path = self.folder / f"{namespace}-{account}.kubeconfig"
+        path.write_text(json.dumps(settings, indent=2))
+        return path
+
     def core(self) -> Any:
         """Return the API of Pods, nodes and namespaces; what it returns has no types."""
         return client.CoreV1Api(self.client())
@@ -125,6 +136,12 @@ class Cluster:
     def fail_node(self, name: str) -> None:
         """Kill a node and all its containers at once; `add_node` brings it back, empty."""
         self.stop(name, signal.SIGKILL)
+
+    def remove_node(self, name: str) -> None:
+        """Take a node out of the cluster for good; its Pods go with it."""
+        if name in self._processes:
+            self.stop(name, signal.SIGKILL)
+        self.core().delete_node(name)
 
     def wait_for_nodes(self, *names: str) -> None:
         """Wait until Pods may be put on these nodes."""

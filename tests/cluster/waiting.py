@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 Found = TypeVar("Found")
@@ -24,3 +25,11 @@ def until(what: str, look: Callable[[], Found], *, timeout_sec: float = 60.0) ->
             raise TimeoutError(f"{what} must come within {timeout_sec:.0f} s, got {found!r}")
         time.sleep(0.1)
     return found
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process runs; one that ended and was not taken off does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
