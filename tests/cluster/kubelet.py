@@ -27,6 +27,8 @@ LEASE_SEC = 4
 RETRY_SEC = 0.5
 LIST_AGAIN_SEC = 60
 """A watch ends after this; the list that follows finds what it missed."""
+AGAIN = "please apply your changes to the latest version"
+"""Said where two write at once; other conflicts are with a Pod or a lease that is there already."""
 LEASES = "kube-node-lease"
 LOST = {
     "exitCode": container.KILLED,
@@ -36,14 +38,14 @@ LOST = {
 
 
 def retried(call: Callable[[], Any]) -> Any:
-    """Call the API server until it answers; None where what is asked for is gone."""
+    """Call the API server until it answers; None where what is meant is gone, or is there."""
     while True:
         try:
             return call()
         except ApiException as error:
-            if error.status in (404, 409):  # gone, or another Pod of this name
+            if error.status == 404 or (error.status == 409 and AGAIN not in str(error.body)):
                 return None
-            if error.status is not None and error.status < 500 and error.status != 429:
+            if error.status is not None and error.status < 500 and error.status not in (409, 429):
                 raise
         except (HTTPError, OSError):
             pass

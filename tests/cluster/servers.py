@@ -30,7 +30,7 @@ TAKEN = "address already in use"
 ATTEMPTS = 5
 LAST_CHARACTERS = 2000
 """Of a log, in the message of a failure."""
-STOP_SEC = 20
+STOP_SEC = 5
 """A server that was asked to end is killed after this."""
 
 
@@ -149,7 +149,20 @@ class Cluster:
         until(f"nodes {', '.join(names)}", lambda: self._are_ready(api, names))
 
     def stop(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
-        """Stop a server or a node; it is gone when this returns."""
+        """Stop a server or a node; it is gone when this returns.
+
+        Args:
+            name: of a node, or of a server as its program is called, such as `kube-apiserver`.
+            how: the signal; who is asked to end is killed after some seconds.
+
+        Raises:
+            ValueError: no process has this name.
+        """
+        if name not in self._processes:
+            raise ValueError(
+                f"name must be one of {', '.join(self._processes)}, got name={name!r}; "
+                f"nodes without processes share {KWOK}"
+            )
         process = self._processes.pop(name)
         process.send_signal(how)
         try:
