@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.process.command import RunRequest, inputs_of, plan_jobs, run_jobs
-from scheduler.drivers.process.driver import DriverOptions
 from scheduler.explain import as_json, explain, summary
 from scheduler.machine.log import recover
 from scheduler.machine.words import jobs_as_json, pools_in_words, replayed

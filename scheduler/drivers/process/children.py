@@ -10,31 +10,36 @@ import fcntl
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from scheduler.drivers.processes import NOTHING, Ending, Needs
 
 _BEGIN = 'echo $$ > "$0" && exec "$@"'
 """Writes its pid to the first argument and becomes the program of the others."""
 LAST_BYTES = 4096
 """Bytes at the end of what a child said that are looked at."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Children:
     """The child processes of one job."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         """Remember where their files lie.
 
         Args:
             folder: with `<name>.lock`, `.pid`, `.out`, `.err` and `.asked` of each.
+            environment: of each child.
         """
         self._folder = folder
+        self._environment = dict(environment)
         self._own: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses: dict[str, int] = {}
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start a child, unless one was begun by this name."""
+    def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
+        """Start a child, unless one was begun by this name; what it needs is not enforced."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = os.open(self._at(name, "lock"), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
@@ -48,7 +53,7 @@ class Children:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    env=dict(environment),
+                    env=self._environment,
                     pass_fds=(lock,),
                     start_new_session=True,
                 )
@@ -96,9 +101,13 @@ class Children:
         del self._own[name]
         return True
 
-    def status(self, name: str) -> int | None:
-        """Return the exit status of a child that ended; None where another process started it."""
-        return self._statuses.get(name)
+    def runs(self, name: str) -> bool:
+        """Tell whether a child runs: none waits for a place."""
+        return self.lives(name)
+
+    def ending(self, name: str) -> Ending:
+        """Return how a child ended; its status is unknown where another process started it."""
+        return Ending(status=self._statuses.get(name))
 
     def pid(self, name: str) -> int | None:
         """Return the pid of a living child; None for a moment after its start, or when it died."""
@@ -133,6 +142,22 @@ class Children:
         lines = self._read(name, "err")[-LAST_BYTES:].strip().splitlines()
         return lines[-1].strip() if lines else ""
 
+    def resident_bytes(self, name: str) -> int:
+        """Return the memory of a child and all that it has started."""
+        pid = self.pid(name)
+        return 0 if pid is None else resident_bytes(pid)
+
+    def notices(self) -> Mapping[str, float]:
+        """Return nothing: nobody takes a child away with notice."""
+        return {}
+
+    def resize(self, name: str, memory_bytes: int) -> bool | None:
+        """Change nothing: there is no limit to change."""
+        return False
+
+    def tidy(self, names: Collection[str]) -> None:
+        """Keep everything: files of a child say that its name was used."""
+
     def _read(self, name: str, kind: str) -> str:
         with suppress(FileNotFoundError):
             return self._at(name, kind).read_text(encoding="utf-8", errors="replace")
@@ -145,3 +170,13 @@ class Children:
     def _end_group(pid: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process and its descendants, 0 when it is gone."""
+    total = 0
+    with suppress(FileNotFoundError, ProcessLookupError):
+        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(map(resident_bytes, map(int, (task / "children").read_text().split())))
+    return total

@@ -1,4 +1,4 @@
-"""`python -m scheduler run`: jobs on this machine, from first to last."""
+"""`python -m scheduler run`: jobs from first to last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from scheduler.drivers.process.driver import Driver, DriverOptions, unnamed_jobs
+from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
+from scheduler.drivers.process.machine import ThisMachine
 from scheduler.drivers.process.submit import submit
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.machine.events import BudgetSet, Event, Submitted
@@ -93,7 +94,7 @@ def run_jobs(request: RunRequest) -> State:
                 f"run must name every job of {request.output} that has not ended, got none for "
                 f"{', '.join(unnamed)}; add the job file, or use another --output"
             )
-        driver = Driver(request.driver, log, found, places)
+        driver = Driver(request.driver, ThisMachine(), log, found, places)
         driver.begin(jobs, budget.cpus, budget.memory)
         drained = False
         while not driver.is_done:

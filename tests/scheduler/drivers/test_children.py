@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.process.children import Children
-from scheduler.drivers.process.observe import resident_bytes
+from scheduler.drivers.process.children import Children, resident_bytes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 SAYS = [sys.executable, "-c", "import sys; print('out'); print('a\\nerror: b', file=sys.stderr)"]
@@ -41,23 +40,23 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[Children]:
-    made = Children(tmp_path)
+    made = Children(tmp_path, os.environ)
     yield made
     for path in tmp_path.glob("*.lock"):
-        Children(tmp_path).end(path.stem)
+        Children(tmp_path, os.environ).end(path.stem)
 
 
 def test_start_of_a_name_that_was_begun_does_nothing(children: Children) -> None:
-    children.start("a", SLEEP, os.environ)
+    children.start("a", SLEEP)
     until(lambda: children.pid("a"))
     pid = children.pid("a")
-    children.start("a", SLEEP, os.environ)
+    children.start("a", SLEEP)
     assert children.pid("a") == pid
     children.end("a")
     until(lambda: not children.lives("a"))
-    children.start("a", SLEEP, os.environ)
+    children.start("a", SLEEP)
     assert not children.lives("a")
-    assert children.status("a") == -signal.SIGKILL
+    assert children.ending("a").status == -signal.SIGKILL
 
 
 def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
@@ -67,24 +66,24 @@ def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from scheduler.drivers.process.children import Children\n"
-        f"Children(Path({str(tmp_path)!r})).start('a', {SLEEP!r}, os.environ)\n"
+        f"Children(Path({str(tmp_path)!r}), os.environ).start('a', {SLEEP!r})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", parent], check=False)
     assert done.returncode == -signal.SIGKILL
     until(lambda: children.pid("a"))
     assert resident_bytes(children.pid("a") or 0) > 0
-    children.start("a", SAYS, os.environ)
+    children.start("a", SAYS)
     assert children.output("a") == ""
     children.end("a")
     until(lambda: not children.lives("a"))
-    assert children.status("a") is None
+    assert children.ending("a").status is None
 
 
 def test_what_a_child_said_and_how_it_ended_are_kept(children: Children) -> None:
-    children.start("a", SAYS, os.environ)
+    children.start("a", SAYS)
     until(lambda: not children.lives("a"))
-    assert children.status("a") == 0
+    assert children.ending("a").status == 0
     assert children.output("a") == "out\n"
     assert children.last_words("a") == "error: b"
     assert children.pid("a") is None
@@ -93,7 +92,7 @@ def test_what_a_child_said_and_how_it_ended_are_kept(children: Children) -> None
 
 @pytest.mark.parametrize("killed", [True, False], ids=["it is killed", "it is ended"])
 def test_what_a_child_has_started_ends_with_it(children: Children, killed: bool) -> None:
-    children.start("a", FORKS, os.environ)
+    children.start("a", FORKS)
     until(lambda: children.output("a").endswith("\n"))
     grandchild = int(children.output("a"))
     pid = children.pid("a")
@@ -113,11 +112,11 @@ def test_ask_signals_once(children: Children, tmp_path: Path) -> None:
         "print('up', flush=True)\n"
         "while True: time.sleep(0.05)\n"
     )
-    children.start("a", [sys.executable, "-c", counts], os.environ)
+    children.start("a", [sys.executable, "-c", counts])
     until(lambda: children.output("a") == "up\n")
     children.ask("a")
     until(lambda: children.output("a") == "up\nasked\n")
-    Children(tmp_path).ask("a")
+    Children(tmp_path, os.environ).ask("a")
     assert (tmp_path / "a.asked").exists()
     time.sleep(0.2)
     assert children.output("a") == "up\nasked\n"

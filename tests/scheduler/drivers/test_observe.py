@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.drivers.observe import StepTail, ended
 from scheduler.drivers.process.children import Children
-from scheduler.drivers.process.observe import StepTail, ended
-from scheduler.drivers.process.teach import teach
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.teach import teach
 from scheduler.machine.state import JobState, PoolName, Process
 from scheduler.past import PAST_JOBS, read_past
 from schemas.events import METRICS, SUMMARY, StepMetric, to_line
@@ -53,13 +53,13 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
     if finished:
         place.run.mkdir()
         (place.run / SUMMARY).write_text("{}")
-    children = Children(place.processes)
-    children.start("a", ["/bin/sh", "-c", script], os.environ)
+    children = Children(place.processes, os.environ)
+    children.start("a", ["/bin/sh", "-c", script])
     until(lambda: not children.lives("a"))
     found = ended(place, children, "job", process(pool, "a"), 5.0)
     assert (found.outcome, found.detail) == (outcome, detail)
     # Who comes next knows no status, only what is left and was said.
-    again = ended(place, Children(place.processes), "job", process(pool, "a"), 5.0)
+    again = ended(place, Children(place.processes, os.environ), "job", process(pool, "a"), 5.0)
     assert again.outcome == (outcome if outcome == "done" or detail[:5] == "error" else "lost")
 
 

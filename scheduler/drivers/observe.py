@@ -1,4 +1,4 @@
-"""What is seen of processes and runs from outside: how they ended, steps, memory."""
+"""What is seen of processes and runs from outside: how they ended, and steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.process.children import Children
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.processes import Processes
 from scheduler.machine.events import Ended, Outcome, Stepped
 from scheduler.machine.state import Process
 from schemas.events import BEHIND, HUNG, LOST, METRICS, SUMMARY, StepMetric
@@ -18,14 +18,14 @@ from schemas.manifest import position_of, read_dataset
 
 MAX_STEPS = 32
 """Steps whose time is told at once."""
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def ended(
-    place: Workplace, children: Children, job: str, process: Process, time_sec: float
+    place: Workplace, children: Processes, job: str, process: Process, time_sec: float
 ) -> Ended:
     """Return how a process that runs no more has ended: by what it left, before what it said."""
-    name, status = process.name, children.status(process.name)
+    name, ending = process.name, children.ending(process.name)
+    status = ending.status
     said = children.last_words(name)
     num_samples, work_sec = 0, 0.0
     if process.pool == "segment" and is_built(place, process.number):
@@ -35,6 +35,8 @@ def ended(
         outcome = "done"
     elif status == 0 and process.pool != "segment":
         outcome = "left"
+    elif ending.lost or ending.refused:
+        outcome, said = ("lost", ending.lost) if ending.lost else ("failed", ending.refused)
     elif status in (HUNG, BEHIND, LOST):
         outcome = "lost"
     elif status is not None and status < 0:
@@ -115,13 +117,3 @@ class StepTail:
             num_replicas=replicas,
             seconds=tuple(m.num_samples / m.samples_per_sec for m in same[-MAX_STEPS:]),
         )
-
-
-def resident_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants, 0 when it is gone."""
-    total = 0
-    with suppress(FileNotFoundError, ProcessLookupError):
-        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(map(resident_bytes, map(int, (task / "children").read_text().split())))
-    return total

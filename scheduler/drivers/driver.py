@@ -1,9 +1,9 @@
-"""The scheduler of one machine: what is seen becomes events, what is decided becomes processes.
+"""The scheduler's loop: what is seen becomes events, what is decided becomes processes.
 
     recover the log -> submit -> [ who ended -> who began -> steps -> memory -> a look ] ...
 
 Killed anywhere, it is started again with the same command: its log says where it stood, and
-its children, which go on meanwhile, are known by their names.
+its processes, which go on meanwhile, are known by their names.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scheduler.drivers.process.children import Children
+from scheduler.drivers.observe import StepTail, ended
 from scheduler.drivers.process.commands import (
-    environment,
     lead_command,
     move_command,
     replica_command,
     segment_command,
     store_command,
 )
-from scheduler.drivers.process.observe import StepTail, ended, resident_bytes
 from scheduler.drivers.process.stores import load_known, prepare_stores
 from scheduler.drivers.process.submit import HISTORY
-from scheduler.drivers.process.teach import teach
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.processes import Needs, Platform, Processes
+from scheduler.drivers.teach import teach
 from scheduler.machine.codec import decision_of
 from scheduler.machine.events import (
     BudgetSet,
     Drained,
     Event,
     Moved,
+    Preempted,
     Read,
     Started,
     Submitted,
@@ -51,7 +51,7 @@ LAST_LOOK_SEC = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverOptions:
-    """How a machine is watched."""
+    """How processes are watched."""
 
     output: Path
     """Folder of the scheduler."""
@@ -64,15 +64,21 @@ class DriverOptions:
 
 
 class Driver:
-    """Jobs of this machine, their children and their log."""
+    """Jobs, their processes and their log."""
 
     def __init__(
-        self, options: DriverOptions, log: Log, found: Replay, places: Mapping[str, Workplace]
+        self,
+        options: DriverOptions,
+        platform: Platform,
+        log: Log,
+        found: Replay,
+        places: Mapping[str, Workplace],
     ) -> None:
         """Begin where a log ends.
 
         Args:
-            options: how the machine is watched.
+            options: how processes are watched.
+            platform: where they run.
             log: open.
             found: what it comes to.
             places: of every job that may run.
@@ -81,10 +87,11 @@ class Driver:
         self._options = options
         self._log = log
         self._places = places
-        self._environment = environment()
-        self._children = {job: Children(place.processes) for job, place in places.items()}
+        self._platform = platform
+        self._children = {job: platform.of_job(job, p.processes) for job, p in places.items()}
         self._tails = {job: StepTail(place.run) for job, place in places.items()}
         self._told_load = dict.fromkeys(places, 0)
+        self._noticed = set[tuple[str, str]]()
         self._looked_sec = 0.0
         log.append(None, found.missing)
         for action in found.actions:
@@ -125,6 +132,7 @@ class Driver:
 
     def poll(self) -> None:
         """Look at all processes once."""
+        self._platform.poll()
         for name in list(self.state.jobs):
             if name in self._places:
                 self._poll_job(name)
@@ -172,6 +180,19 @@ class Driver:
         for process in processes:
             if process.status == "starting" and process not in gone and self._is_up(name, process):
                 self._tell(Started(time_sec=time.time(), job=name, process=process.name))
+        self._poll_notices(name)
+        children.tidy(self.state.jobs[name].processes)
+
+    def _poll_notices(self, name: str) -> None:
+        """Tell once which processes are to be taken away."""
+        for process, grace_sec in self._children[name].notices().items():
+            known = self.state.jobs[name].processes.get(process)
+            if known is None or known.status == "leaving" or (name, process) in self._noticed:
+                continue
+            self._noticed.add((name, process))
+            self._tell(
+                Preempted(time_sec=time.time(), job=name, process=process, grace_sec=grace_sec)
+            )
 
     def _poll_stores(self, name: str) -> None:
         """Tell what the oracle knows of new segments, and how a move of slots has ended."""
@@ -193,6 +214,8 @@ class Driver:
 
     def _is_up(self, job: str, process: Process) -> bool:
         """Tell whether a living process is at work: a lead of replicas, when they may join it."""
+        if not self._children[job].runs(process.name):
+            return False
         if process.pool == "store":
             return self._children[job].output(process.name).endswith("\n")  # its address
         waits = process.pool == "lead" and self.state.jobs[job].grouped
@@ -200,8 +223,7 @@ class Driver:
 
     def _read_memory(self, job: JobState) -> None:
         for process in job.processes.values():
-            pid = self._children[job.name].pid(process.name)
-            resident = 0 if pid is None else resident_bytes(pid)
+            resident = self._children[job.name].resident_bytes(process.name)
             if process.status != "running" or not resident:
                 continue
             now = time.time()
@@ -245,11 +267,11 @@ class Driver:
             slots, source, target = (int(action.values[k]) for k in ("slots", "source", "target"))
             name = f"move-{slots}-to-{target}.{int(1000 * self.state.now_sec)}"
             command = move_command(self._places[job.name], slots, source, target)
-            children.start(name, command, self._environment)
+            children.start(name, command)
         elif action.verb == "finish":
             teach(job, self._options.output / HISTORY)
 
-    def _start(self, job: JobState, process: Process, action: Action, children: Children) -> None:
+    def _start(self, job: JobState, process: Process, action: Action, children: Processes) -> None:
         place = self._places[job.name]
         if process.pool == "segment":
             command = segment_command(place, process.number, process.workers)
@@ -263,7 +285,8 @@ class Driver:
             command = store_command(place, process.number, job.num_stores or 0)
         else:
             command = replica_command(place, process.number, max(1, int(process.cpus)))
-        children.start(process.name, command, self._environment)
+        needs = Needs(cpus=process.cpus, memory_bytes=process.memory_bytes)
+        children.start(process.name, command, needs)
 
 
 def unnamed_jobs(state: State, places: Mapping[str, Workplace]) -> list[str]:

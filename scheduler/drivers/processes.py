@@ -1,0 +1,118 @@
+"""What the loop asks of the place where processes run: this machine, or a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What is known of how a process ended."""
+
+    status: int | None = None
+    """Exit status, negative for a signal; None where nobody saw it."""
+    lost: str = ""
+    """What took the process away, in a word, where its platform says so."""
+    refused: str = ""
+    """Why the platform will not run it, however often it is asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What is booked for a process; nothing for one that computes nothing."""
+
+    cpus: float = 0.0
+    """Cores."""
+    memory_bytes: int = 0
+    """Memory."""
+
+
+NOTHING = Needs()
+
+
+class Processes(Protocol):
+    """The processes of one job, by names that are never given twice."""
+
+    def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
+        """Start a process, unless one was begun by this name.
+
+        Args:
+            name: of the process.
+            command: begins with the Python interpreter; a platform may put its own there.
+            needs: what is booked for it.
+        """
+        ...
+
+    def is_known(self, name: str) -> bool:
+        """Tell whether a process was begun by this name."""
+        ...
+
+    def newest(self, prefix: str) -> str | None:
+        """Return the process that was begun last among those whose names begin so."""
+        ...
+
+    def lives(self, name: str) -> bool:
+        """Tell whether a process has not ended; one that waits for its place lives."""
+        ...
+
+    def runs(self, name: str) -> bool:
+        """Tell whether the program of a process has begun, and not ended."""
+        ...
+
+    def ending(self, name: str) -> Ending:
+        """Return how a process ended that does not live."""
+        ...
+
+    def ask(self, name: str) -> None:
+        """Ask a process to end, once."""
+        ...
+
+    def end(self, name: str) -> None:
+        """End a process and all that it has started."""
+        ...
+
+    def output(self, name: str) -> str:
+        """Return what a process wrote on standard output."""
+        ...
+
+    def last_words(self, name: str) -> str:
+        """Return the last line that a process wrote on standard error."""
+        ...
+
+    def resident_bytes(self, name: str) -> int:
+        """Return the memory of a process with all that it has started, 0 where it is unknown."""
+        ...
+
+    def notices(self) -> Mapping[str, float]:
+        """Return the processes that are to be taken away, with the seconds until then."""
+        ...
+
+    def resize(self, name: str, memory_bytes: int) -> bool | None:
+        """Give a running process another limit of memory; asked again and again.
+
+        Returns:
+            Whether it has it; None while that is not known yet.
+        """
+        ...
+
+    def tidy(self, names: Collection[str]) -> None:
+        """Take off what is left of processes that have ended, but for those of these names."""
+        ...
+
+
+class Platform(Protocol):
+    """A place where processes run."""
+
+    resizes: bool
+    """Whether the memory of a running process may be changed."""
+
+    def of_job(self, job: str, folder: Path) -> Processes:
+        """Return the processes of a job; what they say lies in a folder that they see, too."""
+        ...
+
+    def poll(self) -> None:
+        """Take in what has happened since the last time."""
+        ...
