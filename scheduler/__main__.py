@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from scheduler.drivers.driver import DriverOptions
+from scheduler.drivers.platforms import check_driver
 from scheduler.drivers.process.command import RunRequest, inputs_of, plan_jobs, run_jobs
 from scheduler.explain import as_json, explain, summary
 from scheduler.machine.log import recover
@@ -70,7 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("scheduled"), metavar="DIR", help="folder of it all"
     )
     command.add_argument("--budget", type=Path, metavar="FILE", help="of all jobs; this machine")
-    command.add_argument("--driver", choices=("process", "kubernetes"), default="process")
+    command.add_argument(
+        "--driver", choices=("process", "kubernetes"), help="that of the jobs when left out"
+    )
+    command.add_argument("--cluster", type=Path, metavar="FILE", help="where Pods run")
     command.add_argument("--dry-run", action="store_true", help="what would be decided first")
     command.add_argument(
         "--status",
@@ -136,15 +140,13 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if arguments.driver != "process":
-        raise PlanError(
-            f"driver must be process, got {arguments.driver}; nothing else is there yet"
-        )
+    check_driver(arguments.driver, arguments.cluster, arguments.jobs)
     request = RunRequest(
         job_files=arguments.jobs,
         inputs=inputs_of(arguments.input, arguments.jobs),
         output=arguments.output,
         budget=arguments.budget,
+        cluster=arguments.cluster,
         driver=DriverOptions(output=arguments.output),
     )
     if arguments.dry_run:

@@ -34,6 +34,7 @@ from scheduler.machine.events import (
     Moved,
     Preempted,
     Read,
+    Resized,
     Started,
     Submitted,
     Ticked,
@@ -96,6 +97,15 @@ class Driver:
         log.append(None, found.missing)
         for action in found.actions:
             self._carry_out(action)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Ask processes that are to leave: the scheduler before may not have come to it."""
+        for job, children in self._children.items():
+            known = self.state.jobs.get(job)
+            for process in () if known is None else known.processes.values():
+                if process.status == "leaving":
+                    children.ask(process.name)
 
     def begin(self, jobs: Sequence[Submitted], cpus: float, memory_bytes: int) -> None:
         """Submit jobs that the machine does not know, or that were ended early.
@@ -112,9 +122,12 @@ class Driver:
                     "it, or use another --output",
                     file=str(self._places[job.job].job_file),
                 )
-        budget = self.state.budget
-        if (budget.cpus, budget.memory) != (cpus, memory_bytes):
-            self._tell(BudgetSet(time_sec=time.time(), cpus=cpus, memory_bytes=memory_bytes))
+        budget, resizes = self.state.budget, self._platform.resizes
+        if (budget.cpus, budget.memory, self.state.resizes) != (cpus, memory_bytes, resizes):
+            now = time.time()
+            self._tell(
+                BudgetSet(time_sec=now, cpus=cpus, memory_bytes=memory_bytes, resizes=resizes)
+            )
         for job in jobs:
             known = self.state.jobs.get(job.job)
             if known is None or known.phase in ("drained", "draining", "failed"):
@@ -181,6 +194,7 @@ class Driver:
             if process.status == "starting" and process not in gone and self._is_up(name, process):
                 self._tell(Started(time_sec=time.time(), job=name, process=process.name))
         self._poll_notices(name)
+        self._poll_resizes(name)
         children.tidy(self.state.jobs[name].processes)
 
     def _poll_notices(self, name: str) -> None:
@@ -193,6 +207,17 @@ class Driver:
             self._tell(
                 Preempted(time_sec=time.time(), job=name, process=process, grace_sec=grace_sec)
             )
+
+    def _poll_resizes(self, name: str) -> None:
+        """Tell how changes of memory have ended; asked for at first, they are begun."""
+        for process in list(self.state.jobs[name].processes.values()):
+            if process.memory_before is None:
+                continue
+            done = self._children[name].resize(process.name, process.memory_bytes)
+            if done is not None:
+                self._tell(
+                    Resized(time_sec=time.time(), job=name, process=process.name, resized=done)
+                )
 
     def _poll_stores(self, name: str) -> None:
         """Tell what the oracle knows of new segments, and how a move of slots has ended."""

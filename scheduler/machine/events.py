@@ -29,6 +29,8 @@ class BudgetSet(Event):
     """Cores."""
     memory_bytes: int
     """Memory."""
+    resizes: bool = False
+    """Whether the memory of a process may be changed while it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,14 @@ class Preempted(ProcessEvent):
 
     grace_sec: float
     """Seconds until then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized(ProcessEvent):
+    """A running process has the memory that it was to be given, or cannot get it."""
+
+    resized: bool
+    """Whether it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

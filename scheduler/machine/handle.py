@@ -26,6 +26,7 @@ from scheduler.machine.events import (
     Preempted,
     ProcessEvent,
     Read,
+    Resized,
     Started,
     Stepped,
     Submitted,
@@ -35,7 +36,14 @@ from scheduler.machine.look import look
 from scheduler.machine.notice import on_preempted
 from scheduler.machine.reconcile import reconcile
 from scheduler.machine.state import ENDED, Action, JobState, State
-from scheduler.machine.taking_in import on_load, on_moved, on_read, on_started, on_stepped
+from scheduler.machine.taking_in import (
+    on_load,
+    on_moved,
+    on_read,
+    on_resized,
+    on_started,
+    on_stepped,
+)
 from scheduler.snapshot import Snapshot
 from schemas.job import parse_job
 from schemas.job_schedule import BudgetConfig
@@ -78,7 +86,7 @@ def _claims(state: State) -> tuple[BudgetConfig, list[str]]:
 def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
     if isinstance(event, BudgetSet):
         budget = replace(state.budget, cpus=event.cpus, memory=event.memory_bytes)
-        return replace(state, budget=budget), []
+        return replace(state, budget=budget, resizes=event.resizes), []
     if isinstance(event, Submitted):
         return _submit(state, event), []
     if not isinstance(event, JobEvent):
@@ -124,6 +132,7 @@ _HANDLERS: Mapping[type[Event], Handler] = MappingProxyType(
         Ended: on_ended,
         Preempted: on_preempted,
         Read: on_read,
+        Resized: on_resized,
         Stepped: on_stepped,
         LoadKnown: on_load,
         Moved: on_moved,

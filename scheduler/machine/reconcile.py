@@ -20,6 +20,7 @@ class Pass:
     now_sec: float
     cpus: float
     memory_bytes: int
+    resizes: bool = False
     actions: list[Action] = field(default_factory=list[Action])
 
     def fits(self, cpus: float, memory_bytes: int) -> bool:
@@ -36,6 +37,24 @@ class Pass:
         self.actions.append(Action(verb=verb, job=job.name, process=process.name, reason=reason))
         left = replace(process, status="leaving")
         return replace(job, processes={**job.processes, process.name: left})
+
+    def grow(
+        self, job: JobState, process: Process, memory_bytes: int, reason: str, *, stop: bool = False
+    ) -> JobState:
+        """Give a process more memory as it runs; where that cannot be, end it for one that has."""
+        more = memory_bytes - process.memory_bytes
+        can = self.resizes and process.status == "running" and not process.fixed
+        if not can or not self.fits(0.0, more):
+            return self.leave(job, process, reason, stop=stop)
+        self.memory_bytes -= more
+        values = {"memory_bytes": float(memory_bytes)}
+        action = Action(
+            verb="resize", job=job.name, process=process.name, reason=reason, values=values
+        )
+        self.actions.append(action)
+        before = process.memory_before or process.memory_bytes
+        grown = replace(process, memory_bytes=memory_bytes, memory_before=before)
+        return replace(job, processes={**job.processes, process.name: grown})
 
     def start(self, job: JobState, pool: PoolName, number: int, reason: str) -> JobState:
         """Start a process, unless its place has one, it just failed, or there is no room."""
@@ -82,7 +101,8 @@ class Pass:
 def reconcile(state: State) -> tuple[State, list[Action]]:
     """Start and end processes until pools are what they are to be, as far as there is room."""
     cpus, memory = state.used
-    done = Pass(state.now_sec, state.budget.cpus - cpus, state.budget.memory - memory)
+    free = state.budget.cpus - cpus, state.budget.memory - memory
+    done = Pass(state.now_sec, *free, resizes=state.resizes)
     jobs = dict(state.jobs)
     for job in state.jobs.values():
         if job.phase in ("drained", "finished", "failed") and job.processes:
@@ -131,9 +151,10 @@ def _end_all(job: JobState, done: Pass, reason: str) -> JobState:
 def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
     """Build the segments in order; the first one alone, as it decides what the others must be."""
     for process in job.of_pool("segment"):
-        if process.memory_bytes < process.workers * job.worker_memory:
+        wanted = process.workers * job.worker_memory
+        if process.memory_bytes < wanted:
             why = f"its workers are to have {job.worker_memory:,} bytes"
-            job = done.leave(job, process, why, stop=True)
+            job = done.grow(job, process, wanted, why, stop=True)
     building = [p.number for p in job.of_pool("segment")]
     most = sizes.segment_jobs if job.built else 1
     open_ones = [n for n in range(job.num_segments) if n not in job.built]
@@ -168,7 +189,8 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
     if lead is not None and job.grouped and lead.cpus > 0:
         return done.leave(job, lead, "several replicas take over; it saves, and one begins anew")
     if lead is not None and 0 < lead.memory_bytes < job.replica_memory:
-        return done.leave(job, lead, f"it is to have {job.replica_memory:,} bytes")
+        why = f"it is to have {job.replica_memory:,} bytes"
+        return done.grow(job, lead, job.replica_memory, why)
     replicas = job.of_pool("replica")
     if lead is None and replicas:
         for process in replicas:  # they know another lead
@@ -184,7 +206,8 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
             job = done.leave(job, process, f"{sizes.num_replicas} replicas are enough")
     short = [p for p in job.of_pool("replica") if p.memory_bytes < job.replica_memory]
     if short and all(p.status == "running" for p in job.of_pool("replica")):  # one by one
-        job = done.leave(job, short[0], f"it is to have {job.replica_memory:,} bytes")
+        why = f"it is to have {job.replica_memory:,} bytes"
+        job = done.grow(job, short[0], job.replica_memory, why)
     for number in range(sizes.num_replicas):
         job = done.start(job, "replica", number, f"{sizes.num_replicas} replicas are to train")
     return job
@@ -206,7 +229,9 @@ def is_settled(job: JobState) -> bool:
 
 
 def _is_short(job: JobState, process: Process) -> bool:
-    """Tell whether a process has less memory than it is to have."""
+    """Tell whether a process has less memory than it is to have, or not yet."""
+    if process.memory_before is not None:
+        return True
     wanted = {"segment": process.workers * job.worker_memory, "replica": job.replica_memory}
     return process.memory_bytes < wanted.get(process.pool, 0)
 

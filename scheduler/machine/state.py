@@ -53,6 +53,10 @@ class Process:
     """Work per second that was read last."""
     slow_looks: int = 0
     """Looks in a row at which it was slow."""
+    memory_before: int | None = None
+    """What it had before a change of its memory that is in flight."""
+    fixed: bool = False
+    """Whether its memory cannot be changed while it runs."""
 
     @property
     def place(self) -> str:
@@ -148,6 +152,8 @@ class State:
     """Time of the last event."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Of all jobs together."""
+    resizes: bool = False
+    """Whether the memory of a process may be changed while it runs."""
     jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])
     """By name, in the order in which they were submitted."""
 
@@ -169,6 +175,7 @@ Verb = Literal[
     "drain",
     "stop",
     "migrate",
+    "resize",
     "admit",
     "wait",
     "scale",
@@ -178,8 +185,8 @@ Verb = Literal[
     "finish",
     "fail",
 ]
-"""The first four are carried out; the others say why."""
-CARRIED_OUT: tuple[Verb, ...] = ("start", "drain", "stop", "migrate")
+"""The first five are carried out; the others say why."""
+CARRIED_OUT: tuple[Verb, ...] = ("start", "drain", "stop", "migrate", "resize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from scheduler.cells import observe
 from scheduler.grid import Grid
-from scheduler.machine.events import LoadKnown, Moved, Read, Started, Stepped
+from scheduler.machine.events import LoadKnown, Moved, Read, Resized, Started, Stepped
 from scheduler.machine.slots import first_owners
 from scheduler.machine.state import Action, JobState, State
 from scheduler.models import training_setting
@@ -23,8 +23,8 @@ Handled = tuple[JobState, list[Action]]
 def on_started(job: JobState, event: Started, state: State) -> Handled:
     """A process runs; a store takes its share of the slots when no other has it."""
     process = job.processes[event.process]
-    if process.status == "starting":
-        process = replace(process, status="running")
+    if process.status == "starting":  # what it waited for a place is no work
+        process = replace(process, status="running", began_sec=event.time_sec)
     job = replace(job, processes={**job.processes, process.name: process})
     if process.pool == "store" and not job.owners and job.num_stores:
         job = replace(job, owners=first_owners(job.num_stores))
@@ -41,6 +41,17 @@ def on_read(job: JobState, event: Read, state: State) -> Handled:
         readings = readings[::2]
     rate = process.rate if event.rate is None else event.rate
     process = replace(process, readings=readings, rate=rate)
+    return replace(job, processes={**job.processes, process.name: process}), []
+
+
+def on_resized(job: JobState, event: Resized, state: State) -> Handled:
+    """A process has its new memory; or it never will, and has what it had."""
+    process = job.processes[event.process]
+    if event.resized or process.memory_before is None:
+        process = replace(process, memory_before=None)
+    else:
+        before = process.memory_before
+        process = replace(process, memory_bytes=before, memory_before=None, fixed=True)
     return replace(job, processes={**job.processes, process.name: process}), []
 
 

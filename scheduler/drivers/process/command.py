@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
-from scheduler.drivers.process.machine import ThisMachine
+from scheduler.drivers.platforms import open_platform
 from scheduler.drivers.process.submit import submit
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.machine.events import BudgetSet, Event, Submitted
@@ -37,7 +37,10 @@ class RunRequest:
     output: Path
     """Folder of the scheduler."""
     budget: Path | None
-    """File with the budget of all jobs together; this machine when None."""
+    """File with the budget of all jobs together; when None this machine, or with a cluster what the
+    jobs may have each."""
+    cluster: Path | None = None
+    """File of the cluster whose Pods processes are; None for this machine."""
     driver: DriverOptions
     """How processes are watched."""
 
@@ -82,7 +85,7 @@ def run_jobs(request: RunRequest) -> State:
 
     Raises:
         SchemaError: a job, its input or the log is none, or another scheduler works there.
-        PlanError: the log has other jobs that have not ended.
+        PlanError: the log has other jobs that have not ended, or the cluster cannot be reached.
     """
     request.output.mkdir(parents=True, exist_ok=True)
     budget = budget_of(request)
@@ -94,16 +97,22 @@ def run_jobs(request: RunRequest) -> State:
                 f"run must name every job of {request.output} that has not ended, got none for "
                 f"{', '.join(unnamed)}; add the job file, or use another --output"
             )
-        driver = Driver(request.driver, ThisMachine(), log, found, places)
-        driver.begin(jobs, budget.cpus, budget.memory)
-        drained = False
-        while not driver.is_done:
-            driver.poll()
-            if asked() and not drained:
-                drained = True
-                driver.drain()
-            time.sleep(request.driver.poll_sec)
-        return driver.state
+        with open_platform(request.cluster, request.output, request.driver.say) as platform:
+            driver = Driver(request.driver, platform, log, found, places)
+            driver.begin(jobs, budget.cpus, budget.memory)
+            _drive(driver, asked, request.driver.poll_sec)
+            return driver.state
+
+
+def _drive(driver: Driver, asked: Callable[[], bool], poll_sec: float) -> None:
+    """Look at processes until all jobs have ended; asked to end, let them leave."""
+    drained = False
+    while not driver.is_done:
+        driver.poll()
+        if asked() and not drained:
+            drained = True
+            driver.drain()
+        time.sleep(poll_sec)
 
 
 def plan_jobs(request: RunRequest) -> list[Action]:
@@ -131,6 +140,9 @@ def budget_of(request: RunRequest) -> BudgetConfig:
     Raises:
         SchemaError: the file is none.
     """
+    if request.budget is None and request.cluster is not None:
+        own = [load_job(path).schedule.budget for path in request.job_files]
+        return BudgetConfig(cpus=sum(b.cpus for b in own), memory=sum(b.memory for b in own))
     if request.budget is None:
         return machine_budget()
     return read_yaml(request.budget, BudgetConfig)

@@ -55,9 +55,13 @@ def test_submit_counts_the_rows_of_the_input(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "a driver that is not there": (
+    "a driver of a cluster without one": (
         ["--driver", "kubernetes"],
-        "driver must be process, got kubernetes; nothing else is there yet",
+        "cluster must be given with driver kubernetes, got none; name a --cluster file",
+    ),
+    "a cluster for this machine": (
+        ["--cluster", "cluster.yaml"],
+        "cluster must be left out with driver process, got cluster.yaml; say --driver kubernetes",
     ),
     "an input of no job": (
         ["--input", "large=log"],

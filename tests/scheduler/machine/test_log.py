@@ -24,6 +24,7 @@ from scheduler.machine.events import (
     Moved,
     Preempted,
     Read,
+    Resized,
     Started,
     Stepped,
     Ticked,
@@ -43,6 +44,7 @@ EVENTS: list[Event] = [
     Ended(time_sec=1.5, job="first", process="segment-0.1", outcome="done", num_samples=7),
     Preempted(time_sec=2.0, job="first", process="lead-0.1", grace_sec=30.0),
     Read(time_sec=2.0, job="first", process="lead-0.1", position=3, resident_bytes=4, rate=0.5),
+    Resized(time_sec=2.0, job="first", process="lead-0.1", resized=True),
     Stepped(
         time_sec=3.0, job="first", next_step=2, num_samples=9, num_replicas=1, seconds=(0.1, 0.2)
     ),

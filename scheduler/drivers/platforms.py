@@ -1,0 +1,66 @@
+"""Which platform the processes of a run are started on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from scheduler.drivers.process.machine import ThisMachine
+from scheduler.drivers.processes import Platform
+from schemas.errors import PlanError
+from schemas.job import load_job
+
+
+def check_driver(driver: str | None, cluster: Path | None, job_files: Sequence[Path]) -> None:
+    """Refuse a driver and a cluster that do not belong together.
+
+    Args:
+        driver: as it was named; that of the jobs when None.
+        cluster: the file of a cluster.
+        job_files: the jobs.
+
+    Raises:
+        PlanError: the jobs name several drivers, or there is a cluster for none or none for one.
+        SchemaError: a job is none.
+    """
+    named = sorted({load_job(path).schedule.driver for path in job_files})
+    if driver is None and len(named) > 1:
+        raise PlanError(
+            f"jobs must have one schedule.driver together, got {' and '.join(named)}; say --driver"
+        )
+    wanted = driver or named[0]
+    if wanted == "kubernetes" and cluster is None:
+        raise PlanError(
+            "cluster must be given with driver kubernetes, got none; name a --cluster file"
+        )
+    if wanted == "process" and cluster is not None:
+        raise PlanError(
+            f"cluster must be left out with driver process, got {cluster}; say --driver kubernetes"
+        )
+
+
+@contextmanager
+def open_platform(
+    cluster: Path | None, output: Path, say: Callable[[str], None]
+) -> Generator[Platform]:
+    """Open the platform of a run.
+
+    Args:
+        cluster: file of a cluster; this machine when None.
+        output: folder of the scheduler.
+        say: told what the platform says.
+
+    Raises:
+        SchemaError: the file is none.
+        PlanError: the cluster cannot be reached.
+    """
+    if cluster is None:
+        yield ThisMachine()
+        return
+    # The client of Kubernetes takes a second to import.
+    from scheduler.drivers.kubernetes.platform import kubernetes
+    from scheduler.drivers.kubernetes.settings import read_cluster
+
+    with kubernetes(read_cluster(cluster, output), output, say) as platform:
+        yield platform
