@@ -1,0 +1,1 @@
+"""Pools of processes as Pods of a Kubernetes cluster."""

@@ -1,0 +1,264 @@
+"""The calls to the API server: Pods as plain objects, and errors as what they mean for us."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import closing, suppress
+from typing import Any
+
+import urllib3
+from kubernetes.client import ApiClient, Configuration
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config import load_incluster_config, load_kube_config
+from kubernetes.config.config_exception import ConfigException
+
+from scheduler.drivers.kubernetes.names import MANAGER
+from scheduler.drivers.kubernetes.settings import ClusterConfig
+from schemas.errors import PlanError
+
+APPLY, MERGE = "application/apply-patch+yaml", "application/strategic-merge-patch+json"
+CONNECT_SEC, ANSWER_SEC = 3.0, 20.0
+"""Longest time for a connection, and for an answer: the loop waits for them."""
+WATCH_SEC = 50
+"""After so long the server ends a watch, and we go on with the next: a connection that died in
+silence is noticed then."""
+GONE, CONFLICT, NOT_FOUND, INVALID = 410, 409, 404, 422
+
+
+class UnreachableError(Exception):
+    """The API server does not answer, or asks to be asked later."""
+
+
+class RefusedError(Exception):
+    """The API server will not do it.
+
+    Attributes:
+        status: of HTTP.
+        message: what it says.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        """Keep both."""
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
+
+    @property
+    def is_quota(self) -> bool:
+        """Whether room in the namespace is missing, not a right."""
+        return self.status == 403 and "exceeded quota" in self.message
+
+
+class Api:
+    """Pods of one namespace."""
+
+    def __init__(self, client: ApiClient, namespace: str) -> None:
+        """Remember whom to ask."""
+        self._client = client
+        self._namespace = namespace
+        self._pods = f"/api/v1/namespaces/{namespace}/pods"
+        self._open: urllib3.HTTPResponse | None = None
+
+    def list(self, selector: str) -> tuple[list[dict[str, Any]], str]:
+        """Return the Pods with these labels, and the version of the list."""
+        found = self._call("GET", self._pods, {"labelSelector": selector})
+        return found["items"], found["metadata"]["resourceVersion"]
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """Return a Pod, None where there is none."""
+        try:
+            return self._call("GET", f"{self._pods}/{name}")
+        except RefusedError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    def apply(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        """Have a Pod be there as it is given; fields that are another's are left alone, refused."""
+        path = f"{self._pods}/{pod['metadata']['name']}"
+        return self._call("PATCH", path, {"fieldManager": MANAGER}, pod, APPLY)
+
+    def delete(self, name: str, uid: str, grace_sec: int) -> None:
+        """Have this very Pod end, and its object go; nothing where it is gone."""
+        body = {"gracePeriodSeconds": grace_sec, "preconditions": {"uid": uid}}
+        try:
+            self._call("DELETE", f"{self._pods}/{name}", body=body)
+        except RefusedError as error:
+            if error.status not in (NOT_FOUND, CONFLICT):  # another Pod has its name
+                raise
+
+    def resize(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        """Change the resources of a running Pod."""
+        query = {"fieldManager": MANAGER}
+        return self._call("PATCH", f"{self._pods}/{name}/resize", query, patch, MERGE)
+
+    def memory(self, selector: str) -> dict[str, int]:
+        """Return the memory in bytes that is in use, by Pod."""
+        path = f"/apis/metrics.k8s.io/v1beta1/namespaces/{self._namespace}/pods"
+        found = self._call("GET", path, {"labelSelector": selector})
+        return {
+            pod["metadata"]["name"]: sum(quantity(c["usage"]["memory"]) for c in pod["containers"])
+            for pod in found["items"]
+        }
+
+    def watch(self, selector: str, version: str) -> Generator[tuple[str, dict[str, Any]]]:
+        """Return what changes after a version, until the server ends it.
+
+        Yields:
+            ADDED, MODIFIED, DELETED or BOOKMARK, and the Pod.
+
+        Raises:
+            RefusedError: 410 when the version is too old; also while it is read.
+            UnreachableError: the connection is lost; also while it is read.
+        """
+        query = {
+            "labelSelector": selector,
+            "resourceVersion": version,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_SEC),
+        }
+        with _Errors():
+            response = self._send("GET", self._pods, query, read_sec=WATCH_SEC + 10, whole=False)
+        self._open = response
+        return _events(response)
+
+    def interrupt(self) -> None:
+        """End a watch that another thread reads."""
+        if self._open is not None:
+            with suppress(OSError, RuntimeError, ValueError):
+                self._open.shutdown()
+
+    def close(self) -> None:
+        """Give connections back."""
+        self._client.close()
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+    ) -> Any:
+        with _Errors():
+            return self._send(method, path, query or {}, body, content)
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+        *,
+        read_sec: float = ANSWER_SEC,
+        whole: bool = True,
+    ) -> Any:
+        return self._client.call_api(
+            path,
+            method,
+            query_params=list(query.items()),
+            header_params={"Accept": "application/json", "Content-Type": content},
+            body=body,
+            response_type="object" if whole else None,
+            auth_settings=["BearerToken"],
+            _return_http_data_only=True,
+            _preload_content=whole,
+            _request_timeout=(CONNECT_SEC, read_sec),
+        )
+
+
+class _Errors:
+    """Turns what the client raises into what it means."""
+
+    def __enter__(self) -> None:
+        """Begin a call."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise what an error means."""
+        if isinstance(error, ApiException):
+            status, message = int(error.status or 0), _message(error)
+            if status in (0, 401, 429) or status >= 500:  # a token is renewed
+                raise UnreachableError(message) from error
+            raise RefusedError(status, message) from error
+        if isinstance(error, (urllib3.exceptions.HTTPError, OSError, json.JSONDecodeError)):
+            raise UnreachableError(_cause(error)) from error
+
+
+def _cause(error: Exception) -> str:
+    """Return why there was no answer, without what is another text each time."""
+    if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason is not None:
+        error = error.reason
+    return str(error).rpartition(": ")[2]
+
+
+def _message(error: ApiException) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(error.body or "")["message"])
+    return str(error.reason)
+
+
+def _events(response: urllib3.HTTPResponse) -> Generator[tuple[str, dict[str, Any]]]:
+    with _Errors(), closing(response):
+        for line in _lines(response):
+            event: Any = json.loads(line)
+            if event["type"] == "ERROR":
+                status = event["object"]
+                raise RefusedError(int(status["code"]), status["message"])
+            yield event["type"], event["object"]
+
+
+def _lines(response: urllib3.HTTPResponse) -> Generator[bytes]:
+    """Yield the whole lines of an answer as they come."""
+    rest = b""
+    for chunk in response.stream(amt=None, decode_content=False):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from filter(None, lines)
+
+
+def connect(config: ClusterConfig) -> Api:
+    """Return the API server's Pods.
+
+    Raises:
+        PlanError: there is no kubeconfig, and this is no Pod of a cluster.
+    """
+    configuration = Configuration()
+    try:
+        if config.kubeconfig is None:
+            load_incluster_config(client_configuration=configuration)
+        else:
+            load_kube_config(config.kubeconfig, config.context, configuration)
+    except (ConfigException, OSError) as error:
+        raise PlanError(
+            f"cluster must be reachable, got {error}; name a kubeconfig in the --cluster file, or "
+            "run the scheduler in the cluster"
+        ) from error
+    setattr(configuration, "retries", urllib3.Retry(0))  # noqa: B010 - declared to be None
+    return Api(ApiClient(configuration), config.namespace)
+
+
+_FACTORS = {
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "m": 1e-3,
+    "": 1,
+}
+
+
+def quantity(text: str) -> int:
+    """Return the bytes that a quantity of Kubernetes means.
+
+    Example:
+        >>> quantity("3Mi"), quantity("1500"), quantity("1e3")
+        (3145728, 1500, 1000)
+    """
+    number = text.rstrip("KMGTikm")
+    return int(float(number) * _FACTORS[text[len(number) :]])

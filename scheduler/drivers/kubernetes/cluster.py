@@ -1,0 +1,269 @@
+"""The Pods of one scheduler in one namespace: what is seen of them, and what is asked.
+
+Nothing here raises while jobs run: what the API server does not take now is asked again, and
+what it refuses is how a process ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scheduler.drivers.kubernetes.api import (
+    CONFLICT,
+    INVALID,
+    RefusedError,
+    UnreachableError,
+    connect,
+)
+from scheduler.drivers.kubernetes.follow import Away, Changed, Follower, Listed, News
+from scheduler.drivers.kubernetes.manifest import Task, memory_patch, pod_of
+from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, instance_of, pod_name
+from scheduler.drivers.kubernetes.settings import ClusterConfig
+from scheduler.drivers.kubernetes.tracked import Tracked
+from scheduler.drivers.processes import Ending
+from schemas.errors import PlanError
+
+AGAIN_SEC = 2.0
+"""Time after a call that was not answered, and between two looks at a Pod that the watch misses."""
+MEMORY_SEC = 10.0
+"""Age of a reading of memory that is read again: a metrics server has a new one every 15 s."""
+
+
+class Cluster:
+    """The Pods of one scheduler; a context."""
+
+    def __init__(self, config: ClusterConfig, output: Path, say: Callable[[str], None]) -> None:
+        """Remember where Pods run.
+
+        Args:
+            config: of the cluster.
+            output: folder of the scheduler.
+            say: told what the cluster says, once.
+        """
+        self._config = config
+        self._output = output
+        self._say = say
+        self._said = set[str]()
+        self._is_away = False
+        self._pods: dict[str, Tracked] = {}
+        self._doubtful = set[str]()
+        self._quiet_until = self._memory_at = 0.0
+        self._memory: dict[str, int] = {}
+        self._memory_answers = True
+
+    def __enter__(self) -> Cluster:
+        """Learn what there is, and follow it from there.
+
+        Raises:
+            PlanError: the API server does not answer, or does not let us.
+        """
+        self._instance = instance_of(self._output)
+        self._selector = f"{INSTANCE}={self._instance}"
+        self._api, other = connect(self._config), connect(self._config)
+        self._follower = Follower(other, self._selector)
+        try:
+            found = self._follower.start()
+        except (RefusedError, UnreachableError) as error:
+            raise PlanError(
+                f"cluster must list Pods of namespace {self._config.namespace!r}, got {error}; "
+                "check the kubeconfig, and the rights in deploy/kubernetes/rbac.yaml"
+            ) from error
+        self._take(Listed(found))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the watch; Pods go on."""
+        self._follower.stop()
+        self._api.close()
+
+    @property
+    def grace_sec(self) -> int:
+        """Seconds that a process which is asked to end may take."""
+        return int(self._config.grace.total_seconds())
+
+    def poll(self) -> None:
+        """Take in what has happened, and ask again for what was not answered."""
+        for news in self._follower.take():
+            self._take(news)
+        config, now = self._config, time.monotonic()
+        for tracked in self._pods.values():
+            waiting = tracked.look(
+                now,
+                config.unschedulable_after.total_seconds(),
+                config.lost_after.total_seconds(),
+            )
+            if waiting is not None:
+                self.say(f"a Pod waits: {waiting.word}: {waiting.message}")
+        if now >= self._quiet_until:
+            self._settle_doubts()
+            for tracked in list(self._pods.values()):
+                self.settle(tracked)
+
+    def tracked(self, job: str, process: str) -> Tracked | None:
+        """Return the Pod of a process, None where there was none."""
+        return self._pods.get(pod_name(self._instance, job, process))
+
+    def want(self, task: Task) -> None:
+        """Have a Pod for a process."""
+        pod = pod_of(self._config, self._instance, task)
+        name = pod["metadata"]["name"]
+        self._pods.setdefault(name, Tracked(name, wanted=pod))
+        self.settle(self._pods[name])
+
+    def settle(self, tracked: Tracked) -> None:
+        """Tell the API server what is to be done for a Pod, if it answers."""
+        if time.monotonic() < self._quiet_until:
+            return
+        try:
+            if tracked.wanted is not None:
+                self._apply(tracked, tracked.wanted)
+            if tracked.must_be_deleted:
+                assert tracked.grace_sec is not None, "it must be deleted"
+                self._api.delete(tracked.name, tracked.uid, tracked.grace_sec)
+                tracked.deleted = tracked.grace_sec
+        except UnreachableError as error:
+            self._unanswered(error)
+        except RefusedError as error:
+            self.say(f"Pod {tracked.name} cannot be deleted: {error.message}")
+            tracked.deleted = tracked.grace_sec
+
+    def resize(self, tracked: Tracked, memory_bytes: int) -> bool:
+        """Tell the API server of another limit of memory; False where it refuses."""
+        try:
+            tracked.seen = self._api.resize(tracked.name, memory_patch(memory_bytes))
+            tracked.given_bytes = memory_bytes
+        except UnreachableError as error:
+            self._unanswered(error)
+        except RefusedError as error:
+            self.say(f"Pod {tracked.name} cannot be resized: {error.message}")
+            return False
+        return True
+
+    def resident_bytes(self, tracked: Tracked) -> int:
+        """Return the memory of a Pod, 0 where no metrics server tells it."""
+        now = time.monotonic()
+        if self._memory_answers and now - self._memory_at >= MEMORY_SEC and now > self._quiet_until:
+            self._memory_at = now
+            try:
+                self._memory = self._api.memory(self._selector)
+            except RefusedError as error:
+                self._memory_answers = False
+                self.say(f"no memory is read: metrics.k8s.io says {error.message.strip()}")
+            except UnreachableError as error:
+                self.say(f"no memory is read: metrics.k8s.io says {error}")
+        return self._memory.get(tracked.name, 0)
+
+    def forget(self, tracked: Tracked) -> None:
+        """Have the object of a Pod that has ended go, then think of it no more."""
+        if tracked.is_gone or tracked.seen is None:
+            self._pods.pop(tracked.name, None)
+        else:
+            tracked.end(0)
+            self.settle(tracked)
+
+    def all_of(self, job: str) -> dict[str, Tracked]:
+        """Return the Pods of a job by the names of its processes."""
+        found: dict[str, Tracked] = {}
+        for tracked in self._pods.values():
+            pod = tracked.seen or tracked.wanted
+            names = {} if pod is None else pod["metadata"].get("annotations", {})
+            process = names.get(PROCESS)
+            if process and tracked.name == pod_name(self._instance, job, process):
+                found[process] = tracked
+        return found
+
+    def say(self, line: str) -> None:
+        """Say a line, once."""
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
+
+    def _apply(self, tracked: Tracked, pod: Any) -> None:
+        try:
+            tracked.seen = self._api.apply(pod)
+        except RefusedError as error:
+            if error.is_quota:
+                self.say(f"the namespace has no room: {error.message}")
+                tracked.verdict = Ending(lost="quota exceeded")
+            elif error.status in (CONFLICT, INVALID) and self._is_ours(tracked):
+                pass  # somebody has changed it since: it runs all the same
+            else:
+                tracked.verdict = Ending(refused=f"Pod {tracked.name}: {error.message}")
+        tracked.wanted = None
+
+    def _is_ours(self, tracked: Tracked) -> bool:
+        found = self._api.get(tracked.name)
+        if found is None or found["metadata"].get("labels", {}).get(INSTANCE) != self._instance:
+            return False
+        tracked.seen = found
+        return True
+
+    def _take(self, news: News) -> None:
+        if isinstance(news, Away):
+            self._answers(news.why)
+        elif isinstance(news, Changed):
+            self._see(news.pod)
+            if news.gone:
+                self._went(news.pod)
+        else:
+            there = {pod["metadata"]["name"] for pod in news.pods}
+            for pod in news.pods:
+                self._see(pod)
+            # A list may be older than a Pod that was made meanwhile.
+            known = {name for name, t in self._pods.items() if t.seen is not None}
+            self._doubtful |= {name for name in known - there if not self._pods[name].is_gone}
+
+    def _see(self, pod: dict[str, Any]) -> None:
+        name = pod["metadata"]["name"]
+        tracked = self._pods.setdefault(name, Tracked(name))
+        if tracked.uid in ("", pod["metadata"]["uid"]):
+            tracked.seen, tracked.wanted = pod, None
+        else:  # ours was deleted meanwhile
+            tracked.is_gone = True
+
+    def _went(self, pod: dict[str, Any]) -> None:
+        tracked = self._pods[pod["metadata"]["name"]]
+        if tracked.uid != pod["metadata"]["uid"]:
+            return
+        if "deletionTimestamp" in pod["metadata"] or not tracked.lives:
+            tracked.is_gone = True
+        else:  # it may only have lost its labels
+            self._doubtful.add(tracked.name)
+
+    def _settle_doubts(self) -> None:
+        """Ask for the Pods that the watch does not show; what is there without our labels ends."""
+        try:
+            for name in sorted(self._doubtful):
+                tracked = self._pods.get(name)
+                found = None if tracked is None else self._api.get(name)
+                if tracked is None or found is None or found["metadata"]["uid"] != tracked.uid:
+                    self._doubtful.discard(name)
+                    if tracked is not None:
+                        tracked.is_gone = True
+                    continue
+                tracked.seen = found
+                if found["metadata"].get("labels", {}).get(INSTANCE) == self._instance:
+                    self._doubtful.discard(name)
+                else:
+                    self.say(f"Pod {name} has lost its labels, and is ended")
+                    tracked.end(self.grace_sec)
+        except UnreachableError as error:
+            self._unanswered(error)
+        except RefusedError as error:
+            self.say(f"Pods cannot be asked for: {error.message}")
+
+    def _unanswered(self, error: UnreachableError) -> None:
+        self._quiet_until = time.monotonic() + AGAIN_SEC
+        self._answers(str(error))
+
+    def _answers(self, why: str = "") -> None:
+        """Say when the API server ceases to answer, and when it answers again."""
+        if bool(why) != self._is_away:
+            self._is_away = bool(why)
+            what = f"does not answer: {why}" if why else "answers again"
+            self._say(f"the API server {what}")
+        if not why:
+            self._quiet_until = 0.0

@@ -1,0 +1,68 @@
+"""Names and labels of Pods, from those of jobs and processes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from pathlib import Path
+
+from schemas.manifest import replace_bytes
+
+MAX_LABEL = 63
+"""Bytes of a name in the DNS, and of a label's value."""
+HASHED = 10
+"""Hexadecimal digits that make a shortened name one of its own."""
+MANAGER = "presage-scheduler"
+"""Who owns the fields that we apply."""
+CONTAINER = "main"
+INSTANCE, JOB, POOL, PROCESS = (
+    "app.kubernetes.io/instance",
+    "presage/job",
+    "presage/pool",
+    "presage/process",
+)
+"""Labels; as annotations, the last three hold the names unshortened."""
+
+
+def instance_of(output: Path) -> str:
+    """Return the name of a scheduler: it stays as long as its folder."""
+    path = output / "instance"
+    if not path.exists():
+        replace_bytes(path, f"{secrets.token_hex(6)}\n".encode())
+    return path.read_text(encoding="utf-8").strip()
+
+
+def pod_name(instance: str, job: str, process: str) -> str:
+    """Return the name of a process's Pod: one label of the DNS, different for different processes.
+
+    Example:
+        >>> pod_name("a1", "Clicks_2", "segment-0.1")
+        'clicks-2-segment-0-1-6d35e53a3e'
+    """
+    return _label(f"{job}-{process}", f"{instance}/{job}/{process}")
+
+
+def host_name(instance: str, job: str, place: str) -> str:
+    """Return the name in the DNS that all attempts of one place have, one after the other."""
+    return _label(f"{job}-{place}", f"{instance}/{job}/{place}")
+
+
+def label_value(text: str) -> str:
+    """Return a text as the value of a label: itself where it is one.
+
+    Example:
+        >>> label_value("segment-0.1")
+        'segment-0.1'
+    """
+    if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
+        return text
+    return _label(text, text)
+
+
+def _label(readable: str, whole: str) -> str:
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:HASHED]
+    plain = re.sub(r"[^a-z0-9]+", "-", readable.lower()).strip("-")
+    head = plain[: MAX_LABEL - HASHED - 1].strip("-")
+    name = f"{head}-{digest}" if head else digest
+    return name if name[0].isalpha() else f"p{name[: MAX_LABEL - 1]}"

@@ -1,0 +1,150 @@
+"""What a Pod, as the API server shows it, means for its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from scheduler.drivers.kubernetes.api import quantity
+from scheduler.drivers.processes import Ending
+
+Pod = Mapping[str, Any]
+SIGNALLED = 128
+"""A container that a signal ended has this exit code and the signal's number."""
+_BY_CONDITION: Mapping[str, str] = MappingProxyType(
+    {
+        "PreemptionByScheduler": "Preempted",
+        "DeletionByTaintManager": "Evicted",
+        "EvictionByEvictionAPI": "Evicted",
+        "DeletionByPodGC": "NodeLost",
+        "TerminationByKubelet": "Evicted",
+    }
+)
+"""Words for the reasons of the condition DisruptionTarget."""
+_NO_IMAGE = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "CreateContainerConfigError",
+        "CreateContainerError",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a Pod does not begin.
+
+    Attributes:
+        word: for the reason.
+        message: of the cluster.
+        hopeless: whether what was asked for is wrong, not what is there.
+    """
+
+    word: str
+    message: str
+    hopeless: bool
+
+
+def is_over(pod: Pod) -> bool:
+    """Tell whether its program has ended, for good."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def is_running(pod: Pod) -> bool:
+    """Tell whether its program has begun, and not ended."""
+    return "running" in _state(pod)
+
+
+def ending_of(pod: Pod, *, asked: bool) -> Ending:
+    """Return how the process of a Pod ended that is over or gone.
+
+    Args:
+        pod: as it was seen last.
+        asked: whether we had it deleted.
+    """
+    ended = _state(pod).get("terminated")
+    status = None if ended is None else _status(int(ended["exitCode"]))
+    if status == 0:
+        return Ending(status=0)
+    return Ending(status=status, lost=_taken_by(pod, ended or {}, asked))
+
+
+def notice_of(pod: Pod) -> float | None:
+    """Return the seconds until a Pod is taken away, None where nothing says that it is."""
+    if is_over(pod):
+        return None
+    metadata = pod["metadata"]
+    if "deletionTimestamp" in metadata:
+        return float(metadata.get("deletionGracePeriodSeconds") or 0)
+    if _condition(pod, "DisruptionTarget", "True"):
+        return float(pod["spec"].get("terminationGracePeriodSeconds") or 0)
+    return None
+
+
+def waiting_of(pod: Pod) -> Waiting | None:
+    """Return why a Pod does not begin, None where it is about to."""
+    scheduled = _condition(pod, "PodScheduled", "False")
+    if scheduled and scheduled.get("reason") == "Unschedulable":
+        return Waiting("Unschedulable", scheduled.get("message", ""), hopeless=False)
+    waiting = _state(pod).get("waiting", {})
+    if waiting.get("reason") in _NO_IMAGE:
+        return Waiting(waiting["reason"], waiting.get("message", ""), hopeless=True)
+    return None
+
+
+def last_message(pod: Pod) -> str:
+    """Return the last line of what a container left as it failed."""
+    lines = str(_state(pod).get("terminated", {}).get("message") or "").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def resized(pod: Pod, memory_bytes: int) -> bool | None:
+    """Tell whether a container has got this limit of memory; None while it is open."""
+    pending = _condition(pod, "PodResizePending", "True")
+    if pending and pending.get("reason") == "Infeasible":
+        return False
+    statuses: Any = pod.get("status", {}).get("containerStatuses") or [{}]
+    limits = (statuses[0].get("resources") or {}).get("limits") or {}
+    return True if "memory" in limits and quantity(limits["memory"]) == memory_bytes else None
+
+
+def _taken_by(pod: Pod, ended: Mapping[str, Any], asked: bool) -> str:
+    """Return what took a Pod away, in a word and what the cluster says; nothing where none did."""
+    if ended.get("reason") == "OOMKilled":
+        return "OOMKilled"
+    status = pod.get("status", {})
+    if status.get("reason"):
+        word = "Preempted" if status["reason"] == "Preempting" else str(status["reason"])
+        return _with(word, status.get("message"))
+    target = _condition(pod, "DisruptionTarget", "True")
+    if target:
+        return _with(_BY_CONDITION.get(target.get("reason", ""), "Evicted"), target.get("message"))
+    if not ended or ("deletionTimestamp" in pod["metadata"] and not asked):
+        return "deleted"
+    return ""
+
+
+def _with(word: str, message: str | None) -> str:
+    return f"{word}: {message}" if message else word
+
+
+def _status(code: int) -> int:
+    return SIGNALLED - code if code > SIGNALLED else code
+
+
+def _state(pod: Pod) -> Mapping[str, Any]:
+    """Return the state of the only container."""
+    statuses: Any = pod.get("status", {}).get("containerStatuses") or [{}]
+    return statuses[0].get("state") or {}
+
+
+def _condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any]:
+    """Return a condition that has this status, nothing where none has."""
+    conditions: Any = pod.get("status", {}).get("conditions") or []
+    found = (c for c in conditions if c.get("type") == kind and c.get("status") == status)
+    return next(found, {})
