@@ -1,0 +1,77 @@
+"""Pods of a namespace as the driver has them, with made-up commands."""
+
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from scheduler.drivers.kubernetes.cluster import Cluster
+from scheduler.drivers.kubernetes.platform import Kubernetes
+from scheduler.drivers.kubernetes.pods import Pods
+from scheduler.drivers.kubernetes.settings import ClusterConfig, VolumeConfig
+from tests.cluster.servers import Cluster as Servers
+
+PATIENCE_SEC = 90.0
+SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+LEAVES = [
+    sys.executable,
+    "-c",
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    "print('up', flush=True)\n"
+    "time.sleep(600)",
+]
+
+
+def config_of(cluster: Servers, namespace: str, folder: Path, **changes) -> ClusterConfig:
+    """Return the settings of a namespace whose Pods are processes of this machine."""
+    fields = {
+        "namespace": namespace,
+        "image": "none",
+        "volumes": (VolumeConfig(path=str(folder), host_path=str(folder)),),
+        "kubeconfig": str(cluster.kubeconfig),
+        "python": (sys.executable,),
+        "grace": timedelta(seconds=5),
+        "unschedulable_after": timedelta(seconds=2),
+        "lost_after": timedelta(seconds=2),
+    }
+    return ClusterConfig(**{**fields, **changes})
+
+
+class Bench:
+    """The Pods of one job, looked at as the loop does."""
+
+    def __init__(self, cluster: Cluster, folder: Path, said: list[str]) -> None:
+        self.cluster = cluster
+        self.platform = platform = Kubernetes(cluster)
+        self.pods: Pods = platform.of_job("job", folder / "processes")
+        self.said = said
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Look until a condition holds, bounded in time; no speed is meant by it."""
+        end_sec = time.monotonic() + PATIENCE_SEC
+        while not condition():
+            assert time.monotonic() < end_sec, (self.said, self.seen())
+            time.sleep(0.05)
+            self.platform.poll()
+
+    def seen(self) -> dict[str, object]:
+        """Return what the API server says of each Pod."""
+        all_of = self.cluster.all_of("job")
+        return {name: one.seen and one.seen.get("status") for name, one in all_of.items()}
+
+    def until_up(self, name: str) -> None:
+        self.until(lambda: self.pods.runs(name) and self.pods.output(name) == "up\n")
+
+    def until_ended(self, name: str) -> None:
+        self.until(lambda: not self.pods.lives(name))
+
+
+@contextmanager
+def bench(config: ClusterConfig, folder: Path) -> Generator[Bench]:
+    """Follow the Pods of a job."""
+    said: list[str] = []
+    with Cluster(config, folder, said.append) as cluster:
+        yield Bench(cluster, folder, said)

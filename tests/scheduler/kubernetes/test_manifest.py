@@ -1,0 +1,160 @@
+"""Names, settings and the Pod of a process."""
+
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.drivers.kubernetes.manifest import Task, pod_of
+from scheduler.drivers.kubernetes.names import host_name, instance_of, label_value, pod_name
+from scheduler.drivers.kubernetes.settings import ClusterConfig, VolumeConfig, read_cluster
+from scheduler.drivers.processes import NOTHING, Needs
+from schemas.errors import SchemaError
+
+LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+FILE = """\
+namespace: training
+image: registry.example/presage:1
+kubeconfig: admin.conf
+volumes:
+  - {path: /data, claim: presage}
+  - {path: /logs, host_path: /mnt/logs, read_only: true}
+python: [/opt/venv/bin/python]
+environment: {PYTHONPATH: /opt/presage}
+node_selector: {pool: spot}
+tolerations:
+  - {key: spot, effect: NoSchedule}
+priority_class: batch
+user: 1000
+grace: 90s
+"""
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_pod_name_is_one_label_whatever_a_job_is_called(job: str, process: str) -> None:
+    assert LABEL.fullmatch(pod_name("a1", job, process))
+    assert LABEL.fullmatch(host_name("a1", job, process))
+    assert VALUE.fullmatch(label_value(job))
+
+
+def test_pod_name_differs_for_different_processes() -> None:
+    long = "x" * 300
+    many = [
+        pod_name(instance, job, process)
+        for instance in ("a1", "a2")
+        for job in ("a", "A", "a-b", "a_b", long, f"{long}y")
+        for process in ("segment-0.1", "segment-0.11", "segment-01.1", "segment-0-1")
+    ]
+    assert len(set(many)) == len(many)
+
+
+def test_instance_of_stays_as_long_as_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = instance_of(tmp_path / "a")
+    assert instance_of(tmp_path / "a") == first != instance_of(tmp_path / "b")
+
+
+def read(tmp_path: Path, text: str = FILE, output: str = "/data/scheduled") -> ClusterConfig:
+    (tmp_path / "cluster.yaml").write_text(text)
+    return read_cluster(tmp_path / "cluster.yaml", Path(output))
+
+
+def task(name: str = "replica-2.3", needs: Needs = NOTHING) -> Task:
+    command = [sys.executable, "-m", "trainer", "replica"]
+    return Task(job="Demo_1", name=name, command=command, needs=needs, folder=Path("/data/p"))
+
+
+def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> None:
+    pod = pod_of(read(tmp_path), "a1", task(needs=Needs(cpus=1.5, memory_bytes=1 << 30)))
+    spec = pod["spec"]
+    (container,) = spec["containers"]
+    booked = {"cpu": "1500m", "memory": "1073741824"}
+    assert container["resources"] == {"requests": booked, "limits": booked}
+    said, program = container["command"][3], container["command"][4:]
+    assert said == "/data/p/replica-2.3"
+    assert program == ["/opt/venv/bin/python", "-m", "trainer", "replica"]
+    assert container["env"] == [{"name": "PYTHONPATH", "value": "/opt/presage"}]
+    assert container["volumeMounts"] == [
+        {"name": "folder-0", "mountPath": "/data", "readOnly": False},
+        {"name": "folder-1", "mountPath": "/logs", "readOnly": True},
+    ]
+    assert spec["volumes"] == [
+        {"name": "folder-0", "persistentVolumeClaim": {"claimName": "presage", "readOnly": False}},
+        {"name": "folder-1", "hostPath": {"path": "/mnt/logs"}},
+    ]
+    assert spec["restartPolicy"] == "Never"
+    assert spec["terminationGracePeriodSeconds"] == 90
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["tolerations"] == [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"}]
+    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"pool": "spot"}, "batch")
+    assert spec["securityContext"]["runAsUser"] == 1000
+    assert pod["metadata"]["labels"] == {
+        "app.kubernetes.io/managed-by": "presage-scheduler",
+        "app.kubernetes.io/instance": "a1",
+        "presage/job": "Demo_1",
+        "presage/pool": "replica",
+        "presage/process": "replica-2.3",
+    }
+    assert not {"hostname", "subdomain", "serviceAccountName"} & spec.keys()
+
+
+def test_pod_of_a_process_for_which_nothing_is_booked_has_no_limit(tmp_path: Path) -> None:
+    (container,) = pod_of(read(tmp_path), "a1", task())["spec"]["containers"]
+    assert "limits" not in container["resources"]
+
+
+def test_pod_of_is_the_same_each_time(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert pod_of(config, "a1", task()) == pod_of(config, "a1", task())
+
+
+REFUSED = {
+    "an output that Pods only read": (
+        FILE,
+        "/logs/scheduled",
+        "output must lie in a volume that Pods write, got /logs/scheduled in {}; use an --output "
+        "below /data",
+    ),
+    "a path that is relative": (
+        FILE.replace("path: /data", "path: data"),
+        "/data/scheduled",
+        "volumes[0].path must be absolute, got 'data' in {}:5; write the full path",
+    ),
+    "a volume of two kinds": (
+        FILE.replace("claim: presage", "claim: presage, host_path: /data"),
+        "/data/scheduled",
+        "volumes[0].volume must be a claim or a host_path, got claim='presage' and "
+        "host_path='/data' in {}:5; give one of them",
+    ),
+    "no grace": (
+        FILE.replace("grace: 90s", "grace: 100ms"),
+        "/data/scheduled",
+        "grace must be at least 1s, got 0.1s in {}:1; raise it",
+    ),
+    "a key that is none": (
+        FILE.replace("image:", "images:"),
+        "/data/scheduled",
+        "key must be known, got images in {}:2; did you mean 'image'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_read_cluster_of_what_is_none_says_why(name: str, tmp_path: Path) -> None:
+    text, output, message = REFUSED[name]
+    with pytest.raises(SchemaError, match=re.escape(message.format(tmp_path / "cluster.yaml"))):
+        read(tmp_path, text, output)
+
+
+def test_defaults_hold_in_a_short_file(tmp_path: Path) -> None:
+    text = "namespace: a\nimage: b\nvolumes: [{path: /data, claim: c}]\n"
+    config = read(tmp_path, text)
+    volume = VolumeConfig(path="/data", claim="c")
+    assert config == ClusterConfig(namespace="a", image="b", volumes=(volume,))
+    assert config.grace == timedelta(seconds=60)

@@ -1,0 +1,197 @@
+"""What a Pod means for its process, from the objects that API servers and nodes leave."""
+
+from typing import Any
+
+import pytest
+
+from scheduler.drivers.kubernetes.api import quantity
+from scheduler.drivers.kubernetes.pod import (
+    ending_of,
+    is_over,
+    is_running,
+    last_message,
+    notice_of,
+    resized,
+    waiting_of,
+)
+from scheduler.drivers.kubernetes.tracked import Tracked
+from scheduler.drivers.processes import Ending
+
+
+def pod(
+    phase: str = "Running", state: dict | None = None, condition: dict | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return a Pod of one container; `deleted` is its grace, the rest is of its status."""
+    metadata: dict[str, Any] = {"name": "a", "uid": "1"}
+    if "deleted" in more:
+        metadata["deletionTimestamp"] = "2026-11-22T10:00:00Z"
+        metadata["deletionGracePeriodSeconds"] = more.pop("deleted")
+    status: dict[str, Any] = {"phase": phase, **more}
+    if state is not None:
+        status["containerStatuses"] = [{"name": "main", "state": state}]
+    if condition is not None:
+        status["conditions"] = [{"type": "Ready", "status": "False"}, condition]
+    spec = {"terminationGracePeriodSeconds": 60}
+    return {"metadata": metadata, "spec": spec, "status": status}
+
+
+def exited(code: int, reason: str = "Error", **more: Any) -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, **more}}
+
+
+def disrupted(reason: str, message: str = "") -> dict[str, str]:
+    return {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
+
+
+ENDINGS: dict[str, tuple[dict[str, Any], Ending]] = {
+    "its work is done": (pod("Succeeded", exited(0, "Completed")), Ending(status=0)),
+    "it says that it cannot": (pod("Failed", exited(1)), Ending(status=1)),
+    "it is killed": (pod("Failed", exited(137)), Ending(status=-9)),
+    "out of memory": (
+        pod("Failed", exited(137, "OOMKilled")),
+        Ending(status=-9, lost="OOMKilled"),
+    ),
+    "evicted by its node": (
+        pod("Failed", exited(137), reason="Evicted", message="The node was low on memory."),
+        Ending(status=-9, lost="Evicted: The node was low on memory."),
+    ),
+    "rejected by its node": (
+        pod("Failed", reason="OutOfcpu", message="Node didn't have enough resource: cpu"),
+        Ending(lost="OutOfcpu: Node didn't have enough resource: cpu"),
+    ),
+    "preempted": (
+        pod("Running", exited(143), disrupted("PreemptionByScheduler"), deleted=60),
+        Ending(status=-15, lost="Preempted"),
+    ),
+    "drained from its node": (
+        pod("Running", {}, disrupted("EvictionByEvictionAPI", "asked for"), deleted=60),
+        Ending(lost="Evicted: asked for"),
+    ),
+    "its node is no more": (
+        pod("Failed", None, disrupted("DeletionByPodGC", "PodGC: node no longer exists")),
+        Ending(lost="NodeLost: PodGC: node no longer exists"),
+    ),
+    "it left in time when it was evicted": (
+        pod("Succeeded", exited(0), disrupted("EvictionByEvictionAPI"), deleted=60),
+        Ending(status=0),
+    ),
+    "somebody deleted it": (
+        pod("Running", exited(143), deleted=30),
+        Ending(status=-15, lost="deleted"),
+    ),
+    "it is gone and nobody saw how": (pod("Running", {"running": {}}), Ending(lost="deleted")),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_ending_of_a_pod_is_its_status_and_what_took_it(name: str) -> None:
+    seen, expected = ENDINGS[name]
+    assert ending_of(seen, asked=False) == expected
+
+
+def test_ending_of_a_pod_that_we_deleted_is_not_somebody_elses_doing() -> None:
+    assert ending_of(pod("Running", exited(143), deleted=30), asked=True) == Ending(status=-15)
+
+
+def test_phases_tell_whether_a_program_runs_and_is_over() -> None:
+    assert is_running(pod("Running", {"running": {}}))
+    assert not is_running(pod("Running", exited(0)))
+    assert not is_running(pod("Pending"))
+    assert not is_over(pod("Running", exited(0))), "its phase is what says so"
+    assert is_over(pod("Succeeded", exited(0)))
+    assert is_over(pod("Failed"))
+
+
+def test_notice_of_comes_with_a_deletion_or_a_disruption() -> None:
+    assert notice_of(pod()) is None
+    assert notice_of(pod(deleted=30)) == 30.0
+    assert notice_of(pod(condition=disrupted("PreemptionByScheduler"))) == 60.0
+    assert notice_of(pod("Failed", deleted=30)) is None, "it is over"
+
+
+def test_waiting_of_tells_what_lacks_from_what_is_wrong() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    room = waiting_of(pod("Pending", condition={**condition, "message": "0/3 nodes"}))
+    assert room is not None
+    assert (room.word, room.message, room.hopeless) == ("Unschedulable", "0/3 nodes", False)
+    image = waiting_of(pod("Pending", {"waiting": {"reason": "ErrImagePull", "message": "no"}}))
+    assert image is not None
+    assert (image.word, image.hopeless) == ("ErrImagePull", True)
+    assert waiting_of(pod("Pending", {"waiting": {"reason": "ContainerCreating"}})) is None
+
+
+def test_last_message_is_the_last_line_that_a_container_left() -> None:
+    assert last_message(pod("Failed", exited(2, message="a\nsh: no folder\n"))) == "sh: no folder"
+    assert last_message(pod("Failed")) == ""
+
+
+def test_resized_is_what_the_container_has_not_what_it_is_to_have() -> None:
+    seen = pod("Running", {"running": {}})
+    assert resized(seen, 1 << 20) is None
+    seen["status"]["containerStatuses"][0]["resources"] = {"limits": {"memory": "1Mi"}}
+    assert resized(seen, 1 << 20) is True
+    assert resized(seen, 2 << 20) is None
+    for reason, expected in (("Deferred", None), ("Infeasible", False)):
+        pending = {"type": "PodResizePending", "status": "True", "reason": reason}
+        assert resized({**seen, "status": {"conditions": [pending]}}, 2 << 20) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    {"5Gi": 5 << 30, "1024": 1024, "128974848000m": 128974848, "129M": 129_000_000}.items(),
+)
+def test_quantity_is_in_bytes(text: str, expected: int) -> None:
+    assert quantity(text) == expected
+
+
+def test_a_pod_that_waits_too_long_is_given_up_and_deleted_at_once() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    tracked = Tracked("a", seen=pod("Pending", condition={**condition, "message": "0/3"}))
+    for now in (0.0, 10.0):
+        assert tracked.look(now, 10.0, 30.0) is not None
+        assert tracked.lives
+    tracked.look(10.1, 10.0, 30.0)
+    assert tracked.ending == Ending(lost="Unschedulable: 0/3")
+    assert not tracked.lives
+    assert (tracked.must_be_deleted, tracked.grace_sec) == (True, 0)
+
+
+def test_a_pod_that_found_its_place_has_its_whole_time_again() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    tracked = Tracked("a", seen=pod("Pending", condition=condition))
+    tracked.look(0.0, 10.0, 30.0)
+    tracked.seen = pod("Running", {"running": {}})
+    tracked.look(9.0, 10.0, 30.0)
+    tracked.seen = pod("Pending", condition=condition)
+    tracked.look(12.0, 10.0, 30.0)
+    assert tracked.lives
+
+
+def test_a_pod_that_no_node_ends_is_lost_after_its_grace_and_the_time_of_nodes() -> None:
+    tracked = Tracked("a", seen=pod("Running", {"running": {}}, deleted=60))
+    for now in (0.0, 60.0, 90.0):
+        tracked.look(now, 10.0, 30.0)
+        assert tracked.lives, now
+    tracked.look(90.5, 10.0, 30.0)
+    assert tracked.ending.lost == "NodeLost: its node has not ended it 30 s after its time"
+    assert tracked.must_be_deleted
+
+
+def test_a_pod_that_the_server_was_never_told_of_ends_when_it_is_asked_to() -> None:
+    tracked = Tracked("a", wanted={})
+    assert tracked.lives
+    tracked.end(60)
+    assert (tracked.lives, tracked.must_be_deleted) == (False, False)
+    assert tracked.wanted is None
+
+
+def test_a_pod_that_is_to_go_sooner_is_deleted_again() -> None:
+    tracked = Tracked("a", seen=pod())
+    tracked.end(60)
+    assert tracked.must_be_deleted
+    tracked.deleted = 60
+    assert not tracked.must_be_deleted
+    tracked.end(60)
+    assert not tracked.must_be_deleted
+    tracked.end(1)
+    assert tracked.must_be_deleted

@@ -1,0 +1,255 @@
+"""Pods against a real API server: every way in which one ends, and what passes by itself."""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from scheduler.drivers.kubernetes.names import pod_name
+from scheduler.drivers.processes import Ending, Needs
+from tests.cluster.servers import Cluster
+from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+NEEDS = Needs(cpus=0.1, memory_bytes=128 << 20)
+ENDS = [sys.executable, "-c", "import sys; print('out'); sys.exit('error: b')"]
+
+
+def name_of(folder: Path, process: str) -> str:
+    """Return the name of a Pod of the only job."""
+    return pod_name((folder / "instance").read_text().strip(), "job", process)
+
+
+def test_a_process_runs_once_and_what_it_said_is_known(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.pods.start("lead-0.1", ENDS, NEEDS)
+        made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        made.until_ended("lead-0.1")
+        assert made.pods.ending("lead-0.1") == Ending(status=1)
+        assert made.pods.output("lead-0.1") == "out\n"
+        assert made.pods.last_words("lead-0.1") == "error: b"
+        made.pods.tidy([])
+        made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+        made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        assert not made.pods.lives("lead-0.1"), "a name is started once"
+        assert made.pods.newest("lead-") == "lead-0.1"
+
+
+def test_pods_outlive_the_scheduler_and_are_found_by_the_next_one(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    config = config_of(cluster, namespace, tmp_path)
+    with bench(config, tmp_path) as made:
+        made.pods.start("lead-0.1", LEAVES, NEEDS)
+        made.pods.start("segment-0.1", ENDS, NEEDS)
+        made.until_up("lead-0.1")
+    with bench(config, tmp_path) as made:
+        assert made.pods.lives("lead-0.1")
+        made.pods.ask("lead-0.1")
+        made.until_ended("lead-0.1")
+        assert made.pods.ending("lead-0.1") == Ending(status=0), "it left as it was asked"
+        made.until_ended("segment-0.1")
+        assert made.pods.ending("segment-0.1").status == 1
+
+
+def test_a_process_that_is_ended_or_deleted_is_told_apart(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        for name in ("segment-0.1", "segment-1.1"):
+            made.pods.start(name, SLEEPS, NEEDS)
+            made.until_up(name)
+        made.pods.end("segment-0.1")
+        made.until_ended("segment-0.1")
+        assert made.pods.ending("segment-0.1").lost in ("", "deleted")
+        assert made.pods.notices() == {}
+        cluster.core().delete_namespaced_pod(name_of(tmp_path, "segment-1.1"), namespace)
+        made.until(lambda: made.pods.notices() or not made.pods.lives("segment-1.1"))
+        made.until_ended("segment-1.1")
+        assert made.pods.ending("segment-1.1").lost == "deleted"
+
+
+def test_an_evicted_process_is_announced_and_lost_by_its_word(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    stubborn = [*SLEEPS[:2], f"import signal\nsignal.signal(15, signal.SIG_IGN)\n{SLEEPS[2]}"]
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.pods.start("lead-0.1", stubborn, NEEDS)
+        made.until_up("lead-0.1")
+        name = name_of(tmp_path, "lead-0.1")
+        cluster.core().create_namespaced_pod_eviction(name, namespace, {"metadata": {"name": name}})
+        made.until(made.pods.notices)
+        assert made.pods.notices() == {"lead-0.1": 5.0}
+        made.until_ended("lead-0.1")
+        assert made.pods.ending("lead-0.1").lost.startswith("Evicted: ")
+
+
+def test_a_process_over_its_memory_is_lost_as_out_of_memory(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    grows = "import time\nheld = b'x' * (300 << 20)\ntime.sleep(600)"
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.pods.start("lead-0.1", [sys.executable, "-c", grows], NEEDS)
+        made.until_ended("lead-0.1")
+        assert made.pods.ending("lead-0.1") == Ending(status=-9, lost="OOMKilled")
+
+
+def test_a_running_process_gets_more_memory_in_place_or_is_said_not_to(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        made.until_up("lead-0.1")
+        made.until(lambda: made.pods.resize("lead-0.1", 256 << 20))
+        (pod,) = cluster.core().list_namespaced_pod(namespace).items
+        assert pod.status.container_statuses[0].restart_count == 0
+        assert pod.spec.containers[0].resources.limits["memory"] == str(256 << 20)
+        assert made.pods.lives("lead-0.1")
+        made.until(lambda: made.pods.resize("lead-0.1", 1 << 40) is False)
+        assert made.pods.lives("lead-0.1")
+        assert any("cannot be resized: " in line for line in made.said), made.said
+
+
+def test_a_process_without_room_is_given_up_until_later(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        for attempt in (1, 2):
+            made.pods.start(f"lead-0.{attempt}", SLEEPS, Needs(cpus=64.0, memory_bytes=1 << 30))
+            assert made.pods.lives(f"lead-0.{attempt}")
+            made.until_ended(f"lead-0.{attempt}")
+            lost = made.pods.ending(f"lead-0.{attempt}").lost
+            assert lost.startswith("Unschedulable: 0/")
+        assert len([line for line in made.said if "Unschedulable" in line]) == 1
+        made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+
+
+def test_a_process_over_the_quota_is_lost_and_begins_when_there_is_room(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    api = cluster.core()
+    hard = {"requests.cpu": "50m", "requests.memory": "1Gi"}
+    quota = {"metadata": {"name": "small"}, "spec": {"hard": hard}}
+    api.create_namespaced_resource_quota(namespace, quota)
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.until(lambda: api.read_namespaced_resource_quota("small", namespace).status.hard)
+        for attempt in (1, 2):
+            made.pods.start(f"lead-0.{attempt}", SLEEPS, NEEDS)
+            assert made.pods.ending(f"lead-0.{attempt}") == Ending(lost="quota exceeded")
+        assert len({line.split(":")[0] for line in made.said}) == 1
+        api.delete_namespaced_resource_quota("small", namespace)
+        for attempt in range(3, 100):
+            made.pods.start(f"lead-0.{attempt}", SLEEPS, NEEDS)
+            if made.pods.lives(f"lead-0.{attempt}"):
+                break
+        made.until_up(f"lead-0.{attempt}")
+
+
+def test_what_the_api_server_refuses_is_said_in_its_words(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    config = config_of(cluster, namespace, tmp_path, priority_class="absent")
+    with bench(config, tmp_path) as made:
+        made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        refused = made.pods.ending("lead-0.1").refused
+        assert "no PriorityClass with name absent was found" in refused
+
+
+def test_a_pod_of_that_name_which_is_anothers_stays_and_the_next_name_is_free(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    api = cluster.core()
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        name = name_of(tmp_path, "lead-0.1")
+        other = {"name": "other", "image": "none", "command": [*SLEEPS]}
+        pod = {"metadata": {"name": name}, "spec": {"containers": [other]}}
+        api.create_namespaced_pod(namespace, pod)
+        made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        assert made.pods.ending("lead-0.1").refused.startswith(f"Pod {name}: ")
+        made.pods.tidy([])
+        made.pods.start("lead-0.2", SLEEPS, NEEDS)
+        made.until_up("lead-0.2")
+        left = api.read_namespaced_pod(name, namespace)
+        assert left.spec.containers[0].name == "other"
+        assert left.metadata.deletion_timestamp is None
+
+
+def test_a_pod_whose_fields_somebody_else_took_over_is_still_ours(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    config = config_of(cluster, namespace, tmp_path)
+    with bench(config, tmp_path) as made:
+        made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        made.until_up("lead-0.1")
+        (pod,) = cluster.core().list_namespaced_pod(namespace).items
+        patch = {"metadata": {"labels": {"presage/pool": "theirs"}}}
+        cluster.core().patch_namespaced_pod(pod.metadata.name, namespace, patch)
+        # As after an answer that was lost: applied again, refused for the label, and there it is.
+        (tmp_path / "processes" / "lead-0.1.begun").unlink()
+    with bench(config, tmp_path) as made:
+        made.pods.start("lead-0.1", SLEEPS, NEEDS)
+        made.until_up("lead-0.1")
+        assert len(cluster.core().list_namespaced_pod(namespace).items) == 1
+
+
+def test_a_pod_that_lost_its_labels_is_ended_before_it_is_called_lost(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.pods.start("lead-0.1", LEAVES, NEEDS)
+        made.until_up("lead-0.1")
+        (pod,) = cluster.core().list_namespaced_pod(namespace).items
+        patch = {"metadata": {"labels": {"app.kubernetes.io/instance": None}}}
+        cluster.core().patch_namespaced_pod(pod.metadata.name, namespace, patch)
+        made.until_ended("lead-0.1")
+        assert not cluster.core().list_namespaced_pod(namespace).items
+        assert any("has lost its labels" in line for line in made.said)
+
+
+def test_a_restart_of_the_api_server_loses_nothing(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        made.pods.start("lead-0.1", LEAVES, NEEDS)
+        made.pods.start("segment-0.1", [*ENDS[:2], f"import time; time.sleep(3); {ENDS[2]}"], NEEDS)
+        made.until_up("lead-0.1")
+        cluster.stop("kube-apiserver")
+        made.pods.start("store-0.1", SLEEPS, NEEDS)
+        made.platform.poll()
+        assert made.pods.lives("store-0.1")
+        assert made.pods.lives("lead-0.1")
+        cluster.start("kube-apiserver")
+        made.until_up("store-0.1")
+        made.until_ended("segment-0.1")
+        assert made.pods.ending("segment-0.1").status == 1
+        made.pods.ask("lead-0.1")
+        made.until_ended("lead-0.1")
+        away = [line for line in made.said if "the API server" in line]
+        assert away[0].startswith("the API server does not answer: ")
+        assert "the API server answers again" in away
+
+
+def test_a_process_whose_node_is_gone_is_lost_with_it(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    cluster.add_node("node-lost")
+    cluster.wait_for_nodes("node-lost")
+    selector = {"kubernetes.io/hostname": "node-lost"}
+    config = config_of(
+        cluster, namespace, tmp_path, node_selector=selector, grace=timedelta(seconds=1)
+    )
+    try:
+        with bench(config, tmp_path) as made:
+            made.pods.start("lead-0.1", SLEEPS, NEEDS)
+            made.until_up("lead-0.1")
+            cluster.fail_node("node-lost")
+            made.until(made.pods.notices)
+            made.until_ended("lead-0.1")
+            assert made.pods.ending("lead-0.1").lost.startswith("NodeLost: ")
+            made.pods.tidy([])
+            made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+    finally:
+        cluster.remove_node("node-lost")
