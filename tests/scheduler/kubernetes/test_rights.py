@@ -1,0 +1,69 @@
+"""The rights that `deploy/kubernetes` gives are enough, and none of them is too much."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client, config
+
+from tests.cluster.servers import Cluster
+from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
+from tests.scheduler.kubernetes.test_pods import NEEDS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+ACCOUNT = "presage-scheduler"
+
+
+def give_rights(repository: Path, cluster: Cluster, namespace: str) -> None:
+    """Do what `kubectl apply` does with the shipped file, in another namespace."""
+    text = (repository / "deploy" / "kubernetes" / "rbac.yaml").read_text()
+    moved = text.replace("namespace: presage\n", f"namespace: {namespace}\n")
+    account, role, binding = yaml.safe_load_all(moved)
+    cluster.core().create_namespaced_service_account(namespace, account)
+    rights = client.RbacAuthorizationV1Api(cluster.client())
+    rights.create_namespaced_role(namespace, role)
+    rights.create_namespaced_role_binding(namespace, binding)
+
+
+def test_the_shipped_rights_are_enough(
+    repository: Path, cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    give_rights(repository, cluster, namespace)
+    path = cluster.kubeconfig_of(namespace, ACCOUNT)
+    settings = config_of(cluster, namespace, tmp_path, kubeconfig=str(path))
+    with bench(settings, tmp_path) as made:
+        made.pods.start("lead-0.1", LEAVES, NEEDS)
+        made.until_up("lead-0.1")
+        made.until(lambda: made.pods.resize("lead-0.1", 256 << 20))
+        assert made.pods.resident_bytes("lead-0.1") == 0
+        made.pods.start("segment-0.1", SLEEPS, NEEDS)
+        made.until_up("segment-0.1")
+        made.pods.end("segment-0.1")
+        made.pods.ask("lead-0.1")
+        made.until_ended("lead-0.1")
+        made.until_ended("segment-0.1")
+        made.pods.tidy([])
+        made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+        (line,) = made.said
+        assert line.startswith("no memory is read: metrics.k8s.io says "), "nothing is forbidden"
+
+
+def test_the_shipped_rights_are_no_more_than_that(
+    repository: Path, cluster: Cluster, namespace: str
+) -> None:
+    give_rights(repository, cluster, namespace)
+    path = cluster.kubeconfig_of(namespace, ACCOUNT)
+    asks: Any = client.AuthorizationV1Api(config.new_client_from_config(str(path)))
+
+    def may(verb: str, resource: str, space: str = namespace, sub: str = "") -> bool:
+        asked = {"verb": verb, "resource": resource, "subresource": sub, "namespace": space}
+        body = {"spec": {"resourceAttributes": asked}}
+        return asks.create_self_subject_access_review(body).status.allowed
+
+    assert may("delete", "pods")
+    assert may("patch", "pods", sub="resize")
+    others = [("get", "secrets"), ("list", "nodes"), ("create", "services"), ("update", "pods")]
+    assert not [one for one in others if may(*one)]
+    assert not may("create", "pods", sub="exec")
+    assert not may("list", "pods", space="kube-system")
