@@ -14,7 +14,6 @@ from scheduler.drivers.kubernetes.names import (
     MANAGER,
     POOL,
     PROCESS,
-    host_name,
     label_value,
     pod_name,
 )
@@ -53,7 +52,6 @@ def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
         task: the process.
     """
     pool = task.name.partition("-")[0]
-    place = task.name.rpartition(".")[0]
     names = {JOB: task.job, POOL: pool, PROCESS: task.name}
     labels = {name: label_value(value) for name, value in names.items()}
     spec: dict[str, Any] = {
@@ -68,9 +66,6 @@ def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
         "serviceAccountName": config.service_account,
         "priorityClassName": config.priority_class,
     }
-    if config.network is not None:
-        spec["hostname"] = host_name(instance, task.job, place)
-        spec["subdomain"] = config.network.service
     if config.user is not None:
         user = {"runAsUser": config.user, "runAsGroup": config.user, "fsGroup": config.user}
         spec["securityContext"] = user

@@ -43,11 +43,6 @@ def pod_name(instance: str, job: str, process: str) -> str:
     return _label(f"{job}-{process}", f"{instance}/{job}/{process}")
 
 
-def host_name(instance: str, job: str, place: str) -> str:
-    """Return the name in the DNS that all attempts of one place have, one after the other."""
-    return _label(f"{job}-{place}", f"{instance}/{job}/{place}")
-
-
 def label_value(text: str) -> str:
     """Return a text as the value of a label: itself where it is one.
 

@@ -53,24 +53,6 @@ class TolerationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkConfig:
-    """How Pods that have addresses of their own reach each other; all use loopback without it."""
-
-    service: str
-    """Name of a headless Service over the Pods, which gives each a name in the DNS."""
-    certificate: str
-    """PEM file with the chain for `*.<service>.<namespace>.svc`, in a volume."""
-    key: str
-    """PEM file with its key."""
-    trusted: str
-    """PEM file of the authorities that signed it."""
-    store_port: int = 7070
-    """Where a store listens."""
-    lead_port: int = 29510
-    """Where replicas find their lead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """Where Pods run."""
 
@@ -104,8 +86,6 @@ class ClusterConfig:
     """A Pod that found no node or no image for so long is given up, and tried again later."""
     lost_after: timedelta = timedelta(seconds=30)
     """A Pod that its node has not ended so long after its grace is taken for lost with the node."""
-    network: NetworkConfig | None = None
-    """How Pods reach each other; null where all share one loopback."""
 
     def __post_init__(self) -> None:
         """Refuse times that are none."""

@@ -33,6 +33,8 @@ class Tracked:
     """It is to be deleted, with so much time; None while it is to stay."""
     deleted: int | None = None
     """Time with which the server was told so."""
+    is_taken: bool = False
+    """Whether somebody else had it deleted before we did."""
     verdict: Ending | None = None
     """How it ended, where we decide that it did."""
     since: dict[str, float] = field(default_factory=dict[str, float])
@@ -64,7 +66,7 @@ class Tracked:
             return self.verdict
         if self.seen is None:
             return Ending()
-        return ending_of(self.seen, asked=self.deleted is not None)
+        return ending_of(self.seen, asked=self.deleted is not None and not self.is_taken)
 
     @property
     def notice_sec(self) -> float | None:
@@ -110,6 +112,7 @@ class Tracked:
             self.grace_sec = 0
         metadata = self.seen["metadata"]
         if "deletionTimestamp" in metadata:
+            self.is_taken |= self.deleted is None
             grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
             over = now - self.since.setdefault(f"going {grace:g}", now) - grace
             if over > lost_sec:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.drivers.kubernetes.manifest import Task, pod_of
-from scheduler.drivers.kubernetes.names import host_name, instance_of, label_value, pod_name
+from scheduler.drivers.kubernetes.names import instance_of, label_value, pod_name
 from scheduler.drivers.kubernetes.settings import ClusterConfig, VolumeConfig, read_cluster
 from scheduler.drivers.processes import NOTHING, Needs
 from schemas.errors import SchemaError
@@ -38,7 +38,6 @@ grace: 90s
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_pod_name_is_one_label_whatever_a_job_is_called(job: str, process: str) -> None:
     assert LABEL.fullmatch(pod_name("a1", job, process))
-    assert LABEL.fullmatch(host_name("a1", job, process))
     assert VALUE.fullmatch(label_value(job))
 
 
@@ -101,7 +100,7 @@ def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> Non
         "presage/pool": "replica",
         "presage/process": "replica-2.3",
     }
-    assert not {"hostname", "subdomain", "serviceAccountName"} & spec.keys()
+    assert not {"serviceAccountName", "hostNetwork"} & spec.keys()
 
 
 def test_pod_of_a_process_for_which_nothing_is_booked_has_no_limit(tmp_path: Path) -> None:

@@ -185,6 +185,17 @@ def test_a_pod_that_the_server_was_never_told_of_ends_when_it_is_asked_to() -> N
     assert tracked.wanted is None
 
 
+def test_a_pod_that_somebody_deleted_first_is_theirs_also_when_we_delete_it_then() -> None:
+    tracked = Tracked("a", seen=pod(deleted=60))
+    tracked.look(0.0, 10.0, 30.0)
+    assert tracked.notice_sec == 60.0
+    tracked.end(1)
+    tracked.deleted = 1
+    tracked.seen = pod("Failed", exited(143), deleted=1)
+    tracked.look(1.0, 10.0, 30.0)
+    assert tracked.ending == Ending(status=-15, lost="deleted")
+
+
 def test_a_pod_that_is_to_go_sooner_is_deleted_again() -> None:
     tracked = Tracked("a", seen=pod())
     tracked.end(60)
