@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from rich.console import Console
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.platforms import check_driver
 from scheduler.drivers.process.command import RunRequest, inputs_of, plan_jobs, run_jobs
+from scheduler.drivers.runners.place import place_of
 from scheduler.explain import as_json, explain, summary
 from scheduler.machine.log import recover
 from scheduler.machine.words import jobs_as_json, pools_in_words, replayed
@@ -75,6 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--driver", choices=("process", "kubernetes"), help="that of the jobs when left out"
     )
     command.add_argument("--cluster", type=Path, metavar="FILE", help="where Pods run")
+    command.add_argument(
+        "--runner", type=Path, metavar="FILE", help="where segment jobs run; Beam's local runner"
+    )
     command.add_argument("--dry-run", action="store_true", help="what would be decided first")
     command.add_argument(
         "--status",
@@ -147,11 +153,17 @@ def _run(arguments: argparse.Namespace) -> None:
         output=arguments.output,
         budget=arguments.budget,
         cluster=arguments.cluster,
-        driver=DriverOptions(output=arguments.output),
+        driver=DriverOptions(
+            output=arguments.output,
+            runner=place_of(arguments.runner, arguments.output, socket.gethostname()),
+        ),
     )
     if arguments.dry_run:
-        for action in plan_jobs(request):
+        for planned in plan_jobs(request):
+            action, command = planned.action, shlex.join(planned.command)
             print(f"{action.job}: {action.verb} {action.process}: {action.reason}")
+            if command:
+                print(f"{action.job}: command {action.process}: {command}")
         return
     with watching(arguments.output, arguments.status, Console(stderr=True), _say) as say:
         state = run_jobs(replace(request, driver=replace(request.driver, say=say)))

@@ -25,6 +25,7 @@ from scheduler.drivers.process.stores import load_known, prepare_stores
 from scheduler.drivers.process.submit import HISTORY
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Needs, Platform, Processes
+from scheduler.drivers.runners.place import Local, Place
 from scheduler.drivers.teach import teach
 from scheduler.machine.codec import decision_of
 from scheduler.machine.events import (
@@ -62,6 +63,8 @@ class DriverOptions:
     """Time between two looks of the machine at everything, at first; so often memory is read."""
     say: Callable[[str], None] = field(default=lambda _: None)
     """Told each decision in one line."""
+    runner: Place = field(default_factory=Local)
+    """Where segment jobs run."""
 
 
 class Driver:
@@ -122,6 +125,8 @@ class Driver:
                     "it, or use another --output",
                     file=str(self._places[job.job].job_file),
                 )
+        for event in self._options.runner.begin(self.state, time.time()):
+            self._tell(event)
         budget, resizes = self.state.budget, self._platform.resizes
         if (budget.cpus, budget.memory, self.state.resizes) != (cpus, memory_bytes, resizes):
             now = time.time()
@@ -138,6 +143,10 @@ class Driver:
         for job in self.state.by_priority:
             self._tell(Drained(time_sec=time.time(), job=job.name))
 
+    def end(self) -> None:
+        """Leave nothing behind where segment jobs ran."""
+        self._options.runner.end(self.state, self._options.say)
+
     @property
     def is_done(self) -> bool:
         """Whether every job has ended, with all its processes."""
@@ -150,6 +159,8 @@ class Driver:
             if name in self._places:
                 self._poll_job(name)
         now = time.time()
+        for event in self._options.runner.poll(self.state, now, self._options.say):
+            self._tell(event)
         if now - self._looked_sec >= self._look_sec(now) or self._is_due(now):
             self._looked_sec = now
             for name in self._places:
@@ -299,7 +310,8 @@ class Driver:
     def _start(self, job: JobState, process: Process, action: Action, children: Processes) -> None:
         place = self._places[job.name]
         if process.pool == "segment":
-            command = segment_command(place, process.number, process.workers)
+            elsewhere = self._options.runner.options(job.name, process.name, process.workers)
+            command = segment_command(place, process.number, process.workers, elsewhere)
         elif process.pool == "lead":
             if not children.is_known(process.name):
                 (place.run / TOGETHER).unlink(missing_ok=True)  # of a lead that was killed

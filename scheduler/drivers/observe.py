@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from schemas.manifest import position_of, read_dataset
 
 MAX_STEPS = 32
 """Steps whose time is told at once."""
+CLUSTER_FAILED = re.compile(r"error: pipeline must finish, got Pipeline \S+ failed in state (.*)")
+"""What a segment job says when its pipeline ended on a cluster."""
 
 
 def ended(
@@ -41,6 +44,8 @@ def ended(
         outcome = "lost"
     elif status is not None and status < 0:
         outcome, said = "lost", f"signal {-status}"
+    elif process.pool == "segment" and is_fault_of_cluster(said):
+        outcome = "lost"
     elif status is None and not said.startswith("error"):
         outcome, said = "lost", said or "it ended while nobody looked"
     else:
@@ -54,6 +59,20 @@ def ended(
         num_samples=num_samples,
         work_sec=work_sec,
     )
+
+
+def is_fault_of_cluster(said: str) -> bool:
+    """Tell whether a pipeline failed on a cluster, and none of our steps raised anything there.
+
+    Example:
+        >>> is_fault_of_cluster(
+        ...     "error: pipeline must finish, got Pipeline a_1 failed in state FAILED: "
+        ...     "org.apache.flink.runtime.JobException: a task manager is gone"
+        ... )
+        True
+    """
+    found = CLUSTER_FAILED.match(said)
+    return found is not None and "[while running '" not in found[1]
 
 
 def is_built(place: Workplace, number: int) -> bool:

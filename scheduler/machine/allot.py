@@ -61,7 +61,7 @@ def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Opt
     Raises:
         PlanError: not even its smallest pools fit into the whole budget.
     """
-    left = left_of(job, state.now_sec, state.budget)
+    left = left_of(job, state.now_sec, state.budget, state.runner.total_slots)
     grid = candidates(left.snapshot, left.config, left.models, np.random.default_rng(SEED))
     if job.num_stores is not None:
         same = grid.num_stores == job.num_stores

@@ -18,6 +18,9 @@ from scheduler.machine.events import (
     Preempted,
     Read,
     Resized,
+    RunnerSet,
+    SlotsRead,
+    SlotsUnread,
     Started,
     Stepped,
     Submitted,
@@ -33,6 +36,9 @@ KINDS: Mapping[str, type[Event]] = MappingProxyType(
         kind.__name__: kind
         for kind in (
             BudgetSet,
+            RunnerSet,
+            SlotsRead,
+            SlotsUnread,
             Submitted,
             Drained,
             Started,

@@ -11,6 +11,8 @@ from scheduler.snapshot import DataFacts
 Outcome = Literal["done", "left", "failed", "lost"]
 """How a process ended: its work is done; it left as it was asked; it says that it cannot do its
 work; or it is gone without a word, killed or with its node."""
+RunnerName = Literal["local", "flink", "dataflow"]
+"""Which of Beam's runners segment jobs run on; `local` is that of their own processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,36 @@ class BudgetSet(Event):
     """Memory."""
     resizes: bool = False
     """Whether the memory of a process may be changed while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSet(Event):
+    """From now on segment jobs run there; what was read of another place counts no more."""
+
+    name: RunnerName
+    """Which of Beam's runners."""
+    largest: int | None = None
+    """Workers of one segment job at most; None where nobody said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsRead(Event):
+    """What the cluster that segment jobs run on says of its slots, each of which has one worker."""
+
+    free: int
+    """Slots that no job holds."""
+    own: int
+    """Slots that this scheduler's segment jobs hold."""
+    total: int
+    """All slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsUnread(Event):
+    """The cluster does not answer any more."""
+
+    detail: str
+    """What came instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

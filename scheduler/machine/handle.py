@@ -27,6 +27,9 @@ from scheduler.machine.events import (
     ProcessEvent,
     Read,
     Resized,
+    RunnerSet,
+    SlotsRead,
+    SlotsUnread,
     Started,
     Stepped,
     Submitted,
@@ -35,6 +38,7 @@ from scheduler.machine.events import (
 from scheduler.machine.look import look
 from scheduler.machine.notice import on_preempted
 from scheduler.machine.reconcile import reconcile
+from scheduler.machine.runner import on_runner
 from scheduler.machine.state import ENDED, Action, JobState, State
 from scheduler.machine.taking_in import (
     on_load,
@@ -89,6 +93,8 @@ def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
         return replace(state, budget=budget, resizes=event.resizes), []
     if isinstance(event, Submitted):
         return _submit(state, event), []
+    if isinstance(event, RunnerSet | SlotsRead | SlotsUnread):
+        return replace(state, runner=on_runner(state.runner, event)), []
     if not isinstance(event, JobEvent):
         return state, []
     job = state.jobs.get(event.job)
@@ -107,7 +113,14 @@ def _submit(state: State, event: Submitted) -> State:
     snapshot = Snapshot(job=job, facts=event.facts, history=event.history)
     config = job.schedule
     if old is not None:
-        again = replace(old, snapshot=snapshot, phase="submitted", sizes=None, troubles={})
+        again = replace(
+            old,
+            snapshot=snapshot,
+            phase="submitted",
+            sizes=None,
+            troubles={},
+            lacks_slots=False,
+        )
         return replace(state, jobs={**state.jobs, event.job: again})
     fresh = JobState(
         name=event.job,

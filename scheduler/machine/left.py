@@ -26,7 +26,9 @@ class Left:
     """Fitted to all that was measured."""
 
 
-def left_of(job: JobState, now_sec: float, budget: BudgetConfig) -> Left:
+def left_of(
+    job: JobState, now_sec: float, budget: BudgetConfig, total_slots: int | None = None
+) -> Left:
     """Return what is left of a job.
 
     What was built and not trained counts as training that is left, in one pass.
@@ -35,9 +37,10 @@ def left_of(job: JobState, now_sec: float, budget: BudgetConfig) -> Left:
         job: as it stands.
         now_sec: the time.
         budget: what it may have; never more than its own file says.
+        total_slots: of the cluster that segment jobs run on; None where none bounds them.
     """
     facts, train = job.snapshot.facts, job.snapshot.job.train
-    config = config_of(job, now_sec, budget)
+    config = _within(config_of(job, now_sec, budget), total_slots)
     models = fit_models(job.snapshot, config, job.steps, job.builds)
     built = round(facts.num_samples * job.left_segments / job.num_segments)
     trained = facts.num_train_samples * train.epochs - job.num_trained
@@ -81,6 +84,15 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
             max_stores=stores,
         ),
     )
+
+
+def _within(config: ScheduleConfig, total_slots: int | None) -> ScheduleConfig:
+    """Return limits without workers for which even a cluster without others has no slot."""
+    if total_slots is None:
+        return config
+    pool, most = config.preprocessing, max(1, total_slots)
+    fewest, largest = min(pool.min_workers, most), min(pool.max_workers, most)
+    return replace(config, preprocessing=replace(pool, min_workers=fewest, max_workers=largest))
 
 
 def booked(job: JobState, sizes: Sizes | None) -> tuple[float, int]:

@@ -38,7 +38,7 @@ def look(state: State) -> tuple[State, list[Action]]:
 
 def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[Action]]:
     room = room_of(state, job)
-    left = left_of(job, state.now_sec, room)
+    left = left_of(job, state.now_sec, room, state.runner.total_slots)
     setting = training_setting(left.snapshot, left.config, sizes.grid)
     step_sec = max(1e-3, float(left.models.training.seconds(setting)[0]))
     found: list[Action] = []

@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from scheduler.correction import ended
+from scheduler.decision import counted
+from scheduler.machine.runner import Bound, Runner, bound
 from scheduler.machine.state import Action, JobState, PoolName, Process, State
 from scheduler.outlook import Sizes
+
+_ONE = Bound(1)
 
 
 @dataclass(slots=True)
@@ -20,12 +24,19 @@ class Pass:
     now_sec: float
     cpus: float
     memory_bytes: int
+    runner: Runner
+    booked_workers: int
     resizes: bool = False
     actions: list[Action] = field(default_factory=list[Action])
 
     def fits(self, cpus: float, memory_bytes: int) -> bool:
         """Tell whether so much is free."""
         return cpus <= self.cpus + 1e-9 and memory_bytes <= self.memory_bytes
+
+    def bound(self, job: JobState) -> Bound:
+        """Return the workers that the next segment job of a job gets where it runs."""
+        wanted = 1 if job.sizes is None else job.sizes.workers_per_job
+        return bound(self.runner, wanted, self.booked_workers, self.now_sec)
 
     def leave(
         self, job: JobState, process: Process, reason: str, *, stop: bool = False
@@ -56,12 +67,19 @@ class Pass:
         grown = replace(process, memory_bytes=memory_bytes, memory_before=before)
         return replace(job, processes={**job.processes, process.name: grown})
 
-    def start(self, job: JobState, pool: PoolName, number: int, reason: str) -> JobState:
+    def start(
+        self,
+        job: JobState,
+        pool: PoolName,
+        number: int,
+        reason: str,
+        found: Bound = _ONE,
+    ) -> JobState:
         """Start a process, unless its place has one, it just failed, or there is no room."""
         place = f"{pool}-{number}"
         trouble = job.troubles.get(place)
         taken = any(p.place == place for p in job.processes.values())
-        cpus, memory_bytes, workers = needs(job, pool)
+        cpus, memory_bytes = needs(job, pool, found.workers)
         early = trouble is not None and self.now_sec < trouble.retry_sec
         if taken or early or not self.fits(cpus, memory_bytes):
             return job
@@ -73,12 +91,14 @@ class Pass:
             status="starting",
             cpus=cpus,
             memory_bytes=memory_bytes,
-            workers=workers,
+            workers=found.workers,
             began_sec=self.now_sec,
         )
         self.cpus -= cpus
         self.memory_bytes -= memory_bytes
-        values = {"workers": float(workers), "memory_bytes": float(memory_bytes)}
+        self.booked_workers += found.workers if pool == "segment" else 0
+        values = {"workers": float(found.workers), "memory_bytes": float(memory_bytes)}
+        values |= found.values
         if pool == "lead":
             values["grouped"] = float(job.grouped)
         again = f", attempt {attempt}" if attempt > 1 else ""
@@ -101,8 +121,14 @@ class Pass:
 def reconcile(state: State) -> tuple[State, list[Action]]:
     """Start and end processes until pools are what they are to be, as far as there is room."""
     cpus, memory = state.used
-    free = state.budget.cpus - cpus, state.budget.memory - memory
-    done = Pass(state.now_sec, *free, resizes=state.resizes)
+    done = Pass(
+        now_sec=state.now_sec,
+        cpus=state.budget.cpus - cpus,
+        memory_bytes=state.budget.memory - memory,
+        resizes=state.resizes,
+        runner=state.runner,
+        booked_workers=sum(p.workers for j in state.jobs.values() for p in j.of_pool("segment")),
+    )
     jobs = dict(state.jobs)
     for job in state.jobs.values():
         if job.phase in ("drained", "finished", "failed") and job.processes:
@@ -112,21 +138,19 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
     return replace(state, jobs=jobs), done.actions
 
 
-def needs(job: JobState, pool: PoolName) -> tuple[float, int, int]:
-    """Return the cores, bytes and workers of one process.
+def needs(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
+    """Return the cores and bytes of one process.
 
     A lead with replicas beside it computes nothing, so nothing is booked for it.
     """
     config = job.snapshot.job.schedule
     if pool == "segment":
-        workers = 1 if job.sizes is None else job.sizes.workers_per_job
-        worker = config.preprocessing.worker
-        return workers * worker.cpus, workers * job.worker_memory, workers
+        return workers * config.preprocessing.worker.cpus, workers * job.worker_memory
     if pool == "store":
-        return config.training.store.cpus, config.training.store.memory, 1
+        return config.training.store.cpus, config.training.store.memory
     if pool == "lead" and job.grouped:
-        return 0.0, 0, 1
-    return config.training.replica.cpus, job.replica_memory, 1
+        return 0.0, 0
+    return config.training.replica.cpus, job.replica_memory
 
 
 def _reconcile_job(job: JobState, done: Pass) -> JobState:
@@ -161,20 +185,44 @@ def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
     for number in open_ones:
         if number in building:
             continue
-        if len(building) >= most or not done.fits(*needs(job, "segment")[:2]):
+        if len(building) >= most:
+            break
+        found = done.bound(job)
+        if not found.workers:
+            job = _lacking_slots(job, number, found, done)
+            break
+        if not done.fits(*needs(job, "segment", found.workers)):
             break
         before = len(job.processes)
-        job = done.start(
-            job, "segment", number, f"segment {number} of {job.num_segments} is to be built"
-        )
+        job = _build(job, number, found, done)
         if len(job.processes) == before:
             break  # it failed a moment ago; those after it wait for it anyway
         building.append(number)
-    if open_ones and building and open_ones[0] not in building and len(building) >= most:
+    full = len(building) >= most or job.lacks_slots
+    if open_ones and building and open_ones[0] not in building and full:
         last = job.of_pool("segment")[-1]
         why = f"segment {open_ones[0]} is to be built first: later ones wait for it"
         job = done.leave(job, last, why, stop=True)
     return job
+
+
+def _build(job: JobState, number: int, found: Bound, done: Pass) -> JobState:
+    """Start a segment job with the workers that it gets."""
+    reason = f"segment {number} of {job.num_segments} is to be built"
+    if found.reason:
+        reason += f" by {counted(found.workers, 'worker')}: {found.reason}"
+    before = len(job.processes)
+    job = done.start(job, "segment", number, reason, found)
+    return replace(job, lacks_slots=False) if len(job.processes) > before else job
+
+
+def _lacking_slots(job: JobState, number: int, found: Bound, done: Pass) -> JobState:
+    """Say once that the next segment job waits for a slot."""
+    if job.lacks_slots:
+        return job
+    reason = f"segment {number} of {job.num_segments} waits for a slot: {found.reason}"
+    done.actions.append(Action(verb="wait", job=job.name, reason=reason, values=found.values))
+    return replace(job, lacks_slots=True)
 
 
 def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
@@ -220,7 +268,8 @@ def is_settled(job: JobState) -> bool:
     if any(p.status != "running" or _is_short(job, p) for p in job.processes.values()):
         return False
     wanted = min(job.sizes.segment_jobs if job.built else 1, job.left_segments)
-    if len(job.of_pool("segment")) != wanted:
+    building = len(job.of_pool("segment"))
+    if building > wanted or (building < wanted and not job.lacks_slots):
         return False
     if not job.built:
         return True

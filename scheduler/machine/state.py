@@ -10,6 +10,7 @@ from typing import Literal
 from scheduler.cells import Window
 from scheduler.correction import Correction
 from scheduler.machine.events import LoadKnown
+from scheduler.machine.runner import Runner
 from scheduler.outlook import Sizes
 from scheduler.snapshot import Snapshot
 from schemas.job_schedule import BudgetConfig
@@ -102,6 +103,8 @@ class JobState:
     """Live ones, by name."""
     built: frozenset[int] = frozenset()
     """Segments that are committed."""
+    lacks_slots: bool = False
+    """Whether its next segment job waits for a slot of the cluster, as was said."""
     attempts: Mapping[str, int] = field(default_factory=empty)
     """Starts so far, by place."""
     troubles: Mapping[str, Trouble] = field(default_factory=dict[str, Trouble])
@@ -154,6 +157,8 @@ class State:
     """Of all jobs together."""
     resizes: bool = False
     """Whether the memory of a process may be changed while it runs."""
+    runner: Runner = field(default_factory=Runner)
+    """Where segment jobs run."""
     jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])
     """By name, in the order in which they were submitted."""
 

@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import shutil
-import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipelines.commands import main
+from tests.flink import START_SEC, ask, flink, is_running, needs_flink
 from tests.pipelines.logs import bytes_of, write_job, write_log
-
-START_SEC = 420.0  # with an empty cache; 15 s with a full one
-STOP_SEC = 90.0
-MISSING = [name for name in ("java", "javac", "mvn") if shutil.which(name) is None]
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(MISSING), reason=f"needs Java 17 and Maven, got no {MISSING} on PATH"),
+    needs_flink,
 ]
-
-
-@contextmanager
-def flink(kind: str, repository: Path, logs: Path) -> Iterator[dict[str, Any]]:
-    """Serve a Flink; afterwards each of its processes must be gone."""
-    logs.mkdir()
-    with (logs / "launcher.log").open("w") as errors:
-        launcher = subprocess.Popen(
-            [sys.executable, "deploy/flink", kind, "--logs", str(logs)],
-            cwd=repository,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    assert launcher.stdout is not None
-    about = None
-    try:
-        ready, _, _ = select.select([launcher.stdout], [], [], START_SEC)
-        line = launcher.stdout.readline() if ready else ""
-        assert line, (logs / "launcher.log").read_text()
-        about = json.loads(line)
-        yield about
-    finally:
-        launcher.terminate()
-        assert launcher.wait(STOP_SEC) == 128 + signal.SIGTERM
-        launcher.stdout.close()
-    assert [name for name, pid in about["pids"].items() if is_running(pid)] == []
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +71,6 @@ def test_session_cluster_gives_the_bytes_of_the_local_runner_with_both_slots(
         assert len(workers) >= 2
         assert not set(workers) & {os.getpid(), *about["pids"].values()}
     assert [pid for pid in workers if is_running(pid)] == []
-
-
-def ask(rest: str, path: str) -> dict[str, Any]:
-    with urllib.request.urlopen(rest + path, timeout=30) as answer:
-        return json.loads(answer.read())
 
 
 def part_builders(rest: str) -> list[dict[str, Any]]:

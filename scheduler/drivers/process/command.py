@@ -14,8 +14,10 @@ from types import FrameType
 
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
 from scheduler.drivers.platforms import open_platform
+from scheduler.drivers.process.commands import segment_command
 from scheduler.drivers.process.submit import submit
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.runners.place import Place
 from scheduler.machine.events import BudgetSet, Event, Submitted
 from scheduler.machine.handle import handle
 from scheduler.machine.log import LOG, Log, recover
@@ -101,6 +103,7 @@ def run_jobs(request: RunRequest) -> State:
             driver = Driver(request.driver, platform, log, found, places)
             driver.begin(jobs, budget.cpus, budget.memory)
             _drive(driver, asked, request.driver.poll_sec)
+            driver.end()
             return driver.state
 
 
@@ -115,23 +118,50 @@ def _drive(driver: Driver, asked: Callable[[], bool], poll_sec: float) -> None:
         time.sleep(poll_sec)
 
 
-def plan_jobs(request: RunRequest) -> list[Action]:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What would be done first.
+
+    Attributes:
+        action: the decision.
+        command: that would be run, of a segment job that is to run elsewhere; else empty.
+    """
+
+    action: Action
+    command: Sequence[str]
+
+
+def plan_jobs(request: RunRequest) -> list[Planned]:
     """Return what would be decided first; nothing is started.
 
     Raises:
         SchemaError: as `run_jobs`.
     """
     budget, now = budget_of(request), time.time()
-    jobs, _ = _submissions(request)
-    state, actions = State(), list[Action]()
+    jobs, places = _submissions(request)
+    state, planned = State(), list[Planned]()
     first: list[Event] = [
+        *request.driver.runner.begin(state, now),
         BudgetSet(time_sec=now, cpus=budget.cpus, memory_bytes=budget.memory),
         *jobs,
     ]
     for event in first:
         state, found = handle(state, event)
-        actions += found
-    return actions
+        planned += [Planned(a, _elsewhere(a, state, places, request.driver.runner)) for a in found]
+    return planned
+
+
+def _elsewhere(
+    action: Action, state: State, places: Mapping[str, Workplace], runner: Place
+) -> list[str]:
+    """Return the command of a segment job that is to run elsewhere, none of anything else."""
+    process = state.jobs[action.job].processes.get(action.process)
+    if action.verb != "start" or process is None or process.pool != "segment":
+        return []
+    options = runner.options(action.job, process.name, process.workers)
+    if not options:
+        return []
+    return segment_command(places[action.job], process.number, process.workers, options)
 
 
 def budget_of(request: RunRequest) -> BudgetConfig:

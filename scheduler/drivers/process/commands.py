@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from scheduler.drivers.process.stores import address_of
@@ -24,8 +25,17 @@ def generate_command(job_file: Path, output: Path) -> list[str]:
     return [*_module("pipelines"), "generate", str(job_file), "--output", str(output)]
 
 
-def segment_command(place: Workplace, number: int, workers: int) -> list[str]:
-    """Return the command that builds a segment and enters it in its turn."""
+def segment_command(
+    place: Workplace, number: int, workers: int, elsewhere: Sequence[str] = ()
+) -> list[str]:
+    """Return the command that builds a segment and enters it in its turn.
+
+    Args:
+        place: of the job.
+        number: of the segment.
+        workers: of Beam's local runner.
+        elsewhere: Beam's options where another runner is to build it.
+    """
     source = ["--input", str(place.segment(number)), "--json"]
     last = ["--last"] if number + 1 == place.num_segments else []
     running = [f"--direct_num_workers={workers}"]
@@ -34,7 +44,7 @@ def segment_command(place: Workplace, number: int, workers: int) -> list[str]:
     build = [*_module("pipelines"), "build", str(place.job_file), "--output", str(place.dataset)]
     append = [*_module("pipelines"), "append", str(place.job_file), "--dataset", str(place.dataset)]
     turn = ["--position", str(number), "--in-order"]
-    return [*([*append, *turn] if number else build), *source, *last, *running]
+    return [*([*append, *turn] if number else build), *source, *last, *(elsewhere or running)]
 
 
 def lead_command(place: Workplace, *, grouped: bool, served: bool) -> list[str]:

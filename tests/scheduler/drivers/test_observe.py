@@ -29,6 +29,7 @@ def process(pool: PoolName, name: str) -> Process:
     )
 
 
+FAILED = "error: pipeline must finish, got Pipeline a_1 failed in state FAILED:"
 ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
     "a segment job that says why it cannot": (
         "segment",
@@ -36,6 +37,20 @@ ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
         False,
         "failed",
         "error: no files",
+    ),
+    "a segment job whose cluster failed": (
+        "segment",
+        f"echo '{FAILED} JobException: no slot' >&2; exit 1",
+        False,
+        "lost",
+        f"{FAILED} JobException: no slot",
+    ),
+    "a segment job whose step failed on a cluster": (
+        "segment",
+        f"echo \"{FAILED} OSError: full [while running 'write']\" >&2; exit 1",
+        False,
+        "failed",
+        f"{FAILED} OSError: full [while running 'write']",
     ),
     "a segment job that leaves nothing": ("segment", "exit 0", False, "failed", ""),
     "a process that is killed": ("replica", "kill -9 $$", False, "lost", "signal 9"),
@@ -60,7 +75,8 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
     assert (found.outcome, found.detail) == (outcome, detail)
     # Who comes next knows no status, only what is left and was said.
     again = ended(place, Children(place.processes, os.environ), "job", process(pool, "a"), 5.0)
-    assert again.outcome == (outcome if outcome == "done" or detail[:5] == "error" else "lost")
+    same = outcome in ("done", "lost") or detail[:5] == "error"
+    assert again.outcome == (outcome if same else "lost")
 
 
 def line(step: int, samples: int, seconds: float) -> str:

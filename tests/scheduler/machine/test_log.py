@@ -25,6 +25,9 @@ from scheduler.machine.events import (
     Preempted,
     Read,
     Resized,
+    RunnerSet,
+    SlotsRead,
+    SlotsUnread,
     Started,
     Stepped,
     Ticked,
@@ -38,6 +41,9 @@ from tests.scheduler.made import make_run
 
 EVENTS: list[Event] = [
     BUDGET,
+    RunnerSet(time_sec=0.0, name="flink", largest=4),
+    SlotsRead(time_sec=0.5, free=3, own=1, total=8),
+    SlotsUnread(time_sec=0.7, detail="refused"),
     submitted("first"),
     Drained(time_sec=1.0, job="first"),
     Started(time_sec=1.0, job="first", process="segment-0.1"),

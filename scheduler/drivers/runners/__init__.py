@@ -1,0 +1,1 @@
+"""Where segment jobs run: Beam's local runner, a Flink session cluster, or Dataflow."""

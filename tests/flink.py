@@ -1,0 +1,90 @@
+"""A Flink of this machine for tests: started as `deploy/flink` does it, gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+START_SEC = 420.0  # with an empty cache; 15 s with a full one
+STOP_SEC = 90.0
+MISSING = [name for name in ("java", "javac", "mvn") if shutil.which(name) is None]
+
+needs_flink = pytest.mark.skipif(
+    bool(MISSING), reason=f"needs Java 17 and Maven, got no {MISSING} on PATH"
+)
+
+
+@contextmanager
+def flink(kind: str, repository: Path, logs: Path, slots: int = 2) -> Iterator[dict[str, Any]]:
+    """Serve a Flink; afterwards each of its processes must be gone."""
+    logs.mkdir()
+    with (logs / "launcher.log").open("w") as errors:
+        launcher = subprocess.Popen(
+            [sys.executable, "deploy/flink", kind, "--slots", str(slots), "--logs", str(logs)],
+            cwd=repository,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert launcher.stdout is not None
+    about = None
+    try:
+        ready, _, _ = select.select([launcher.stdout], [], [], START_SEC)
+        line = launcher.stdout.readline() if ready else ""
+        assert line, (logs / "launcher.log").read_text()
+        about = json.loads(line)
+        yield about
+    finally:
+        launcher.terminate()
+        assert launcher.wait(STOP_SEC) == 128 + signal.SIGTERM
+        launcher.stdout.close()
+    assert [name for name, pid in about["pids"].items() if is_running(pid)] == []
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process is there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ask(rest: str, path: str) -> dict[str, Any]:
+    """Return an answer of Flink's REST API."""
+    with urllib.request.urlopen(rest + path, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def runner_file(about: dict[str, Any], path: Path, largest: int) -> Path:
+    """Write the file that sends a scheduler's segment jobs to a session cluster.
+
+    Args:
+        about: what `flink` yields.
+        path: of the file.
+        largest: parallelism of one segment job at most.
+    """
+    given = dict(option.removeprefix("--").split("=", 1) for option in about["options"])
+    keys = ("job_endpoint", "environment_type", "environment_config")
+    cache = f"--environment_cache_millis={given['environment_cache_millis']}"
+    section = {
+        "address": about["rest"],
+        "largest_parallelism": largest,
+        **{key: given[key] for key in keys},
+        "options": ["--sdk_worker_parallelism=2", cache],
+    }
+    path.write_text(yaml.safe_dump({"runner": "flink", "flink": section}))
+    return path

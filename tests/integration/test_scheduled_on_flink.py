@@ -1,0 +1,144 @@
+"""Segment jobs of a scheduled job on a Flink session cluster that another job uses, too."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.commands import main as pipelines
+from scheduler.machine.events import Event, SlotsRead
+from scheduler.machine.log import LOG, read_log, recover
+from tests.flink import ask, flink, needs_flink, runner_file
+from tests.integration.test_scheduled import Scheduler, pid_of
+from tests.pipelines.logs import bytes_of
+
+SLOTS = 4
+SMALL = {
+    "num_samples: 200000": "num_samples: 8000",
+    "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 1024}",
+    "\n  batch_samples: 4096": "\n  batch_samples: 1024",
+}
+SCHEDULE = "\n  preprocessing: {min_workers: 4, max_workers: 4}\n"
+HOLDER = """
+import sys, time
+from pathlib import Path
+import apache_beam as beam
+from apache_beam.options.pipeline_options import PipelineOptions
+
+def hold(path):
+    while not Path(path).exists():
+        time.sleep(0.2)
+
+with beam.Pipeline(options=PipelineOptions(sys.argv[2:])) as pipeline:
+    pipeline | beam.Create([sys.argv[1]]) | beam.Map(hold)
+"""
+"""Holds a slot until a file is there."""
+
+
+def write_job(repository: Path, folder: Path) -> tuple[Path, Path]:
+    """Write the demo job with three small files."""
+    demo = repository / "schemas" / "demo"
+    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
+    text = (demo / "job.yaml").read_text()
+    for old, new in SMALL.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    job, log = folder / "demo.yaml", folder / "log"
+    job.write_text(text.rstrip() + SCHEDULE)
+    assert pipelines(["generate", str(job), "--output", str(log)]) == 0
+    for extra in sorted(log.rglob("*.parquet"))[3:]:
+        extra.unlink()
+    return job, log
+
+
+@contextmanager
+def held_slot(about: dict[str, Any], folder: Path) -> Iterator[Path]:
+    """Let another job have one slot until a file is there, at the latest until the end."""
+    release = folder / "release"
+    options = [o for o in about["options"] if not o.startswith("--parallelism")]
+    words = [str(release), *options, "--parallelism=1", "--job_name=somebody-else"]
+    with (folder / "holder").open("wb") as said:
+        holder = subprocess.Popen([sys.executable, "-c", HOLDER, *words], stdout=said, stderr=said)
+        try:
+            while ask(about["rest"], "/overview")["slots-available"] == SLOTS:
+                assert holder.poll() is None, (folder / "holder").read_text()
+                time.sleep(0.2)
+            yield release
+        finally:
+            release.touch()
+            assert holder.wait(120) == 0, (folder / "holder").read_text()
+
+
+def jobs_of(rest: str, part: str) -> list[dict[str, Any]]:
+    """Return the jobs of the cluster whose name has a part."""
+    return [job for job in ask(rest, "/jobs/overview")["jobs"] if part in job["name"]]
+
+
+def parallelism(rest: str, part: str) -> set[int]:
+    """Return the largest parallelism of each of these jobs."""
+    found = [ask(rest, f"/jobs/{job['jid']}")["vertices"] for job in jobs_of(rest, part)]
+    return {max(stage["parallelism"] for stage in stages) for stages in found}
+
+
+def local_dataset(job: Path, segments: Path, dataset: Path) -> dict[str, bytes]:
+    """Return what the local runner builds of the same segments."""
+    for number in range(3):
+        source = ["--input", str(segments / f"{number:05d}"), *(["--last"] if number == 2 else [])]
+        first = ["build", str(job), "--output", str(dataset)]
+        later = ["append", str(job), "--dataset", str(dataset), "--position", str(number)]
+        assert pipelines([*(later if number else first), *source]) == 0
+    return bytes_of(dataset)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@needs_flink
+def test_job_on_a_cluster_that_is_shared_gets_the_slots_that_are_free_and_the_same_dataset(
+    repository: Path, tmp_path: Path
+) -> None:
+    job, log = write_job(repository, tmp_path)
+    output = tmp_path / "out"
+    (tmp_path / "budget.yaml").write_text("cpus: 8\nmemory: 16GiB\n")
+    words = [str(job), "--input", str(log), "--output", str(output), "--status", "off", "--json"]
+    words += ["--budget", str(tmp_path / "budget.yaml")]
+    with (
+        flink("session", repository, tmp_path / "flink", SLOTS) as about,
+        held_slot(about, tmp_path) as release,
+    ):
+        rest = about["rest"]
+        words += ["--runner", str(runner_file(about, tmp_path / "runner.yaml", 3))]
+        scheduler = Scheduler(repository, words, tmp_path / "said")
+        # The first attempt is killed while its job runs: the job outlives it, and is cancelled.
+        scheduler.until(lambda: any(j["tasks"]["running"] for j in jobs_of(rest, "segment-0-1-")))
+        os.kill(pid_of(output, "demo", "segment-0.1") or 0, signal.SIGKILL)
+        scheduler.until(lambda: jobs_of(rest, "segment-0-1-")[0]["state"] == "CANCELED")
+        scheduler.until(lambda: pid_of(output, "demo", "segment-2.1"))
+        assert scheduler.process.wait() == 0, scheduler.said.read_text()
+        assert parallelism(rest, "segment-1-1-") == {2}
+        assert parallelism(rest, "segment-2-1-") == {1}
+        assert ask(rest, "/overview")["slots-available"] == SLOTS - 1
+        release.touch()
+    state = json.loads(scheduler.said.read_text().splitlines()[-1])["demo"]
+    assert (state["phase"], state["segments_built"]) == ("finished", 3)
+    entries = read_log(output / LOG)
+    reasons = {d.process: d.reason for e in entries for d in e.decisions if d.action == "start"}
+    first = {name: reasons[name] for name in ("segment-0.1", "segment-1.1", "segment-2.1")}
+    assert first == {
+        "segment-0.1": "segment 0 of 3 is to be built by 2 workers: 3 of 4 slots are free",
+        "segment-1.1": "segment 1 of 3 is to be built by 2 workers: 3 of 4 slots are free",
+        "segment-2.1": "segment 2 of 3 is to be built by 1 worker: 1 of 4 slots is free",
+    }
+    assert "segment-0.2" in reasons
+    events: list[Event] = [entry.event for entry in entries]
+    assert {e.own for e in events if isinstance(e, SlotsRead)} >= {0, 2}
+    recover(output / LOG)
+    local = local_dataset(job, output / "demo" / "segments", tmp_path / "local")
+    assert bytes_of(output / "demo" / "dataset") == local
