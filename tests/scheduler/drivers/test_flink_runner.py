@@ -49,7 +49,8 @@ class Cluster:
                 self.end_headers()
                 self.wfile.write(text.encode())
 
-            def log_message(self, *_: object) -> None: ...
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002, its name
+                pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server.server_port}"
