@@ -145,6 +145,10 @@ def test_handle_waits_for_a_slot_says_it_once_and_goes_on() -> None:
     assert bench.looks(3) == []
     assert said(bench.tell(slots(2))) == ["start segment-0.1"]
     assert bench.job.processes["segment-0.1"].workers == 2
+    bench.tell(slots(0))  # others took them meanwhile
+    assert [a.reason for a in bench.built(0) if a.verb == "wait"] == [
+        "segment 1 of 2 waits for a slot: 0 of 8 slots are free"
+    ]
 
 
 def test_is_settled_when_there_is_no_slot_for_more() -> None:
