@@ -1,4 +1,4 @@
-"""`python -m scheduler`: fit throughput, size the pools of jobs, run them, show what is done."""
+"""`python -m scheduler`: fit throughput, size the pools of jobs, compare policies, run jobs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from scheduler.machine.log import recover
 from scheduler.machine.words import jobs_as_json, pools_in_words, replayed
 from scheduler.measurements import fit_file, fit_summary
 from scheduler.policy import plan
+from scheduler.simulator import command as simulation
 from scheduler.snapshot import take_snapshot
 from scheduler.status.server import serving
 from scheduler.status.terminal import render
@@ -60,6 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--explain", action="store_true", help="a table and the reasons")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_plan)
+    command = commands.add_parser("simulate", help="policies on a trace, with accidents")
+    simulation.add_arguments(command)
+    command.set_defaults(run=_simulate)
     command = commands.add_parser("run", help="start and keep the pools of all jobs")
     command.add_argument("jobs", type=Path, nargs="+", metavar="JOB", help="job files")
     command.add_argument(
@@ -143,6 +147,17 @@ def _plan(arguments: argparse.Namespace) -> None:
         Console(stderr=arguments.json).print(explain(snapshot, config, decision))
     elif not arguments.json:
         print(summary(decision))
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    found = simulation.run(arguments)
+    for note in simulation.notes(found):
+        _say(note)
+    if arguments.json:
+        print(json.dumps(simulation.as_json(found)))
+        return
+    for line in simulation.words(found):
+        print(line)
 
 
 def _run(arguments: argparse.Namespace) -> None:

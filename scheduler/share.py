@@ -1,6 +1,6 @@
 """Which plan each of several jobs gets, under one budget and by priority.
 
-Jobs are taken in, highest priority first, each with its smallest plan; one whose
+Jobs are taken in, by priority and then by urgency, each with its smallest plan; one whose
 smallest plan no longer fits waits. Then, as long as something fits, the change to one
 job that gains most for what it takes is made: weight x gain over the larger of its
 shares of the budget's cores and memory. Last, changes that only pay together are looked
@@ -41,6 +41,8 @@ class Options:
 
     priority: int = 0
     """Each step of priority doubles what a gain is worth."""
+    urgency: float = 1.0
+    """By what a gain is worth more, and the job goes first, among jobs of one priority."""
     cpus: Floats
     """(n,) cores of both pools."""
     memory_bytes: Floats
@@ -50,8 +52,8 @@ class Options:
 
     @property
     def worth(self) -> Floats:
-        """Return (n,) gains times the weight of the priority."""
-        return np.exp2(self.priority) * self.gain
+        """Return (n,) gains times the weights of priority and urgency."""
+        return np.exp2(self.priority) * self.urgency * self.gain
 
     def shares(self, budget: BudgetConfig) -> Floats:
         """Return (n, 2) shares of the budget's cores and memory."""
@@ -86,18 +88,19 @@ def options(
     )
 
 
-def share(jobs: Sequence[Options], budget: BudgetConfig) -> tuple[int, ...]:
+def share(
+    jobs: Sequence[Options], budget: BudgetConfig, exchanges: int = MAX_ROUNDS
+) -> tuple[int, ...]:
     """Return which of its plans each job gets, WAITING where none fits.
 
     Args:
         jobs: each with at least one plan.
         budget: what all have together.
+        exchanges: most changes of two jobs at once.
     """
     shares = [job.shares(budget) for job in jobs]
-    chosen = _admit(jobs, shares)
-    while (change := _best_upgrade(jobs, shares, chosen)) is not None:
-        chosen[change[0]] = change[1]
-    for _ in range(MAX_ROUNDS if len(jobs) <= MAX_JOBS else 0):
+    chosen = _upgrade(jobs, shares, _admit(jobs, shares))
+    for _ in range(exchanges if len(jobs) <= MAX_JOBS else 0):
         exchange = _best_exchange(jobs, shares, chosen)
         if exchange is None:
             break
@@ -107,10 +110,10 @@ def share(jobs: Sequence[Options], budget: BudgetConfig) -> tuple[int, ...]:
 
 
 def _admit(jobs: Sequence[Options], shares: Sequence[Floats]) -> list[int]:
-    """Give each job its smallest plan, the highest priority and then the earliest first."""
+    """Give each job its smallest plan, by priority, then urgency, then the earliest first."""
     chosen = [WAITING] * len(jobs)
     left = np.ones(2)
-    for job in sorted(range(len(jobs)), key=lambda i: -jobs[i].priority):
+    for job in sorted(range(len(jobs)), key=lambda i: (-jobs[i].priority, -jobs[i].urgency)):
         smallest = int(shares[job].max(axis=1).argmin())
         if _fits(shares[job][smallest], left):
             chosen[job] = smallest
@@ -118,25 +121,41 @@ def _admit(jobs: Sequence[Options], shares: Sequence[Floats]) -> list[int]:
     return chosen
 
 
-def _best_upgrade(
-    jobs: Sequence[Options], shares: Sequence[Floats], chosen: Sequence[int]
-) -> tuple[int, int] | None:
-    """Return the job and plan that gain most for what they take, None when nothing fits."""
-    left = _left(shares, chosen)
-    best: tuple[float, int, int] | None = None
-    for job, plan in enumerate(chosen):
-        if plan == WAITING:
+def _upgrade(
+    jobs: Sequence[Options], shares: Sequence[Floats], admitted: Sequence[int]
+) -> list[int]:
+    """Make the change that gains most for what it takes, as long as one fits.
+
+    What does not fit is not looked at again: what is left only shrinks, unless a change
+    takes more of one resource and less of the other.
+    """
+    chosen, left = list(admitted), _left(shares, admitted)
+    width = max((len(share) for share in shares), default=0)
+    ratios = np.full((len(jobs), width), -1.0)
+    worths = [job.worth for job in jobs]
+    for job in range(len(jobs)):
+        ratios[job, : len(shares[job])] = _ratios(worths[job], shares[job], chosen[job])
+    while ratios.size:
+        job, plan = divmod(int(ratios.argmax()), width)
+        if ratios[job, plan] < 0:
+            break
+        taken = shares[job][plan] - shares[job][chosen[job]]
+        if not _fits(taken, left):
+            ratios[job, plan] = -1.0
             continue
-        gained = jobs[job].worth - jobs[job].worth[plan]
-        taken = shares[job] - shares[job][plan]
-        possible = (gained > 0) & _fits(taken, left)
-        if not possible.any():
-            continue
-        ratio = np.where(possible, gained / np.maximum(taken.max(axis=1), 1e-12), -1.0)
-        place = int(ratio.argmax())
-        if best is None or ratio[place] > best[0]:
-            best = float(ratio[place]), job, place
-    return None if best is None else best[1:]
+        chosen[job], left = plan, left - taken
+        again = range(len(jobs)) if taken.min() < 0 else (job,)
+        for one in again:
+            ratios[one, : len(shares[one])] = _ratios(worths[one], shares[one], chosen[one])
+    return chosen
+
+
+def _ratios(worth: Floats, shares: Floats, plan: int) -> Floats:
+    """Return (n,) what each plan gains for what it takes beside this one; -1 where nothing."""
+    if plan == WAITING:
+        return np.full(len(shares), -1.0)
+    gained, taken = _change(worth, plan), _change(shares, plan)
+    return np.where(gained > 0, gained / np.maximum(taken.max(axis=1), 1e-12), -1.0)
 
 
 def _best_exchange(

@@ -1,0 +1,82 @@
+"""The comparison of policies: what is drawn from published traces, and a small run of it all."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.policies import OURS, interval, main, one_round, ratios, window
+from benchmarks.policies_jobs import TOGETHER_SEC, alibaba, philly, speeds
+from scheduler.simulator.compare import POLICIES
+from scheduler.simulator.draw import Knobs
+
+
+def test_philly_has_all_jobs_in_order(shared_data: Path) -> None:
+    jobs = philly(shared_data)
+    assert len(jobs) == 82_247
+    assert all(a.submit_sec <= b.submit_sec for a, b in pairwise(jobs))
+    assert sum(job.num_replicas == 32 for job in jobs) == 67
+
+
+def test_alibaba_joins_instances_that_are_created_together(shared_data: Path) -> None:
+    jobs = alibaba(shared_data)
+    assert sum(job.num_replicas for job in jobs) == 12_390
+    assert all(a.submit_sec <= b.submit_sec for a, b in pairwise(jobs))
+    assert all(job.cpus and job.memory_bytes for job in jobs)
+    assert TOGETHER_SEC > 0
+
+
+def test_speeds_are_those_that_were_measured(shared_data: Path) -> None:
+    tables = speeds(shared_data)
+    assert len(tables) == 8
+    assert tables["dssm"].speed[1, 1] == pytest.approx(462.228)
+    assert tables["dssm"].speed[1, 5] == pytest.approx(1188, abs=1)
+    for table in tables.values():
+        assert np.isfinite(table.replica_busy[table.allowed]).all()
+
+
+def test_window_begins_at_zero_and_depends_on_the_seed(shared_data: Path) -> None:
+    jobs = philly(shared_data)
+    first, again, other = window(jobs, 50, 1), window(jobs, 50, 1), window(jobs, 50, 2)
+    assert first == again != other
+    assert first[0].submit_sec == 0.0
+    assert len(first) == 50
+
+
+def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:
+    jobs = window(philly(shared_data), 40, 0)
+    found = one_round(jobs, speeds(shared_data), Knobs(oom=0.3), 0, tuple(POLICIES), 0.8)
+    assert list(found) == ["bound", *POLICIES]
+    best = min(found[name]["jct_mean_sec"] for name in POLICIES)
+    assert found["bound"]["jct_mean_sec"] <= best
+    assert found["static"]["completion_rate"] < 1.0 == found[OURS]["completion_rate"]
+
+
+def test_ratios_are_those_to_the_best_other_policy() -> None:
+    rounds = [
+        {"bound": {"jct_mean_sec": 1.0}, "static": {"jct_mean_sec": 9.0},
+         "goodput": {"jct_mean_sec": 6.0}, OURS: {"jct_mean_sec": 3.0}},
+        {"bound": {"jct_mean_sec": 1.0}, "static": {"jct_mean_sec": 5.0},
+         "goodput": {"jct_mean_sec": 6.0}, OURS: {"jct_mean_sec": 4.0}},
+    ]  # fmt: skip
+    assert ratios(rounds) == ("goodput", [2.0, 1.5])
+    assert interval([2.0]) == {"mean": 2.0, "half": float("inf")}
+
+
+def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--json", "--jobs", "25", "--seeds", "2", "--shared-data", str(shared_data)]
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert {"ours", "peer", "ratio", "unit", "rounds"} <= found.keys()
+    assert len(found["rounds"]) == 4
+    assert set(found["traces"]) == {"philly", "alibaba_dlrm_v2025"}
+
+
+def test_main_without_the_measurements_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--shared-data", str(tmp_path)]) == 1
+    assert "measurements must exist, got no" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""What the simulation itself keeps: work, capacity, seeds; and what accidents cost."""
+
+import re
+
+import numpy as np
+import pytest
+
+from scheduler.simulator.cluster import ROUND_SEC, Cluster
+from scheduler.simulator.compare import POLICIES, capacity_of, simulate
+from scheduler.simulator.draw import ACCIDENTS, GIB, Knobs, draw_jobs
+from scheduler.simulator.outcome import outcome_of
+from scheduler.simulator.run import CHECKPOINT_SEC, FOUND_SEC, MAX_OOM, START_SEC, progress_of
+from scheduler.simulator.static import RESTART_SEC, StaticPolicy
+from scheduler.simulator.tables import made_tables
+from scheduler.simulator.threshold import CHANGE_SEC
+from scheduler.simulator.trace import TraceJob
+from scheduler.simulator.views import Capacity, Sizes, Snapshot
+from tests.scheduler.simulator.made import NEVER, run, spec, times
+
+TABLES = made_tables()
+
+
+def trace(count: int, seed: int = 0) -> list[TraceJob]:
+    rng = np.random.default_rng(seed)
+    at = np.cumsum(rng.exponential(120.0, count))
+    return [
+        TraceJob(
+            name=f"job-{i}",
+            submit_sec=float(at[i]),
+            duration_sec=float(rng.lognormal(7.5, 1.0)),
+            num_replicas=int(rng.integers(1, 5)),
+        )
+        for i in range(count)
+    ]
+
+
+def test_job_alone_takes_its_length_and_its_start() -> None:
+    found = run("static", [spec(0, 30.0, 1000.0)])
+    assert times(found) == [pytest.approx(ROUND_SEC - 30.0 + START_SEC + 1000.0)]
+    assert outcome_of(found.ended, found.used).completion_rate == 1.0
+
+
+def test_job_that_does_not_fit_waits_for_the_one_before() -> None:
+    found = run("static", [spec(0, 0.0, 570.0), spec(1, 0.0, 570.0)], cpus=3.0)
+    # Rounds lie on minutes: the second starts at the one after the end of the first.
+    first, second = times(found)
+    assert first == pytest.approx(ROUND_SEC + START_SEC + 570.0)
+    assert second == pytest.approx(first + ROUND_SEC + START_SEC + 570.0)
+
+
+def test_lost_process_costs_what_was_trained_since_the_checkpoint() -> None:
+    failures = np.full(ACCIDENTS, NEVER)
+    failures[0] = 2 * (CHECKPOINT_SEC + 100.0)  # two processes
+    lost = run("static", [spec(0, 0.0, 5000.0, failures=failures)])
+    assert times(lost)[0] == pytest.approx(ROUND_SEC + START_SEC + 5000.0 + 100.0 + RESTART_SEC)
+    kept = run("threshold", [spec(0, 0.0, 5000.0, failures=failures)])
+    without = run("threshold", [spec(0, 0.0, 5000.0)])
+    assert times(kept)[0] == pytest.approx(times(without)[0] + CHANGE_SEC)
+
+
+def test_straggler_slows_a_job_until_it_is_replaced() -> None:
+    stragglers = np.full(ACCIDENTS, NEVER)
+    stragglers[0] = 2 * 300.0
+    slow = run("static", [spec(0, 0.0, 5000.0, stragglers=stragglers)])
+    # Twice as slow for 600 s: 300 s of work are made up for afterwards.
+    assert times(slow)[0] == pytest.approx(ROUND_SEC + START_SEC + 5000.0 + 300.0)
+    job = [spec(0, 0.0, 5000.0, stragglers=stragglers)]
+    without = times(run("threshold", [spec(0, 0.0, 5000.0)]))[0]
+    assert times(run("threshold", job))[0] == pytest.approx(without + FOUND_SEC / 2 + CHANGE_SEC)
+
+
+def test_job_without_the_memory_fails_under_a_policy_that_gives_no_more() -> None:
+    request = Sizes(1, 1, 1.2, 1.2, 0.8 * GIB, 0.8 * GIB)
+    job = spec(0, 0.0, 4000.0, request=request)
+    found = run("static", [job])
+    assert [one.completed for one in found.ended] == [False]
+    # It dies at the same place each time, from its checkpoint on.
+    worked = progress_of(0.8) * 4000.0
+    assert worked < CHECKPOINT_SEC
+    assert times(found)[0] >= MAX_OOM * worked
+    for policy in ("threshold", "presage"):
+        assert [one.completed for one in run(policy, [job]).ended] == [True]
+
+
+def test_too_few_cores_stretch_a_job_in_proportion() -> None:
+    request = Sizes(1, 1, 0.6, 1.2, GIB, GIB)
+    found = run("static", [spec(0, 0.0, 1000.0, request=request)])
+    assert times(found)[0] == pytest.approx(ROUND_SEC + START_SEC + 2000.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_seed_gives_the_same_result_within_the_capacity(policy: str) -> None:
+    jobs = trace(30)
+    knobs = Knobs(failures=5.0, stragglers=5.0, oom=0.2)
+    specs = draw_jobs(jobs, TABLES, knobs, 3)
+    capacity = capacity_of(specs, jobs, 1.5)
+    first, second = (simulate(specs, policy, capacity) for _ in range(2))
+    assert first == second
+    assert max(first.peak) <= 1.0 + 1e-6
+    assert len(first.ended) == len(jobs)
+    used = first.used
+    assert 0.0 < used.cpus_busy <= used.cpus_given
+    assert 0.0 < used.memory_held <= used.memory_given
+
+
+@pytest.mark.parametrize("policy", ["static", "threshold"])
+def test_work_of_finished_jobs_is_conserved(policy: str) -> None:
+    # Busy core seconds are the table's, however often nothing but time is lost.
+    specs = [spec(i, 100.0 * i, 1000.0 + i) for i in range(5)]
+    found = run("static", specs, cpus=5.0)
+    assert found.used.cpus_busy == pytest.approx(2.0 * sum(s.num_samples for s in specs))
+
+
+@pytest.mark.parametrize("knob", ["failures", "stragglers", "oom", "over_request"])
+def test_larger_knob_never_makes_things_better_for_users_sizes(knob: str) -> None:
+    centre = {"failures": 0.5, "stragglers": 0.5, "oom": 0.1, "over_request": 1.5}
+    jobs = trace(40)
+    roomy = Capacity(1e6, 1e18)
+    found: list[tuple[float, float, float]] = []
+    for factor in (1.0, 2.0, 4.0):
+        knobs = Knobs(**{**centre, knob: centre[knob] * factor})
+        result = simulate(draw_jobs(jobs, TABLES, knobs, 1), "static", roomy)
+        outcome = outcome_of(result.ended, result.used)
+        ends = sum(one.end_sec for one in result.ended if one.completed)
+        found.append((ends if knob != "oom" else 0.0, outcome.completion_rate, 0.0))
+        if knob == "over_request":
+            found[-1] = (-outcome.cpu_utilisation, 0.0, 0.0)
+    assert [one[0] for one in found] == sorted(one[0] for one in found)
+    assert [one[1] for one in found] == sorted((one[1] for one in found), reverse=True)
+    assert found[0] != found[-1]
+
+
+class Greedy(StaticPolicy):
+    """Gives what is not there."""
+
+    def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
+        return {view.job: view.request for view in snapshot.jobs}
+
+
+def test_policy_that_takes_more_than_there_is_is_found_out() -> None:
+    specs = [spec(i, 0.0, 1000.0) for i in range(3)]
+    cluster = Cluster(specs, Greedy(), Capacity(6.0, 100 * GIB))
+    with pytest.raises(AssertionError, match=re.escape("static must fit, took 1.2000, 0.0600")):
+        cluster.simulate()
+
+
+def test_job_does_not_depend_on_the_jobs_behind_it() -> None:
+    jobs = trace(10)
+    longer = draw_jobs(jobs, TABLES, Knobs(), 0)
+    shorter = draw_jobs(jobs[:4], TABLES, Knobs(), 0)
+    assert [one.request for one in longer[:4]] == [one.request for one in shorter]
+
+
+@pytest.mark.parametrize("policy", ["threshold", "presage"])
+def test_job_whose_memory_outgrows_the_cluster_fails_and_ends(policy: str) -> None:
+    request = Sizes(1, 1, 1.2, 1.2, 0.7 * GIB, 0.7 * GIB)
+    found = run(policy, [spec(0, 0.0, 4000.0, request=request)], gib=1.45)
+    assert [one.completed for one in found.ended] == [False]

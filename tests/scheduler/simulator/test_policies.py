@@ -1,0 +1,155 @@
+"""Each policy on a trace small enough to work out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler.cells import Window, observe
+from scheduler.simulator.bound import fastest_sec, lower_bound_sec, together_sec
+from scheduler.simulator.compare import POLICIES, capacity_of
+from scheduler.simulator.draw import GIB, Knobs, draw_jobs
+from scheduler.simulator.estimates import fit_ours
+from scheduler.simulator.goodput import fit_pollux
+from scheduler.simulator.knowledge import setting_of, sizes_of
+from scheduler.simulator.marginal import fit_optimus
+from scheduler.simulator.tables import made_tables
+from scheduler.simulator.views import Capacity, JobView, Measured, Sizes, Snapshot
+from tests.scheduler.simulator.made import run, spec, table, times
+from tests.scheduler.simulator.test_cluster import trace
+
+REQUEST = Sizes(1, 1, 2.0, 2.0, GIB, GIB)
+KIND = table()
+
+
+def view(job: int, **changes: object) -> JobView:
+    found = JobView(job, "made", 0, REQUEST, None, 0.0, 1000.0, 0.0, 0, 1)
+    return replace(found, **changes)  # pyright: ignore[reportArgumentType] by name
+
+
+def snapshot(
+    jobs: list[JobView], cpus: float, measured: tuple[Measured, ...] = (), now: float = 0.0
+) -> Snapshot:
+    def readings(job: int) -> None:
+        raise AssertionError(f"nothing is read of {job}")
+
+    return Snapshot(
+        now,
+        Capacity(cpus, 1000 * GIB),
+        tuple(jobs),
+        measured,
+        {"made": KIND.allowed},
+        {"made": 1.0},
+        readings,  # pyright: ignore[reportArgumentType] never asked
+    )
+
+
+def everything(job: int = 0) -> tuple[Measured, ...]:
+    """Every size of the table, measured without an error."""
+    return tuple(
+        Measured(job, "made", int(r), int(s), 1.0 / float(KIND.speed[s, r]), 1.0, 1.0)
+        for r, s in zip(*sizes_of(KIND.allowed), strict=True)
+    )
+
+
+def test_static_gives_requests_in_order_and_lets_small_ones_pass() -> None:
+    large = replace(REQUEST, num_replicas=4)
+    jobs = [view(0), view(1, request=large), view(2), view(3, priority=1)]
+    found = POLICIES["static"]().decide(snapshot(jobs, 12.0))
+    assert found == {3: REQUEST, 0: REQUEST, 2: REQUEST}
+
+
+def test_threshold_adds_replicas_until_stores_are_busy_and_takes_back_what_is_not_faster() -> None:
+    policy = POLICIES["threshold"]()
+    running = view(0, current=REQUEST)
+    # One core of two is busy: 0.8 of them bear 1.6 times the replicas, which is still one.
+    first = policy.decide(snapshot([running], 100.0, (Measured(0, "made", 1, 1, 1.0, 1.0, 1.0),)))
+    assert first == {0: REQUEST}
+    policy = POLICIES["threshold"]()
+    second = policy.decide(snapshot([running], 100.0, (Measured(0, "made", 1, 1, 1.0, 1.0, 0.5),)))
+    larger = replace(REQUEST, num_replicas=3)
+    assert second == {0: larger}
+    slower = (Measured(0, "made", 3, 1, 0.99, 1.0, 0.5),)
+    third = policy.decide(snapshot([view(0, current=larger)], 100.0, slower))
+    assert third == {0: REQUEST}
+
+
+def test_threshold_doubles_the_memory_of_what_ran_out_of_it() -> None:
+    found = POLICIES["threshold"]().decide(snapshot([view(0, num_oom=2)], 100.0))
+    assert found[0].replica_memory == 4 * GIB
+    assert found[0].num_replicas == 1
+
+
+def test_marginal_gives_replicas_to_the_job_that_is_helped_most() -> None:
+    # Time is left / replicas: from 1 to 2 the longer one saves 1,500 s, the other one 500.
+    jobs = [view(0, left_samples=1000.0), view(1, left_samples=3000.0)]
+    found = POLICIES["marginal"]().decide(snapshot(jobs, 2 * 4.0 + 2.0, everything()))
+    assert (found[0].num_replicas, found[1].num_replicas) == (1, 2)
+    # From 2 to 3 it saves 500 s too, from 1 to 2 the first one: then the first one is served.
+    found = POLICIES["marginal"]().decide(snapshot(jobs, 2 * 4.0 + 6.0, everything()))
+    assert sum(sizes.num_replicas for sizes in found.values()) == 5
+
+
+def test_goodput_evens_speedups_out_whatever_is_left() -> None:
+    jobs = [view(0, left_samples=10.0, most_replicas=2), view(1, most_replicas=2)]
+    found = POLICIES["goodput"]().decide(snapshot(jobs, 2 * 4.0 + 8.0, everything()))
+    assert [found[job].num_replicas for job in (0, 1)] == [2, 2]
+
+
+def test_goodput_at_most_doubles_the_replicas_that_a_job_had() -> None:
+    found = POLICIES["goodput"]().decide(snapshot([view(0)], 1000.0, everything()))
+    assert found[0].num_replicas <= 2
+
+
+def test_presage_gives_a_known_kind_its_cores_and_the_job_with_less_to_do_more() -> None:
+    policy = POLICIES["presage"]()
+    jobs = [view(0, left_samples=100.0), view(1, left_samples=100_000.0)]
+    found = policy.decide(snapshot(jobs, 9.2, everything()))
+    assert found[0].replica_cpus == pytest.approx(1.3)
+    assert found[0].num_replicas > found[1].num_replicas
+    assert sum(sizes.cpus for sizes in found.values()) <= 9.2
+
+
+def test_presage_takes_the_request_of_a_kind_that_it_does_not_know() -> None:
+    found = POLICIES["presage"]().decide(snapshot([view(7)], 100.0))
+    assert found[7].replica_cpus == REQUEST.replica_cpus
+
+
+def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
+    policy = POLICIES["presage"]()
+    running = Sizes(4, 1, 1.3, 1.3, GIB, GIB)
+    first = policy.decide(snapshot([view(0)], 100.0, everything()))
+    assert first[0].num_replicas == 4
+    again = policy.decide(snapshot([view(0, current=running)], 100.0))
+    assert again[0] == running
+
+
+FITS = {"ours": fit_ours, "optimus": fit_optimus, "pollux": fit_pollux}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_fit_of_every_size_predicts_them(name: str) -> None:
+    replicas, stores = sizes_of(KIND.allowed)
+    seconds = 1.0 / replicas
+    window = observe(Window(), setting_of(replicas, stores, 1.0), seconds.tolist(), 0.0)
+    assert FITS[name](window, KIND.allowed, 1.0) == pytest.approx(seconds, rel=0.02)
+
+
+def test_bounds_of_a_hand_made_trace() -> None:
+    jobs = [spec(0, 0.0, 400.0), spec(1, 0.0, 800.0)]
+    assert [fastest_sec(job) for job in jobs] == [100.0, 200.0]
+    assert lower_bound_sec(jobs, 1e9) == 150.0
+    # At 4 replicas and 1 store, 5 cores of which PEAK are held: 1.5 core seconds a sample.
+    assert together_sec(jobs, 1.0) == pytest.approx((600.0 + 1800.0) / 2)
+    late = [spec(0, 0.0, 800.0), spec(1, 300.0, 400.0)]
+    # The one that comes at 300 has less to do than the 900 that are left of the first.
+    assert together_sec(late, 1.0) == pytest.approx((1800.0 + 600.0) / 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_beats_the_bound(policy: str) -> None:
+    jobs = trace(30, seed=5)
+    specs = draw_jobs(jobs, made_tables(), Knobs(failures=0.0, stragglers=0.0, oom=0.0), 0)
+    capacity = capacity_of(specs, jobs, 1.2)
+    result = run(policy, specs, capacity.cpus, capacity.memory_bytes / GIB)
+    assert np.mean(times(result)) >= lower_bound_sec(specs, capacity.cpus)

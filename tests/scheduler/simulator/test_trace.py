@@ -1,0 +1,199 @@
+"""Traces, tables and the command: what is read, what is skipped, one line for each mistake."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scheduler.__main__ import main
+from scheduler.simulator.compare import POLICIES
+from scheduler.simulator.draw import Knobs
+from scheduler.simulator.tables import made_tables, read_tables
+from scheduler.simulator.trace import read_trace
+from schemas.errors import SchemaError
+
+HEAD = "job,submit_sec,duration_sec,num_replicas"
+NUMBERS = {
+    "jct_mean_sec",
+    "jct_p50_sec",
+    "jct_p95_sec",
+    "completion_rate",
+    "cpu_utilisation",
+    "memory_utilisation",
+    "deadline_miss_rate",
+}
+
+
+def write(path: Path, *lines: str, head: str = HEAD) -> Path:
+    path.write_text("\n".join([head, *lines]) + "\n")
+    return path
+
+
+def test_read_trace_sorts_and_skips_and_counts_both(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.csv",
+        "a,50,10,1",
+        "b,20,10,2",
+        "c,-1,10,1",
+        "d,60,0,1",
+        "e,70,5,0",
+        "f,80,5,1",
+    )
+    found = read_trace(path)
+    assert [job.name for job in found.jobs] == ["b", "a", "f"]
+    assert (found.num_skipped, found.num_unsorted) == (3, 1)
+
+
+def test_read_trace_of_parquet_is_that_of_csv(tmp_path: Path) -> None:
+    head = f"{HEAD},cpus,memory_bytes,priority,deadline_sec,kind"
+    path = write(tmp_path / "t.csv", "a,0,10,1,2.5,1e9,3,60,even", "b,5,10,2,,,,,", head=head)
+    columns = {
+        "job": ["a", "b"],
+        "submit_sec": [0, 5],
+        "duration_sec": [10.0, 10.0],
+        "num_replicas": [1, 2],
+        "cpus": [2.5, None],
+        "memory_bytes": [1e9, None],
+        "priority": [3, None],
+        "deadline_sec": [60.0, None],
+        "kind": ["even", None],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    assert read_trace(path) == read_trace(tmp_path / "t.parquet")
+
+
+WRONG = {
+    "no number": (
+        (HEAD, "a,soon,10,1"),
+        "submit_sec must be a number, got 'soon' in {path}:2; correct or remove the row",
+    ),
+    "not finite": (
+        (HEAD, "a,0,inf,1"),
+        "duration_sec must be a number, got 'inf' in {path}:2; correct or remove the row",
+    ),
+    "no cores": (
+        (f"{HEAD},cpus", "a,0,10,1,0"),
+        "cpus must be a positive number, got '0' in {path}:2; correct or remove the row",
+    ),
+    "twice": (
+        (HEAD, "a,0,10,1", "a,1,10,1"),
+        "job must be unique, got 'a' again in {path}:3; rename it",
+    ),
+    "a column": (
+        ("job,submit_sec,duration_sec", "a,0,10"),
+        "trace must have the columns job, submit_sec, duration_sec, num_replicas, got none named "
+        "'num_replicas' in {path}; add it",
+    ),
+    "nothing left": (
+        (HEAD, "a,-5,10,1"),
+        "trace must hold a job that can be run, got none and 1 skipped in {path}; check its times",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), WRONG.values(), ids=WRONG.keys())
+def test_read_trace_that_is_wrong_names_the_place(
+    lines: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "t.csv", *lines[1:], head=lines[0])
+    with pytest.raises(SchemaError, match=re.escape(message.format(path=path))):
+        read_trace(path)
+
+
+def test_made_tables_are_positive_where_sizes_can_be_had() -> None:
+    for table in made_tables().values():
+        had = table.allowed
+        assert had.any()
+        assert (table.speed[had] > 0).all()
+        assert (table.replica_busy[had] > 0).all()
+        assert table.nearest(10**6, 10**6) == (16, 8)
+
+
+def measurements(path: Path, sizes: list[tuple[int, int]]) -> Path:
+    head = (
+        "job,num_replicas,num_stores,batch_size,samples_per_sec,replica_busy_cpus,store_busy_cpus"
+    )
+    return write(path, *(f"k,{r},{s},64,{100.0 * r},{1.0},{0.5}" for r, s in sizes), head=head)
+
+
+def test_read_tables_interpolates_between_measured_sizes_and_not_beyond(tmp_path: Path) -> None:
+    path = measurements(tmp_path / "m.csv", [(1, 1), (4, 1), (1, 3), (4, 3)])
+    table = read_tables(path)["k"]
+    assert table.speed[1, 4] == pytest.approx(400.0)
+    assert table.speed[2, 2] == pytest.approx(100.0 * np.exp(np.log(4.0) / 3.0))
+    assert not table.allowed[0].any()
+    assert table.speed.shape == (4, 5)
+
+
+def test_read_tables_of_sizes_in_one_line_says_so(tmp_path: Path) -> None:
+    path = measurements(tmp_path / "m.csv", [(1, 1), (2, 1), (4, 1)])
+    message = "job must be measured at three sizes or more, not in one line, got 3 of 'k'; "
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        read_tables(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(
+        tmp_path / "t.csv", *(f"job-{i},{40 * i},{900 + 200 * i},{1 + i % 3}" for i in range(6))
+    )
+
+
+def test_main_simulate_json_prints_every_number_of_each_policy(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["simulate", "--trace", str(path), "--policy", ",".join(POLICIES)]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(POLICIES)
+    for numbers in found.values():
+        assert numbers.keys() >= NUMBERS
+        assert numbers["num_jobs"] == 6
+        assert numbers["jct_mean_sec"] >= numbers["jct_bound_sec"]
+        assert numbers["deadline_miss_rate"] is None
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.count("\n") == len(POLICIES) + 1
+
+
+def test_main_simulate_says_what_it_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "t.csv", "a,50,10,1", "b,20,10,2", "c,-1,10,1")
+    assert main(["simulate", "--trace", str(path), "--policy", "static"]) == 0
+    assert capsys.readouterr().err == (
+        "skipped 1 jobs without a usable time or size\n"
+        "sorted 1 jobs that came before earlier ones\n"
+    )
+
+
+MISTAKES = {
+    "a policy": (["--policy", "statik"], "policy must be known, got 'statik'; did you mean"),
+    "twice": (["--policy", "static,static"], "policy must be named once, got 'static' again"),
+    "cores": (["--policy", "static", "--cpus", "0.5"], "cluster must hold every request, got"),
+    "a knob": (
+        ["--policy", "static", "--oom", "2"],
+        "oom must be a share of jobs, got 2.0; use 0 to 1",
+    ),
+    "a load": (["--policy", "static", "--load", "0"], "load must be positive, got 0.0; use 0.8"),
+    "a seed": (["--policy", "static", "--seed", "-1"], "seed must not be negative, got -1; use 0"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_main_simulate_of_a_mistake_is_one_line(
+    words: list[str], message: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--trace", str(path), *words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("knob", ["over_request", "failures", "stragglers"])
+def test_knobs_that_are_no_rates_are_refused(knob: str) -> None:
+    with pytest.raises(ValueError, match=f"{knob} must"):
+        Knobs(**{knob: -1.0})
