@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scheduler.drivers.process.commands import environment, generate_command
@@ -88,6 +89,6 @@ def _num_rows(job: Job, files: list[Path]) -> int | None:
         return None
     try:
         rows = sum(pq.read_metadata(path).num_rows for path in files)
-    except OSError:
+    except (OSError, pa.ArrowInvalid):
         return None  # the build rejects what is no Parquet, by name
     return rows or None

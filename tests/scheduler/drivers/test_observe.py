@@ -14,7 +14,8 @@ from scheduler.machine.state import JobState, PoolName, Process
 from scheduler.past import PAST_JOBS, read_past
 from schemas.events import METRICS, SUMMARY, StepMetric, to_line
 from tests.scheduler.drivers.test_children import until
-from tests.scheduler.machine.test_handle import BUDGET, Bench, submitted
+from tests.scheduler.machine.bench import Bench
+from tests.scheduler.machine.world import BUDGET, submitted
 
 
 def process(pool: PoolName, name: str) -> Process:

@@ -1,6 +1,5 @@
 """What the machine does about each thing that happens, and what it says."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from scheduler.correction import COOL_DOWN_SEC, NUM_LOOKS
@@ -8,86 +7,19 @@ from scheduler.machine.events import (
     BudgetSet,
     Drained,
     Ended,
-    Event,
     LoadKnown,
     Moved,
     Preempted,
     Read,
     Resized,
     Started,
-    Stepped,
     Ticked,
 )
 from scheduler.machine.handle import handle
 from scheduler.machine.reconcile import is_settled, reconcile
-from scheduler.machine.state import Action, JobState, State
-from tests.scheduler.machine.world import BUDGET, GIB, submitted
-
-MIB = 1 << 20
-
-
-class Bench:
-    """A machine that is told events at chosen times; starts are confirmed at once."""
-
-    def __init__(self, *events: Event) -> None:
-        self.state = State()
-        self.now = 0.0
-        self.done: list[Action] = []
-        for event in events:
-            self.tell(event)
-
-    @property
-    def job(self) -> JobState:
-        return next(iter(self.state.jobs.values()))
-
-    def tell(self, event: Event) -> list[Action]:
-        """Return what follows, with what follows the starts."""
-        self.now = max(self.now, event.time_sec)
-        self.state, actions = handle(self.state, event)
-        found = list(actions)
-        for action in actions:
-            if action.verb == "start":
-                who = {"job": action.job, "process": action.process}
-                found += self.tell(Started(time_sec=self.now, **who))
-        self.done += found
-        return found
-
-    def at(
-        self, kind: type[Event], process: str = "", after: float = 0.0, **fields
-    ) -> list[Action]:
-        """Tell an event of the first job, so many seconds later."""
-        who = {"process": process} if process else {}
-        if kind not in (Ticked, BudgetSet):
-            who["job"] = self.job.name
-        return self.tell(kind(time_sec=self.now + after, **who, **fields))
-
-    def built(self, number: int, seconds: float = 5.0, attempt: int = 1) -> list[Action]:
-        """Commit a segment."""
-        name = f"segment-{number}.{attempt}"
-        samples = self.job.snapshot.facts.num_samples // self.job.num_segments
-        return self.at(Ended, name, seconds, outcome="done", num_samples=samples, work_sec=seconds)
-
-    def stepped(self, count: int, seconds: float, replicas: int = 1) -> list[Action]:
-        """Commit steps that took so long each."""
-        step = self.job.next_step + count
-        return self.at(
-            Stepped,
-            "",
-            count * seconds,
-            next_step=step,
-            num_samples=step * 256,
-            num_replicas=replicas,
-            seconds=(seconds,) * min(count, 32),
-        )
-
-    def looks(self, count: int, every: float = 1.0) -> list[Action]:
-        """Look so often."""
-        return [action for _ in range(count) for action in self.at(Ticked, after=every)]
-
-
-def said(actions: Sequence[Action]) -> list[str]:
-    return [f"{action.verb} {action.process}".strip() for action in actions]
-
+from scheduler.machine.state import Action, State
+from tests.scheduler.machine.bench import Bench, said
+from tests.scheduler.machine.world import BUDGET, GIB, MIB, submitted
 
 ALONE = "  preprocessing: {max_workers: 1}"
 

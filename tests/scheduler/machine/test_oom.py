@@ -8,7 +8,8 @@ import pytest
 
 from scheduler.machine.events import Ended, Read, Ticked
 from scheduler.machine.state import Action
-from tests.scheduler.machine.test_handle import BUDGET, MIB, Bench, said, submitted
+from tests.scheduler.machine.bench import Bench, said
+from tests.scheduler.machine.world import BUDGET, MIB, submitted
 
 GROWER = Path(__file__).parents[1] / "grower.py"
 NUM_STEPS = 200

@@ -13,7 +13,7 @@ from scheduler.machine.handle import handle
 from scheduler.machine.reconcile import is_settled
 from scheduler.machine.runner import BELIEVED_SEC, Runner, bound, on_runner
 from scheduler.machine.state import Action, State
-from tests.scheduler.machine.test_handle import Bench, said
+from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.world import BUDGET, World, run, submitted
 
 FLINK = RunnerSet(time_sec=0.0, name="flink", largest=4)

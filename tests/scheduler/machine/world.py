@@ -22,6 +22,7 @@ from scheduler.machine.state import CARRIED_OUT, ENDED, Action, State
 from tests.scheduler.made import FACTS, JOB
 
 GIB = 1 << 30
+MIB = 1 << 20
 BUDGET = BudgetSet(time_sec=0.0, cpus=8.0, memory_bytes=32 * GIB)
 BATCH = 256
 STEPS_PER_SEGMENT = 4
