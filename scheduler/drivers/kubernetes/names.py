@@ -38,7 +38,7 @@ def pod_name(instance: str, job: str, process: str) -> str:
 
     Example:
         >>> pod_name("a1", "Clicks_2", "segment-0.1")
-        'clicks-2-segment-0-1-6d35e53a3e'
+        'clicks-2-segment-0-1-bf1ee77c5f'
     """
     return _label(f"{job}-{process}", f"{instance}/{job}/{process}")
 

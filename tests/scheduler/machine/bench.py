@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from scheduler.machine.events import BudgetSet, Ended, Event, Started, Stepped, Ticked
+from scheduler.machine.events import BudgetSet, Ended, Event, Read, Started, Stepped, Ticked
 from scheduler.machine.handle import handle
 from scheduler.machine.state import Action, JobState, State
+from tests.scheduler.machine.world import MIB, submitted
 
 
 class Bench:
@@ -68,3 +69,23 @@ class Bench:
 
 def said(actions: Sequence[Action]) -> list[str]:
     return [f"{action.verb} {action.process}".strip() for action in actions]
+
+
+GROWS = submitted("first", 200, "  training: {replica: {memory: 1200MiB}}")
+"""A job whose trainer may run out of memory."""
+
+
+def grow_until(bench: Bench, wanted: str) -> tuple[int, list[Action]]:
+    """Let the lead grow until this is done; return its limit before, and all that was done."""
+    bench.built(0)
+    limit = bench.job.replica_memory
+    actions: list[Action] = []
+    for step in range(20, 700, 10):
+        bench.stepped(10, 0.2)
+        resident = 950 * MIB + step * MIB // 2
+        assert resident < limit, "it would have been killed"
+        bench.at(Read, "lead-0.1", position=step, resident_bytes=resident)
+        actions += bench.looks(1, 0.1)
+        if wanted in said(actions):
+            break
+    return limit, actions
