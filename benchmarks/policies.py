@@ -1,6 +1,6 @@
 """Our policy against four others, simulated on the arrivals of two published clusters.
 
-`python -m benchmarks.policies [--json] [--seeds N] [--jobs N] [--trace NAME] [--sweep]`
+`python -m benchmarks.policies [--json] [--seeds N] [--first-seed N] [--jobs N] [--trace NAME] [--sweep]`
 
 Each round is one seed: a run of consecutive arrivals from a place of the trace that the seed
 chooses, jobs drawn from the measured speeds of eight models, and all that traces do not
@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 one_round(
                     window(jobs, options.jobs, seed), tables, knobs, seed, names, options.load
                 )
-                for seed in range(options.seeds)
+                for seed in range(options.first_seed, options.first_seed + options.seeds)
             ]
             found[point] = summary(rounds)
             if point == "centre":
@@ -195,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--seeds", type=int, default=5, help="rounds")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the rounds")
     parser.add_argument("--jobs", type=int, default=1000, help="arrivals of each round")
     parser.add_argument("--trace", choices=(*TRACES, "all"), default="all")
     parser.add_argument("--policies", default=",".join(POLICIES), help="ours among them")

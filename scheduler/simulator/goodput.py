@@ -8,8 +8,7 @@ throughput. A store goes with each replica: together they have the links of an a
 
 Source: Qiao and others, "Pollux" (2021), the sections on the system throughput and on the
 scheduler; its genetic search is replaced by the greedy choice, which is optimal for
-speedups with diminishing returns; running jobs are looked at
-every five minutes instead of one; a restart takes 30 s, and a job whose sizes change is
+speedups with diminishing returns; a restart takes 30 s, and a job whose sizes change is
 discounted by it.
 """
 
@@ -74,7 +73,7 @@ class GoodputPolicy:
 
     name = "goodput"
     handling = Handling(CHANGE_SEC, RECOVERY_SEC, keeps_steps=False, replaces_slow=False)
-    interval_sec = 300.0
+    interval_sec = 60.0
 
     def __init__(self) -> None:
         """Begin with nothing known."""
