@@ -1,6 +1,6 @@
 """Our policy against four others, simulated on the arrivals of two published clusters.
 
-`python -m benchmarks.policies [--json] [--seeds N] [--first-seed N] [--jobs N] [--trace NAME] [--sweep]`
+`python -m benchmarks.policies [--json] [--seeds N] [--jobs N] [--trace NAME] [--sweep] ...`
 
 Each round is one seed: a run of consecutive arrivals from a place of the trace that the seed
 chooses, jobs drawn from the measured speeds of eight models, and all that traces do not
