@@ -19,7 +19,7 @@ from tests.scheduler.simulator.made import run, spec, table, times
 from tests.scheduler.simulator.test_cluster import trace
 
 REQUEST = Sizes(1, 1, 2.0, 2.0, GIB, GIB)
-KIND = table()
+KIND = table(stores=4)
 
 
 def view(job: int, **changes: object) -> JobView:
@@ -103,10 +103,10 @@ def test_goodput_at_most_doubles_the_replicas_that_a_job_had() -> None:
 
 def test_presage_gives_a_known_kind_its_cores_and_the_job_with_less_to_do_more() -> None:
     policy = POLICIES["presage"]()
-    jobs = [view(0, left_samples=100.0), view(1, left_samples=100_000.0)]
+    jobs = [view(0, left_samples=100_000.0), view(1, left_samples=100.0)]
     found = policy.decide(snapshot(jobs, 9.2, everything()))
     assert found[0].replica_cpus == pytest.approx(1.3)
-    assert found[0].num_replicas > found[1].num_replicas
+    assert found[1].num_replicas > found[0].num_replicas
     assert sum(sizes.cpus for sizes in found.values()) <= 9.2
 
 
