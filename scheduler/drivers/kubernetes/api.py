@@ -12,6 +12,7 @@ from kubernetes.client import ApiClient, Configuration
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config import load_incluster_config, load_kube_config
 from kubernetes.config.config_exception import ConfigException
+from kubernetes.utils.quantity import parse_quantity
 
 from scheduler.drivers.kubernetes.names import MANAGER
 from scheduler.drivers.kubernetes.settings import ClusterConfig
@@ -239,26 +240,11 @@ def connect(config: ClusterConfig) -> Api:
     return Api(ApiClient(configuration), config.namespace)
 
 
-_FACTORS = {
-    "Ki": 1 << 10,
-    "Mi": 1 << 20,
-    "Gi": 1 << 30,
-    "Ti": 1 << 40,
-    "k": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "m": 1e-3,
-    "": 1,
-}
-
-
 def quantity(text: str) -> int:
     """Return the bytes that a quantity of Kubernetes means.
 
     Example:
-        >>> quantity("3Mi"), quantity("1500"), quantity("1e3")
-        (3145728, 1500, 1000)
+        >>> quantity("3Mi"), quantity("1500"), quantity("1e3"), quantity("1500m")
+        (3145728, 1500, 1000, 1)
     """
-    number = text.rstrip("KMGTikm")
-    return int(float(number) * _FACTORS[text[len(number) :]])
+    return int(parse_quantity(text))

@@ -80,13 +80,13 @@ class Pods:
 
     def output(self, name: str) -> str:
         """Return what a process wrote on standard output."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             return self._at(name, "out").read_text(encoding="utf-8", errors="replace")
         return ""
 
     def last_words(self, name: str) -> str:
         """Return the last line on standard error, or of a container that could not write it."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             text = self._at(name, "err").read_text(encoding="utf-8", errors="replace")
             if lines := text[-LAST_BYTES:].strip().splitlines():
                 return lines[-1].strip()

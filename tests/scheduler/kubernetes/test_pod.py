@@ -138,7 +138,16 @@ def test_resized_is_what_the_container_has_not_what_it_is_to_have() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    {"5Gi": 5 << 30, "1024": 1024, "128974848000m": 128974848, "129M": 129_000_000}.items(),
+    {
+        "5Gi": 5 << 30,
+        "1024": 1024,
+        "128974848000m": 128974848,
+        "129M": 129_000_000,
+        "1Pi": 1 << 50,
+        "2E": 2 * 10**18,
+        "500n": 0,
+        "3u": 0,
+    }.items(),
 )
 def test_quantity_is_in_bytes(text: str, expected: int) -> None:
     assert quantity(text) == expected
