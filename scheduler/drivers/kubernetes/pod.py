@@ -35,6 +35,10 @@ _NO_IMAGE = frozenset(
 )
 
 
+_USUAL = frozenset({"ContainerCreating", "PodInitializing"})
+"""While volumes are mounted and images are pulled."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Why a Pod does not begin.
@@ -43,11 +47,20 @@ class Waiting:
         word: for the reason.
         message: of the cluster.
         hopeless: whether what was asked for is wrong, not what is there.
+        usual: whether every Pod waits for it, for some seconds.
+        roomless: whether no node has room for it.
     """
 
     word: str
     message: str
     hopeless: bool
+    usual: bool = False
+    roomless: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """Return both."""
+        return _with(self.word, self.message)
 
 
 def is_over(pod: Pod) -> bool:
@@ -87,13 +100,15 @@ def notice_of(pod: Pod) -> float | None:
 
 
 def waiting_of(pod: Pod) -> Waiting | None:
-    """Return why a Pod does not begin, None where it is about to."""
+    """Return why a Pod does not begin, None where nothing says so."""
     scheduled = _condition(pod, "PodScheduled", "False")
     if scheduled and scheduled.get("reason") == "Unschedulable":
-        return Waiting("Unschedulable", scheduled.get("message", ""), hopeless=False)
+        message = scheduled.get("message", "")
+        return Waiting("Unschedulable", message, hopeless=False, roomless=True)
     waiting = _state(pod).get("waiting", {})
-    if waiting.get("reason") in _NO_IMAGE:
-        return Waiting(waiting["reason"], waiting.get("message", ""), hopeless=True)
+    word, message = waiting.get("reason"), waiting.get("message", "")
+    if word in _NO_IMAGE | _USUAL:
+        return Waiting(word, message, hopeless=word in _NO_IMAGE, usual=word in _USUAL)
     return None
 
 

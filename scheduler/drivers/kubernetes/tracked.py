@@ -16,6 +16,12 @@ from scheduler.drivers.kubernetes.pod import (
 )
 from scheduler.drivers.processes import Ending
 
+STOP_SEC = 1
+"""Time of a process that is ended; 0 would take its object away before its node has ended it."""
+USUAL_SEC = 30.0
+"""What every Pod waits for is worth a word after so long."""
+_FOR_NODE, _FOR_START = "waits for a node", "waits for its start"
+
 
 @dataclass(slots=True)
 class Tracked:
@@ -37,6 +43,8 @@ class Tracked:
     """Whether somebody else had it deleted before we did."""
     verdict: Ending | None = None
     """How it ended, where we decide that it did."""
+    given_up: Ending | None = None
+    """How it ends that waited for too long, once it is gone."""
     since: dict[str, float] = field(default_factory=dict[str, float])
     """When something was first seen that must not last, by its word."""
     given_bytes: int | None = None
@@ -66,7 +74,8 @@ class Tracked:
             return self.verdict
         if self.seen is None:
             return Ending()
-        return ending_of(self.seen, asked=self.deleted is not None and not self.is_taken)
+        found = ending_of(self.seen, asked=self.deleted is not None and not self.is_taken)
+        return found if self.given_up is None or found.status == 0 else self.given_up
 
     @property
     def notice_sec(self) -> float | None:
@@ -83,7 +92,10 @@ class Tracked:
         return self.deleted is None or self.grace_sec < self.deleted
 
     def end(self, grace_sec: int) -> None:
-        """Have it deleted; one that the server was never told of ends at once."""
+        """Have it deleted; one that the server has not shown ends at once.
+
+        It stays known: should the server have made it, it is deleted when it is shown.
+        """
         if self.seen is None:
             self.verdict = self.verdict or Ending(lost="deleted")
             self.wanted = None
@@ -93,24 +105,41 @@ class Tracked:
     def look(self, now: float, unschedulable_sec: float, lost_sec: float) -> Waiting | None:
         """Give it up when it waits, or is about to go, for too long.
 
+        One that waits is deleted, and has ended when it is gone: it may begin meanwhile. For one
+        that its node does not end there is nothing to wait for.
+
         Args:
             now: seconds of any clock that only goes forward.
             unschedulable_sec: how long it may wait.
             lost_sec: how long it may outlive its grace.
 
         Returns:
-            What it waits for.
+            What it waits for, when that is worth a word.
         """
         if not self.lives or self.seen is None:
             return None
+        self._look_at_deletion(now, self.seen["metadata"], lost_sec)
         waiting = waiting_of(self.seen)
-        if waiting is None:
-            self.since.pop("waiting", None)
-        elif now - self.since.setdefault("waiting", now) > unschedulable_sec:
-            said = f"{waiting.word}: {waiting.message}"
-            self.verdict = Ending(refused=said) if waiting.hopeless else Ending(lost=said)
-            self.grace_sec = 0
-        metadata = self.seen["metadata"]
+        waited_sec = self._waited_sec(now, waiting)
+        if waiting is not None and waited_sec > unschedulable_sec and self.given_up is None:
+            said = waiting.in_words
+            self.given_up = Ending(refused=said) if waiting.hopeless else Ending(lost=said)
+            self.end(STOP_SEC)
+        return None if waiting is None or (waiting.usual and waited_sec < USUAL_SEC) else waiting
+
+    def look_anew(self) -> None:
+        """Forget for how long something was seen: it may have changed since, unseen."""
+        for word in [word for word in self.since if word.startswith(("waits", "going"))]:
+            del self.since[word]
+
+    def _waited_sec(self, now: float, waiting: Waiting | None) -> float:
+        """Return for how long it has waited for a node, or since then for its start."""
+        word = None if waiting is None else _FOR_NODE if waiting.roomless else _FOR_START
+        for other in {_FOR_NODE, _FOR_START} - {word}:
+            self.since.pop(other, None)
+        return 0.0 if word is None else now - self.since.setdefault(word, now)
+
+    def _look_at_deletion(self, now: float, metadata: Mapping[str, Any], lost_sec: float) -> None:
         if "deletionTimestamp" in metadata:
             self.is_taken |= self.deleted is None
             grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
@@ -119,4 +148,3 @@ class Tracked:
                 why = f"its node has not ended it {over:.0f} s after its time"
                 self.verdict = Ending(lost=f"NodeLost: {why}")
                 self.grace_sec = 0
-        return waiting

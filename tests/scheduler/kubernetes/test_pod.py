@@ -117,7 +117,10 @@ def test_waiting_of_tells_what_lacks_from_what_is_wrong() -> None:
     image = waiting_of(pod("Pending", {"waiting": {"reason": "ErrImagePull", "message": "no"}}))
     assert image is not None
     assert (image.word, image.hopeless) == ("ErrImagePull", True)
-    assert waiting_of(pod("Pending", {"waiting": {"reason": "ContainerCreating"}})) is None
+    begins = waiting_of(pod("Pending", {"waiting": {"reason": "ContainerCreating"}}))
+    assert begins is not None
+    assert (begins.in_words, begins.hopeless) == ("ContainerCreating", False)
+    assert waiting_of(pod("Pending")) is None
 
 
 def test_last_message_is_the_last_line_that_a_container_left() -> None:
@@ -153,16 +156,60 @@ def test_quantity_is_in_bytes(text: str, expected: int) -> None:
     assert quantity(text) == expected
 
 
-def test_a_pod_that_waits_too_long_is_given_up_and_deleted_at_once() -> None:
+def test_a_pod_that_waits_too_long_is_deleted_and_has_ended_when_it_is_gone() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     tracked = Tracked("a", seen=pod("Pending", condition={**condition, "message": "0/3"}))
     for now in (0.0, 10.0):
         assert tracked.look(now, 10.0, 30.0) is not None
         assert tracked.lives
     tracked.look(10.1, 10.0, 30.0)
+    assert (tracked.must_be_deleted, tracked.grace_sec) == (True, 1)
+    assert tracked.lives, "it may begin meanwhile"
+    tracked.is_gone = True
     assert tracked.ending == Ending(lost="Unschedulable: 0/3")
-    assert not tracked.lives
-    assert (tracked.must_be_deleted, tracked.grace_sec) == (True, 0)
+
+
+def test_a_pod_that_did_its_work_as_it_was_given_up_has_done_it() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    tracked = Tracked("a", seen=pod("Pending", condition=condition))
+    tracked.look(0.0, 10.0, 30.0)
+    tracked.look(10.1, 10.0, 30.0)
+    tracked.seen = pod("Succeeded", exited(0), deleted=1)
+    assert tracked.ending == Ending(status=0)
+
+
+def test_a_pod_that_is_about_to_begin_is_worth_a_word_late_and_given_up_later() -> None:
+    creating = {"waiting": {"reason": "ContainerCreating", "message": ""}}
+    tracked = Tracked("a", seen=pod("Pending", creating))
+    assert tracked.look(0.0, 300.0, 30.0) is None
+    assert tracked.look(29.0, 300.0, 30.0) is None
+    assert tracked.look(31.0, 300.0, 30.0) is not None
+    tracked.look(300.0, 300.0, 30.0)
+    assert not tracked.must_be_deleted
+    tracked.look(300.1, 300.0, 30.0)
+    assert tracked.must_be_deleted
+    tracked.is_gone = True
+    assert tracked.ending == Ending(lost="ContainerCreating")
+
+
+def test_a_pod_that_found_its_node_late_has_its_whole_time_to_begin() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    tracked = Tracked("a", seen=pod("Pending", condition=condition))
+    tracked.look(0.0, 10.0, 30.0)
+    tracked.seen = pod("Pending", {"waiting": {"reason": "ContainerCreating"}})
+    tracked.look(9.0, 10.0, 30.0)
+    tracked.look(18.0, 10.0, 30.0)
+    assert not tracked.must_be_deleted
+
+
+def test_an_image_that_is_not_there_ends_as_what_nobody_can_run() -> None:
+    tracked = Tracked("a", seen=pod("Pending", {"waiting": {"reason": "ErrImagePull"}}))
+    tracked.look(0.0, 10.0, 30.0)
+    tracked.seen = pod("Pending", {"waiting": {"reason": "ImagePullBackOff", "message": "no"}})
+    tracked.look(10.1, 10.0, 30.0)
+    # What a node says of a container that never began.
+    tracked.seen = pod("Failed", exited(137, "ContainerStatusUnknown"), deleted=1)
+    assert tracked.ending == Ending(refused="ImagePullBackOff: no")
 
 
 def test_a_pod_that_found_its_place_has_its_whole_time_again() -> None:
