@@ -1,7 +1,7 @@
 """The Pods of one scheduler in one namespace: what is seen of them, and what is asked.
 
 Nothing here raises while jobs run: what the API server does not take now is asked again, and
-what it refuses is how a process ended.
+so is a delete that it refuses. A Pod that it refuses is how its process ended.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scheduler.drivers.kubernetes.api import (
     CONFLICT,
@@ -21,13 +21,15 @@ from scheduler.drivers.kubernetes.api import (
 from scheduler.drivers.kubernetes.follow import Away, Changed, Follower, Listed, News
 from scheduler.drivers.kubernetes.manifest import Task, memory_patch, pod_of
 from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, instance_of, pod_name
+from scheduler.drivers.kubernetes.pod import is_over
 from scheduler.drivers.kubernetes.settings import ClusterConfig
-from scheduler.drivers.kubernetes.tracked import Tracked
+from scheduler.drivers.kubernetes.tracked import STOP_SEC, Tracked
 from scheduler.drivers.processes import Ending
 from schemas.errors import PlanError
 
 AGAIN_SEC = 2.0
-"""Time after a call that was not answered, and between two looks at a Pod that the watch misses."""
+"""Time after a call that was not answered, or a delete that was refused, and between two looks at
+Pods that the watch misses."""
 MEMORY_SEC = 10.0
 """Age of a reading of memory that is read again: a metrics server has a new one every 15 s."""
 
@@ -47,10 +49,11 @@ class Cluster:
         self._output = output
         self._say = say
         self._said = set[str]()
-        self._is_away = False
+        self._away = set[Literal["calls", "watch"]]()
         self._pods: dict[str, Tracked] = {}
         self._doubtful = set[str]()
-        self._quiet_until = self._memory_at = 0.0
+        self._quiet_until = self._doubts_at = 0.0
+        self._memory_at = -MEMORY_SEC
         self._memory: dict[str, int] = {}
         self._memory_answers = True
 
@@ -88,19 +91,25 @@ class Cluster:
         """Take in what has happened, and ask again for what was not answered."""
         for news in self._follower.take():
             self._take(news)
-        config, now = self._config, time.monotonic()
+        now = time.monotonic()
         for tracked in self._pods.values():
-            waiting = tracked.look(
-                now,
-                config.unschedulable_after.total_seconds(),
-                config.lost_after.total_seconds(),
-            )
-            if waiting is not None:
-                self.say(f"a Pod waits: {waiting.word}: {waiting.message}")
-        if now >= self._quiet_until:
+            self._look(tracked, now)
+        if now >= self._quiet_until and now >= self._doubts_at:
+            self._doubts_at = now + AGAIN_SEC
             self._settle_doubts()
-            for tracked in list(self._pods.values()):
-                self.settle(tracked)
+        for tracked in list(self._pods.values()):
+            self.settle(tracked)
+
+    def _look(self, tracked: Tracked, now: float) -> None:
+        """See whether it waits for too long; while nothing new is seen, no time counts."""
+        if "watch" in self._away:
+            tracked.look_anew()
+            return
+        config = self._config
+        unschedulable_sec = config.unschedulable_after.total_seconds()
+        waiting = tracked.look(now, unschedulable_sec, config.lost_after.total_seconds())
+        if waiting is not None:
+            self.say(f"a Pod waits: {waiting.in_words}")
 
     def tracked(self, job: str, process: str) -> Tracked | None:
         """Return the Pod of a process, None where there was none."""
@@ -115,7 +124,10 @@ class Cluster:
 
     def settle(self, tracked: Tracked) -> None:
         """Tell the API server what is to be done for a Pod, if it answers."""
-        if time.monotonic() < self._quiet_until:
+        now = time.monotonic()
+        if now < self._quiet_until or now < tracked.since.get("refused", -AGAIN_SEC) + AGAIN_SEC:
+            return
+        if tracked.wanted is None and not tracked.must_be_deleted:
             return
         try:
             if tracked.wanted is not None:
@@ -126,34 +138,42 @@ class Cluster:
                 tracked.deleted = tracked.grace_sec
         except UnreachableError as error:
             self._unanswered(error)
+            return
         except RefusedError as error:
-            self.say(f"Pod {tracked.name} cannot be deleted: {error.message}")
-            tracked.deleted = tracked.grace_sec
+            what = "deleted" if tracked.wanted is None else "asked for"
+            self.say(f"Pod {tracked.name} cannot be {what}: {error.message}")
+            tracked.since["refused"] = time.monotonic()
+        self._answers("calls")
 
     def resize(self, tracked: Tracked, memory_bytes: int) -> bool:
-        """Tell the API server of another limit of memory; False where it refuses."""
+        """Tell the API server of another limit of memory, if it answers; False where it refuses."""
+        if time.monotonic() < self._quiet_until:
+            return True  # it is asked again
         try:
             tracked.seen = self._api.resize(tracked.name, memory_patch(memory_bytes))
             tracked.given_bytes = memory_bytes
         except UnreachableError as error:
             self._unanswered(error)
+            return True
         except RefusedError as error:
             self.say(f"Pod {tracked.name} cannot be resized: {error.message}")
             return False
+        self._answers("calls")
         return True
 
     def resident_bytes(self, tracked: Tracked) -> int:
         """Return the memory of a Pod, 0 where no metrics server tells it."""
         now = time.monotonic()
         if self._memory_answers and now - self._memory_at >= MEMORY_SEC and now > self._quiet_until:
-            self._memory_at = now
             try:
                 self._memory = self._api.memory(self._selector)
+                self._answers("calls")
             except RefusedError as error:
                 self._memory_answers = False
                 self.say(f"no memory is read: metrics.k8s.io says {error.message.strip()}")
             except UnreachableError as error:
                 self.say(f"no memory is read: metrics.k8s.io says {error}")
+            self._memory_at = time.monotonic()  # an answer may take longer than it holds
         return self._memory.get(tracked.name, 0)
 
     def forget(self, tracked: Tracked) -> None:
@@ -161,7 +181,7 @@ class Cluster:
         if tracked.is_gone or tracked.seen is None:
             self._pods.pop(tracked.name, None)
         else:
-            tracked.end(0)
+            tracked.end(0 if is_over(tracked.seen) else STOP_SEC)
             self.settle(tracked)
 
     def all_of(self, job: str) -> dict[str, Tracked]:
@@ -186,7 +206,8 @@ class Cluster:
             tracked.seen = self._api.apply(pod)
         except RefusedError as error:
             if error.is_quota:
-                self.say(f"the namespace has no room: {error.message}")
+                quota = error.message.partition("exceeded quota: ")[2].partition(",")[0]
+                self.say(f"the namespace has no room in quota {quota}")
                 tracked.verdict = Ending(lost="quota exceeded")
             elif error.status in (CONFLICT, INVALID) and self._is_ours(tracked):
                 pass  # somebody has changed it since: it runs all the same
@@ -203,7 +224,7 @@ class Cluster:
 
     def _take(self, news: News) -> None:
         if isinstance(news, Away):
-            self._answers(news.why)
+            self._answers("watch", news.why)
         elif isinstance(news, Changed):
             self._see(news.pod)
             if news.gone:
@@ -244,6 +265,7 @@ class Cluster:
                     if tracked is not None:
                         tracked.is_gone = True
                     continue
+                self._answers("calls")
                 tracked.seen = found
                 if found["metadata"].get("labels", {}).get(INSTANCE) == self._instance:
                     self._doubtful.discard(name)
@@ -257,13 +279,17 @@ class Cluster:
 
     def _unanswered(self, error: UnreachableError) -> None:
         self._quiet_until = time.monotonic() + AGAIN_SEC
-        self._answers(str(error))
+        self._answers("calls", str(error) or repr(error))
 
-    def _answers(self, why: str = "") -> None:
-        """Say when the API server ceases to answer, and when it answers again."""
-        if bool(why) != self._is_away:
-            self._is_away = bool(why)
+    def _answers(self, whom: Literal["calls", "watch"], why: str = "") -> None:
+        """Say when the API server ceases to answer, and when it answers all of us again."""
+        was_away = bool(self._away)
+        if why:
+            self._away.add(whom)
+        else:
+            self._away.discard(whom)
+        if bool(self._away) != was_away:
             what = f"does not answer: {why}" if why else "answers again"
             self._say(f"the API server {what}")
-        if not why:
+        if whom == "watch" and not why:
             self._quiet_until = 0.0

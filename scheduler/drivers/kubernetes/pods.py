@@ -10,10 +10,9 @@ from pathlib import Path
 from scheduler.drivers.kubernetes.cluster import Cluster
 from scheduler.drivers.kubernetes.manifest import Task
 from scheduler.drivers.kubernetes.pod import last_message, resized
+from scheduler.drivers.kubernetes.tracked import STOP_SEC
 from scheduler.drivers.processes import NOTHING, Ending, Needs
 
-STOP_SEC = 1
-"""Time of a process that is ended; 0 would take its object away before its node has ended it."""
 RESIZE_SEC = 30.0
 """A node that has not given more memory by then has none."""
 LAST_BYTES = 4096
@@ -116,10 +115,18 @@ class Pods:
         return False if done is None and late else done
 
     def tidy(self, names: Collection[str]) -> None:
-        """Have the objects of Pods that have ended go, but for those of these names."""
+        """Have the objects of Pods that have ended go, but for those of these names.
+
+        A Pod that lives and has none of them came after it was taken for ended: the scheduler
+        that asked for it died meanwhile. It is ended; only moves of slots live unnamed.
+        """
         for name, tracked in self._cluster.all_of(self._job).items():
-            if name not in names and not tracked.lives:
+            if name in names:
+                continue
+            if not tracked.lives:
                 self._cluster.forget(tracked)
+            elif not name.startswith("move-"):
+                self.end(name)
 
     def _end(self, name: str, grace_sec: int) -> None:
         tracked = self._cluster.tracked(self._job, name)

@@ -1,0 +1,250 @@
+"""What is asked of an API server that answers late, once, or not as it should."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from scheduler.drivers.kubernetes import cluster as asked
+from scheduler.drivers.kubernetes.api import RefusedError
+from scheduler.drivers.kubernetes.cluster import Cluster
+from scheduler.drivers.kubernetes.manifest import Task, pod_of
+from scheduler.drivers.kubernetes.names import instance_of, pod_name
+from scheduler.drivers.kubernetes.pods import Pods
+from scheduler.drivers.kubernetes.settings import ClusterConfig
+from scheduler.drivers.processes import NOTHING, Ending
+from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT, Server
+
+CONFIG = ClusterConfig(namespace="here", image="none")
+AGAIN_SEC, PATIENCE_SEC = 0.1, 30.0
+AWAY, BACK = "the API server does not answer: timed out", "the API server answers again"
+
+
+class Followed:
+    """The Pods of one job on a server of this process."""
+
+    def __init__(self, cluster: Cluster, server: Server, folder: Path, said: list[str]) -> None:
+        self.cluster = cluster
+        self.server = server
+        self.said = said
+        self.pods = Pods(cluster, "job", folder / "processes")
+        self.instance = instance_of(folder)
+
+    def name(self, process: str) -> str:
+        return pod_name(self.instance, "job", process)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Look until a condition holds, bounded in time; no speed is meant by it."""
+        end_sec = time.monotonic() + PATIENCE_SEC
+        while not condition():
+            assert time.monotonic() < end_sec, (self.said, self.server.calls)
+            time.sleep(0.01)
+            self.cluster.poll()
+
+
+@pytest.fixture
+def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Followed]:
+    with following(tmp_path, monkeypatch) as found:
+        yield found
+
+
+@contextmanager
+def following(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, config: ClusterConfig = CONFIG
+) -> Generator[Followed]:
+    """Follow a server that is asked again soon."""
+    server, said = Server(), list[str]()
+    monkeypatch.setattr(asked, "AGAIN_SEC", AGAIN_SEC)
+    monkeypatch.setattr(asked, "connect", lambda _: server)
+    with Cluster(config, folder, said.append) as cluster:
+        yield Followed(cluster, server, folder, said)
+
+
+def test_a_pod_whose_making_was_not_answered_and_that_was_ended_does_not_run_on(
+    followed: Followed,
+) -> None:
+    server, pods = followed.server, followed.pods
+    server.loses_answers = True
+    pods.start("segment-0.1", [])
+    pods.end("segment-0.1")
+    assert not pods.lives("segment-0.1")
+    pods.tidy([])
+    name = followed.name("segment-0.1")
+    assert name in server.pods, "the server took it all the same"
+    server.tell(name)
+    followed.until(lambda: name not in server.pods)
+    assert not pods.lives("segment-0.1")
+
+
+def test_a_pod_that_the_scheduler_before_asked_for_and_that_comes_late_does_not_run_on(
+    followed: Followed, tmp_path: Path
+) -> None:
+    server, pods = followed.server, followed.pods
+    task = Task(
+        job="job", name="segment-0.1", command=[], needs=NOTHING, folder=tmp_path / "processes"
+    )
+    task.folder.mkdir()
+    (task.folder / "segment-0.1.begun").touch()
+    pods.start("segment-0.1", [])
+    assert not pods.lives("segment-0.1"), "it is told as lost, and another takes its place"
+    pods.tidy(["segment-0.2"])
+    name = followed.name("segment-0.1")
+    server.apply(pod_of(CONFIG, followed.instance, task))
+    server.tell(name)
+    followed.until(lambda: pods.lives("segment-0.1"))
+    pods.tidy(["segment-0.2"])
+    followed.until(lambda: name not in server.pods)
+    followed.until(lambda: not pods.lives("segment-0.1"))
+
+
+def test_a_move_of_slots_lives_without_being_named(followed: Followed) -> None:
+    followed.pods.start("move-1-to-2.3", [])
+    followed.pods.tidy([])
+    assert "delete" not in followed.server.calls
+    assert followed.pods.lives("move-1-to-2.3")
+
+
+def test_a_delete_that_is_refused_is_asked_again_at_a_pace_and_said_once(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, pods = followed.server, followed.pods
+    pods.start("lead-0.1", [])
+    server.fails["delete"] = FORBIDDEN
+    monkeypatch.setattr(asked, "AGAIN_SEC", 600.0)
+    pods.ask("lead-0.1")
+    for _ in range(3):
+        followed.cluster.poll()
+    assert server.calls.count("delete") == 1, "not with each look"
+    monkeypatch.setattr(asked, "AGAIN_SEC", AGAIN_SEC)
+    followed.until(lambda: server.calls.count("delete") == 3)
+    assert followed.said == [f"Pod {followed.name('lead-0.1')} cannot be deleted: no right"]
+    server.fails.clear()
+    followed.until(lambda: not pods.lives("lead-0.1"))
+
+
+def test_missed_pods_are_asked_for_at_a_pace(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, pods = followed.server, followed.pods
+    pods.start("lead-0.1", [])
+    server.tell(followed.name("lead-0.1"), "DELETED")  # its labels are gone, it is not
+    server.fails["get"] = FORBIDDEN
+    followed.until(lambda: "get" in server.calls)
+    monkeypatch.setattr(asked, "AGAIN_SEC", 600.0)
+    before = server.calls.count("get")
+    for _ in range(5):
+        followed.cluster.poll()
+    assert server.calls.count("get") <= before + 1
+
+
+def test_one_call_without_an_answer_is_taken_back_by_the_next_that_has_one(
+    followed: Followed,
+) -> None:
+    followed.server.fails["apply"] = SILENT
+    followed.pods.start("lead-0.1", [])
+    assert followed.said == [AWAY]
+    followed.server.fails.clear()
+    followed.until(lambda: len(followed.said) == 2)
+    assert followed.said == [AWAY, BACK]
+    assert followed.name("lead-0.1") in followed.server.pods
+
+
+def test_a_watch_that_is_cut_is_away_until_it_goes_on(followed: Followed) -> None:
+    server = followed.server
+    server.fails["watch"] = SILENT
+    server.cut()
+    followed.until(lambda: followed.said)
+    followed.pods.start("lead-0.1", [])
+    assert followed.said == [AWAY], "calls are answered, the watch is not"
+    server.fails.clear()
+    followed.until(lambda: followed.said == [AWAY, BACK])
+
+
+def test_while_calls_hang_no_other_one_is_begun(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, pods = followed.server, followed.pods
+    for name in ("lead-0.1", "store-0.1"):
+        pods.start(name, [])
+    monkeypatch.setattr(asked, "AGAIN_SEC", 600.0)
+    server.fails["resize"] = SILENT
+    for name in ("lead-0.1", "store-0.1", "lead-0.1"):
+        assert pods.resize(name, 1 << 30) is None, "it is asked again"
+    assert server.calls.count("resize") == 1
+
+
+def test_a_reading_of_memory_that_took_long_is_not_begun_again_at_once(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = followed.server
+    monkeypatch.setattr(asked, "MEMORY_SEC", 0.2)
+    followed.pods.start("lead-0.1", [])
+    server.pods[followed.name("lead-0.1")]["status"] = {
+        "phase": "Running",
+        "containerStatuses": [{"state": {"running": {}}}],
+    }
+    server.tell(followed.name("lead-0.1"), "MODIFIED")
+    followed.until(lambda: followed.pods.runs("lead-0.1"))
+    answer = server.memory
+
+    def memory(selector: str) -> dict[str, int]:
+        time.sleep(0.5)
+        return answer(selector)
+
+    monkeypatch.setattr(server, "memory", memory)
+    monkeypatch.setattr(asked, "MEMORY_SEC", 0.4)
+    followed.pods.resident_bytes("lead-0.1")
+    monkeypatch.setattr(asked, "MEMORY_SEC", 0.45)
+    followed.pods.resident_bytes("lead-0.1")
+    assert server.calls.count("memory") == 1
+
+
+UNSCHEDULABLE = {
+    "phase": "Pending",
+    "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}],
+}
+
+
+def test_no_pod_is_given_up_for_what_was_seen_before_the_server_went_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = timedelta(seconds=1)
+    config = replace(CONFIG, unschedulable_after=patience)
+    with following(tmp_path, monkeypatch, config) as followed:
+        server, pods = followed.server, followed.pods
+        pods.start("lead-0.1", [])
+        name = followed.name("lead-0.1")
+        server.pods[name]["status"] = UNSCHEDULABLE
+        server.tell(name, "MODIFIED")
+        followed.until(lambda: followed.said)
+        server.fails["watch"] = SILENT
+        server.cut()
+        followed.until(lambda: AWAY in followed.said)
+        end_sec = time.monotonic() + 1.2 * patience.total_seconds()
+        followed.until(lambda: time.monotonic() > end_sec)
+        assert "delete" not in server.calls
+        server.fails.clear()
+        followed.until(lambda: not pods.lives("lead-0.1"))
+        assert pods.ending("lead-0.1") == Ending(lost="Unschedulable")
+        assert name not in server.pods, "it is gone before it is called ended"
+
+
+def test_a_full_quota_is_said_once_however_often_it_is_met(followed: Followed) -> None:
+    for attempt in (1, 2):
+        said = f'pods "lead-{attempt}" is forbidden: exceeded quota: small, requested: cpu=1'
+        followed.server.fails["apply"] = RefusedError(403, said)
+        followed.pods.start(f"lead-0.{attempt}", [])
+        assert followed.pods.ending(f"lead-0.{attempt}") == Ending(lost="quota exceeded")
+    assert followed.said == ["the namespace has no room in quota small"]
+
+
+def test_what_a_folder_does_not_give_is_as_if_nothing_was_said(
+    followed: Followed, tmp_path: Path
+) -> None:
+    for kind in ("out", "err"):
+        (tmp_path / "processes" / f"lead-0.1.{kind}").mkdir(parents=True)
+    assert (followed.pods.output("lead-0.1"), followed.pods.last_words("lead-0.1")) == ("", "")
