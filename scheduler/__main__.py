@@ -77,7 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--output", type=Path, default=Path("scheduled"), metavar="DIR", help="folder of it all"
     )
-    command.add_argument("--budget", type=Path, metavar="FILE", help="of all jobs; this machine")
+    command.add_argument(
+        "--budget",
+        type=Path,
+        metavar="FILE",
+        help="of all jobs together; this machine, with --cluster what the jobs may have each",
+    )
     command.add_argument(
         "--driver", choices=("process", "kubernetes"), help="that of the jobs when left out"
     )
@@ -161,7 +166,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    check_driver(arguments.driver, arguments.cluster, arguments.jobs)
+    check_driver(arguments.driver, arguments.cluster, arguments.jobs, arguments.output)
     request = RunRequest(
         job_files=arguments.jobs,
         inputs=inputs_of(arguments.input, arguments.jobs),

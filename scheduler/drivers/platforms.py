@@ -6,23 +6,28 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from scheduler.drivers.kubernetes.settings import read_cluster
 from scheduler.drivers.process.machine import ThisMachine
 from scheduler.drivers.processes import Platform
 from schemas.errors import PlanError
 from schemas.job import load_job
 
 
-def check_driver(driver: str | None, cluster: Path | None, job_files: Sequence[Path]) -> None:
-    """Refuse a driver and a cluster that do not belong together.
+def check_driver(
+    driver: str | None, cluster: Path | None, job_files: Sequence[Path], output: Path
+) -> None:
+    """Refuse a driver, a cluster and jobs that do not belong together.
 
     Args:
         driver: as it was named; that of the jobs when None.
         cluster: the file of a cluster.
         job_files: the jobs.
+        output: folder of the scheduler.
 
     Raises:
-        PlanError: the jobs name several drivers, or there is a cluster for none or none for one.
-        SchemaError: a job is none.
+        PlanError: the jobs name several drivers, there is a cluster for none or none for one, or
+            Pods would have to reach each other and do not.
+        SchemaError: a job is none, or the file of the cluster.
     """
     named = sorted({load_job(path).schedule.driver for path in job_files})
     if driver is None and len(named) > 1:
@@ -37,6 +42,20 @@ def check_driver(driver: str | None, cluster: Path | None, job_files: Sequence[P
     if wanted == "process" and cluster is not None:
         raise PlanError(
             f"cluster must be left out with driver process, got {cluster}; say --driver kubernetes"
+        )
+    if cluster is not None and not read_cluster(cluster, output).shared_loopback:
+        for path in job_files:
+            _check_alone(path)
+
+
+def _check_alone(job_file: Path) -> None:
+    """Refuse a job that may have stores or replicas: they are reached over loopback."""
+    training = load_job(job_file).schedule.training
+    if training.max_stores > 0 or training.max_replicas > 1:
+        raise PlanError(
+            "schedule.training must have max_stores: 0 and max_replicas: 1 where Pods share no "
+            f"loopback, got {training.max_stores} and {training.max_replicas} in {job_file}; set "
+            "them, or shared_loopback: true in the --cluster file where Pods do"
         )
 
 
@@ -60,7 +79,6 @@ def open_platform(
         return
     # The client of Kubernetes takes a second to import.
     from scheduler.drivers.kubernetes.platform import kubernetes
-    from scheduler.drivers.kubernetes.settings import read_cluster
 
     with kubernetes(read_cluster(cluster, output), output, say) as platform:
         yield platform

@@ -25,6 +25,7 @@ def write_cluster(repository: Path, cluster: Cluster, namespace: str, folder: Pa
         "volumes": [{"path": str(folder), "host_path": str(folder)}],
         "python": [str(repository / ".venv" / "bin" / "python")],
         "environment": {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
+        "shared_loopback": True,
         "grace": "60s",
         "lost_after": "3s",
         "unschedulable_after": "60s",

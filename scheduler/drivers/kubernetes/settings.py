@@ -80,6 +80,8 @@ class ClusterConfig:
     """Of the Pods."""
     user: int | None = None
     """User and group that Pods run as, who may write the volumes; those of the image when null."""
+    shared_loopback: bool = False
+    """Whether Pods reach each other over loopback; without it no job has stores or replicas."""
     grace: timedelta = timedelta(seconds=60)
     """How long a process that is asked to end may take: `train.limits.drain`, and some."""
     unschedulable_after: timedelta = timedelta(minutes=5)

@@ -54,6 +54,7 @@ def test_submit_counts_the_rows_of_the_input(tmp_path: Path) -> None:
     assert place.dataset == (tmp_path / "out" / "small" / "dataset").resolve()
 
 
+CLUSTER = "namespace: a\nimage: b\nvolumes: [{{path: {}, claim: c}}]\n"
 REFUSED = {
     "a driver of a cluster without one": (
         ["--driver", "kubernetes"],
@@ -62,6 +63,17 @@ REFUSED = {
     "a cluster for this machine": (
         ["--cluster", "cluster.yaml"],
         "cluster must be left out with driver process, got cluster.yaml; say --driver kubernetes",
+    ),
+    "replicas that would not reach each other": (
+        ["--driver", "kubernetes", "--cluster", "cluster.yaml"],
+        "schedule.training must have max_stores: 0 and max_replicas: 1 where Pods share no "
+        "loopback, got 16 and 16 in job.yaml; set them, or shared_loopback: true in the --cluster "
+        "file where Pods do",
+    ),
+    "an output that Pods do not see": (
+        ["--driver", "kubernetes", "--cluster", "cluster.yaml", "--output", "/elsewhere"],
+        "output must lie in a volume that Pods write, got /elsewhere in cluster.yaml; use an "
+        "--output below {}",
     ),
     "an input of no job": (
         ["--input", "large=log"],
@@ -89,8 +101,10 @@ def test_run_of_what_cannot_be_run_says_why(
     write_job(tmp_path)
     write_log(tmp_path / "log", ["a.parquet"])
     (tmp_path / "budget.yaml").write_text("cpu: 2\n")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.format(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert main(["run", "job.yaml", *words, "--dry-run"]) == 1
+    message = message.replace("{}", str(tmp_path))
     assert re.fullmatch(f"error: {re.escape(message)}\n", capsys.readouterr().err)
 
 
