@@ -108,6 +108,8 @@ class Platform(Protocol):
 
     resizes: bool
     """Whether the memory of a running process may be changed."""
+    where: str
+    """Tells it from others, in a line: who looks elsewhere does not see its processes."""
 
     def of_job(self, job: str, folder: Path) -> Processes:
         """Return the processes of a job; what they say lies in a folder that they see, too."""

@@ -61,6 +61,11 @@ class Api:
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._open: urllib3.HTTPResponse | None = None
 
+    @property
+    def host(self) -> str:
+        """Return the address of the API server."""
+        return str(self._client.configuration.host)
+
     def list(self, selector: str) -> tuple[list[dict[str, Any]], str]:
         """Return the Pods with these labels, and the version of the list."""
         found = self._call("GET", self._pods, {"labelSelector": selector})

@@ -83,6 +83,11 @@ class Cluster:
         self._api.close()
 
     @property
+    def where(self) -> str:
+        """Return which Pods these are among those of all clusters, in a line."""
+        return f"kubernetes {self._api.host} {self._config.namespace}"
+
+    @property
     def grace_sec(self) -> int:
         """Seconds that a process which is asked to end may take."""
         return int(self._config.grace.total_seconds())

@@ -20,6 +20,7 @@ class Kubernetes:
     def __init__(self, cluster: Cluster) -> None:
         """Remember whom to ask."""
         self._cluster = cluster
+        self.where = cluster.where
 
     def of_job(self, job: str, folder: Path) -> Pods:
         """Return the Pods of a job."""

@@ -26,6 +26,10 @@ from schemas.declare import read_yaml
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 from schemas.job_schedule import BudgetConfig
+from schemas.manifest import replace_bytes
+
+PLATFORM = "platform"
+"""File in the scheduler's folder that says where its processes run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,8 @@ def run_jobs(request: RunRequest) -> State:
 
     Raises:
         SchemaError: a job, its input or the log is none, or another scheduler works there.
-        PlanError: the log has other jobs that have not ended, or the cluster cannot be reached.
+        PlanError: the log has other jobs that have not ended, or processes that run elsewhere, or
+            the cluster cannot be reached.
     """
     request.output.mkdir(parents=True, exist_ok=True)
     budget = budget_of(request)
@@ -100,11 +105,28 @@ def run_jobs(request: RunRequest) -> State:
                 f"{', '.join(unnamed)}; add the job file, or use another --output"
             )
         with open_platform(request.cluster, request.output, request.driver.say) as platform:
+            _stay(platform.where, request.output, found.state)
             driver = Driver(request.driver, platform, log, found, places)
             driver.begin(jobs, budget.cpus, budget.memory)
             _drive(driver, asked, request.driver.poll_sec)
             driver.end()
             return driver.state
+
+
+def _stay(where: str, output: Path, state: State) -> None:
+    """Note where processes run; while there are any, they are looked for nowhere else.
+
+    Raises:
+        PlanError: the log has processes that were started elsewhere.
+    """
+    path = output / PLATFORM
+    before = path.read_text(encoding="utf-8").strip() if path.exists() else where
+    if before != where and any(job.processes for job in state.jobs.values()):
+        raise PlanError(
+            f"platform must stay {before!r} while processes of {output} live, got {where!r}; go on "
+            "there, or use another --output"
+        )
+    replace_bytes(path, f"{where}\n".encode())
 
 
 def _drive(driver: Driver, asked: Callable[[], bool], poll_sec: float) -> None:

@@ -13,6 +13,8 @@ class ThisMachine:
 
     resizes = False
     """No limit of memory is kept here: who is to have more is started again with it."""
+    where = "process"
+    """Children of any scheduler that had this folder are found by their locks in it."""
 
     def of_job(self, job: str, folder: Path) -> Children:
         """Return the children of a job."""

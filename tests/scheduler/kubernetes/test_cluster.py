@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scheduler.drivers.kubernetes import cluster as asked
 from scheduler.drivers.kubernetes.api import RefusedError
-from scheduler.drivers.kubernetes.cluster import Cluster
+from scheduler.drivers.kubernetes.cluster import MEMORY_SEC, Cluster
 from scheduler.drivers.kubernetes.manifest import Task, pod_of
 from scheduler.drivers.kubernetes.names import instance_of, pod_name
 from scheduler.drivers.kubernetes.pods import Pods
@@ -181,7 +182,6 @@ def test_a_reading_of_memory_that_took_long_is_not_begun_again_at_once(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = followed.server
-    monkeypatch.setattr(asked, "MEMORY_SEC", 0.2)
     followed.pods.start("lead-0.1", [])
     server.pods[followed.name("lead-0.1")]["status"] = {
         "phase": "Running",
@@ -189,18 +189,21 @@ def test_a_reading_of_memory_that_took_long_is_not_begun_again_at_once(
     }
     server.tell(followed.name("lead-0.1"), "MODIFIED")
     followed.until(lambda: followed.pods.runs("lead-0.1"))
+    clock = [time.monotonic()]
     answer = server.memory
 
     def memory(selector: str) -> dict[str, int]:
-        time.sleep(0.5)
+        clock[0] += 2 * MEMORY_SEC
         return answer(selector)
 
+    monkeypatch.setattr(asked, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(server, "memory", memory)
-    monkeypatch.setattr(asked, "MEMORY_SEC", 0.4)
-    followed.pods.resident_bytes("lead-0.1")
-    monkeypatch.setattr(asked, "MEMORY_SEC", 0.45)
-    followed.pods.resident_bytes("lead-0.1")
+    for _ in range(2):
+        followed.pods.resident_bytes("lead-0.1")
     assert server.calls.count("memory") == 1
+    clock[0] += MEMORY_SEC
+    followed.pods.resident_bytes("lead-0.1")
+    assert server.calls.count("memory") == 2
 
 
 UNSCHEDULABLE = {

@@ -1,0 +1,79 @@
+"""Which jobs a cluster may run, and that processes are looked for where they are."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scheduler.drivers.driver import DriverOptions
+from scheduler.drivers.platforms import check_driver
+from scheduler.drivers.process.command import PLATFORM, RunRequest, run_jobs
+from scheduler.drivers.process.submit import submit
+from scheduler.machine.codec import decision_of
+from scheduler.machine.events import BudgetSet
+from scheduler.machine.handle import handle
+from scheduler.machine.log import LOG, Log
+from scheduler.machine.state import State
+from schemas.errors import PlanError
+from tests.scheduler.drivers.test_workplace import write_log
+from tests.scheduler.made import GIB, write_job
+
+ALONE = "  training: {max_stores: 0, max_replicas: 1}"
+CLUSTER = "namespace: a\nimage: b\nvolumes: [{path: /, claim: c}]\n"
+ELSEWHERE = "kubernetes https://one.example presage"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "is_refused"),
+    [
+        ("  priority: 0", "", True),
+        ("  priority: 0", "shared_loopback: true\n", False),
+        ("  training: {max_stores: 1, max_replicas: 1}", "", True),
+        ("  training: {max_stores: 0, max_replicas: 2}", "", True),
+        (ALONE, "", False),
+    ],
+)
+def test_check_driver_takes_jobs_whose_pods_can_reach_each_other(
+    schedule: str, more: str, is_refused: bool, tmp_path: Path
+) -> None:
+    job, cluster = write_job(tmp_path, schedule), tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER + more)
+    if is_refused:
+        with pytest.raises(PlanError, match="where Pods share no loopback"):
+            check_driver("kubernetes", cluster, [job], tmp_path)
+    else:
+        check_driver("kubernetes", cluster, [job], tmp_path)
+
+
+def request_of(output: Path, *jobs: Path, log: Path | None = None) -> RunRequest:
+    inputs = {} if log is None else {"small": log}
+    driver = DriverOptions(output=output)
+    return RunRequest(job_files=jobs, inputs=inputs, output=output, budget=None, driver=driver)
+
+
+def test_run_jobs_whose_processes_live_elsewhere_starts_nothing_here(tmp_path: Path) -> None:
+    job, raw = write_job(tmp_path), write_log(tmp_path / "log", ["a.parquet"])
+    output = tmp_path / "out"
+    output.mkdir()
+    submitted, _ = submit(job, {"small": raw}, output, 1.0)
+    state = State()
+    with Log(output / LOG) as log:
+        for event in (BudgetSet(time_sec=1.0, cpus=4.0, memory_bytes=16 * GIB), submitted):
+            state, actions = handle(state, event)
+            log.append(event, [decision_of(action, state.now_sec) for action in actions])
+    assert state.jobs["small"].processes
+    (output / PLATFORM).write_text(f"{ELSEWHERE}\n")
+    message = (
+        f"platform must stay {ELSEWHERE!r} while processes of {output} live, got 'process'; go on "
+        "there, or use another --output"
+    )
+    with pytest.raises(PlanError, match=re.escape(message)):
+        run_jobs(request_of(output, job, log=raw))
+    assert (output / PLATFORM).read_text() == f"{ELSEWHERE}\n"
+    assert not (output / "small" / "processes").exists()
+
+
+def test_run_jobs_without_processes_moves_to_another_platform(tmp_path: Path) -> None:
+    (tmp_path / PLATFORM).write_text(f"{ELSEWHERE}\n")
+    run_jobs(request_of(tmp_path))
+    assert (tmp_path / PLATFORM).read_text() == "process\n"
