@@ -191,6 +191,7 @@ def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
         if not found.workers:
             job = _lacking_slots(job, number, found, done)
             break
+        job = replace(job, lacks_slots=False)
         if not done.fits(*needs(job, "segment", found.workers)):
             break
         before = len(job.processes)
@@ -211,9 +212,7 @@ def _build(job: JobState, number: int, found: Bound, done: Pass) -> JobState:
     reason = f"segment {number} of {job.num_segments} is to be built"
     if found.reason:
         reason += f" by {counted(found.workers, 'worker')}: {found.reason}"
-    before = len(job.processes)
-    job = done.start(job, "segment", number, reason, found)
-    return replace(job, lacks_slots=False) if len(job.processes) > before else job
+    return done.start(job, "segment", number, reason, found)
 
 
 def _lacking_slots(job: JobState, number: int, found: Bound, done: Pass) -> JobState:

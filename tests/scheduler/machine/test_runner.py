@@ -175,6 +175,20 @@ def test_handle_makes_room_for_the_segment_that_later_ones_wait_for() -> None:
     assert bench.job.of_pool("segment")[0].name == "segment-1.2"
 
 
+def test_handle_leaves_later_segments_alone_when_slots_have_come_free() -> None:
+    bench = Bench(BUDGET, FLINK, slots(2, total=4))
+    bench.tell(submitted("first", 4, WIDE))
+    assert "wait" in said(bench.built(0))
+    assert [p.number for p in bench.job.of_pool("segment")] == [1, 2]
+    assert bench.job.lacks_slots
+    lost = bench.at(Ended, "segment-1.1", 0.1, outcome="lost", detail="signal 9")
+    assert said(lost) == ["replace segment-1.1"]  # its slot is free; it is built again soon
+    assert not bench.job.lacks_slots
+    assert said(bench.at(Ticked, after=0.1)) == []
+    assert [p.name for p in bench.job.of_pool("segment")] == ["segment-2.1"]
+    assert said(bench.at(Ticked, after=2.0))[0] == "start segment-1.2"
+
+
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=15)
 def test_handle_ends_every_job_on_a_cluster_whose_slots_come_and_go(seed: int) -> None:
