@@ -18,18 +18,33 @@ EXACT_POINTS = 1_000_000
 
 
 def candidates(
-    snapshot: Snapshot, config: ScheduleConfig, models: Models, rng: np.random.Generator
+    snapshot: Snapshot,
+    config: ScheduleConfig,
+    models: Models,
+    rng: np.random.Generator,
+    largest_job: int | None = None,
 ) -> Grid:
     """Return the pairs of pools whose processes have enough memory and that the budget holds.
 
     All of them up to EXACT_POINTS; beyond, those that a search finds no other to beat in
     price and in time.
 
+    Args:
+        snapshot: sizes of data and tables.
+        config: limits.
+        models: of times.
+        rng: of the search.
+        largest_job: workers of one segment job at most; None where only limits bound it. Where
+            the memory of a worker asks for more, it bounds nothing.
+
     Raises:
         PlanError: there is none; the message names the smallest limit that works.
     """
     facts, train = snapshot.facts, snapshot.job.train
     first = preprocessing_sizes(facts, config, models.num_segments)
+    if largest_job is not None:
+        small = first[:, 1] <= largest_job
+        first = first[small] if small.any() else first
     second = training_sizes(facts, train, config, models.base_bytes)
     smallest = first[:1], second[:1]
     # The smallest pool of the other kind must fit beside each: that alone makes the grid small.

@@ -65,7 +65,12 @@ def sizes_of(found: Candidate) -> Sizes:
 
 
 def outlook(
-    snapshot: Snapshot, config: ScheduleConfig, models: Models, current: Sizes, pause_sec: float
+    snapshot: Snapshot,
+    config: ScheduleConfig,
+    models: Models,
+    current: Sizes,
+    pause_sec: float,
+    largest_job: int | None = None,
 ) -> Outlook:
     """Compare a job's sizes with all others whose prediction is narrow enough to act upon.
 
@@ -75,12 +80,13 @@ def outlook(
         models: fitted to what was measured up to now.
         current: what runs.
         pause_sec: time that a change costs.
+        largest_job: workers of one segment job at most; None where only limits bound it.
 
     Raises:
         PlanError: no size fits.
     """
     near = _within_reach(config, current)
-    grid = candidates(snapshot, near, models, np.random.default_rng(SEED))
+    grid = candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
     grid = grid[_trusted(grid, snapshot, config, models)]
     now = _of(current.grid, snapshot, config, models)
     known = bool(_trusted(current.grid, snapshot, config, models)[0])

@@ -61,8 +61,9 @@ def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Opt
     Raises:
         PlanError: not even its smallest pools fit into the whole budget.
     """
-    left = left_of(job, state.now_sec, state.budget, state.runner.total_slots)
-    grid = candidates(left.snapshot, left.config, left.models, np.random.default_rng(SEED))
+    left = left_of(job, state.now_sec, state.budget, state.runner)
+    rng = np.random.default_rng(SEED)
+    grid = candidates(left.snapshot, left.config, left.models, rng, left.largest_job)
     if job.num_stores is not None:
         same = grid.num_stores == job.num_stores
         grid = grid[same] if same.any() else grid

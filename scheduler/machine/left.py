@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from scheduler.decision import counted
 from scheduler.grid import Grid, preprocessing_resources, training_resources
+from scheduler.machine.runner import Runner
 from scheduler.machine.state import JobState, State
 from scheduler.models import Models, fit_models
 from scheduler.outlook import Sizes
@@ -24,11 +25,11 @@ class Left:
     """With the memory that its processes have by now, and the time that is left."""
     models: Models
     """Fitted to all that was measured."""
+    largest_job: int | None
+    """Workers of one segment job at most, where they run; None where nobody said."""
 
 
-def left_of(
-    job: JobState, now_sec: float, budget: BudgetConfig, total_slots: int | None = None
-) -> Left:
+def left_of(job: JobState, now_sec: float, budget: BudgetConfig, runner: Runner) -> Left:
     """Return what is left of a job.
 
     What was built and not trained counts as training that is left, in one pass.
@@ -37,10 +38,10 @@ def left_of(
         job: as it stands.
         now_sec: the time.
         budget: what it may have; never more than its own file says.
-        total_slots: of the cluster that segment jobs run on; None where none bounds them.
+        runner: where segment jobs run.
     """
     facts, train = job.snapshot.facts, job.snapshot.job.train
-    config = _within(config_of(job, now_sec, budget), total_slots)
+    config = _within(config_of(job, now_sec, budget), runner, max(1, job.left_segments))
     models = fit_models(job.snapshot, config, job.steps, job.builds)
     built = round(facts.num_samples * job.left_segments / job.num_segments)
     trained = facts.num_train_samples * train.epochs - job.num_trained
@@ -53,6 +54,7 @@ def left_of(
         snapshot=snapshot,
         config=config,
         models=replace(models, num_segments=max(1, job.left_segments)),
+        largest_job=runner.largest,
     )
 
 
@@ -86,13 +88,20 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
     )
 
 
-def _within(config: ScheduleConfig, total_slots: int | None) -> ScheduleConfig:
-    """Return limits without workers for which even a cluster without others has no slot."""
-    if total_slots is None:
-        return config
-    pool, most = config.preprocessing, max(1, total_slots)
-    fewest, largest = min(pool.min_workers, most), min(pool.max_workers, most)
-    return replace(config, preprocessing=replace(pool, min_workers=fewest, max_workers=largest))
+def _within(config: ScheduleConfig, runner: Runner, num_segments: int) -> ScheduleConfig:
+    """Return limits without workers that no segment job can have where it runs.
+
+    A cluster has no slots for them, even without others, or the jobs of all segments that are
+    left may not have so many together.
+    """
+    pool = config.preprocessing
+    fewest, most = pool.min_workers, pool.max_workers
+    if runner.total_slots is not None:
+        slots = max(1, runner.total_slots)
+        fewest, most = min(fewest, slots), min(most, slots)
+    if runner.largest is not None:
+        fewest = min(fewest, num_segments * runner.largest)
+    return replace(config, preprocessing=replace(pool, min_workers=fewest, max_workers=most))
 
 
 def booked(job: JobState, sizes: Sizes | None) -> tuple[float, int]:

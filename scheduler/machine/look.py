@@ -38,7 +38,7 @@ def look(state: State) -> tuple[State, list[Action]]:
 
 def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[Action]]:
     room = room_of(state, job)
-    left = left_of(job, state.now_sec, room, state.runner.total_slots)
+    left = left_of(job, state.now_sec, room, state.runner)
     setting = training_setting(left.snapshot, left.config, sizes.grid)
     step_sec = max(1e-3, float(left.models.training.seconds(setting)[0]))
     found: list[Action] = []
@@ -60,7 +60,7 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
         found.append(Action(verb=verb, job=job.name, process=process.name, reason=why))
         return job, found
     try:
-        seen = outlook(left.snapshot, left.config, left.models, sizes, PAUSE_SEC)
+        seen = outlook(left.snapshot, left.config, left.models, sizes, PAUSE_SEC, left.largest_job)
     except PlanError:
         return job, found  # nothing fits what is free now, so nothing can be better
     watches = memory_watches(job, left, state.now_sec, room, step_sec)

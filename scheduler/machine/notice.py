@@ -25,7 +25,7 @@ def on_preempted(job: JobState, event: Preempted, state: State) -> Handled:
     if process.pool == "lead" and job.grouped:
         why = "its replicas go on from their checkpoint with another one"
     if process.pool == "segment":
-        left = left_of(job, event.time_sec, state.budget)
+        left = left_of(job, event.time_sec, state.budget, state.runner)
         ends = process.began_sec + segment_sec(job, left, process)[1] - event.time_sec
         if 0.0 < ends <= event.grace_sec:
             reason = f"to be taken in {event.grace_sec:g} s; it is done in {ends:.0f} s at most"

@@ -178,7 +178,8 @@ def forecast(job: JobState, state: State) -> Forecast | None:
     """Return what is predicted of a job's sizes for what is left of it."""
     if job.sizes is None or job.phase != "running":
         return None
-    left, grid = left_of(job, state.now_sec, room_of(state, job)), job.sizes.grid
+    left = left_of(job, state.now_sec, room_of(state, job), state.runner)
+    grid = job.sizes.grid
     steps = predict_seconds(
         left.models.training, training_setting(left.snapshot, left.config, grid)
     )

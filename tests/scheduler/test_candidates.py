@@ -1,6 +1,6 @@
 """What is searched beyond a million points covers what is enumerated."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 
 import numpy as np
@@ -56,6 +56,21 @@ def test_candidates_of_a_large_grid_cover_its_front_to_a_hundredth(
     exact, found = objectives(every, known), objectives(searched, known)
     reference = (float(exact[:, 0].max()), 0.0)
     assert 0.99 <= hypervolume(found, reference) / hypervolume(exact, reference) <= 1.0
+
+
+@pytest.mark.parametrize("largest", [1, 3])
+def test_candidates_of_bounded_segment_jobs_are_those_of_all_that_are_small_enough(
+    known: Snapshot, largest: int
+) -> None:
+    config = ScheduleConfig(budget=BudgetConfig(cpus=64.0, memory=1024 * GIB))
+    usual = replace(known, facts=FACTS)
+    models = replace(fit_models(usual, config), num_segments=4)
+    rng = np.random.default_rng(1)
+    every = candidates(usual, config, models, rng)
+    small = every[every.workers_per_job <= largest]
+    found = candidates(usual, config, models, rng, largest)
+    assert 0 < len(found) < len(every)
+    assert all(map(np.array_equal, astuple(found), astuple(small)))
 
 
 @pytest.mark.parametrize("hours", [None, 3.0])

@@ -136,6 +136,18 @@ def test_handle_plans_no_more_workers_than_the_cluster_has_slots() -> None:
     assert workers[1] == 3
 
 
+@pytest.mark.parametrize(("num_segments", "largest"), [(1, 2), (2, 1), (3, 1), (3, 2)])
+def test_handle_plans_no_more_workers_of_one_job_than_it_may_have(
+    num_segments: int, largest: int
+) -> None:
+    dataflow = RunnerSet(time_sec=0.0, name="dataflow", largest=largest)
+    bench = Bench(BUDGET, dataflow, submitted("first", num_segments, WIDE))
+    sizes = bench.job.sizes
+    assert sizes is not None
+    jobs = min(4 // largest, num_segments)  # 4 workers are wanted
+    assert (sizes.segment_jobs, sizes.workers_per_job) == (jobs, largest)
+
+
 def test_handle_waits_for_a_slot_says_it_once_and_goes_on() -> None:
     bench = Bench(BUDGET, FLINK, slots(0))
     waits = bench.tell(submitted("first", 2, WIDE))
