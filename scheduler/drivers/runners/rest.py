@@ -15,6 +15,8 @@ TIMEOUT_SEC = 5.0
 """A scheduler that waits longer for an answer looks at nothing else meanwhile."""
 ENDED = ("FINISHED", "CANCELED", "FAILED", "CANCELLING")
 """States of jobs that are not to be cancelled."""
+GONE = (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT)
+"""Answers about one that is not there any more, or that ended before it could be cancelled."""
 
 
 class SilentError(Exception):
@@ -99,7 +101,7 @@ class FlinkRest:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             error.close()
-            if error.code == http.HTTPStatus.NOT_FOUND and path.count("/") > 1:
+            if error.code in GONE and path.count("/") > 1:
                 return {}  # one that was listed a moment ago
             raise SilentError(f"HTTP {error.code} of {path}") from error
         except urllib.error.URLError as error:

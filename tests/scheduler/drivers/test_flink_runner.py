@@ -33,6 +33,7 @@ class Cluster:
     def __init__(self) -> None:
         self.answers: dict[str, Any] = dict(ANSWERS["idle"])
         self.cancelled: list[str] = []
+        self.cancel_code = 202
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -42,7 +43,7 @@ class Cluster:
 
             def do_PATCH(self) -> None:
                 outer.cancelled.append(self.path)
-                self.answer(202, "{}")
+                self.answer(outer.cancel_code, "{}")
 
             def answer(self, code: int, text: str) -> None:
                 self.send_response(code)
@@ -234,6 +235,18 @@ def test_poll_cancels_jobs_that_outlived_their_segment_job(cluster: Cluster) -> 
     runner.poll(state, READ_SEC, said.append)
     assert cluster.cancelled == [f"/jobs/{job_id}?mode=cancel"]
     assert said == [f"runner: {NAME} is cancelled: its segment job has ended"]
+
+
+@pytest.mark.parametrize("code", [404, 409])
+def test_poll_takes_a_job_that_ended_before_it_was_cancelled_for_no_silence(
+    code: int, cluster: Cluster
+) -> None:
+    runner, said = flink(cluster), list[str]()
+    state = told(building(), runner.begin(State(), 0.0))
+    cluster.answers, cluster.cancel_code = ANSWERS["building"], code
+    found = runner.poll(state, READ_SEC, said.append)
+    assert found == [SlotsRead(time_sec=READ_SEC, free=1, own=3, total=4)]
+    assert len(cluster.cancelled) == len(said) == 1
 
 
 def test_poll_and_end_leave_the_job_of_a_live_segment_job_alone(cluster: Cluster) -> None:
