@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -175,7 +174,7 @@ def _run(arguments: argparse.Namespace) -> None:
         cluster=arguments.cluster,
         driver=DriverOptions(
             output=arguments.output,
-            runner=place_of(arguments.runner, arguments.output, socket.gethostname()),
+            runner=place_of(arguments.runner, arguments.output),
         ),
     )
     if arguments.dry_run:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from scheduler.drivers.instance import instance_of
 from scheduler.drivers.kubernetes.api import (
     CONFLICT,
     INVALID,
@@ -20,7 +21,7 @@ from scheduler.drivers.kubernetes.api import (
 )
 from scheduler.drivers.kubernetes.follow import Away, Changed, Follower, Listed, News
 from scheduler.drivers.kubernetes.manifest import Task, memory_patch, pod_of
-from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, instance_of, pod_name
+from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, pod_name
 from scheduler.drivers.kubernetes.pod import is_over
 from scheduler.drivers.kubernetes.settings import ClusterConfig
 from scheduler.drivers.kubernetes.tracked import STOP_SEC, Tracked

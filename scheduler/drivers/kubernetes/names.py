@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
-from pathlib import Path
-
-from schemas.manifest import replace_bytes
 
 MAX_LABEL = 63
 """Bytes of a name in the DNS, and of a label's value."""
@@ -23,14 +19,6 @@ INSTANCE, JOB, POOL, PROCESS = (
     "presage/process",
 )
 """Labels; as annotations, the last three hold the names unshortened."""
-
-
-def instance_of(output: Path) -> str:
-    """Return the name of a scheduler: it stays as long as its folder."""
-    path = output / "instance"
-    if not path.exists():
-        replace_bytes(path, f"{secrets.token_hex(6)}\n".encode())
-    return path.read_text(encoding="utf-8").strip()
 
 
 def pod_name(instance: str, job: str, process: str) -> str:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler.drivers.instance import instance_of
+
 
 @dataclass(frozen=True, slots=True)
 class Names:
@@ -19,14 +21,9 @@ class Names:
     prefix: str
 
     @staticmethod
-    def of_scheduler(output: Path, host: str) -> Names:
-        """Return the names of a scheduler; the same when it is started again.
-
-        Args:
-            output: its folder.
-            host: name of its machine.
-        """
-        return Names(f"presage-{_digest(f'{host}:{output.resolve()}')}-")
+    def of_scheduler(output: Path) -> Names:
+        """Return the names of a scheduler; the same when it is started again, on any machine."""
+        return Names(f"presage-{instance_of(output)}-")
 
     def of(self, job: str, process: str) -> str:
         """Return the name of a segment job: letters, digits and dashes, as Dataflow wants it.

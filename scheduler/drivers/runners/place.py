@@ -60,21 +60,19 @@ class Local:
         return []
 
 
-def place_of(file: Path | None, output: Path, host: str) -> Place:
+def place_of(file: Path | None, output: Path) -> Place:
     """Return where a file says that segment jobs run.
 
     Args:
         file: none for the local runner.
         output: folder of the scheduler.
-        host: name of its machine.
 
     Raises:
         SchemaError: the file is none.
     """
     config = RunnerConfig() if file is None else read_yaml(file, RunnerConfig)
-    names = Names.of_scheduler(output, host)
     if config.runner == "flink" and config.flink is not None:
-        return Flink(config.flink, names, str(file))
+        return Flink(config.flink, Names.of_scheduler(output), str(file))
     if config.runner == "dataflow" and config.dataflow is not None:
-        return Dataflow(config.dataflow, names)
+        return Dataflow(config.dataflow, Names.of_scheduler(output))
     return Local()

@@ -1,6 +1,7 @@
 """The runner's file, and the words that it becomes, which `pipelines build` and Beam must take."""
 
 import re
+import socket
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +20,7 @@ from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
 from pipelines.beam.runner import pipeline_options
 from pipelines.commands import build_parser as pipelines_parser
 from scheduler.__main__ import main
+from scheduler.drivers.instance import instance_of
 from scheduler.drivers.process.commands import segment_command
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.runners.flink import Flink
@@ -59,7 +61,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def place_in(folder: Path, text: str) -> Place:
-    return place_of(written(folder, text), folder, "host")
+    return place_of(written(folder, text), folder)
 
 
 def words_of(folder: Path, text: str, workers: int) -> list[str]:
@@ -128,7 +130,7 @@ def test_files_that_the_document_shows_are_read_and_beam_takes_their_options(
 
 
 def test_place_of_no_file_is_the_local_runner_and_takes_another_back(tmp_path: Path) -> None:
-    local = place_of(None, tmp_path, "host")
+    local = place_of(None, tmp_path)
     assert isinstance(local, Local)
     assert local.options("small", "segment-0.1", 2) == []
     assert local.begin(State(), 1.0) == []
@@ -144,17 +146,26 @@ def test_begin_of_dataflow_tells_the_machine_once(tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_one_scheduler_and_stay_when_it_is_started_again(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def name(folder: str, host: str, process: str = "segment-0.1") -> str:
-        place = place_of(written(tmp_path, FLINK), tmp_path / folder, host)
+    def name(folder: str, process: str = "segment-0.1") -> str:
+        place = place_of(written(tmp_path, FLINK), tmp_path / folder)
         assert isinstance(place, Flink)
         return next(o for o in place.options("a", process, 1) if o.startswith("--job_name="))
 
-    same = name("one", "host")
-    assert name("one", "host") == same
-    different = {name("two", "host"), name("one", "other"), name("one", "host", "segment-0.2")}
-    assert len({same, *different}) == 4
+    same = name("one")
+    with monkeypatch.context() as patch:  # a scheduler in a Pod gets another host's name each time
+        patch.setattr(socket, "gethostname", lambda: "another")
+        assert name("one") == same
+    (tmp_path / "one").rename(tmp_path / "moved")
+    assert name("moved") == same
+    assert len({same, name("two"), name("moved", "segment-0.2")}) == 3
+
+
+def test_instance_of_stays_as_long_as_the_folder(tmp_path: Path) -> None:
+    first = instance_of(tmp_path / "a")
+    assert instance_of(tmp_path / "a") == first != instance_of(tmp_path / "b")
+    assert first in (tmp_path / "a" / "instance").read_text()
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.drivers.kubernetes.manifest import Task, pod_of
-from scheduler.drivers.kubernetes.names import instance_of, label_value, pod_name
+from scheduler.drivers.kubernetes.names import label_value, pod_name
 from scheduler.drivers.kubernetes.settings import ClusterConfig, VolumeConfig, read_cluster
 from scheduler.drivers.processes import NOTHING, Needs
 from schemas.errors import SchemaError
@@ -50,13 +50,6 @@ def test_pod_name_differs_for_different_processes() -> None:
         for process in ("segment-0.1", "segment-0.11", "segment-01.1", "segment-0-1")
     ]
     assert len(set(many)) == len(many)
-
-
-def test_instance_of_stays_as_long_as_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    first = instance_of(tmp_path / "a")
-    assert instance_of(tmp_path / "a") == first != instance_of(tmp_path / "b")
 
 
 def read(tmp_path: Path, text: str = FILE, output: str = "/data/scheduled") -> ClusterConfig:
