@@ -10,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from scheduler.drivers.instance import instance_of
 from scheduler.drivers.kubernetes import cluster as asked
 from scheduler.drivers.kubernetes.api import RefusedError
 from scheduler.drivers.kubernetes.cluster import MEMORY_SEC, Cluster
 from scheduler.drivers.kubernetes.manifest import Task, pod_of
-from scheduler.drivers.kubernetes.names import instance_of, pod_name
+from scheduler.drivers.kubernetes.names import pod_name
 from scheduler.drivers.kubernetes.pods import Pods
 from scheduler.drivers.kubernetes.settings import ClusterConfig
 from scheduler.drivers.processes import NOTHING, Ending
