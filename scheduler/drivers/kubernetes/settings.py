@@ -85,7 +85,8 @@ class ClusterConfig:
     grace: timedelta = timedelta(seconds=60)
     """How long a process that is asked to end may take: `train.limits.drain`, and some."""
     unschedulable_after: timedelta = timedelta(minutes=5)
-    """A Pod that found no node or no image for so long is given up, and tried again later."""
+    """A Pod that found no node for so long, or whose container was not made so long after (its
+    image, its volumes), is given up, and tried again later."""
     lost_after: timedelta = timedelta(seconds=30)
     """A Pod that its node has not ended so long after its grace is taken for lost with the node."""
 
