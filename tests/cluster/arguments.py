@@ -17,8 +17,9 @@ KWOK = "kwok"
 HOST = "127.0.0.1"
 LOWEST_PORT, HIGHEST_PORT = 20_000, 30_000
 """Below those that Linux gives to clients and to servers that ask for port 0."""
-FAILED_AFTER_SEC = 10
-"""A node that said nothing for so long is unreachable."""
+FAILED_AFTER_SEC = 30
+"""A node that said nothing for so long is unreachable; its process may get no core for some time,
+beside trainers."""
 TOLERATED_SEC = 2
 """Pods stay this long on an unreachable node."""
 STAGES = Path(__file__).parent / "stages.yaml"

@@ -30,6 +30,8 @@ TAKEN = "address already in use"
 ATTEMPTS = 5
 LAST_CHARACTERS = 2000
 """Of a log, in the message of a failure."""
+STARTED_SEC = 180.0
+"""A cold API server on two cores that others use has begun by then."""
 STOP_SEC = 5
 """A server that was asked to end is killed after this."""
 
@@ -218,7 +220,7 @@ class Cluster:
             )
 
     def _wait_for_api(self) -> None:
-        until("the API server", self._api_answers)
+        until("the API server", self._api_answers, timeout_sec=STARTED_SEC)
 
     def _api_answers(self) -> bool:
         """Tell whether the API server is ready.

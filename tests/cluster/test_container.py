@@ -24,6 +24,7 @@ STARTS_OTHERS = (
     "subprocess.run(['sh', '-c', 'sleep 600 & true'])\n"  # an orphan
     "print('started', flush=True)\n"
 )
+UNTIL_THERE = "import os, sys\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -100,8 +101,9 @@ def others_of(container: subprocess.Popen[bytes], log: Path) -> list[int]:
 
 
 def test_end_of_the_main_process_ends_all_that_it_started(start: Start, tmp_path: Path) -> None:
-    container = start(sys.executable, "-c", STARTS_OTHERS + "time.sleep(2)")
+    container = start(sys.executable, "-c", STARTS_OTHERS + UNTIL_THERE, str(tmp_path / "end"))
     others = others_of(container, tmp_path / "log")
+    (tmp_path / "end").touch()
     assert ending(container)["exitCode"] == 0
     assert [pid for pid in others if runs(pid)] == []
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-def until(what: str, look: Callable[[], Found], *, timeout_sec: float = 60.0) -> Found:
+def until(what: str, look: Callable[[], Found], *, timeout_sec: float = 120.0) -> Found:
     """Look again and again until what is found is true, and return it.
 
     Args:

@@ -1,5 +1,6 @@
 """The rights that `deploy/kubernetes` gives are enough, and none of them is too much."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,18 @@ import pytest
 import yaml
 from kubernetes import client, config
 
+from scheduler.drivers.kubernetes.names import INSTANCE, pod_name
 from tests.cluster.servers import Cluster
-from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
+from tests.scheduler.kubernetes.pods import LEAVES, bench, config_of
 from tests.scheduler.kubernetes.test_pods import NEEDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 ACCOUNT = "presage-scheduler"
+GIVEN = {
+    *(("", "pods", verb) for verb in ("create", "get", "list", "watch", "patch", "delete")),
+    ("", "pods/resize", "patch"),
+    ("metrics.k8s.io", "pods", "list"),
+}
 
 
 def give_rights(repository: Path, cluster: Cluster, namespace: str) -> None:
@@ -26,6 +33,20 @@ def give_rights(repository: Path, cluster: Cluster, namespace: str) -> None:
     rights.create_namespaced_role_binding(namespace, binding)
 
 
+def rights_of(cluster: Cluster, namespace: str, account: str) -> set[tuple[str, str, str]]:
+    """Return what an account may do in its namespace: groups, resources and verbs."""
+    path = cluster.kubeconfig_of(namespace, account)
+    asks: Any = client.AuthorizationV1Api(config.new_client_from_config(str(path)))
+    asked = {"spec": {"namespace": namespace}}
+    found = asks.create_self_subject_rules_review(asked).status
+    return {
+        (group, resource, verb)
+        for rule in found.resource_rules
+        for group, resource in itertools.product(rule.api_groups or [""], rule.resources or [])
+        for verb in rule.verbs
+    }
+
+
 def test_the_shipped_rights_are_enough(
     repository: Path, cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
@@ -37,22 +58,29 @@ def test_the_shipped_rights_are_enough(
         made.until_up("lead-0.1")
         made.until(lambda: made.pods.resize("lead-0.1", 256 << 20))
         assert made.pods.resident_bytes("lead-0.1") == 0
-        made.pods.start("segment-0.1", SLEEPS, NEEDS)
+        made.pods.start("segment-0.1", LEAVES, NEEDS)
         made.until_up("segment-0.1")
-        made.pods.end("segment-0.1")
+        # One that lost its label is asked for by its name.
+        name = pod_name((tmp_path / "instance").read_text().strip(), "job", "segment-0.1")
+        patch = {"metadata": {"labels": {INSTANCE: None}}}
+        cluster.core().patch_namespaced_pod(name, namespace, patch)
         made.pods.ask("lead-0.1")
         made.until_ended("lead-0.1")
         made.until_ended("segment-0.1")
         made.pods.tidy([])
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
-        (line,) = made.said
-        assert line.startswith("no memory is read: metrics.k8s.io says "), "nothing is forbidden"
+        memory, label = made.said
+        assert memory.startswith("no memory is read: metrics.k8s.io says ")
+        assert "forbidden" not in memory, "there is no metrics server; one might be asked"
+        assert label == f"Pod {name} has lost its labels, and is ended"
 
 
 def test_the_shipped_rights_are_no_more_than_that(
     repository: Path, cluster: Cluster, namespace: str
 ) -> None:
     give_rights(repository, cluster, namespace)
+    given = rights_of(cluster, namespace, ACCOUNT) - rights_of(cluster, namespace, "default")
+    assert given == GIVEN
     path = cluster.kubeconfig_of(namespace, ACCOUNT)
     asks: Any = client.AuthorizationV1Api(config.new_client_from_config(str(path)))
 
