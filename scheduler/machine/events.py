@@ -37,12 +37,23 @@ class BudgetSet(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSet(Event):
-    """From now on segment jobs run there; what was read of another place counts no more."""
+    """From now on segment jobs run there; what was read of another place counts no more.
+
+    Of a cluster, what it said comes along, so that no job is started there as if it were silent.
+    """
 
     name: RunnerName
     """Which of Beam's runners."""
     largest: int | None = None
     """Workers of one segment job at most; None where nobody said."""
+    address: str | None = None
+    """Of a cluster."""
+    free: int | None = None
+    """As in `SlotsRead`; all three, or none."""
+    own: int | None = None
+    """As in `SlotsRead`."""
+    total: int | None = None
+    """As in `SlotsRead`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,8 @@ class Runner:
     """Which of Beam's runners."""
     largest: int | None = None
     """Workers of one segment job at most; None where nobody said."""
+    address: str | None = None
+    """Of a cluster."""
     slots: Slots | None = None
     """Of a cluster that has answered."""
     silent_sec: float | None = None
@@ -63,15 +65,25 @@ class Bound:
 def on_runner(runner: Runner, event: Event) -> Runner:
     """Take in what an event tells of the place where segment jobs run."""
     if isinstance(event, RunnerSet):
-        return Runner(name=event.name, largest=event.largest)
+        return Runner(
+            name=event.name,
+            largest=event.largest,
+            address=event.address,
+            slots=_slots(event.free, event.own, event.total),
+        )
     if isinstance(event, SlotsRead):
-        # What was read one after the other need not add up.
-        others = max(0, event.total - event.free - event.own)
-        slots = Slots(total=event.total, others=others)
+        slots = _slots(event.free, event.own, event.total)
         return replace(runner, slots=slots, silent_sec=None)
     if isinstance(event, SlotsUnread) and runner.silent_sec is None:
         return replace(runner, silent_sec=event.time_sec)
     return runner
+
+
+def _slots(free: int | None, own: int | None, total: int | None) -> Slots | None:
+    if free is None or own is None or total is None:
+        return None
+    # What was read one after the other need not add up.
+    return Slots(total=total, others=max(0, total - free - own))
 
 
 def bound(runner: Runner, wanted: int, booked: int, now_sec: float) -> Bound:

@@ -45,13 +45,12 @@ class Flink:
         """Return what the machine is to know before it decides anything.
 
         Raises:
-            SchemaError: the cluster never answered, or has fewer slots than one job may have.
+            SchemaError: the cluster never answered, or has fewer slots than one job may have and
+                had never enough.
         """
-        largest, known = self._config.largest_parallelism, state.runner
-        events: list[Event] = []
-        same = (known.name, known.largest) == ("flink", largest)
-        if not same:
-            events.append(RunnerSet(time_sec=now_sec, name="flink", largest=largest))
+        largest, address = self._config.largest_parallelism, self._config.address
+        known = state.runner
+        same = (known.name, known.largest, known.address) == ("flink", largest, address)
         self._next_sec = now_sec + READ_SEC
         try:
             load = self._rest.load(self._names.prefix)
@@ -64,6 +63,8 @@ class Flink:
                 f"{self._config.address}; start the cluster, or correct the address",
                 file=self._file,
             ) from error
+        if same:  # a task manager that is lost meanwhile may come back
+            return [self._seen(load, now_sec)]
         if largest is not None and largest > load.total:
             raise SchemaError(
                 "flink.largest_parallelism must be at most the slots of the cluster, got "
@@ -71,7 +72,18 @@ class Flink:
                 "task managers",
                 file=self._file,
             )
-        return [*events, self._seen(load, now_sec)]
+        self._told = (load.free, load.own, load.total)
+        return [
+            RunnerSet(
+                time_sec=now_sec,
+                name="flink",
+                largest=largest,
+                address=address,
+                free=load.free,
+                own=load.own,
+                total=load.total,
+            )
+        ]
 
     def poll(self, state: State, now_sec: float, say: Say) -> list[Event]:
         """Ask when it is time, and return what is new.

@@ -157,10 +157,8 @@ def test_load_of_a_server_that_accepts_and_says_nothing_is_silence_in_bounded_ti
 
 def test_begin_tells_where_jobs_run_and_what_is_free(cluster: Cluster) -> None:
     found = flink(cluster, largest_parallelism=3).begin(State(), 7.0)
-    assert found == [
-        RunnerSet(time_sec=7.0, name="flink", largest=3),
-        SlotsRead(time_sec=7.0, free=4, own=0, total=4),
-    ]
+    where = {"name": "flink", "address": cluster.address}
+    assert found == [RunnerSet(time_sec=7.0, largest=3, free=4, own=0, total=4, **where)]
     again = flink(cluster, largest_parallelism=3).begin(told(State(), found), 9.0)
     assert again == [SlotsRead(time_sec=9.0, free=4, own=0, total=4)]
 
@@ -184,6 +182,31 @@ def test_begin_refuses_more_parallelism_than_there_are_slots(cluster: Cluster) -
     with pytest.raises(SchemaError) as error:
         flink(cluster, largest_parallelism=5).begin(State(), 0.0)
     assert str(error.value) == message
+
+
+def test_begin_of_a_scheduler_that_goes_on_waits_for_task_managers_that_are_lost(
+    cluster: Cluster,
+) -> None:
+    state = told(State(), flink(cluster, largest_parallelism=4).begin(State(), 0.0))
+    managers = ANSWERS["idle"]["/taskmanagers"]["taskmanagers"]
+    fewer = [{**managers[0], "slotsNumber": 2, "freeSlots": 2}]
+    cluster.answers["/taskmanagers"] = {"taskmanagers": fewer}
+    again = flink(cluster, largest_parallelism=4).begin(state, 9.0)
+    assert again == [SlotsRead(time_sec=9.0, free=2, own=0, total=2)]
+    with pytest.raises(SchemaError, match=re.escape("got largest_parallelism=3, 2 slots")):
+        flink(cluster, largest_parallelism=3).begin(state, 9.0)
+
+
+def test_begin_at_another_address_forgets_the_slots_of_the_first(cluster: Cluster) -> None:
+    elsewhere = RunnerSet(
+        time_sec=0.0, name="flink", address="http://127.0.0.1:1", free=8, own=0, total=8
+    )
+    state = told(building(), [elsewhere])
+    found = told(state, flink(cluster).begin(state, 9.0)).runner
+    assert (found.address, found.total_slots) == (cluster.address, 4)
+    cluster.answers = {}
+    with pytest.raises(SchemaError, match="must be that of a cluster that answers"):
+        flink(cluster).begin(state, 9.0)
 
 
 def test_poll_tells_what_is_new_and_asks_no_more_often_than_it_must(cluster: Cluster) -> None:

@@ -42,6 +42,7 @@ from tests.scheduler.made import make_run
 EVENTS: list[Event] = [
     BUDGET,
     RunnerSet(time_sec=0.0, name="flink", largest=4),
+    RunnerSet(time_sec=0.0, name="flink", address="http://a:1", free=3, own=1, total=8),
     SlotsRead(time_sec=0.5, free=3, own=1, total=8),
     SlotsUnread(time_sec=0.7, detail="refused"),
     submitted("first"),

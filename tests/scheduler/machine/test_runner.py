@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +88,13 @@ BOUNDS = {
         0,
         1,
         "the cluster is silent, so one worker at a time",
+    ),
+    "another cluster is set, with what it said": (
+        (FLINK, SILENT, replace(FLINK, free=2, own=1, total=4)),
+        4,
+        0,
+        3,
+        "3 of 4 slots are free",
     ),
     "another place is set": ((FLINK, slots(1), RunnerSet(time_sec=0.0, name="local")), 4, 0, 4, ""),
 }
