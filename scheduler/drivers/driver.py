@@ -125,14 +125,16 @@ class Driver:
                     "it, or use another --output",
                     file=str(self._places[job.job].job_file),
                 )
-        for event in self._options.runner.begin(self.state, time.time()):
-            self._tell(event)
+        # Asked first: where it refuses, nothing is done. Told after the budget that it is within.
+        there = self._options.runner.begin(self.state, time.time())
         budget, resizes = self.state.budget, self._platform.resizes
         if (budget.cpus, budget.memory, self.state.resizes) != (cpus, memory_bytes, resizes):
             now = time.time()
             self._tell(
                 BudgetSet(time_sec=now, cpus=cpus, memory_bytes=memory_bytes, resizes=resizes)
             )
+        for event in there:
+            self._tell(event)
         for job in jobs:
             known = self.state.jobs.get(job.job)
             if known is None or known.phase in ("drained", "draining", "failed"):

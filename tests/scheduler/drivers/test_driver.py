@@ -1,0 +1,59 @@
+"""What a driver tells the machine when it begins, and in which order."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scheduler.drivers.driver import Driver, DriverOptions
+from scheduler.drivers.process.machine import ThisMachine
+from scheduler.drivers.runners.place import Local
+from scheduler.machine.events import BudgetSet, Event, RunnerSet
+from scheduler.machine.log import LOG, Log, read_log, recover
+from scheduler.machine.state import State
+from schemas.errors import SchemaError
+from tests.scheduler.machine.bench import Bench
+from tests.scheduler.machine.world import BUDGET, submitted
+
+WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
+ONE_SLOT = RunnerSet(time_sec=0.0, name="flink", free=1, own=0, total=1)
+
+
+class Elsewhere(Local):
+    """A place that says so much at the beginning."""
+
+    def __init__(self, events: Callable[[], list[Event]]) -> None:
+        self._events = events
+
+    def begin(self, state: State, now_sec: float) -> list[Event]:
+        return [replace(event, time_sec=now_sec) for event in self._events()]
+
+
+def begin(folder: Path, events: Callable[[], list[Event]]) -> None:
+    """Begin where a bench stood that had one slot, with less of a budget."""
+    bench = Bench(BUDGET, ONE_SLOT, submitted("first", 4, WIDE))
+    bench.built(0)
+    options = DriverOptions(output=folder, runner=Elsewhere(events))
+    with Log(folder / LOG) as log:
+        found = replace(recover(folder / LOG), state=bench.state)
+        driver = Driver(options, ThisMachine(), log, found, {})
+        driver.begin([], 3.0, BUDGET.memory_bytes)
+
+
+def test_begin_starts_nothing_under_the_budget_before(tmp_path: Path) -> None:
+    more = replace(ONE_SLOT, free=8, total=8)
+    begin(tmp_path, lambda: [more])
+    entries = read_log(tmp_path / LOG)
+    assert [type(entry.event) for entry in entries] == [BudgetSet, RunnerSet]
+    # What runs takes more than the new budget, so the slots that are free now are of no use.
+    assert not [d for e in entries for d in e.decisions if d.action == "start"]
+
+
+def test_begin_does_nothing_where_segment_jobs_cannot_run(tmp_path: Path) -> None:
+    def refuse() -> list[Event]:
+        raise SchemaError("cluster must answer, got nothing; start it")
+
+    with pytest.raises(SchemaError, match="cluster must answer"):
+        begin(tmp_path, refuse)
+    assert read_log(tmp_path / LOG) == []
