@@ -13,6 +13,8 @@ BENCHMARKS = $(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchm
 JOB := schemas/demo/job.yaml
 JOBS ?= 2
 DATASET := demo/dataset
+# Servers of a cluster take the memory and time of two; their tests have a process of their own.
+ON_A_CLUSTER := tests/cluster tests/scheduler/kubernetes tests/integration/test_kubernetes.py
 
 # What the surroundings of a process decide: no usage reports, no plot window, no chatter of libraries.
 export DO_NOT_TRACK := 1
@@ -57,7 +59,8 @@ demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/repor
 	@echo "open demo/report.html"
 
 test: .venv/synced ## every test, the slow ones too, but for the long fault injection
-	python -m pytest -n $(JOBS) --dist loadfile -m "not chaos"
+	python -m pytest -n 1 --dist loadfile $(ON_A_CLUSTER)
+	python -m pytest -n $(JOBS) --dist loadfile -m "not chaos" $(addprefix --ignore=,$(ON_A_CLUSTER))
 
 test-quick: .venv/synced ## the tests without those marked slow
 	python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not chaos"

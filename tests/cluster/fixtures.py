@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
+import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,8 @@ from tests.cluster.binary import cluster_binary
 from tests.cluster.servers import Cluster
 
 NODES = ("node-0", "node-1")
+TRIES, AGAIN_SEC = 3, 10.0
+"""How often the servers of the shared cluster are started at most, and the time between."""
 
 
 @pytest.fixture(scope="session")
@@ -19,12 +25,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
     Tests share it: each works in a namespace of its own, and brings back what it breaks.
     """
-    binary = cluster_binary()
-    with Cluster(tmp_path_factory.mktemp("cluster"), binary) as running:
+    with _started(tmp_path_factory, cluster_binary()) as running:
         for name in NODES:
             running.add_node(name)
         running.wait_for_nodes(*NODES)
         yield running
+
+
+@contextmanager
+def _started(factory: pytest.TempPathFactory, binary: Path) -> Iterator[Cluster]:
+    """Start the servers; on a machine that is short of something they may need another try."""
+    with ExitStack() as stack:
+        for left in reversed(range(TRIES)):
+            try:
+                running = stack.enter_context(Cluster(factory.mktemp("cluster"), binary))
+            except RuntimeError as error:
+                if not left:
+                    raise
+                warnings.warn(f"the cluster is started again: {error}", stacklevel=2)
+                time.sleep(AGAIN_SEC)
+            else:
+                yield running
+                return
 
 
 @pytest.fixture

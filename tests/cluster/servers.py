@@ -245,11 +245,12 @@ class Cluster:
     def _check(self) -> None:
         """Raise when a server or a node has ended by itself."""
         for name, process in self._processes.items():
-            if process.poll() is not None:
+            status = process.poll()
+            if status is not None:
                 last = self.log(name)[-LAST_CHARACTERS:]
                 if TAKEN in last:
                     raise PortTakenError(last)
-                raise RuntimeError(f"{name} must run, got its end; it said: {last}")
+                raise RuntimeError(f"{name} must run, got exit status {status}; it said: {last}")
 
     def _end(self) -> None:
         for name in reversed(list(self._processes)):

@@ -157,8 +157,10 @@ def test_load_of_a_server_that_accepts_and_says_nothing_is_silence_in_bounded_ti
 
 def test_begin_tells_where_jobs_run_and_what_is_free(cluster: Cluster) -> None:
     found = flink(cluster, largest_parallelism=3).begin(State(), 7.0)
-    where = {"name": "flink", "address": cluster.address}
-    assert found == [RunnerSet(time_sec=7.0, largest=3, free=4, own=0, total=4, **where)]
+    seen = {"free": 4, "own": 0, "total": 4}
+    assert found == [
+        RunnerSet(time_sec=7.0, name="flink", address=cluster.address, largest=3, **seen)
+    ]
     again = flink(cluster, largest_parallelism=3).begin(told(State(), found), 9.0)
     assert again == [SlotsRead(time_sec=9.0, free=4, own=0, total=4)]
 
