@@ -152,6 +152,8 @@ def _more_memory(state: Correction, current: Sizes, watch: MemoryWatch) -> Verdi
     given = min(needed, watch.room_bytes)
     step = watch.forecast.earliest_step
     why = f"{watch.pool} may meet its {watch.limit_bytes:,} bytes at step {step}"
+    if needed <= watch.limit_bytes:
+        return Verdict(state, None, f"{why}, but {needed:,} are foreseen")
     if given <= watch.limit_bytes:
         return Verdict(state, None, f"{why}, and the budget has no more")
     change = Change(sizes=current, pool=watch.pool, memory_bytes=given)

@@ -6,7 +6,9 @@ Resident bytes over steps x are taken to be
 
 with a leak or a fill of a bytes a step, and e bytes for each unit of a load h that is
 known ahead (rows touched so far, from the oracle: a table that fills grows ever more
-slowly, and a straight line would cry wolf). a and e are at least 0. What counts are
+slowly, and a straight line would cry wolf). a and e are at least 0. Early on the load is
+nearly a line itself: then it explains what was read, and says how much is needed, but the
+line counts too for when the limit may be met, or a leak would be seen late. What counts are
 peaks, so the highest reading of each of up to 64 stretches is fitted; their errors
 follow one another, so they count for fewer.
 """
@@ -31,6 +33,8 @@ LEVEL = 0.9
 """Share of peaks that the interval is to hold."""
 MAX_POINTS = 4096
 """Steps of the future that are looked at."""
+BETTER = 0.95
+"""Squared error of a fit over that of one tried before it, below which it takes its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,8 @@ class Forecast:
     expected_step: int | None
     """First step at which the limit is met; None when it is not, before the end."""
     earliest_step: int | None
-    """First step at which the upper end of the interval meets it."""
+    """First step at which the upper end of the interval meets it, or that of a line that explains
+    what was read about as well as the load."""
     end_bytes: int
     """Expected at the last step, and at least the most that was read."""
     needed_bytes: int
@@ -89,12 +94,13 @@ def forecast(
             needed_bytes=needed,
         )
     future = np.unique(np.linspace(x[-1], end_step, MAX_POINTS).astype(np.int64))
-    middle, high = _extrapolate(_columns(x, known), y, _columns(future, known))
-    middle, high = np.maximum(middle, y.max()), np.maximum(high, y.max())
+    fits, right = _fits(_columns(x, known), y, _columns(future, known))
+    middle, high = (np.maximum(end, y.max()) for end in _extrapolate(fits[0], y, right))
+    alarms = [np.maximum(_extrapolate(fit, y, right)[1], y.max()) for fit in fits[1:]]
     return Forecast(
         confident=True,
         expected_step=_first(future, middle >= limit_bytes),
-        earliest_step=_first(future, high >= limit_bytes),
+        earliest_step=_first(future, np.max([high, *alarms], axis=0) >= limit_bytes),
         end_bytes=int(np.ceil(max(middle[-1], top))),
         needed_bytes=int(np.ceil(max(high.max(), top))),
     )
@@ -118,32 +124,66 @@ def _columns(steps: ArrayLike, load: Floats) -> Floats:
     return np.stack([np.ones_like(at), at, load[at.astype(np.int64)]], axis=1)
 
 
-def _extrapolate(columns: Floats, values: Floats, future: Floats) -> tuple[Floats, Floats]:
-    """Return the fit at future columns, and the upper end of its interval.
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Least squares over some of the columns.
 
-    Least squares with the second and third coefficient at least 0: of the supports
-    that are allowed, the one with the smallest error.
+    Attributes:
+        support: which columns.
+        used: (n, columns) that were fitted.
+        found: their coefficients.
+        error: sum of squares.
+    """
+
+    support: tuple[int, ...]
+    used: Floats
+    found: Floats
+    error: float
+
+
+def _fits(columns: Floats, values: Floats, future: Floats) -> tuple[list[_Fit], Floats]:
+    """Return the fit that explains the values, and the line where it does so about as well.
+
+    Least squares with the second and third coefficient at least 0: of the supports that are
+    allowed, the one with the smallest error. The load comes before the line: they have as many
+    coefficients, and the line must be the better one to take its place.
+
+    Returns:
+        One fit or two, and future columns on the scale of theirs.
     """
     # Columns of one size, so that no support is singular because of units.
     scale = np.maximum(np.abs(future).max(axis=0), 1.0)
-    left, right = columns / scale, future / scale
-    best: tuple[float, list[int], Floats] = (np.inf, [0], np.zeros(1))
-    for support in ([0], [0, 1], [0, 2], [0, 1, 2]):
-        found = np.linalg.lstsq(left[:, support], values, rcond=None)[0]
-        error = float(np.sum((left[:, support] @ found - values) ** 2))
+    left = columns / scale
+    order = ((0,), (0, 2), (0, 1), (0, 1, 2)) if columns[:, 2].any() else ((0,), (0, 1))
+    allowed = [fit for fit in (_fit(left, values, one) for one in order) if _grows(fit)]
+    best = allowed[0]
+    for fit in allowed[1:]:
         # A further column must earn its place, or two that look alike share what is one's.
-        if (found[1:] >= 0).all() and error < 0.95 * best[0]:
-            best = error, support, found
-    error, support, found = best
+        best = fit if fit.error < BETTER * best.error else best
+    lines = [fit for fit in allowed if fit.support == (0, 1) and best.support == (0, 2)]
+    return [best, *(fit for fit in lines if BETTER * fit.error <= best.error)], future / scale
+
+
+def _fit(left: Floats, values: Floats, support: tuple[int, ...]) -> _Fit:
     used = left[:, support]
-    residuals = values - used @ found
-    freedom = len(values) - len(support)
-    variance = error / freedom * _inflation(residuals)
-    inverse = np.linalg.pinv(used.T @ used)
-    spread = np.einsum("ij,jk,ik->i", right[:, support], inverse, right[:, support])
+    found = np.linalg.lstsq(used, values, rcond=None)[0]
+    return _Fit(support, used, found, float(np.sum((used @ found - values) ** 2)))
+
+
+def _grows(fit: _Fit) -> bool:
+    return bool((fit.found[1:] >= 0).all())
+
+
+def _extrapolate(fit: _Fit, values: Floats, right: Floats) -> tuple[Floats, Floats]:
+    """Return a fit at future columns, and the upper end of its interval."""
+    freedom = len(values) - len(fit.support)
+    variance = fit.error / freedom * _inflation(values - fit.used @ fit.found)
+    inverse = np.linalg.pinv(fit.used.T @ fit.used)
+    later = right[:, fit.support]
+    spread = np.einsum("ij,jk,ik->i", later, inverse, later)
     # One-sided: only the upper end kills.
     half = student.ppf(LEVEL, freedom) * np.sqrt(variance * (1.0 + spread))
-    middle = right[:, support] @ found
+    middle = later @ fit.found
     return middle, middle + half
 
 
