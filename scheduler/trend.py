@@ -166,7 +166,7 @@ def _fits(columns: Floats, values: Floats, future: Floats) -> tuple[list[_Fit], 
 
 def _fit(left: Floats, values: Floats, support: tuple[int, ...]) -> _Fit:
     used = left[:, support]
-    found = np.linalg.lstsq(used, values, rcond=None)[0]
+    found = np.asarray(np.linalg.lstsq(used, values, rcond=None)[0], np.float64)
     return _Fit(support, used, found, float(np.sum((used @ found - values) ** 2)))
 
 

@@ -70,6 +70,53 @@ def test_forecast_of_tables_that_fill_uses_the_load_that_is_known_ahead() -> Non
     assert soon.expected_step == pytest.approx(2000, rel=0.15)
 
 
+PROGRESS = (0.05, 0.1, 0.2, 0.4, 0.7)
+
+
+def filling(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return memory of tables that fill within 1,000 steps, read 1 % off, and their load."""
+    load = 0.5 + 0.5 * np.expm1(-3.0 * np.arange(1001) / 1000) / np.expm1(-3.0)
+    noise = np.exp(0.01 * np.random.default_rng(seed).standard_normal(1001))
+    return 8192 * MIB * load * noise, load
+
+
+@pytest.mark.parametrize("progress", PROGRESS)
+def test_forecast_of_tables_that_fill_needs_their_peak_at_any_progress(progress: float) -> None:
+    now, needed = int(1000 * progress), []
+    for seed in range(20):
+        memory, load = filling(seed)
+        found = forecast(np.arange(now), memory[:now], end_step=1000, limit_bytes=10**12, load=load)
+        needed.append(found.needed_bytes / (8192 * MIB))
+    assert min(needed) >= 0.98
+    assert np.median(needed) <= 1.1
+
+
+LEAKS = (10.0, 20.0, 40.0)
+
+
+@pytest.mark.parametrize("mib_per_step", LEAKS)
+def test_forecast_of_a_leak_beside_a_load_is_foreseen_in_time(mib_per_step: float) -> None:
+    """Early on the leak is taken for the load; it alarms all the same, and then names enough."""
+    for seed in range(10):
+        memory, load = filling(seed)
+        memory = memory + mib_per_step * MIB * np.arange(1001)
+        limit = int(memory[600])
+        told = forecast(np.arange(570), memory[:570], end_step=1000, limit_bytes=limit, load=load)
+        assert told.earliest_step is not None
+        assert told.earliest_step <= 640
+        assert told.needed_bytes > limit
+
+
+def test_forecast_alarms_by_the_line_where_the_load_explains_no_more() -> None:
+    memory = (500 + 2.0 * np.arange(100)) * MIB
+    load = 1.0 - np.exp(-np.arange(1001) / 400.0)
+    noise = 4 * MIB * np.random.default_rng(0).standard_normal(100)
+    limit = 1000 * MIB
+    found = forecast(np.arange(100), memory + noise, end_step=1000, limit_bytes=limit, load=load)
+    blind = forecast(np.arange(100), memory + noise, end_step=1000, limit_bytes=limit)
+    assert found.earliest_step == blind.earliest_step
+
+
 def test_forecast_of_many_seeds_is_late_as_seldom_as_it_says() -> None:
     early = []
     for seed in range(100):
