@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,18 @@ def test_share_of_equal_jobs_favours_the_higher_priority() -> None:
     low, high = make(*plans), make(*plans, priority=2)
     assert share([low, high], BUDGET) == (1, 2)
     assert share([high, low], BUDGET) == (2, 1)
+
+
+def test_share_of_equal_jobs_favours_the_more_urgent_below_priority() -> None:
+    plans = [4, 12, 20], [0.3, 0.7, 1.0]
+    calm, urgent = make(*plans), replace(make(*plans), urgency=3.0)
+    assert share([calm, urgent], BUDGET) == (1, 2)
+    assert share([urgent, calm], BUDGET) == (2, 1)
+    # Where only one fits the urgent one goes first, but never before a higher priority.
+    only = make([20], [1.0])
+    assert share([only, replace(only, urgency=3.0)], BUDGET) == (WAITING, 0)
+    first = replace(only, priority=1)
+    assert share([replace(only, urgency=100.0), first], BUDGET) == (WAITING, 0)
 
 
 def test_share_without_room_lets_the_lower_priority_wait() -> None:
