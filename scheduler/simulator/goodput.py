@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 from scheduler.cells import Window
 from scheduler.model import Floats
 from scheduler.simulator.knowledge import Knowledge, sizes_of
-from scheduler.simulator.static import admit
+from scheduler.simulator.static import admit, give_back
 from scheduler.simulator.views import Handling, JobView, Sizes, Snapshot
 
 CHANGE_SEC, RECOVERY_SEC = 30.0, 60.0
@@ -139,8 +139,9 @@ class GoodputPolicy:
     def _calm(
         self, wanted: dict[int, Sizes], speeds: dict[int, dict[int, float]], snapshot: Snapshot
     ) -> dict[int, Sizes]:
-        """Leave jobs alone that would gain less than ENOUGH, as long as all fit."""
+        """Leave jobs alone that would gain less than ENOUGH, as far as all fit."""
         kept = dict(wanted)
+        held: list[tuple[float, int]] = []
         for view in snapshot.jobs:
             now = view.current
             if now is None or view.job not in wanted:
@@ -149,10 +150,9 @@ class GoodputPolicy:
             larger = speed.get(wanted[view.job].num_replicas, 1.0)
             if larger < ENOUGH * speed.get(now.num_replicas, 1.0):
                 kept[view.job] = now
-        cpus = sum(sizes.cpus for sizes in kept.values())
-        memory = sum(sizes.memory_bytes for sizes in kept.values())
-        fits = cpus <= snapshot.capacity.cpus and memory <= snapshot.capacity.memory_bytes
-        return kept if fits else wanted
+                held.append((now.cpus - wanted[view.job].cpus, view.job))
+        give_back(kept, wanted, held, snapshot.capacity)
+        return kept
 
 
 def _least(view: JobView, snapshot: Snapshot) -> int:

@@ -25,7 +25,10 @@ FILLING = 3.0
 START_SEC = 30.0
 """From being placed to the first step, under any policy."""
 CHECKPOINT_SEC = 1800.0
-"""Training between checkpoints, where a policy needs them."""
+"""Training between checkpoints."""
+ALONE_SEC = 47.0
+"""Pause after a job of one replica lost a process, under a policy that keeps the steps of others:
+it goes on from its checkpoint (the slower of two runs, `benchmarks/recovery.md`)."""
 FOUND_SEC = 120.0
 """Until a straggler is found by a policy that looks for them."""
 MAX_OOM = 3
@@ -186,10 +189,19 @@ class Run:
         self.rate = kept * float(table.speed[at]) / self.slow / self.spec.num_samples
 
     def lose(self) -> None:
-        """Go back to the checkpoint, where the policy keeps no steps."""
-        if not self.handling.keeps_steps:
+        """Go back to the checkpoint, where no other replica keeps the steps."""
+        if not self.keeps_steps:
             self.done = max(0.0, self.done - self.unsaved)
         self.unsaved = self.unsaved_sec = 0.0
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Return whether a lost process costs no step: others hold what it trained."""
+        sizes = self.sizes
+        return self.handling.keeps_steps and sizes is not None and sizes.num_replicas > 1
+
+    def _pause(self, pause_sec: float) -> None:
+        self.resumes_sec = max(self.resumes_sec, self.now_sec + pause_sec)
 
     @property
     def memory_share(self) -> float:
@@ -223,14 +235,15 @@ class Run:
         if what == "loss":
             self.losses += 1
             self.loss_left = float(self.spec.failures[self.losses % ACCIDENTS])
+            alone = self.handling.keeps_steps and not self.keeps_steps
+            self._pause(ALONE_SEC if alone else self.handling.recovery_sec)
             self.lose()
-            self.resumes_sec = self.now_sec + self.handling.recovery_sec
         elif what == "slow":
             self._slow_down()
         elif what == "fast":
             self.slow, self.slow_until = 1.0, math.inf
             if self.handling.replaces_slow:
-                self.resumes_sec = self.now_sec + self.handling.change_sec
+                self._pause(self.handling.change_sec)
         assert self.sizes is not None, "what waits has no accident"
         self._set_rate(self.sizes)
 

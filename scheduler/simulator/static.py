@@ -1,8 +1,8 @@
-"""The user's sizes, first come first served, whatever happens: what most users have today."""
+"""The user's sizes, whatever happens: what most users have today. A job begins once it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from scheduler.simulator.views import Capacity, Handling, JobView, Sizes, Snapshot
 
@@ -25,6 +25,30 @@ def admit(
             found[view.job] = sizes
             cpus, memory = cpus - sizes.cpus, memory - sizes.memory_bytes
     return found
+
+
+def give_back(
+    kept: dict[int, Sizes],
+    wanted: Mapping[int, Sizes],
+    held: Sequence[tuple[float, int]],
+    capacity: Capacity,
+) -> None:
+    """Give jobs what is wanted for them, not what they hold, until all fit; the largest part first.
+
+    Args:
+        kept: sizes of all jobs, changed in place.
+        wanted: sizes of all jobs that fit together.
+        held: cores beyond what is wanted, and job, of those that keep what they have.
+        capacity: of the cluster.
+    """
+    cpus = sum(sizes.cpus for sizes in kept.values()) - capacity.cpus
+    memory = sum(sizes.memory_bytes for sizes in kept.values()) - capacity.memory_bytes
+    for _, job in sorted(held, reverse=True):
+        if cpus <= 0.0 and memory <= 0.0:
+            return
+        cpus -= kept[job].cpus - wanted[job].cpus
+        memory -= kept[job].memory_bytes - wanted[job].memory_bytes
+        kept[job] = wanted[job]
 
 
 class StaticPolicy:

@@ -66,8 +66,10 @@ class Handling:
 
     Attributes:
         change_sec: pause of a change of sizes.
-        recovery_sec: pause after a process was lost.
-        keeps_steps: whether that loses no step; if not, the job goes on from its checkpoint.
+        recovery_sec: pause after a process was lost; of a job of one replica that could keep no
+            step it is `run.ALONE_SEC`.
+        keeps_steps: whether that loses no step of a job of two replicas or more; if not, and with
+            one, the job goes on from its checkpoint.
         replaces_slow: whether stragglers are found and replaced.
     """
 
@@ -131,7 +133,7 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """Resident memory of a job that runs, as a share of nothing: bytes of one replica.
+    """Resident memory of a job that runs.
 
     Attributes:
         steps: (n,) where it was read, in thousandths of the job.
