@@ -1,9 +1,10 @@
-"""What no policy can beat: two lower bounds of the mean time of jobs, and their larger one.
+"""What no policy that finishes every job can beat: two bounds of the mean time, the larger one.
 
 Alone: each job at its fastest size from its first second, with nothing else there and no
 accident. Together: all cores are one processor that any job may use as a whole, each job
 takes the core seconds of its thriftiest size, and the job with the least left goes first,
-which is optimal for one processor (Schrage 1968). Start-up is left out of both.
+which is optimal for one processor (Schrage 1968). Start-up is left out of both. A policy that gives
+long jobs up may have a smaller mean of those it finished.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scheduler.simulator.draw import PEAK, JobSpec
 
 
 def lower_bound_sec(specs: Sequence[JobSpec], cpus: float) -> float:
-    """Return a mean time from submission to end that no policy can go below.
+    """Return a mean time from submission to end that no policy which finishes all jobs beats.
 
     Args:
         specs: jobs by time of submission.

@@ -8,6 +8,7 @@ from scheduler.simulator.cluster import Cluster, Result
 from scheduler.simulator.draw import JobSpec
 from scheduler.simulator.goodput import GoodputPolicy
 from scheduler.simulator.marginal import MarginalPolicy
+from scheduler.simulator.parts import LIVE
 from scheduler.simulator.presage import PresagePolicy
 from scheduler.simulator.static import StaticPolicy
 from scheduler.simulator.threshold import ThresholdPolicy
@@ -21,6 +22,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "marginal": MarginalPolicy,
     "goodput": GoodputPolicy,
     "presage": PresagePolicy,
+    "presage-live": lambda: PresagePolicy(LIVE, "presage-live"),
 }
 LOAD = 0.8
 """Share of the cluster that the requests of all jobs fill while jobs are submitted."""
@@ -60,8 +62,8 @@ def capacity_of(specs: Sequence[JobSpec], trace: Sequence[TraceJob], load: float
     )
 
 
-def simulate(specs: Sequence[JobSpec], policy: str, capacity: Capacity) -> Result:
-    """Run all jobs under a policy.
+def simulate(specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> Result:
+    """Run all jobs under a policy that has decided nothing yet.
 
     Raises:
         PlanError: a request is larger than the cluster.
@@ -74,4 +76,4 @@ def simulate(specs: Sequence[JobSpec], policy: str, capacity: Capacity) -> Resul
                 f"memory={capacity.memory_bytes:.4g} for {spec.name!r} of "
                 f"cpus={request.cpus:g} and memory={request.memory_bytes:.4g}; enlarge it"
             )
-    return Cluster(specs, POLICIES[policy](), capacity).simulate()
+    return Cluster(specs, policy, capacity).simulate()

@@ -6,7 +6,8 @@ narrow enough to act upon. Cores that a process keeps busy follow what it comput
     busy = a + b v / n                          v samples a second, n processes of its pool
 
 fitted to all jobs of the kind, or, where those differ less so, to what they are of the cores
-that were asked for; a job that was measured scales them to its own. Memory is
+that were asked for; a job that was measured scales them to its own, and gets no more than
+its user asked for unless it was seen to lack cores. Memory is
 what `forecast` says, which knows the rows touched at every later step.
 """
 
@@ -23,11 +24,11 @@ from scheduler.fit import fit_window, predict_seconds
 from scheduler.model import Floats, TrainingSetting
 from scheduler.outlook import REACH
 from scheduler.simulator.knowledge import Knowledge, setting_of, sizes_of
+from scheduler.simulator.parts import Parts
+from scheduler.simulator.short import CPU_HEADROOM, Cores, judge
 from scheduler.simulator.views import JobView, Measured, Readings, Sizes, Snapshot
 from scheduler.trend import forecast
 
-CPU_HEADROOM = 1.3
-"""Cores that are given over the mean of those kept busy: half of a step's work comes in bursts."""
 MOST = 0.9
 """Share of past jobs that kept no more cores busy than what a new one is given."""
 LATEST_ROWS = 512
@@ -36,16 +37,8 @@ MIN_ROWS = 5
 """Measurements of cores before they say anything of a new job."""
 LOOKS = (0.05, 0.1, 0.2, 0.4, 0.7)
 """Progress at which memory is foreseen; it lasts at least until the next of them."""
-SETTLED = 0.2
-"""Progress from which more memory is given because it is foreseen; before, tables that fill look
-like a line, which foresees too much, and more is given only where it will be needed soon."""
-SHORT = 0.81
-"""Share of its cores that a process keeps busy, above which it may want more than it has: then its
-step says nothing of its kind."""
-SHORT_OF = 1.5
-"""Cores that are then taken to be busy, over those that are."""
 AGAIN = 1.5
-"""Memory after running out of it, over that before, where nothing can be foreseen."""
+"""Memory after running out of it, over that before, at least."""
 
 
 def fit_ours(window: Window, allowed: np.ndarray, batch_samples: float) -> Floats:
@@ -96,56 +89,61 @@ class Needs:
 
     Attributes:
         version: counts what was learned.
-        busy: cores of one replica and one store that were measured last, at their sizes.
-        at: replicas and stores of that measurement.
+        cores: as far as they were measured.
         memory: bytes of one replica, and of all stores, that it is to get; None for its request.
         looks: how many of LOOKS were made.
         oom: times it ran out of memory, that were answered.
     """
 
     version: int = 0
-    busy: tuple[float, float] | None = None
-    at: tuple[int, int] = (0, 0)
+    cores: Cores = field(default_factory=Cores)
     memory: tuple[float, float] | None = None
     looks: int = 0
-    oom: int = field(default=0)
+    oom: int = 0
 
 
 class Estimates:
     """Kinds and jobs, as measurements come in."""
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
+    def __init__(self, parts: Parts) -> None:
+        """Begin with nothing.
+
+        Args:
+            parts: what is on.
+        """
+        self.parts = parts
         self.knowledge = Knowledge(fit_ours)
         self.kinds: dict[str, Kind] = {}
         self.needs: dict[int, Needs] = {}
 
     def take_in(self, snapshot: Snapshot) -> None:
         """Learn from all that was measured since the last decision."""
+        self.needs = {view.job: self.needs.get(view.job, Needs()) for view in snapshot.jobs}
         views = {view.job: view for view in snapshot.jobs}
-        free = tuple(one for one in snapshot.measured if not _is_short(one, views[one.job]))
-        self.knowledge.take_in(replace(snapshot, measured=free))
+        for measured in snapshot.measured:
+            self._measured(measured, views[measured.job])
+        doubted = {m.job for m in snapshot.measured if self.needs[m.job].cores.tried is not None}
+        self.knowledge.take_in(snapshot, doubted)
         for kind, version in self.knowledge.versions.items():
             if kind not in self.kinds or self.kinds[kind].version != version:
                 self.kinds[kind] = self._kind(kind, version, snapshot)
-        self.needs = {view.job: self.needs.get(view.job, Needs()) for view in snapshot.jobs}
-        for measured in snapshot.measured:
-            self._measured(measured, short=measured not in free)
         for view in snapshot.jobs:
             self._memory(view, snapshot)
 
-    def _measured(self, measured: Measured, *, short: bool) -> None:
-        needs, more = self.needs[measured.job], SHORT_OF if short else 1.0
-        needs.busy = more * measured.replica_busy, more * measured.store_busy
-        needs.at = measured.num_replicas, measured.num_stores
+    def _measured(self, measured: Measured, view: JobView) -> None:
+        needs = self.needs[measured.job]
         needs.version += 1
+        if not self.parts.fit_cores:
+            needs.cores = Cores(at=(measured.num_replicas, measured.num_stores))
+            return
+        needs.cores = judge(needs.cores, measured, view.current or view.request)
 
     def _kind(self, kind: str, version: int, snapshot: Snapshot) -> Kind:
         seconds = self.knowledge.seconds[kind]
         trusted = np.isfinite(seconds)
         replicas, stores = (part[trusted] for part in sizes_of(snapshot.allowed[kind]))
         seconds = seconds[trusted]
-        rows = np.array(self.knowledge.cores[kind][-LATEST_ROWS:])
+        rows = np.array(self.knowledge.cores(kind, MIN_ROWS)[-LATEST_ROWS:])
         speeds = 1.0 / np.where(trusted, self.knowledge.seconds[kind], np.inf)
         by_size = np.zeros(snapshot.allowed[kind].shape)
         by_size[snapshot.allowed[kind]] = speeds
@@ -184,25 +182,24 @@ class Estimates:
         """Return the cores to give one replica and one store at each trusted size.
 
         A job that was measured gets what it keeps busy; any other one what MOST jobs of its
-        kind do, and never more in proportion than its user asked for.
+        kind do; and both never more in proportion than their user asked for, unless the job
+        was seen to lack cores, or is given more to see.
         """
-        request, needs = view.request, self.needs[view.job]
+        request, known = view.request, self.needs[view.job].cores
         asked = request.replica_cpus, request.store_cpus
         units = asked if kind.relative else (1.0, 1.0)
         usual = units[0] * kind.replica_busy, units[1] * kind.store_busy
-        if needs.busy is not None:
-            at = kind.place(*needs.at)
-            if at is not None and np.isfinite(usual[0]).all():
-                own = [busy / part[at] for busy, part in zip(needs.busy, usual, strict=True)]
-                return CPU_HEADROOM * own[0] * usual[0], CPU_HEADROOM * own[1] * usual[1]
-        at = kind.place(request.num_replicas, request.num_stores)
+        if not self.parts.fit_cores or not np.isfinite(usual[0]).all():
+            return np.full(len(usual[0]), asked[0]), np.full(len(usual[1]), asked[1])
+        own, at = kind.most, kind.place(*known.at)
+        if known.busy is not None and at is not None:
+            own = known.busy[0] / usual[0][at], known.busy[1] / usual[1][at]
+        limit = kind.place(request.num_replicas, request.num_stores)
         found: list[Floats] = []
-        for part, most, cpus in zip(usual, kind.most, asked, strict=True):
-            if not np.isfinite(part).all():
-                found.append(np.full(len(part), cpus))
-                continue
-            given = CPU_HEADROOM * most * part
-            found.append(given if at is None else np.minimum(given, cpus * part / part[at]))
+        for part, scale, cpus in zip(usual, own, asked, strict=True):
+            given = CPU_HEADROOM * scale * part
+            capped = limit is not None and known.trusts_request
+            found.append(np.minimum(given, cpus * part / part[limit]) if capped else given)
         return found[0], found[1]
 
     def memory(self, view: JobView) -> tuple[float, float]:
@@ -221,21 +218,25 @@ class Estimates:
         needs.looks, needs.oom = max(passed, needs.looks), view.num_oom
         given = self.memory(view)
         readings = snapshot.readings(view.job)
-        wanted = _foreseen(readings, given[0], passed, killed=killed)
-        if killed:
+        wanted = _foreseen(readings, given[0], passed, give_back=self.parts.give_back)
+        if killed and self.parts.grow_after_oom:
             wanted = max(wanted or 0.0, AGAIN * given[0])
         if wanted is not None:
             needs.memory = wanted, wanted * readings.tables_share
             needs.version += 1
 
+    def sample(self, view: JobView, allowed: np.ndarray) -> Sizes | None:
+        """Return the sizes at which a job is to be measured; None where it need not be."""
+        return self.knowledge.sample(view, allowed) if self.parts.sample else None
+
     def request_sizes(self, view: JobView, allowed: np.ndarray) -> Sizes:
         """Return what the user asked for, or sizes to be measured, with the memory foreseen."""
         memory = self.memory(view)
-        sampled = self.knowledge.sample(view, allowed) if view.current is None else view.current
+        sampled = self.sample(view, allowed) if view.current is None else view.current
         return replace(sampled or view.request, replica_memory=memory[0], tables_memory=memory[1])
 
 
-def _foreseen(readings: Readings, given: float, passed: int, *, killed: bool) -> float | None:
+def _foreseen(readings: Readings, given: float, passed: int, *, give_back: bool) -> float | None:
     """Return the bytes that a replica is to get, None to leave it as it is."""
     seen = forecast(
         readings.steps, readings.replica_bytes, end_step=1000, limit_bytes=int(given),
@@ -243,6 +244,9 @@ def _foreseen(readings: Readings, given: float, passed: int, *, killed: bool) ->
     )  # fmt: skip
     if not seen.confident:
         return None
+    wanted = HEADROOM * seen.needed_bytes
+    if give_back:
+        return wanted
     now = int(readings.steps[-1])
     later = [int(1000 * look) for look in LOOKS[passed:]] or [1000]
     watch = MemoryWatch(
@@ -253,10 +257,7 @@ def _foreseen(readings: Readings, given: float, passed: int, *, killed: bool) ->
         limit_bytes=int(given),
         room_bytes=int(given),
     )
-    wanted = HEADROOM * seen.needed_bytes
-    if now >= 1000 * SETTLED or killed or wanted < given:
-        return wanted
-    return wanted if is_urgent(watch) else None
+    return wanted if is_urgent(watch) and wanted > given else None
 
 
 def _busy(rates: Floats, busy: Floats, wanted: Floats) -> tuple[Floats, float, float]:
@@ -273,10 +274,3 @@ def _busy(rates: Floats, busy: Floats, wanted: Floats) -> tuple[Floats, float, f
     low, high = np.quantile(ratios, [1.0 - MOST, MOST])
     cores = found[0] + found[1] * wanted / scale
     return cores, float(high), float(np.log(high / low))
-
-
-def _is_short(measured: Measured, view: JobView) -> bool:
-    """Tell whether a process may be slowed down by its cores."""
-    given = view.current or view.request
-    shares = measured.replica_busy / given.replica_cpus, measured.store_busy / given.store_cpus
-    return max(shares) > SHORT

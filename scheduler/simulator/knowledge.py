@@ -6,12 +6,12 @@ more than the published peers had: each began anew with every job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.cells import Window, observe
+from scheduler.cells import Window, observe, over
 from scheduler.model import Floats, TrainingSetting
 from scheduler.simulator.views import JobView, Measured, Sizes, Snapshot
 
@@ -39,6 +39,28 @@ def setting_of(replicas: np.ndarray, stores: np.ndarray, batch_samples: float) -
     return TrainingSetting(num_replicas=replicas, num_stores=stores, batch_samples=batch_samples)
 
 
+@dataclass(slots=True)
+class Heard:
+    """Measurements of one kind.
+
+    Attributes:
+        window: of steps.
+        cores: replicas, stores, cores that each kept busy, and cores that were asked for.
+    """
+
+    window: Window = field(default_factory=Window)
+    cores: list[tuple[float, ...]] = field(default_factory=list[tuple[float, ...]])
+
+    def add(self, measured: Measured, request: Sizes, batch: float) -> None:
+        """Add one measurement."""
+        replicas, stores = np.array([measured.num_replicas]), np.array([measured.num_stores])
+        setting = setting_of(replicas, stores, batch)
+        self.window = observe(self.window, setting, [measured.step_sec], TICK)
+        sizes = float(measured.num_replicas), float(measured.num_stores)
+        busy = measured.replica_busy, measured.store_busy
+        self.cores.append((*sizes, *busy, request.replica_cpus, request.store_cpus))
+
+
 class Knowledge:
     """Measurements by kind, and seconds of a step that a model predicts at every size."""
 
@@ -50,49 +72,56 @@ class Knowledge:
                 it does not dare.
         """
         self.fit = fit
-        self.windows: dict[str, Window] = {}
-        self.cores: dict[str, list[tuple[float, ...]]] = {}
+        self.heard: dict[str, Heard] = {}
+        self.doubted: dict[str, Heard] = {}
         self.fitted: dict[str, tuple[int, int]] = {}
         self.seconds: dict[str, Floats] = {}
         self.versions: dict[str, int] = {}
 
-    def take_in(self, snapshot: Snapshot) -> None:
-        """Add what was measured since the last decision."""
+    def take_in(self, snapshot: Snapshot, doubted: Collection[int] = ()) -> None:
+        """Add what was measured since the last decision.
+
+        Args:
+            snapshot: with the measurements.
+            doubted: jobs that may be slowed down by their cores: what is measured of them counts
+                only at sizes, and while there are cores, of which nothing else is known.
+        """
         requests = {view.job: view.request for view in snapshot.jobs}
         for measured in snapshot.measured:
-            batch = snapshot.batch_samples[measured.kind]
-            self._add(measured, requests[measured.job], batch)
-        for kind in {measured.kind for measured in snapshot.measured}:
-            window = self.windows[kind]
-            count, cells = self.fitted.get(kind, (0, 0))
-            if (window.num_measurements >= REFIT * count and len(self.cores[kind]) > count) or len(
-                window
-            ) > REFIT_CELLS * cells:
-                self.fitted[kind] = len(self.cores[kind]), len(window)
-                self.versions[kind] = self.versions.get(kind, 0) + 1
-                batch = snapshot.batch_samples[kind]
-                self.seconds[kind] = self.fit(window, snapshot.allowed[kind], batch)
+            into = self.doubted if measured.job in doubted else self.heard
+            heard = into.setdefault(measured.kind, Heard())
+            heard.add(measured, requests[measured.job], snapshot.batch_samples[measured.kind])
+        for kind in sorted({measured.kind for measured in snapshot.measured}):
+            self._refit(kind, snapshot)
 
-    def _add(self, measured: Measured, request: Sizes, batch: float) -> None:
-        kind = measured.kind
-        replicas, stores = np.array([measured.num_replicas]), np.array([measured.num_stores])
-        setting = setting_of(replicas, stores, batch)
-        window = self.windows.get(kind, Window())
-        self.windows[kind] = observe(window, setting, [measured.step_sec], TICK)
-        self.cores.setdefault(kind, []).append(
-            (
-                float(measured.num_replicas),
-                float(measured.num_stores),
-                measured.replica_busy,
-                measured.store_busy,
-                request.replica_cpus,
-                request.store_cpus,
-            )
-        )
+    def _refit(self, kind: str, snapshot: Snapshot) -> None:
+        """Fit a kind again where much more is known of it than at its last fit."""
+        window, count = self.window(kind), self._count(kind)
+        before, cells = self.fitted.get(kind, (0, 0))
+        if count < REFIT * max(before, 1e-9) and len(window) <= REFIT_CELLS * cells:
+            return
+        self.fitted[kind] = count, len(window)
+        self.versions[kind] = self.versions.get(kind, 0) + 1
+        batch = snapshot.batch_samples[kind]
+        self.seconds[kind] = self.fit(window, snapshot.allowed[kind], batch)
+
+    def _count(self, kind: str) -> int:
+        """Return how often a kind was measured: a cell forgets, this does not."""
+        return sum(len(one[kind].cores) for one in (self.heard, self.doubted) if kind in one)
+
+    def window(self, kind: str) -> Window:
+        """Return the steps of a kind: at each size those that are not in doubt, if there are."""
+        doubted, heard = self.doubted.get(kind, Heard()), self.heard.get(kind, Heard())
+        return over(doubted.window, heard.window)
+
+    def cores(self, kind: str, least: int) -> list[tuple[float, ...]]:
+        """Return the cores of a kind: those not in doubt, if there are as many as `least`."""
+        doubted, heard = self.doubted.get(kind, Heard()), self.heard.get(kind, Heard())
+        return heard.cores if len(heard.cores) >= least else doubted.cores + heard.cores
 
     def sample(self, view: JobView, allowed: np.ndarray) -> Sizes | None:
         """Return the sizes at which a new job is to be measured; None when enough are known."""
-        if len(self.windows.get(view.kind, ())) >= MIN_CELLS:
+        if len(self.window(view.kind)) >= MIN_CELLS:
             return None
         replicas, stores = SAMPLED[view.job % len(SAMPLED)]
         known = stores < allowed.shape[0] and replicas < allowed.shape[1]

@@ -1,8 +1,10 @@
-"""Our policy: the models, the choice under one budget and the hysteresis that run live.
+"""Our policy: models, choice under one budget and hysteresis that run live, and parts that do not.
 
-Of each job the sizes whose prediction may be trusted are compared by time^HASTE x cost.
+Of each job the sizes whose prediction may be trusted are compared by time^haste x cost.
 All jobs then share the cluster by `share`, a gain counting for more the sooner its job
 is done, and a running job is changed as `correct` says, or because others need its share.
+`Parts` says what can be turned off; `presage-live` is what is left without all that the
+scheduler which runs does not do.
 
 Source: the functions are those of `scheduler.share` and `scheduler.correction`; that the
 jobs with the least left go first is Schrage's (1968) rule for one processor, and Berg et
@@ -25,16 +27,19 @@ from scheduler.model import Floats
 from scheduler.outlook import Outlook
 from scheduler.share import WAITING, Options, share
 from scheduler.simulator.estimates import Estimates, Kind
+from scheduler.simulator.parts import ALL, Parts
+from scheduler.simulator.static import give_back
 from scheduler.simulator.views import Handling, JobView, Sizes, Snapshot
 from schemas.job_schedule import BudgetConfig
 
-HASTE = 8.0
-"""By what power time counts against cost when jobs wait for each other; 1 is a job alone."""
 WORTHWHILE = 10.0
 """Time that is left, in pauses, below which cores and memory are not fitted to a job any more."""
 APART = 0.05
 """Speed between two plans of a job, at least."""
 PRICES = BudgetConfig()
+
+Key = tuple[int, int, int]
+"""Versions of what is known of a kind and of a job, and its stores, 0 for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,11 @@ class Plans:
     Attributes:
         key: what they were made from.
         sizes: one for each plan, thriftiest first.
-        seconds: (n,) of a step.
+        seconds: (n,) of a step; nan where nothing is known of it.
         options: what each takes and gives.
     """
 
-    key: tuple[int, int]
+    key: Key
     sizes: tuple[Sizes, ...]
     seconds: Floats
     options: Options
@@ -57,58 +62,89 @@ class Plans:
 class PresagePolicy:
     """Ours."""
 
-    name = "presage"
     handling = Handling(PAUSE_SEC, PAUSE_SEC, keeps_steps=True, replaces_slow=True)
     interval_sec = 300.0
 
-    def __init__(self) -> None:
-        """Begin with nothing known."""
-        self.estimates = Estimates()
+    def __init__(self, parts: Parts = ALL, name: str = "presage") -> None:
+        """Begin with nothing known.
+
+        Args:
+            parts: what of it is on.
+            name: as on the command line.
+        """
+        self.parts, self.name = parts, name
+        self.estimates = Estimates(parts)
         self.plans: dict[int, Plans] = {}
+        self.stores: dict[int, int] = {}
         self.corrections: dict[int, Correction] = {}
+        self.shared: tuple[tuple[tuple[int, Key], ...], tuple[int, ...]] = ((), ())
 
     def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
         """Return all sizes: shared anew, and those that run kept where little is gained."""
         self.estimates.take_in(snapshot)
+        if not self.parts.move_stores:
+            running = {v.job: v.current.num_stores for v in snapshot.jobs if v.current is not None}
+            self.stores = {**self.stores, **running}
         self.plans = {view.job: self._plans(view, snapshot) for view in snapshot.jobs}
         self.corrections = {
             view.job: self.corrections.get(view.job, Correction()) for view in snapshot.jobs
         }
-        budget = replace(
-            PRICES, cpus=snapshot.capacity.cpus, memory=int(snapshot.capacity.memory_bytes)
-        )
-        asking = [self._urgent(view, snapshot) for view in snapshot.jobs]
-        chosen = share(asking, budget, exchanges=0)
         targets = {
             view.job: self.plans[view.job].sizes[plan]
-            for view, plan in zip(snapshot.jobs, chosen, strict=True)
+            for view, plan in zip(snapshot.jobs, self._chosen(snapshot), strict=True)
             if plan != WAITING
         }
         return self._settle(targets, snapshot)
 
-    def _urgent(self, view: JobView, snapshot: Snapshot) -> Options:
-        plans = self.plans[view.job]
-        left = view.left_samples / snapshot.batch_samples[view.kind] * float(plans.seconds[-1])
-        return replace(plans.options, urgency=1.0 / max(left, 1.0))
+    def _chosen(self, snapshot: Snapshot) -> tuple[int, ...]:
+        """Return the plan of each job; shared anew when a job came, went or was measured."""
+        key = tuple((view.job, self.plans[view.job].key) for view in snapshot.jobs)
+        if key != self.shared[0]:
+            capacity = snapshot.capacity
+            budget = replace(PRICES, cpus=capacity.cpus, memory=int(capacity.memory_bytes))
+            self.shared = key, share(self._asking(snapshot), budget, exchanges=0)
+        return self.shared[1]
+
+    def _asking(self, snapshot: Snapshot) -> list[Options]:
+        """Return what each job asks for; one of which nothing is known is as urgent as most."""
+        found = [self.plans[view.job] for view in snapshot.jobs]
+        if not self.parts.urgent:
+            return [plans.options for plans in found]
+        left = np.array(
+            [
+                view.left_samples / snapshot.batch_samples[view.kind] * plans.seconds[-1]
+                for view, plans in zip(snapshot.jobs, found, strict=True)
+            ]
+        )
+        known = np.isfinite(left)
+        left = np.where(known, left, np.median(left[known]) if known.any() else 1.0)
+        urgencies = (1.0 / np.maximum(left, 1.0)).tolist()
+        return [
+            replace(plans.options, urgency=urgency)
+            for plans, urgency in zip(found, urgencies, strict=True)
+        ]
 
     def _plans(self, view: JobView, snapshot: Snapshot) -> Plans:
         """Return the plans of a job; made again only when something was learned of it."""
         kind = self.estimates.kinds.get(view.kind)
         allowed = snapshot.allowed[view.kind]
-        key = (0 if kind is None else kind.version, self.estimates.needs[view.job].version)
+        stores = self.stores.get(view.job, 0)
+        key = (0 if kind is None else kind.version, self.estimates.needs[view.job].version, stores)
         old = self.plans.get(view.job)
         if old is not None and old.key == key:
             return old
-        if kind is None or self.estimates.knowledge.sample(view, allowed) is not None:
-            return _only(self.estimates.request_sizes(view, allowed), view, key)
-        return self._trusted(view, kind, key)
+        few = kind is None or self.estimates.sample(view, allowed) is not None
+        had = None if few or kind is None else _having(kind, stores)
+        if had is None or not len(had.seconds):
+            return _only(self.estimates.request_sizes(view, allowed), kind, view, key)
+        return self._trusted(view, had, key)
 
-    def _trusted(self, view: JobView, kind: Kind, key: tuple[int, int]) -> Plans:
+    def _trusted(self, view: JobView, kind: Kind, key: Key) -> Plans:
         cores, memory = self.estimates.cores(view, kind), self.estimates.memory(view)
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
         held = kind.replicas * memory[0] + memory[1]
         price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * held / GIB
-        preferred = int((kind.seconds ** (HASTE + 1.0) * price).argmin())
+        preferred = int((kind.seconds ** (self.parts.haste + 1.0) * price).argmin())
         best = front(np.stack([price, kind.seconds], axis=1))
         slower = best[kind.seconds[best] > kind.seconds[preferred]]
         slower = slower[price[slower] < price[preferred]]
@@ -143,16 +179,8 @@ class PresagePolicy:
             if target is not None and not self._changes(view, target, snapshot):
                 wanted[view.job] = view.current
                 held.append((view.current.cpus - target.cpus, view.job))
-        cpus = sum(sizes.cpus for sizes in wanted.values()) - snapshot.capacity.cpus
-        memory = sum(sizes.memory_bytes for sizes in wanted.values())
-        memory -= snapshot.capacity.memory_bytes
-        # Others need what is held beyond a share: the largest part is given back first.
-        for _, job in sorted(held, reverse=True):
-            if cpus <= 0.0 and memory <= 0.0:
-                break
-            cpus -= wanted[job].cpus - targets[job].cpus
-            memory -= wanted[job].memory_bytes - targets[job].memory_bytes
-            wanted[job] = targets[job]
+        # Others need what is held beyond a share.
+        give_back(wanted, targets, held, snapshot.capacity)
         return wanted
 
     def _changes(self, view: JobView, target: Sizes, snapshot: Snapshot) -> bool:
@@ -174,12 +202,16 @@ class PresagePolicy:
         if (target.num_replicas, target.num_stores) == (current.num_replicas, current.num_stores):
             return now_sec > WORTHWHILE * PAUSE_SEC and _fitted(current, target)
         new_sec = steps * float(plans.seconds[plans.sizes.index(target)]) + PAUSE_SEC
-        gain = 1.0 - _objective(new_sec, target) / max(_objective(now_sec, current), 1e-12)
+        if not np.isfinite(new_sec):
+            return False
+        power = self.parts.haste + 1.0
+        # Beside what time and price are now, so that no power of them overflows.
+        gain = 1.0 - (new_sec / now_sec) ** power * _price(target) / _price(current)
         seen = Outlook(
             current=_candidate(current, now_sec),
             best=_candidate(target, new_sec),
             gain=gain,
-            confident=self.estimates.needs[view.job].at
+            confident=self.estimates.needs[view.job].cores.at
             == (current.num_replicas, current.num_stores),
         )
         before = self.corrections[view.job]
@@ -190,8 +222,8 @@ class PresagePolicy:
         return verdict.change is not None
 
 
-def _only(sizes: Sizes, view: JobView, key: tuple[int, int]) -> Plans:
-    """Return one plan, for a job of which nothing is known."""
+def _only(sizes: Sizes, kind: Kind | None, view: JobView, key: Key) -> Plans:
+    """Return one plan, for a job of which little is known."""
     one = np.ones(1)
     options = Options(
         priority=view.priority,
@@ -199,7 +231,16 @@ def _only(sizes: Sizes, view: JobView, key: tuple[int, int]) -> Plans:
         memory_bytes=sizes.memory_bytes * one,
         gain=one,
     )
-    return Plans(key, (sizes,), one, options)
+    at = None if kind is None else kind.place(sizes.num_replicas, sizes.num_stores)
+    known = np.nan if kind is None or at is None else float(kind.seconds[at])
+    return Plans(key, (sizes,), known * one, options)
+
+
+def _having(kind: Kind, stores: int) -> Kind:
+    """Return a kind at sizes with so many stores, or at all of them for 0."""
+    had = kind.stores == stores if stores else np.ones(len(kind.stores), bool)
+    names = ("replicas", "stores", "seconds", "replica_busy", "store_busy")
+    return replace(kind, **{name: getattr(kind, name)[had] for name in names})
 
 
 def _apart(places: np.ndarray, seconds: Floats) -> np.ndarray:
@@ -216,10 +257,6 @@ def _fitted(current: Sizes, target: Sizes) -> bool:
 
 def _price(sizes: Sizes) -> float:
     return PRICES.cpu_hour_price * sizes.cpus + PRICES.gib_hour_price * sizes.memory_bytes / GIB
-
-
-def _objective(seconds: float, sizes: Sizes) -> float:
-    return seconds ** (HASTE + 1.0) * _price(sizes)
 
 
 def _candidate(sizes: Sizes, seconds: float) -> Candidate:

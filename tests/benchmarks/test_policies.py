@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.policies import OURS, interval, main, one_round, ratios, window
-from benchmarks.policies_jobs import TOGETHER_SEC, alibaba, philly, speeds
+from benchmarks.policies_jobs import ALIBABA, TOGETHER_SEC, alibaba, philly, speeds
 from scheduler.simulator.compare import POLICIES
 from scheduler.simulator.draw import Knobs
 
@@ -25,7 +25,16 @@ def test_alibaba_joins_instances_that_are_created_together(shared_data: Path) ->
     assert sum(job.num_replicas for job in jobs) == 12_390
     assert all(a.submit_sec <= b.submit_sec for a, b in pairwise(jobs))
     assert all(job.cpus and job.memory_bytes for job in jobs)
-    assert TOGETHER_SEC > 0
+
+
+def test_alibaba_instances_of_one_role_within_a_minute_are_one_job(tmp_path: Path) -> None:
+    path = tmp_path / ALIBABA
+    path.parent.mkdir()
+    head = "app_name,role,creation_time,deletion_time,cpu_request,memory_request"
+    at = (0.0, TOGETHER_SEC, TOGETHER_SEC + 1.0)
+    rows = [f"a,CN,{sec},5000,4,8" for sec in at] + ["a,HN,0,5000,4,8", "b,CN,0,,4,8"]
+    path.write_text("\n".join([head, *rows]) + "\n")
+    assert sorted(job.num_replicas for job in alibaba(tmp_path)) == [1, 1, 2]
 
 
 def test_speeds_are_those_that_were_measured(shared_data: Path) -> None:
@@ -43,6 +52,14 @@ def test_window_begins_at_zero_and_depends_on_the_seed(shared_data: Path) -> Non
     assert first == again != other
     assert first[0].submit_sec == 0.0
     assert len(first) == 50
+
+
+def test_windows_of_seeds_that_follow_each_other_share_no_arrival(shared_data: Path) -> None:
+    jobs = alibaba(shared_data)
+    blocks = len(jobs) // 500
+    names = [{job.name for job in window(jobs, 500, seed)} for seed in range(200, 200 + blocks)]
+    assert len(set[str]().union(*names)) == 500 * blocks
+    assert window(jobs[:40], 500, 7)[-1].name == jobs[39].name
 
 
 def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:

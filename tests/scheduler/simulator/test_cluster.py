@@ -7,12 +7,21 @@ import pytest
 
 from scheduler.simulator.cluster import ROUND_SEC, Cluster
 from scheduler.simulator.compare import POLICIES, capacity_of, simulate
-from scheduler.simulator.draw import ACCIDENTS, GIB, Knobs, draw_jobs
+from scheduler.simulator.draw import ACCIDENTS, GIB, PEAK, Knobs, draw_jobs
 from scheduler.simulator.outcome import outcome_of
-from scheduler.simulator.run import CHECKPOINT_SEC, FOUND_SEC, MAX_OOM, START_SEC, progress_of
+from scheduler.simulator.run import (
+    ALONE_SEC,
+    CHECKPOINT_SEC,
+    FOUND_SEC,
+    MAX_OOM,
+    START_SEC,
+    Run,
+    Used,
+    progress_of,
+)
 from scheduler.simulator.static import RESTART_SEC, StaticPolicy
 from scheduler.simulator.tables import made_tables
-from scheduler.simulator.threshold import CHANGE_SEC
+from scheduler.simulator.threshold import CHANGE_SEC, ThresholdPolicy
 from scheduler.simulator.trace import TraceJob
 from scheduler.simulator.views import Capacity, Sizes, Snapshot
 from tests.scheduler.simulator.made import NEVER, run, spec, times
@@ -53,9 +62,29 @@ def test_lost_process_costs_what_was_trained_since_the_checkpoint() -> None:
     failures[0] = 2 * (CHECKPOINT_SEC + 100.0)  # two processes
     lost = run("static", [spec(0, 0.0, 5000.0, failures=failures)])
     assert times(lost)[0] == pytest.approx(ROUND_SEC + START_SEC + 5000.0 + 100.0 + RESTART_SEC)
-    kept = run("threshold", [spec(0, 0.0, 5000.0, failures=failures)])
+    alone = run("threshold", [spec(0, 0.0, 5000.0, failures=failures)])
     without = run("threshold", [spec(0, 0.0, 5000.0)])
+    assert times(alone)[0] == pytest.approx(times(without)[0] + 100.0 + ALONE_SEC)
+
+
+def test_lost_process_of_two_replicas_costs_a_pause_where_steps_are_kept() -> None:
+    failures = np.full(ACCIDENTS, NEVER)
+    failures[0] = 3 * (CHECKPOINT_SEC + 100.0)  # three processes
+    request = Sizes(2, 1, PEAK, PEAK, GIB, GIB)
+    kept = run("threshold", [spec(0, 0.0, 10_000.0, request=request, failures=failures)])
+    without = run("threshold", [spec(0, 0.0, 10_000.0, request=request)])
     assert times(kept)[0] == pytest.approx(times(without)[0] + CHANGE_SEC)
+
+
+def test_accident_never_ends_a_pause_sooner() -> None:
+    handling = ThresholdPolicy.handling
+    request = Sizes(2, 1, PEAK, PEAK, GIB, GIB)
+    one = Run(job=0, spec=spec(0, 0.0, 100.0), handling=handling, used=Used(), now_sec=0.0)
+    one.place(request, 0.0)
+    for what in ("loss", "slow", "fast"):
+        one.advance(one.now_sec + 1.0)
+        one.happen(what)
+        assert one.resumes_sec == START_SEC
 
 
 def test_straggler_slows_a_job_until_it_is_replaced() -> None:
@@ -94,7 +123,7 @@ def test_same_seed_gives_the_same_result_within_the_capacity(policy: str) -> Non
     knobs = Knobs(failures=5.0, stragglers=5.0, oom=0.2)
     specs = draw_jobs(jobs, TABLES, knobs, 3)
     capacity = capacity_of(specs, jobs, 1.5)
-    first, second = (simulate(specs, policy, capacity) for _ in range(2))
+    first, second = (simulate(specs, POLICIES[policy](), capacity) for _ in range(2))
     assert first == second
     assert max(first.peak) <= 1.0 + 1e-6
     assert len(first.ended) == len(jobs)
@@ -107,8 +136,12 @@ def test_same_seed_gives_the_same_result_within_the_capacity(policy: str) -> Non
 def test_work_of_finished_jobs_is_conserved(policy: str) -> None:
     # Busy core seconds are the table's, however often nothing but time is lost.
     specs = [spec(i, 100.0 * i, 1000.0 + i) for i in range(5)]
-    found = run("static", specs, cpus=5.0)
-    assert found.used.cpus_busy == pytest.approx(2.0 * sum(s.num_samples for s in specs))
+    found = run(policy, specs, cpus=5.0)
+    # A replica is one core and one sample a second; a store is another core, held beside it.
+    least = sum(spec.num_samples for spec in specs)
+    assert least <= found.used.cpus_busy <= 2.0 * least * (1.0 + 1e-9)
+    if policy == "static":
+        assert found.used.cpus_busy == pytest.approx(2.0 * least)
 
 
 @pytest.mark.parametrize("knob", ["failures", "stragglers", "oom", "over_request"])
@@ -119,7 +152,7 @@ def test_larger_knob_never_makes_things_better_for_users_sizes(knob: str) -> Non
     found: list[tuple[float, float, float]] = []
     for factor in (1.0, 2.0, 4.0):
         knobs = Knobs(**{**centre, knob: centre[knob] * factor})
-        result = simulate(draw_jobs(jobs, TABLES, knobs, 1), "static", roomy)
+        result = simulate(draw_jobs(jobs, TABLES, knobs, 1), StaticPolicy(), roomy)
         outcome = outcome_of(result.ended, result.used)
         ends = sum(one.end_sec for one in result.ended if one.completed)
         found.append((ends if knob != "oom" else 0.0, outcome.completion_rate, 0.0))

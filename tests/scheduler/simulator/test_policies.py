@@ -10,9 +10,10 @@ from scheduler.simulator.bound import fastest_sec, lower_bound_sec, together_sec
 from scheduler.simulator.compare import POLICIES, capacity_of
 from scheduler.simulator.draw import GIB, Knobs, draw_jobs
 from scheduler.simulator.estimates import fit_ours
-from scheduler.simulator.goodput import fit_pollux
+from scheduler.simulator.goodput import GoodputPolicy, fit_pollux
 from scheduler.simulator.knowledge import setting_of, sizes_of
 from scheduler.simulator.marginal import fit_optimus
+from scheduler.simulator.presage import PresagePolicy
 from scheduler.simulator.tables import made_tables
 from scheduler.simulator.views import Capacity, JobView, Measured, Sizes, Snapshot
 from tests.scheduler.simulator.made import run, spec, table, times
@@ -116,23 +117,103 @@ def test_presage_takes_the_request_of_a_kind_that_it_does_not_know() -> None:
 
 
 def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
-    policy = POLICIES["presage"]()
-    running = Sizes(4, 1, 1.3, 1.3, GIB, GIB)
-    first = policy.decide(snapshot([view(0)], 100.0, everything()))
-    assert first[0].num_replicas == 4
-    again = policy.decide(snapshot([view(0, current=running)], 100.0))
-    assert again[0] == running
+    running = Sizes(3, 1, 1.3, 1.3, GIB, GIB)
+    for left, changed in ((90.0, False), (100_000.0, True)):
+        policy = POLICIES["presage"]()
+        found = running
+        for look in range(6):
+            here = view(0, current=running, left_samples=left)
+            now = 1000.0 + 300.0 * look
+            measured = (Measured(0, "made", 3, 1, 1.0 / 3.0, 1.0, 1.0),)
+            seen = (*everything(1), *measured) if look == 0 else ()
+            jobs = [here, view(1, current=REQUEST)] if look == 0 else [here]
+            found = policy.decide(snapshot(jobs, 100.0, seen, now))[0]
+            if found != running:
+                break
+        assert (found.num_replicas == 4) == changed
+        assert changed or found == running
+
+
+def test_presage_shares_anew_only_when_a_job_came_or_something_was_measured() -> None:
+    policy = PresagePolicy()
+    policy.decide(snapshot([view(0), view(1)], 9.2, everything()))
+    shared = policy.shared
+    policy.decide(snapshot([view(0, left_samples=1.0), view(1)], 9.2))
+    assert policy.shared is shared
+    policy.decide(snapshot([view(0), view(1)], 9.2, everything()))
+    assert policy.shared is not shared
+    shared = policy.shared
+    policy.decide(snapshot([view(1)], 9.2))
+    assert policy.shared is not shared
+
+
+def test_presage_takes_back_what_a_running_job_holds_when_another_comes() -> None:
+    policy = PresagePolicy()
+    running = Sizes(4, 4, 1.3, 1.3, GIB, GIB)
+    alone = policy.decide(snapshot([view(0, current=running)], 10.4, everything()))
+    assert alone[0] == running
+    # Another one has much less to do: it goes first, and what runs gives back.
+    jobs = [view(0, current=running, left_samples=1e6), view(1, left_samples=500.0)]
+    both = policy.decide(snapshot(jobs, 10.4))
+    assert both[0].cpus < running.cpus
+    assert sum(sizes.cpus for sizes in both.values()) <= 10.4
+
+
+def test_presage_of_a_kind_that_nobody_measured_is_as_urgent_as_most() -> None:
+    policy = PresagePolicy()
+    few = [view(0, left_samples=1000.0), view(1, kind="other", left_samples=1.0)]
+    known = snapshot(few, 100.0, everything())
+    known = replace(
+        known,
+        allowed={"made": KIND.allowed, "other": KIND.allowed},
+        batch_samples={"made": 1.0, "other": 1.0},
+    )
+    policy.decide(known)
+    asking = policy._asking(known)
+    assert asking[1].urgency == asking[0].urgency
+
+
+def test_live_takes_cores_of_the_request_and_moves_no_store_of_a_job_that_ran() -> None:
+    policy = POLICIES["presage-live"]()
+    running = replace(REQUEST, num_stores=2)
+    jobs = [view(0, current=running, left_samples=1e6), view(1)]
+    found = policy.decide(snapshot(jobs, 1000.0, everything()))
+    assert {sizes.replica_cpus for sizes in found.values()} == {REQUEST.replica_cpus}
+    assert found[0].num_stores == 2
+    for _ in range(4):
+        jobs = [view(0, left_samples=1e6)]
+        assert policy.decide(snapshot(jobs, 1000.0))[0].num_stores == 2
+
+
+def test_goodput_gives_back_only_as_much_as_others_need() -> None:
+    policy = GoodputPolicy()
+    held = [replace(REQUEST, num_replicas=2, num_stores=2), replace(REQUEST, num_replicas=2)]
+    speeds = {job: {1: 1.0, 2: 1.05, 3: 1.06} for job in (0, 1, 2)}
+    jobs = [view(0, current=held[0]), view(1, current=held[1]), view(2)]
+    wanted = {job: REQUEST for job in (0, 1, 2)}
+    found = policy._calm(wanted, speeds, snapshot(jobs, 16.0))
+    assert found == {0: REQUEST, 1: held[1], 2: REQUEST}
+    assert policy._calm(wanted, speeds, snapshot(jobs, 20.0)) == {
+        0: held[0],
+        1: held[1],
+        2: REQUEST,
+    }
+    assert policy._calm(wanted, speeds, snapshot(jobs, 12.0)) == wanted
 
 
 FITS = {"ours": fit_ours, "optimus": fit_optimus, "pollux": fit_pollux}
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_fit_of_every_size_predicts_them(name: str) -> None:
-    replicas, stores = sizes_of(KIND.allowed)
-    seconds = 1.0 / replicas
-    window = observe(Window(), setting_of(replicas, stores, 1.0), seconds.tolist(), 0.0)
-    assert FITS[name](window, KIND.allowed, 1.0) == pytest.approx(seconds, rel=0.02)
+def test_fit_of_some_sizes_predicts_the_others(name: str) -> None:
+    kind = table(replicas=8, stores=4)
+    replicas, stores = sizes_of(kind.allowed)
+    seconds = 0.2 + 1.0 / replicas
+    known = (replicas + stores) % 2 == 0
+    setting = setting_of(replicas[known], stores[known], 1.0)
+    window = observe(Window(), setting, seconds[known].tolist(), 0.0)
+    found = FITS[name](window, kind.allowed, 1.0)
+    assert found[~known] == pytest.approx(seconds[~known], rel=0.05)
 
 
 def test_bounds_of_a_hand_made_trace() -> None:
