@@ -7,7 +7,8 @@ near it shares, jobs drawn from the measured speeds of eight models, and all tha
 hold drawn by four knobs (`benchmarks/policies.md` states every assumption). Every policy
 gets the same jobs, accidents and cluster. `ours` and `peer` are mean job completion
 times, `peer` of the best other policy over all rounds; a trace that is absent is named on
-stderr and left out. `--sweep` adds each knob over its range, one at a time.
+stderr and left out. `--sweep` adds each knob over its range, one at a time; `--parts` adds ours
+without each of its parts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -31,6 +33,8 @@ from scheduler.simulator.bound import lower_bound_sec
 from scheduler.simulator.compare import LOAD, POLICIES, capacity_of, policies_of, simulate
 from scheduler.simulator.draw import Knobs, draw_jobs
 from scheduler.simulator.outcome import outcome_of
+from scheduler.simulator.parts import ALL, LIVE
+from scheduler.simulator.presage import PresagePolicy
 from scheduler.simulator.tables import Table
 from scheduler.simulator.trace import TraceJob
 from scheduler.simulator.views import Policy, Sizes, Snapshot
@@ -39,7 +43,7 @@ TRACES: Mapping[str, tuple[Path, Callable[[Path], list[TraceJob]]]] = {
     "philly": (PHILLY, philly),
     "alibaba_dlrm_v2025": (ALIBABA, alibaba),
 }
-OURS, LIVE = "presage", "presage-live"
+OURS, OURS_LIVE = "presage", "presage-live"
 RANGES: Mapping[str, tuple[float, ...]] = {
     "over_request": (1.0, 1.3, 2.0, 3.0),
     "failures": (0.0, 0.03, 0.1, 0.3),
@@ -47,6 +51,16 @@ RANGES: Mapping[str, tuple[float, ...]] = {
     "stragglers": (0.0, 0.05, 0.2, 0.5),
 }
 """Values of each knob besides its centre."""
+
+WITHOUT: Mapping[str, Callable[[], Policy]] = {
+    f"without {field.name}": partial(
+        PresagePolicy,
+        replace(ALL, **{field.name: getattr(LIVE, field.name)}),
+        f"without {field.name}",
+    )
+    for field in fields(ALL)
+}
+"""Ours without one of its parts, as it is live."""
 
 Numbers = dict[str, dict[str, float]]
 """By policy, by name of the number."""
@@ -101,7 +115,7 @@ def one_round(
     )
     found: Numbers = {"bound": {"jct_mean_sec": lower_bound_sec(specs, capacity.cpus)}}
     for name in names:
-        begun, policy = time.process_time(), Timed(POLICIES[name]())
+        begun, policy = time.process_time(), Timed({**POLICIES, **WITHOUT}[name]())
         result = simulate(specs, policy, capacity)
         spent = time.process_time() - begun
         outcome = asdict(outcome_of(result.ended, result.used))
@@ -144,7 +158,7 @@ def summary(rounds: Sequence[Numbers]) -> dict[str, Any]:
 
 def ratios(rounds: Sequence[Numbers]) -> tuple[str, list[float]]:
     """Return the best policy that is not ours, and its mean JCT over ours in each round."""
-    others = [name for name in rounds[0] if name not in ("bound", OURS, LIVE)]
+    others = [name for name in rounds[0] if name not in ("bound", OURS, OURS_LIVE, *WITHOUT)]
     best = min(others, key=lambda name: mean(one[name]["jct_mean_sec"] for one in rounds))
     return best, [one[best]["jct_mean_sec"] / one[OURS]["jct_mean_sec"] for one in rounds]
 
@@ -164,7 +178,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         FileNotFoundError: the speeds, or all traces, are absent.
     """
     tables = speeds(options.shared_data)
-    names = policies_of(options.policies)
+    names = (*policies_of(options.policies), *(WITHOUT if options.parts else ()))
     traces: dict[str, Any] = {}
     best: list[tuple[str, list[Numbers]]] = []
     for trace, (path, read) in TRACES.items():
@@ -227,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policies", default=",".join(POLICIES), help="ours among them")
     parser.add_argument("--load", type=float, default=LOAD, help="of the cluster, by requests")
     parser.add_argument("--sweep", action="store_true", help="each knob over its range, too")
+    parser.add_argument("--parts", action="store_true", help="ours without each part, too")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     if not (options.shared_data / DL2).exists():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.policies import OURS, interval, main, one_round, ratios, window
+from benchmarks.policies import OURS, WITHOUT, interval, main, one_round, ratios, window
 from benchmarks.policies_jobs import ALIBABA, TOGETHER_SEC, alibaba, philly, speeds
 from scheduler.simulator.compare import POLICIES
 from scheduler.simulator.draw import Knobs
@@ -69,6 +69,15 @@ def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:
     best = min(found[name]["jct_mean_sec"] for name in POLICIES)
     assert found["bound"]["jct_mean_sec"] <= best
     assert found["static"]["completion_rate"] < 1.0 == found[OURS]["completion_rate"]
+
+
+def test_each_part_can_be_turned_off_and_is_no_peer(shared_data: Path) -> None:
+    jobs = window(philly(shared_data), 20, 0)
+    names = ("static", OURS, *WITHOUT)
+    found = one_round(jobs, speeds(shared_data), Knobs(), 0, names, 0.8)
+    assert list(found) == ["bound", *names]
+    assert len({one["cpu_utilisation"] for name, one in found.items() if name != "bound"}) > 2
+    assert ratios([found])[0] == "static"
 
 
 def test_ratios_are_those_to_the_best_other_policy() -> None:
