@@ -4,11 +4,11 @@
 
 Each round is one seed: one block of consecutive arrivals, which the seed chooses and no seed
 near it shares, jobs drawn from the measured speeds of eight models, and all that traces do not
-hold drawn by four knobs (`benchmarks/policies.md` states every assumption). Every policy
+hold drawn by five knobs (`benchmarks/policies.md` states every assumption). Every policy
 gets the same jobs, accidents and cluster. `ours` and `peer` are mean job completion
-times, `peer` of the best other policy over all rounds; a trace that is absent is named on
-stderr and left out. `--sweep` adds each knob over its range, one at a time; `--parts` adds ours
-without each of its parts.
+times, `peer` of the best policy that is not ours over all rounds; a trace that is absent is
+named on stderr and left out. `--sweep KNOB`, or `all`, adds a knob over its range, one at a
+time; `--parts` adds ours without each of its parts.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ RANGES: Mapping[str, tuple[float, ...]] = {
     "failures": (0.0, 0.03, 0.1, 0.3),
     "oom": (0.0, 0.03, 0.1, 0.15),
     "stragglers": (0.0, 0.05, 0.2, 0.5),
+    "peak": (1.0, 1.5),
 }
 """Values of each knob besides its centre."""
 
@@ -163,11 +164,11 @@ def ratios(rounds: Sequence[Numbers]) -> tuple[str, list[float]]:
     return best, [one[best]["jct_mean_sec"] / one[OURS]["jct_mean_sec"] for one in rounds]
 
 
-def points(*, sweep: bool) -> Iterator[tuple[str, Knobs]]:
-    """Yield the centre, and each knob at each other value of its range."""
+def points(sweep: str | None) -> Iterator[tuple[str, Knobs]]:
+    """Yield the centre, and a knob, or `all` of them, at each other value of its range."""
     yield "centre", Knobs()
-    for knob, values in RANGES.items() if sweep else ():
-        for value in values:
+    for knob, values in RANGES.items():
+        for value in values if sweep in (knob, "all") else ():
             yield f"{knob}={value:g}", replace(Knobs(), **{knob: value})
 
 
@@ -188,7 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             _say(f"left out {trace}: there is no {options.shared_data / path}")
             continue
         jobs, found = read(options.shared_data), {}
-        for point, knobs in points(sweep=options.sweep):
+        for point, knobs in points(options.sweep):
             _say(f"{trace}, {point}")
             rounds = [
                 one_round(
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", choices=(*TRACES, "all"), default="all")
     parser.add_argument("--policies", default=",".join(POLICIES), help="ours among them")
     parser.add_argument("--load", type=float, default=LOAD, help="of the cluster, by requests")
-    parser.add_argument("--sweep", action="store_true", help="each knob over its range, too")
+    parser.add_argument("--sweep", choices=(*RANGES, "all"), help="a knob over its range, too")
     parser.add_argument("--parts", action="store_true", help="ours without each part, too")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)

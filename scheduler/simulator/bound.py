@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.simulator.draw import PEAK, JobSpec
+from scheduler.simulator.draw import JobSpec
 
 
 def lower_bound_sec(specs: Sequence[JobSpec], cpus: float) -> float:
@@ -39,7 +39,7 @@ def least_core_sec(spec: JobSpec) -> float:
     stores, replicas = np.mgrid[0 : table.speed.shape[0], 0 : table.speed.shape[1]]
     # Slowing down by fewer cores stretches the time as much: it saves no core seconds.
     cores = replicas * table.replica_busy + stores * table.store_busy
-    return PEAK * spec.cpu_scale * spec.num_samples * float(np.nanmin(cores / table.speed))
+    return spec.peak * spec.cpu_scale * spec.num_samples * float(np.nanmin(cores / table.speed))
 
 
 def together_sec(specs: Sequence[JobSpec], cpus: float) -> float:

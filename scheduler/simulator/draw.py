@@ -20,7 +20,7 @@ from schemas.errors import SchemaError, nearest
 
 GIB = float(1 << 30)
 PEAK = 1.2
-"""Cores that a process needs over the mean that it keeps busy; with fewer it is slowed down."""
+"""Cores that a process needs over the mean that it keeps busy, unless a knob says another."""
 STORES_OF_REPLICAS = (0.0, 0.5, 1.0)
 """Stores that a user asks for, for each replica, one of these; at least one."""
 MEDIAN_BYTES = 8 * GIB
@@ -45,6 +45,8 @@ class Knobs:
     """Share of jobs whose user asked for less memory than the peak."""
     stragglers: float = 0.02
     """Processes that become slow, for each process and day."""
+    peak: float = PEAK
+    """Cores that a process needs over the mean that it keeps busy; with fewer it is slowed down."""
 
     def __post_init__(self) -> None:
         """Refuse what is no rate."""
@@ -52,6 +54,8 @@ class Knobs:
             raise ValueError(
                 f"over_request must be at least 1, got {self.over_request}; 1 asks for the need"
             )
+        if not 1.0 <= self.peak < float("inf"):
+            raise ValueError(f"peak must be at least 1, got {self.peak}; 1 is no burst")
         if not 0.0 <= self.oom <= 1.0:
             raise ValueError(f"oom must be a share of jobs, got {self.oom}; use 0 to 1")
         for name in ("failures", "stragglers"):
@@ -95,6 +99,8 @@ class JobSpec:
     """(ACCIDENTS,) seconds that each stays slow if nobody replaces it."""
     noise: Floats
     """(ACCIDENTS,) standard normal errors of its measurements."""
+    peak: float = PEAK
+    """Cores that a process needs over those of its table."""
 
 
 def draw_jobs(
@@ -129,7 +135,7 @@ def _draw(job: TraceJob, table: Table, knobs: Knobs, rng: np.random.Generator) -
     wanted = max(1, round(ratio * job.num_replicas))
     replicas, stores = table.nearest(job.num_replicas, wanted)
     busy = (
-        PEAK
+        knobs.peak
         * over_cpus
         * np.array([table.replica_busy[stores, replicas], table.store_busy[stores, replicas]])
     )
@@ -160,4 +166,5 @@ def _draw(job: TraceJob, table: Table, knobs: Knobs, rng: np.random.Generator) -
         slowness=rng.uniform(1.5, 4.0, ACCIDENTS),
         slow_sec=rng.exponential(3600.0, ACCIDENTS),
         noise=rng.standard_normal(ACCIDENTS),
+        peak=knobs.peak,
     )

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scheduler.simulator.draw import ACCIDENTS, PEAK, JobSpec
+from scheduler.simulator.draw import ACCIDENTS, JobSpec
 from scheduler.simulator.views import Handling, Sizes
 
 EMPTY = 0.5
@@ -183,7 +183,7 @@ class Run:
         table, at = self.spec.table, (sizes.num_stores, sizes.num_replicas)
         needs = float(table.replica_busy[at]), float(table.store_busy[at])
         needs = tuple(self.spec.cpu_scale * need for need in needs)
-        kept = min(sizes.replica_cpus / needs[0], sizes.store_cpus / needs[1]) / PEAK
+        kept = min(sizes.replica_cpus / needs[0], sizes.store_cpus / needs[1]) / self.spec.peak
         kept = min(1.0, kept + 1e-9)
         self.busy = (kept * needs[0], kept * needs[1])
         self.rate = kept * float(table.speed[at]) / self.slow / self.spec.num_samples

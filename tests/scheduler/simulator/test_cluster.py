@@ -111,6 +111,19 @@ def test_job_without_the_memory_fails_under_a_policy_that_gives_no_more() -> Non
         assert [one.completed for one in run(policy, [job]).ended] == [True]
 
 
+def test_larger_peak_asks_for_more_cores_that_are_busy_no_more() -> None:
+    jobs = trace(5)
+    calm, bursty = (draw_jobs(jobs, TABLES, Knobs(peak=peak), 0) for peak in (1.0, 1.5))
+    for one, other in zip(calm, bursty, strict=True):
+        assert other.request.cpus == pytest.approx(1.5 * one.request.cpus)
+    found = [simulate(specs, StaticPolicy(), Capacity(1e6, 1e18)) for specs in (calm, bursty)]
+    assert times(found[0]) == pytest.approx(times(found[1]))
+    assert found[0].used.cpus_busy == pytest.approx(found[1].used.cpus_busy)
+    # Half the cores of one that needs its request twice: it takes twice as long.
+    short = [spec(0, 0.0, 1000.0, peak=2.0 * PEAK)]
+    assert times(run("static", short))[0] == pytest.approx(ROUND_SEC + START_SEC + 2000.0)
+
+
 def test_too_few_cores_stretch_a_job_in_proportion() -> None:
     request = Sizes(1, 1, 0.6, 1.2, GIB, GIB)
     found = run("static", [spec(0, 0.0, 1000.0, request=request)])

@@ -193,7 +193,7 @@ def test_main_simulate_of_a_mistake_is_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("knob", ["over_request", "failures", "stragglers"])
+@pytest.mark.parametrize("knob", ["over_request", "failures", "stragglers", "peak"])
 def test_knobs_that_are_no_rates_are_refused(knob: str) -> None:
     with pytest.raises(ValueError, match=f"{knob} must"):
         Knobs(**{knob: -1.0})
