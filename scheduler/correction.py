@@ -111,7 +111,7 @@ def correct(
     if state.in_flight is not None:
         return Verdict(state, None, "a change is on its way")
     for watch in memory:
-        if is_urgent(watch):
+        if is_urgent(watch) and _needed(watch) > watch.limit_bytes:
             return _more_memory(state, current, watch)
     calm = replace(state, wished=0, direction=0)
     since = now_sec - state.ended_sec
@@ -147,13 +147,16 @@ def is_urgent(watch: MemoryWatch) -> bool:
     return step is not None and step <= watch.now_step + watch.lead_steps
 
 
+def _needed(watch: MemoryWatch) -> int:
+    """Return the bytes that a process is to get; no more than it has where only a line alarms."""
+    return int(HEADROOM * watch.forecast.needed_bytes)
+
+
 def _more_memory(state: Correction, current: Sizes, watch: MemoryWatch) -> Verdict:
-    needed = int(HEADROOM * watch.forecast.needed_bytes)
+    needed = _needed(watch)
     given = min(needed, watch.room_bytes)
     step = watch.forecast.earliest_step
     why = f"{watch.pool} may meet its {watch.limit_bytes:,} bytes at step {step}"
-    if needed <= watch.limit_bytes:
-        return Verdict(state, None, f"{why}, but {needed:,} are foreseen")
     if given <= watch.limit_bytes:
         return Verdict(state, None, f"{why}, and the budget has no more")
     change = Change(sizes=current, pool=watch.pool, memory_bytes=given)

@@ -158,6 +158,15 @@ def test_correct_of_memory_that_is_not_urgent_waits(calm: MemoryWatch) -> None:
     assert correct(Correction(), 0.0, seen(0.0), [calm]).change is None
 
 
+def test_correct_of_an_alarm_whose_load_needs_no_more_goes_on_with_the_other_rules() -> None:
+    alarm = watch(urgent=True)
+    calm = replace(alarm, forecast=replace(alarm.forecast, needed_bytes=GIB))
+    wished = Correction(wished=NUM_LOOKS - 1, direction=1)
+    verdict = correct(wished, 1000.0, seen(0.5), [calm])
+    assert verdict.change is not None
+    assert verdict.change.pool is None
+
+
 def test_correct_of_memory_gives_what_there_is_and_nothing_where_there_is_no_more() -> None:
     some = correct(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=3 * GIB)])
     assert some.change is not None

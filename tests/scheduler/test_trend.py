@@ -91,7 +91,7 @@ def test_forecast_of_tables_that_fill_needs_their_peak_at_any_progress(progress:
     assert np.median(needed) <= 1.1
 
 
-LEAKS = (10.0, 20.0, 40.0)
+LEAKS = (2.0, 5.0, 10.0, 20.0, 40.0)
 
 
 @pytest.mark.parametrize("mib_per_step", LEAKS)
