@@ -331,7 +331,7 @@ def _write_access(
                     found = rows_of_ids(np.array(ids), name, job.data.tables[name])
                     rows.append(found)
                     blocks.append(np.full(len(found), num_blocks + b))
-        num_blocks += int(block[train].max()) + 1
+        num_blocks += int(block[train].max(initial=-1)) + 1
     accesses = unique_per_block(np.concatenate(rows), np.concatenate(blocks), num_blocks)
     numbers, row_of_number = number_by_first_use(accesses)
     path = root / access_path(name, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schemas.events import SUMMARY
-from schemas.layout import FILES, SEGMENTS
+from schemas.layout import SEGMENTS
 from tests.trainer.growing import commit
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
@@ -98,15 +98,22 @@ def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(
     tmp_path: Path,
 ) -> None:
     job = write_job(tmp_path / "job", epochs="1")
-    dataset = make_dataset(tmp_path / "dataset", job, [[(128, 12_000)]])
+    dataset = make_dataset(tmp_path / "dataset", job, [[(128, 0), (0, 600)]])
+    path = next((dataset / SEGMENTS).glob("*/samples/00001.parquet"))
+    content = path.read_bytes()
+    fifo_for(path)  # of evaluation alone: there the run waits
     run = tmp_path / "run"
     process = started(job, dataset, run)
-    until(process, (run / CHECKPOINTS / "00000002").exists)
+    until(process, lambda: waits_for_a_pipe(process.pid))
     process.send_signal(signal.SIGTERM)
+    os.close(os.open(path, os.O_WRONLY))  # a file that is being opened is waited for
     status, said = ended(process)
     assert status == 0, said
     assert said.splitlines()[-1] == f"SIGTERM: all steps are trained; evaluate {run} with --resume"
+    assert newest_checkpoint(run) == run / CHECKPOINTS / "00000002"
     assert not (run / SUMMARY).exists()
+    path.unlink()
+    path.write_bytes(content)
     trained(job, dataset, run, "--resume")
     assert (run / SUMMARY).exists()
 
@@ -138,19 +145,21 @@ def test_run_that_waits_for_the_pipeline_ends_when_asked_and_goes_on_later(tmp_p
     assert compare_runs(run, tmp_path / "whole").difference is None
 
 
-def fifo_for_a_file(dataset: Path) -> Path:
-    """Put a pipe that nobody writes to in the place of a data file, and return it."""
-    path = next((dataset / SEGMENTS).glob("*/samples/00000.parquet"))
-    assert path.name != FILES
+def fifo_for(path: Path) -> None:
+    """Put a pipe that nobody writes to in the place of a data file."""
     path.unlink()
     os.mkfifo(path)
-    return path
+
+
+def with_a_fifo(dataset: Path) -> Path:
+    """Put such a pipe in the place of the first data file."""
+    fifo_for(next((dataset / SEGMENTS).glob("*/samples/00000.parquet")))
+    return dataset
 
 
 @pytest.mark.slow
 def test_second_signal_ends_the_process_as_it_stands(job: Path, tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
-    fifo_for_a_file(dataset)
+    dataset = with_a_fifo(make_dataset(tmp_path / "dataset", job, SEGMENT))
     run = tmp_path / "run"
     process = started(job, dataset, run)
     until(process, lambda: waits_for_a_pipe(process.pid))
@@ -173,8 +182,7 @@ def waits_for_a_pipe(pid: int) -> bool:
 @pytest.mark.slow
 def test_run_that_cannot_end_in_time_says_where_it_hangs(tmp_path: Path) -> None:
     job = with_keys(write_job(tmp_path / "job", **EPOCHS), "limits: {drain: 2s}")
-    dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
-    fifo_for_a_file(dataset)
+    dataset = with_a_fifo(make_dataset(tmp_path / "dataset", job, SEGMENT))
     run = tmp_path / "run"
     process = started(job, dataset, run)
     until(process, lambda: waits_for_a_pipe(process.pid))
