@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -98,8 +99,11 @@ def measure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
         if scenario == "migration":
             slots = ((0, 1024),)
             giver, taker = stores.addresses
-            moved = migrate_slots(giver, taker, slots, token_file=folder / "stores" / TOKEN)
-            found["moved"] = asdict(moved)
+            token_file = folder / "stores" / TOKEN
+            with ThreadPoolExecutor(1) as pool:
+                moving = pool.submit(migrate_slots, giver, taker, slots, token_file=token_file)
+                commits.until(lambda _: moving.done())
+            found["moved"] = asdict(moving.result())
         elif scenario == "everything":
             commits.process.kill()
             commits.process.wait()
@@ -110,7 +114,8 @@ def measure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
             if scenario.startswith("node"):
                 shutil.rmtree(folder / "stores" / "store-000", ignore_errors=True)
         done = time.monotonic()
-        after = commits.until(lambda count: count > before)
+        commits.until(lambda count: count > before)
+        after = min(at for at, count in commits.seen if at > fault and count > before)
         saving = commits.until(lambda count: count >= FAULT + EVERY // 2)
         commits.until(lambda count: count >= STEPS)
         status = commits.process.wait()

@@ -40,7 +40,7 @@ from trainer.stores.wire import (
 
 logger = logging.getLogger(__name__)
 _MOST_ROUNDS = 16
-_FEW_ROWS = 1 << 12
+_FEW_ROWS = 1 << 8
 _CUT_SEC = 5.0
 """Longest that training may be held by a taker that does not answer."""
 _PATIENCE_SEC = 1.0
@@ -170,10 +170,11 @@ class Departures:
             message_bytes = self._announce(peer, move, layouts)
             send = self._sender(peer, move, next(iter(layouts.values())), message_bytes)
             while num_rounds < _MOST_ROUNDS:
-                num_rows += send(rows)
-                num_rounds += 1
+                before = send(rows)
+                num_rows, num_rounds = num_rows + before, num_rounds + 1
                 rows = self._changed()
-                if sum(map(len, rows.values())) < _FEW_ROWS:
+                after = sum(map(len, rows.values()))
+                if after < _FEW_ROWS or after > before / 2:  # as fast as they are written
                     break
             with self._shard.boundary.before_next_step(_PATIENCE_SEC):
                 cut = self._clock()
