@@ -116,13 +116,15 @@ class StoresConfig:
     """Store processes that run elsewhere, started with `python -m trainer store`."""
 
     addresses: tuple[str, ...] = ()
-    """`grpc://host:port` or `grpc+tls://host:port` of each; together they serve every slot
-    once, or twice."""
+    """`grpc://host:port` or `grpc+tls://host:port` of each, or `file:///DIRECTORY/address` where a
+    store says it that may be started elsewhere; together they serve every slot once, or twice."""
     token_file: str | None = None
     """File with the token that they ask for, relative to the job file."""
     certificates: str | None = None
     """PEM file of the authorities to be trusted, relative to the job file; the system's when
     null."""
+    certificate_name: str | None = None
+    """Name that their certificates bear; the host of each address when null."""
     timeout: timedelta = timedelta(seconds=30)
     """Longest wait for an answer; a store that died has so long to come back."""
     replicas: int = 1
@@ -131,10 +133,10 @@ class StoresConfig:
     def __post_init__(self) -> None:
         """Refuse what is no address, and stores without a token."""
         for address in self.addresses:
-            if re.fullmatch(r"grpc(\+tls)?://[^/]+:\d+", address) is None:
+            if re.fullmatch(r"grpc(\+tls)?://[^/]+:\d+|file:///.+", address) is None:
                 raise ValueError(
-                    f"addresses must be grpc://host:port or grpc+tls://host:port, got {address!r}; "
-                    "write what the store announced"
+                    "addresses must be grpc://host:port, grpc+tls://host:port or file:///path, "
+                    f"got {address!r}; write what the store announced"
                 )
         if self.addresses and self.token_file is None:
             raise ValueError(

@@ -16,6 +16,7 @@ from schemas.errors import PlanError, SchemaError
 from schemas.events import BEHIND, LOST
 from schemas.job import load_job
 from trainer.draining import Drain, DrainInterrupt
+from trainer.serving_options import TLS_NAME, add_replica, add_store, not_negative, positive
 
 _BY_HAND = "start replicas with: python -m trainer replica {run} --number 0"
 
@@ -28,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("job", type=Path, help="job file")
     run.add_argument("--dataset", type=Path, required=True, help="dataset folder")
     run.add_argument("--output", type=Path, required=True, help="run folder")
-    run.add_argument("--steps", type=_positive, help="stop before this step")
+    run.add_argument("--steps", type=positive, help="stop before this step")
     run.add_argument("--embedding", choices=("plain", "cached", "lru", "uncached"), default="plain")
     run.add_argument("--expanded", action="store_true", help="undo the deduplication")
     run.add_argument(
@@ -41,18 +42,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="train while segments are built, until the dataset is finished",
     )
     run.add_argument(
-        "--stores", type=_positive, help="keep rows in so many store processes on this machine"
+        "--stores", type=positive, help="keep rows in so many store processes on this machine"
     )
     run.add_argument(
         "--replicas",
-        type=_not_negative,
+        type=not_negative,
         default=1,
         help="processes that train together; 0: all are started by hand",
     )
     run.add_argument("--host", default="127.0.0.1", help="where replicas find the lighthouse")
-    run.add_argument("--port", type=_not_negative, default=0, help="of the lighthouse")
+    run.add_argument("--port", type=not_negative, default=0, help="of the lighthouse")
     run.add_argument("--faults", default="[]", help="that are to happen to replicas, as JSON")
-    _add_replica(commands.add_parser("replica", help="one of the processes that train together"))
+    add_replica(commands.add_parser("replica", help="one of the processes that train together"))
     score = commands.add_parser("evaluate", help="metrics of a run on the evaluation split")
     score.add_argument("job", type=Path, help="job file")
     score.add_argument("--dataset", type=Path, required=True, help="dataset folder")
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     equal = commands.add_parser("equal", help="whether two runs left the same bits")
     equal.add_argument("run", type=Path, help="run folder")
     equal.add_argument("other", type=Path, help="run folder")
-    _add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
+    add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores that serve a run")
     move.add_argument(
         "--from", dest="giver", required=True, help="address of the store that has them"
@@ -72,50 +73,20 @@ def build_parser() -> argparse.ArgumentParser:
     kill = commands.add_parser("kill-store", help="end a store as a failure would; nothing is lost")
     again = commands.add_parser("restart-store", help="start a store anew in its place")
     for command in (kill, again):
-        command.add_argument("address", help="grpc://host:port or grpc+tls://host:port")
+        command.add_argument("address", help="grpc://host:port, grpc+tls://host:port or file://")
     for command in (move, kill, again):
         command.add_argument("--token-file", type=Path, required=True, help="of the stores")
         command.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
+        command.add_argument("--tls-name", help=TLS_NAME)
     agent = commands.add_parser("persist", help="write a trainer's checkpoints; it starts this")
     agent.add_argument("run", type=Path, help="run folder")
     agent.add_argument("--memory", type=Path, required=True, help="where the copies lie")
     agent.add_argument("--file", type=int, required=True, help="number of that open file")
-    agent.add_argument("--keep", type=_positive, required=True, help="checkpoints that remain")
-    agent.add_argument("--parent", type=_positive, required=True, help="process id of the trainer")
+    agent.add_argument("--keep", type=positive, required=True, help="checkpoints that remain")
+    agent.add_argument("--parent", type=positive, required=True, help="process id of the trainer")
     for command in (run, score, check, equal, move, kill, again):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
-
-
-def _add_replica(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="run folder that train --replicas has begun")
-    parser.add_argument("--number", type=int, required=True, help="of this replica, from 0")
-    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
-    _add_tls(parser, "authorities of other replicas, PEM")
-    parser.add_argument("--expected", type=_positive, default=1, help="replicas to wait for")
-    parser.add_argument("--threads", type=_positive, default=1, help="leaves computed at once")
-    parser.add_argument("--faults", default="[]", help="faults that are to happen, as JSON")
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
-
-
-def _add_store(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--directory", type=Path, required=True, help="where its log lies")
-    parser.add_argument("--token-file", type=Path, required=True, help="what callers must present")
-    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--slots", default="0:4096", help="START:END of 4,096[,...], or none")
-    _add_tls(parser, "authorities of other stores, PEM")
-    parser.add_argument("--fsync", choices=("checkpoint", "write"), default="checkpoint")
-    parser.add_argument("--message-bytes", type=_positive, default=4 << 20)
-    parser.add_argument("--in-flight-bytes", type=_positive, default=64 << 20)
-    parser.add_argument("--delay-sec", type=float, default=0.0, help="hold every answer back")
-    parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin does")
-
-
-def _add_tls(parser: argparse.ArgumentParser, trusted: str) -> None:
-    parser.add_argument("--tls-cert", type=Path, help="certificate chain, PEM")
-    parser.add_argument("--tls-key", type=Path, help="its key, PEM")
-    parser.add_argument("--trusted", type=Path, help=trusted)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,20 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
-
-
-def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
-    return number
 
 
 def _set_threads(job: Path) -> None:
@@ -260,8 +217,9 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
         lighthouse=together.lighthouse,
         access=Access(
-            token=read_token(arguments.run / TOKEN),
+            token=read_token(arguments.token_file or arguments.run / TOKEN),
             certificates=read_trusted(arguments.trusted),
+            certificate_name=arguments.tls_name,
         ),
         certificate=_certificate(arguments),
         host=arguments.host,
@@ -329,6 +287,7 @@ def _store(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         slots=ranges_from(arguments.slots),
         trusted=arguments.trusted,
+        certificate_name=arguments.tls_name,
         certificate=_certificate(arguments),
         sync=arguments.fsync == "write",
         limits=Limits(
@@ -358,6 +317,7 @@ def _migrate_slots(arguments: argparse.Namespace) -> int:
         ranges_from(arguments.slots),
         token_file=arguments.token_file,
         trusted=arguments.trusted,
+        certificate_name=arguments.tls_name,
     )
     _show(arguments, json.dumps(asdict(moved), sort_keys=True))
     return 0
@@ -367,7 +327,12 @@ def _tell_store(arguments: argparse.Namespace) -> int:
     from trainer.stores.manage import kill_store, restart_store
 
     tell = kill_store if arguments.command == "kill-store" else restart_store
-    tell(arguments.address, token_file=arguments.token_file, trusted=arguments.trusted)
+    tell(
+        arguments.address,
+        token_file=arguments.token_file,
+        trusted=arguments.trusted,
+        certificate_name=arguments.tls_name,
+    )
     _show(arguments, json.dumps({"address": arguments.address}))
     return 0
 

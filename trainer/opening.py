@@ -120,6 +120,7 @@ def access_of(config: StoresConfig, folder: Path, token_file: Path) -> Access:
     return Access(
         token=read_token(token_file),
         certificates=None if trusted is None else (folder / trusted).read_bytes(),
+        certificate_name=config.certificate_name,
         timeout_sec=config.timeout.total_seconds(),
     )
 

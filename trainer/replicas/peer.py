@@ -14,7 +14,7 @@ from schemas.errors import SchemaError
 from schemas.jagged import Array
 from trainer.arrays import from_bytes, to_parts
 from trainer.replicas.committed import Committed
-from trainer.stores.peer import Access
+from trainer.stores.peer import Access, client_of
 from trainer.stores.tls import Certificate, read_certificate, scheme_of
 from trainer.stores.token import TokenCheck
 from trainer.stores.wire import AUTHORIZATION
@@ -145,7 +145,7 @@ class Peer:
             access: how replicas of the run are reached.
         """
         self._address = address
-        self._client = fl.FlightClient(address, tls_root_certs=access.certificates)
+        self._client = client_of(address, access)
         header = (AUTHORIZATION.encode(), f"Bearer {access.token}".encode())
         self._options = fl.FlightCallOptions(timeout=access.timeout_sec, headers=[header])
 

@@ -19,7 +19,13 @@ _TELL_SEC = 10.0
 
 
 def migrate_slots(
-    giver: str, taker: str, slots: Ranges, *, token_file: Path, trusted: Path | None = None
+    giver: str,
+    taker: str,
+    slots: Ranges,
+    *,
+    token_file: Path,
+    trusted: Path | None = None,
+    certificate_name: str | None = None,
 ) -> Moved:
     """Move slots of a run from one store to another while it trains; returns when they are there.
 
@@ -30,42 +36,60 @@ def migrate_slots(
         slots: ranges.
         token_file: of the stores.
         trusted: PEM file of their authorities; the system's when None.
+        certificate_name: that their certificates bear; the host of each address when None.
 
     Raises:
         SchemaError: a store refuses or cannot be reached; the giver has the slots still, or will
             as soon as it hears of the taker.
     """
     body = {"to": taker, "slots": slots}
-    return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, token_file, trusted)["moved"])
+    access = _access(token_file, trusted, certificate_name)
+    return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"])
 
 
-def kill_store(address: str, *, token_file: Path, trusted: Path | None = None) -> None:
+def kill_store(
+    address: str,
+    *,
+    token_file: Path,
+    trusted: Path | None = None,
+    certificate_name: str | None = None,
+) -> None:
     """End a store as `kill -9` would; who started it starts it again, and nothing is lost.
 
     Raises:
         SchemaError: it refuses or cannot be reached.
     """
-    _asked(address, KILL, {}, _TELL_SEC, token_file, trusted)
+    access = _access(token_file, trusted, certificate_name)
+    _asked(address, KILL, {}, _TELL_SEC, access)
 
 
-def restart_store(address: str, *, token_file: Path, trusted: Path | None = None) -> None:
+def restart_store(
+    address: str,
+    *,
+    token_file: Path,
+    trusted: Path | None = None,
+    certificate_name: str | None = None,
+) -> None:
     """End a store in order and start it anew in its place, with its command line, on its port.
 
     Raises:
         SchemaError: it refuses or cannot be reached.
     """
-    _asked(address, RESTART, {}, _TELL_SEC, token_file, trusted)
+    access = _access(token_file, trusted, certificate_name)
+    _asked(address, RESTART, {}, _TELL_SEC, access)
+
+
+def _access(token_file: Path, trusted: Path | None, certificate_name: str | None) -> Access:
+    return Access(
+        token=read_token(token_file),
+        certificates=read_trusted(trusted),
+        certificate_name=certificate_name,
+    )
 
 
 def _asked(
-    address: str,
-    action: str,
-    body: dict[str, Any],
-    within_sec: float,
-    token_file: Path,
-    trusted: Path | None,
+    address: str, action: str, body: dict[str, Any], within_sec: float, access: Access
 ) -> dict[str, Any]:
-    access = Access(token=read_token(token_file), certificates=read_trusted(trusted))
     with Peer(address, access) as peer:
         try:
             return peer.action_once(action, body, within_sec)

@@ -24,6 +24,7 @@ from trainer.stores.failures import (
     StoreGoneError,
 )
 from trainer.stores.store import TableLayout
+from trainer.stores.whereabouts import found_at
 from trainer.stores.wire import AUTHORIZATION, records_schema, rows_batch
 
 T = TypeVar("T")
@@ -62,6 +63,8 @@ class Access:
     """What they ask for."""
     certificates: bytes | None = None
     """PEM of the authorities to be trusted, for `grpc+tls`; those of the system when None."""
+    certificate_name: str | None = None
+    """Name that their certificates must bear; the host of the address when None."""
     timeout_sec: float = 30.0
     """Longest wait for an answer; a store that died has so long to come back."""
 
@@ -77,7 +80,7 @@ class Peer:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Keep the address; nothing is connected yet."""
+        """Keep the address, which may be that of a file; nothing is connected yet."""
         self.address = address
         self._access = access
         self._clock = clock
@@ -188,7 +191,7 @@ class Peer:
 
     def _connected(self) -> fl.FlightClient:
         if self._client is None:
-            self._client = fl.FlightClient(self.address, tls_root_certs=self._access.certificates)
+            self._client = client_of(found_at(self.address), self._access)
         return self._client
 
     def _refused(self, error: Exception) -> Exception:
@@ -201,6 +204,22 @@ class Peer:
         if isinstance(error, fl.FlightUnauthenticatedError):
             separator, advice = "; ", "use the same token file for both"
         return SchemaError(f"{what}{separator}{advice}", file=self.address)
+
+
+def client_of(address: str, access: Access) -> fl.FlightClient:
+    """Return a connection to a server, made with the first call.
+
+    Args:
+        address: `grpc://host:port` or `grpc+tls://host:port`.
+        access: how it is reached.
+
+    Raises:
+        OSError: its certificate is to be checked, and it would show none.
+    """
+    name = access.certificate_name
+    if name is not None and not address.startswith("grpc+tls://"):
+        raise OSError(f"address must be grpc+tls:// to show a certificate of {name}: {address}")
+    return fl.FlightClient(address, tls_root_certs=access.certificates, override_hostname=name)
 
 
 def unreachable(address: str, timeout_sec: float, error: Exception | None) -> SchemaError:

@@ -21,6 +21,7 @@ from trainer.stores.peer import Access
 from trainer.stores.shard import Shard
 from trainer.stores.tls import Certificate, check_host, read_certificate, read_trusted, scheme_of
 from trainer.stores.token import read_token
+from trainer.stores.whereabouts import tell_address
 
 _SHUTDOWN_SEC = 5.0
 _ANSWER_SEC = 0.05
@@ -44,6 +45,8 @@ class StoreOptions:
     """For TLS."""
     trusted: Path | None = None
     """PEM file of the authorities of other stores, which slots move to; the system's when None."""
+    certificate_name: str | None = None
+    """Name that certificates of other stores bear; the host of their address when None."""
     sync: bool = False
     """Whether each write waits for the device."""
     limits: Limits = field(default_factory=Limits)
@@ -74,7 +77,11 @@ def run_store(
     token = read_token(options.token_file)
     scheme, certificate = scheme_of(options.certificate), read_certificate(options.certificate)
     shard = Shard(options.directory, options.slots, sync=options.sync)
-    access = Access(token=token, certificates=read_trusted(options.trusted))
+    access = Access(
+        token=token,
+        certificates=read_trusted(options.trusted),
+        certificate_name=options.certificate_name,
+    )
     departures = Departures(shard, access, clock=time.monotonic)
     ended, again = threading.Event(), threading.Event()
 
@@ -107,6 +114,7 @@ def run_store(
         if end_with is not None:
             threading.Thread(target=_wait_for_end, args=(end_with, ended), daemon=True).start()
         address = f"{scheme}://{options.host}:{server.port}"
+        tell_address(options.directory, address)
         announce(json.dumps({"address": address, "pid": os.getpid(), "slots": options.slots}))
         ended.wait()
         stopping = threading.Thread(target=server.shutdown, daemon=True)
