@@ -304,13 +304,14 @@ class Driver:
         elif action.verb == "migrate":
             slots, source, target = (int(action.values[k]) for k in ("slots", "source", "target"))
             name = f"move-{slots}-to-{target}.{int(1000 * self.state.now_sec)}"
-            command = move_command(self._places[job.name], slots, source, target)
+            place, reach = self._places[job.name], children.reach
+            command = move_command(place, slots, source, target, reach)
             children.start(name, command)
         elif action.verb == "finish":
             teach(job, self._options.output / HISTORY)
 
     def _start(self, job: JobState, process: Process, action: Action, children: Processes) -> None:
-        place = self._places[job.name]
+        place, reach = self._places[job.name], children.reach
         if process.pool == "segment":
             elsewhere = self._options.runner.options(job.name, process.name, process.workers)
             command = segment_command(place, process.number, process.workers, elsewhere)
@@ -318,12 +319,12 @@ class Driver:
             if not children.is_known(process.name):
                 (place.run / TOGETHER).unlink(missing_ok=True)  # of a lead that was killed
             served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
-            command = lead_command(place, grouped=grouped, served=served)
+            command = lead_command(place, grouped=grouped, served=served, reach=reach)
         elif process.pool == "store":
-            prepare_stores(place, job.num_stores or 0)
-            command = store_command(place, process.number, job.num_stores or 0)
+            prepare_stores(place, job.num_stores or 0, reach)
+            command = store_command(place, process.number, job.num_stores or 0, reach)
         else:
-            command = replica_command(place, process.number, max(1, int(process.cpus)))
+            command = replica_command(place, process.number, max(1, int(process.cpus)), reach)
         needs = Needs(cpus=process.cpus, memory_bytes=process.memory_bytes)
         children.start(process.name, command, needs)
 

@@ -25,8 +25,7 @@ def check_driver(
         output: folder of the scheduler.
 
     Raises:
-        PlanError: the jobs name several drivers, there is a cluster for none or none for one, or
-            Pods would have to reach each other and do not.
+        PlanError: the jobs name several drivers, or there is a cluster for none or none for one.
         SchemaError: a job is none, or the file of the cluster.
     """
     named = sorted({load_job(path).schedule.driver for path in job_files})
@@ -43,20 +42,8 @@ def check_driver(
         raise PlanError(
             f"cluster must be left out with driver process, got {cluster}; say --driver kubernetes"
         )
-    if cluster is not None and not read_cluster(cluster, output).shared_loopback:
-        for path in job_files:
-            _check_alone(path)
-
-
-def _check_alone(job_file: Path) -> None:
-    """Refuse a job that may have stores or replicas: they are reached over loopback."""
-    training = load_job(job_file).schedule.training
-    if training.max_stores > 0 or training.max_replicas > 1:
-        raise PlanError(
-            "schedule.training must have max_stores: 0 and max_replicas: 1 where Pods share no "
-            f"loopback, got {training.max_stores} and {training.max_replicas} in {job_file}; set "
-            "them, or shared_loopback: true in the --cluster file where Pods do"
-        )
+    if cluster is not None:
+        read_cluster(cluster, output)
 
 
 @contextmanager

@@ -31,10 +31,42 @@ class Needs:
 
 
 NOTHING = Needs()
+TOKEN, CHAIN, KEY = "token", "tls.crt", "tls.key"
+"""Files that processes of a job have in common."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How processes of one job reach each other where each has an address of its own."""
+
+    host: str
+    """What stands in a command for the address of its own process."""
+    folder: str
+    """Where each process sees what all of the job have in common: `TOKEN`, `CHAIN` and `KEY`."""
+    name: str
+    """That the job's certificate bears; it names no address."""
+
+    @property
+    def token(self) -> str:
+        """Return the file with what callers present."""
+        return f"{self.folder}/{TOKEN}"
+
+    @property
+    def chain(self) -> str:
+        """Return the file with the certificate, which is its own authority."""
+        return f"{self.folder}/{CHAIN}"
+
+    @property
+    def key(self) -> str:
+        """Return the file with its key."""
+        return f"{self.folder}/{KEY}"
 
 
 class Processes(Protocol):
     """The processes of one job, by names that are never given twice."""
+
+    reach: Reach | None
+    """How they reach each other; None where all share one loopback."""
 
     def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
         """Start a process, unless one was begun by this name.

@@ -6,10 +6,12 @@ When it dies its containers die, and what is known of them is lost, as with a ma
 
 from __future__ import annotations
 
+import base64
 import queue
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,17 @@ def retried(call: Callable[[], Any]) -> Any:
         except (HTTPError, OSError):
             pass
         time.sleep(RETRY_SEC)
+
+
+def write_secret(folder: Path, data: Mapping[str, str], mode: int) -> None:
+    """Write the files of a Secret, each in one go: others may read the same at this moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in data.items():
+        beside = folder / f".{name}.{uuid.uuid4().hex}"
+        beside.touch(mode=0o600)
+        beside.write_bytes(base64.b64decode(text))
+        beside.chmod(mode)
+        beside.rename(folder / name)
 
 
 class Kubelet:
@@ -119,6 +132,11 @@ class Kubelet:
         if why:
             self._report(pod, pods.refused(pod, why))
             return
+        missing = self._secret_that_is_missing(pod)
+        if missing:
+            self._report(pod, pods.waiting(pod, "ContainerCreating", missing))
+            threading.Timer(RETRY_SEC, self.told.put, [(self._look_again, pod)]).start()
+            return
         try:
             started = Started(pod, self._folder / f"{pod.metadata.uid}.log")
         except OSError as error:  # such as a working folder that is not there
@@ -128,6 +146,25 @@ class Kubelet:
         self._containers[pod.metadata.uid] = started
         self._report(pod, pods.running(pod, started.started_at, started.applied))
         threading.Thread(target=self._wait, args=(started,), daemon=True).start()
+
+    def _look_again(self, pod: Pod) -> None:
+        """Start a Pod that waits, if it is still there."""
+        found = retried(
+            lambda: self._api.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+        )
+        if found is not None and found.metadata.uid == pod.metadata.uid:
+            self.see(found)
+
+    def _secret_that_is_missing(self, pod: Pod) -> str:
+        """Write a container's Secrets where it looks for them; say which there is not."""
+        for folder, (name, mode) in pods.secrets(pod).items():
+            found = retried(
+                lambda name=name: self._api.read_namespaced_secret(name, pod.metadata.namespace)
+            )
+            if found is None:
+                return f'MountVolume.SetUp failed: secret "{name}" not found'
+            write_secret(Path(folder), found.data or {}, mode)
+        return ""
 
     def _wait(self, started: Started) -> None:
         end = started.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -13,14 +14,14 @@ from kubernetes.utils.quantity import parse_quantity
 Pod = Any
 """A V1Pod of the official client, whose attributes have no types."""
 ADDRESS = "127.0.0.1"
-"""Of every Pod and node: all are processes of this machine."""
+"""Of every node: all are processes of this machine."""
 FIELDS: dict[str, Callable[[Pod], str]] = {
     "metadata.name": lambda pod: pod.metadata.name,
     "metadata.namespace": lambda pod: pod.metadata.namespace,
     "metadata.uid": lambda pod: pod.metadata.uid,
     "spec.nodeName": lambda pod: pod.spec.node_name,
     "spec.serviceAccountName": lambda pod: pod.spec.service_account_name,
-    "status.podIP": lambda _: ADDRESS,
+    "status.podIP": lambda pod: address(pod),
     "status.hostIP": lambda _: ADDRESS,
 }
 """Of a Pod, that a variable may have as its value."""
@@ -29,6 +30,32 @@ DEFAULT_MESSAGE_PATH = "/dev/termination-log"
 MAX_MESSAGE_BYTES = 4096
 MAX_LOG_BYTES, MAX_LOG_LINES = 2048, 80
 """Of the log, where it stands for the message."""
+
+
+def address(pod: Pod) -> str:
+    """Return a Pod's own address on this machine's loopback, the same each time, never 127.0.0.x.
+
+    Two of a cluster have the same once in 16 million.
+    """
+    second, third, fourth = hashlib.sha256(pod.metadata.uid.encode()).digest()[:3]
+    return f"127.{1 + second % 254}.{third}.{1 + fourth % 254}"
+
+
+def secrets(pod: Pod) -> dict[str, tuple[str, int]]:
+    """Return the Secrets that a container sees: by folder, the name and the mode of its files."""
+    named = {
+        volume.name: (volume.secret.secret_name, volume.secret.default_mode or 0o644)
+        for volume in pod.spec.volumes or []
+        if volume.secret is not None
+    }
+    mounts = pod.spec.containers[0].volume_mounts or []
+    return {mount.mount_path: named[mount.name] for mount in mounts if mount.name in named}
+
+
+def waiting(pod: Pod, reason: str, message: str) -> dict[str, Any]:
+    """Return the status of a Pod whose container cannot be made yet."""
+    state = {"waiting": {"reason": reason, "message": message}}
+    return _status(pod, "Pending", _container(pod, state, is_ready=False), is_ready=False)
 
 
 def unsupported(pod: Pod) -> str | None:
@@ -174,8 +201,8 @@ def _status(
     return {
         "phase": phase,
         "observedGeneration": pod.metadata.generation,
-        "podIP": ADDRESS,
-        "podIPs": [{"ip": ADDRESS}],
+        "podIP": address(pod),
+        "podIPs": [{"ip": address(pod)}],
         "hostIP": ADDRESS,
         "conditions": [
             condition("Initialized", holds=True),

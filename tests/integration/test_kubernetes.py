@@ -1,6 +1,11 @@
 """A job whose processes are Pods of a real cluster: Pods, a node and the scheduler are lost."""
 
+import base64
 import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +16,36 @@ from scheduler.machine.events import Ended
 from scheduler.machine.log import LOG, read_log, recover
 from tests.cluster.fixtures import cluster, namespace
 from tests.cluster.servers import Cluster
-from tests.integration.test_scheduled import Scheduler, command, num_lines, write_jobs
+from tests.cluster.sockets import pids_with, sockets_of
+from tests.integration.test_scheduled import (
+    CACHE,
+    SMALL,
+    Scheduler,
+    command,
+    num_lines,
+    write_jobs,
+)
 
 __all__ = ["cluster", "namespace"]
 
 
-def write_cluster(repository: Path, cluster: Cluster, namespace: str, folder: Path) -> Path:
+REACHED = ("lead-0.1", "replica-0.1", "replica-1.1", "store-0.1", "store-1.1")
+"""Processes of a job that reach each other, as they begin."""
+TOGETHER = """
+  training:
+    replica: {cpus: 0.5, memory: 1100MiB}
+    store: {cpus: 0.5, memory: 200MiB}
+    min_replicas: 2
+    max_replicas: 2
+    max_stores: 2
+"""
+PATIENT = "\n  stores: {timeout: 3m}"
+"""A store is away until its Pod is replaced, on a machine that has much else to do."""
+
+
+def write_cluster(
+    repository: Path, cluster: Cluster, namespace: str, folder: Path, *, shared: bool = True
+) -> Path:
     """Write the file of a cluster whose Pods are processes of this machine."""
     body = {
         "namespace": namespace,
@@ -25,7 +54,8 @@ def write_cluster(repository: Path, cluster: Cluster, namespace: str, folder: Pa
         "volumes": [{"path": str(folder), "host_path": str(folder)}],
         "python": [str(repository / ".venv" / "bin" / "python")],
         "environment": {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
-        "shared_loopback": True,
+        "shared_loopback": shared,
+        "secrets": str(folder / "secrets"),
         "grace": "60s",
         "lost_after": "3s",
         "unschedulable_after": "60s",
@@ -91,6 +121,109 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
 
     again = tmp_path / "undisturbed"
     dataset = str(output / "demo" / "dataset")
+    trained = command(
+        repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
+    )
+    assert trained.returncode == 0, trained.stderr
+    equal = command(repository, "trainer", "equal", str(output / "demo" / "run"), str(again))
+    assert equal.returncode == 0, equal.stdout + equal.stderr
+
+
+def write_job(repository: Path, folder: Path) -> Path:
+    """Write the demo job, smaller, with replicas and stores."""
+    demo = repository / "schemas" / "demo"
+    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
+    text = (demo / "job.yaml").read_text()
+    for old, new in SMALL.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    path = folder / "demo.yaml"
+    text = text.replace("{every_steps: 2}", f"{{every_steps: 2}}{CACHE}{PATIENT}").rstrip()
+    path.write_text(text + TOGETHER)
+    return path
+
+
+class Watched:
+    """The Pods of a run that reach each other, with the addresses that any of them had."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self.addresses: dict[str, str] = {}
+
+    def pids(self, process: str) -> list[int]:
+        """Return the processes of a Pod that runs, none of one that does not."""
+        pod = pod_of(self._cluster, self._namespace, process)
+        if pod is None:
+            return []
+        self.addresses[process] = pod.status.pod_ip
+        return pids_with("PRESAGE_HOST", pod.status.pod_ip)
+
+    def kill(self, process: str) -> None:
+        """Kill all of a Pod, as a node does that is short of memory."""
+        for pid in self.pids(process):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def check(self, processes: Sequence[str]) -> None:
+        """Have each listen at its own address alone, and call nobody but the others' own."""
+        found = {name: sockets_of(self.pids(name)) for name in processes}
+        for name, sockets in found.items():
+            own = self.addresses[name]
+            assert not own.startswith("127.0.0."), own
+            assert {host for host, _ in sockets.listening} <= {own}, (name, sockets)
+            called = {host for host, _ in sockets.called}
+            assert called <= set(self.addresses.values()), (name, sockets)
+        for name in processes:
+            if not name.startswith("lead-"):
+                assert found[name].listening, name
+        assert all(found[name].called for name in processes if name.startswith("replica-"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_bits(
+    repository: Path, cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    demo, output = write_job(repository, tmp_path), tmp_path / "out"
+    (tmp_path / "budget.yaml").write_text("cpus: 3.5\nmemory: 8GiB\n")
+    words = [str(demo), "--output", str(output), "--budget", str(tmp_path / "budget.yaml")]
+    words += ["--driver", "kubernetes", "--status", "off", "--json", "--cluster"]
+    words.append(str(write_cluster(repository, cluster, namespace, tmp_path, shared=False)))
+    api, steps = cluster.core(), output / "demo" / "run" / "metrics.jsonl"
+    watched = Watched(cluster, namespace)
+    stores = [output / "demo" / "stores" / str(number) / "address" for number in (0, 1)]
+
+    scheduler = Scheduler(repository, words, tmp_path / "said")
+    scheduler.until(lambda: num_lines(steps) >= 2)
+    (secret,) = api.list_namespaced_secret(namespace).items
+    begun = [name for name in REACHED if watched.pids(name)]
+    assert begun == list(REACHED), begun
+    watched.check(begun)
+    before = stores[0].read_text()
+    watched.kill("store-0.1")
+    scheduler.until(lambda: stores[0].read_text() != before)
+    watched.kill("replica-1.1")
+    scheduler.until(lambda: watched.pids("replica-1.2"))
+    there = num_lines(steps)
+    scheduler.until(lambda: num_lines(steps) > there)
+    assert scheduler.process.wait() == 0, scheduler.said.read_text()
+    jobs = json.loads(scheduler.said.read_text().splitlines()[-1])
+    assert jobs["demo"]["phase"] == "finished"
+    assert watched.addresses["store-0.1"] in before
+    assert watched.addresses["replica-1.1"] != watched.addresses["replica-1.2"]
+    assert not api.list_namespaced_pod(namespace).items
+    assert not api.list_namespaced_secret(namespace).items
+    token = base64.b64decode(secret.data["token"])
+    kept = [path for path in output.rglob("*") if path.is_file() and token in path.read_bytes()]
+    assert not kept, "what only Pods of the job may know lies in no folder"
+    ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
+    told = {end.process: end.outcome for end in ends}
+    assert (told["store-0.1"], told["replica-1.1"]) == ("lost", "lost")
+    verified = command(repository, "trainer", "verify", str(output / "demo" / "run"))
+    assert verified.returncode == 0, verified.stderr
+
+    again, dataset = tmp_path / "undisturbed", str(output / "demo" / "dataset")
     trained = command(
         repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
     )

@@ -59,6 +59,7 @@ class Api:
         self._client = client
         self._namespace = namespace
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
+        self._secrets = f"/api/v1/namespaces/{namespace}/secrets"
         self._open: urllib3.HTTPResponse | None = None
 
     @property
@@ -98,6 +99,22 @@ class Api:
         """Change the resources of a running Pod."""
         query = {"fieldManager": MANAGER}
         return self._call("PATCH", f"{self._pods}/{name}/resize", query, patch, MERGE)
+
+    def have_secret(self, secret: Mapping[str, Any]) -> None:
+        """Make a Secret, unless there is one of its name, which is left as it is, unseen."""
+        try:
+            self._call("POST", self._secrets, {"fieldManager": MANAGER}, secret)
+        except RefusedError as error:
+            if error.status != CONFLICT:
+                raise
+
+    def drop_secret(self, name: str) -> None:
+        """Take a Secret off; nothing where there is none."""
+        try:
+            self._call("DELETE", f"{self._secrets}/{name}")
+        except RefusedError as error:
+            if error.status != NOT_FOUND:
+                raise
 
     def memory(self, selector: str) -> dict[str, int]:
         """Return the memory in bytes that is in use, by Pod."""

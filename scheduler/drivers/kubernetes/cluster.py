@@ -21,11 +21,12 @@ from scheduler.drivers.kubernetes.api import (
 )
 from scheduler.drivers.kubernetes.follow import Away, Changed, Follower, Listed, News
 from scheduler.drivers.kubernetes.manifest import Task, memory_patch, pod_of
-from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, pod_name
+from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, pod_name, secret_name
 from scheduler.drivers.kubernetes.pod import is_over
+from scheduler.drivers.kubernetes.secret import reach_of, secret_of
 from scheduler.drivers.kubernetes.settings import ClusterConfig
 from scheduler.drivers.kubernetes.tracked import STOP_SEC, Tracked
-from scheduler.drivers.processes import Ending
+from scheduler.drivers.processes import Ending, Reach
 from schemas.errors import PlanError
 
 AGAIN_SEC = 2.0
@@ -121,12 +122,36 @@ class Cluster:
         """Return the Pod of a process, None where there was none."""
         return self._pods.get(pod_name(self._instance, job, process))
 
+    def reach(self, job: str) -> Reach | None:
+        """Return how processes of a job reach each other, None where all share one loopback."""
+        return reach_of(self._config, self._instance, job)
+
     def want(self, task: Task) -> None:
         """Have a Pod for a process."""
         pod = pod_of(self._config, self._instance, task)
         name = pod["metadata"]["name"]
-        self._pods.setdefault(name, Tracked(name, wanted=pod))
+        needs = task.job if task.is_reached else None
+        self._pods.setdefault(name, Tracked(name, wanted=pod, needs_secret_of=needs))
         self.settle(self._pods[name])
+
+    def drop_secret(self, job: str) -> bool:
+        """Take off what the processes of a job had in common; False where it is to be tried again.
+
+        Nothing of it must live: the next process that needs it has a new one made.
+        """
+        if self._config.shared_loopback:
+            return True
+        if time.monotonic() < self._quiet_until:
+            return False
+        try:
+            self._api.drop_secret(secret_name(self._instance, job))
+        except UnreachableError as error:
+            self._unanswered(error)
+            return False
+        except RefusedError as error:
+            self.say(f"Secret of job {job} cannot be deleted: {error.message}")
+        self._answers("calls")
+        return True
 
     def settle(self, tracked: Tracked) -> None:
         """Tell the API server what is to be done for a Pod, if it answers."""
@@ -209,6 +234,7 @@ class Cluster:
 
     def _apply(self, tracked: Tracked, pod: Any) -> None:
         try:
+            self._have_secret(tracked.needs_secret_of)
             tracked.seen = self._api.apply(pod)
         except RefusedError as error:
             if error.is_quota:
@@ -220,6 +246,12 @@ class Cluster:
             else:
                 tracked.verdict = Ending(refused=f"Pod {tracked.name}: {error.message}")
         tracked.wanted = None
+
+    def _have_secret(self, job: str | None) -> None:
+        """Have what a Pod is to see; asked before each, for somebody may have taken it off."""
+        reach = None if job is None else self.reach(job)
+        if job is not None and reach is not None:
+            self._api.have_secret(secret_of(self._config, self._instance, job, reach))
 
     def _is_ours(self, tracked: Tracked) -> bool:
         found = self._api.get(tracked.name)

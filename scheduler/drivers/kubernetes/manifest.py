@@ -7,21 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.kubernetes.names import (
-    CONTAINER,
-    INSTANCE,
-    JOB,
-    MANAGER,
-    POOL,
-    PROCESS,
-    label_value,
-    pod_name,
-)
+from scheduler.drivers.kubernetes.names import CONTAINER, labels_of, pod_name
+from scheduler.drivers.kubernetes.secret import SELF, reach_of
 from scheduler.drivers.kubernetes.settings import ClusterConfig, TolerationConfig, VolumeConfig
-from scheduler.drivers.processes import Needs
+from scheduler.drivers.processes import Needs, Reach
 
 _BEGIN = 'exec "$@" > "$0.out" 2> "$0.err"'
 """Becomes the program of the arguments; what it says lies where the scheduler sees it."""
+_SECRET = "secret"
+"""Name of the volume with what the processes of a job have in common."""
 IDLE = {"cpu": "50m", "memory": "256Mi"}
 """Asked for, without a limit, for a process for which nothing is booked: a lead that does not
 train, a move of slots."""
@@ -42,6 +36,11 @@ class Task:
     folder: Path
     """Where its output goes."""
 
+    @property
+    def is_reached(self) -> bool:
+        """Return whether it serves others of its job, or calls them."""
+        return not self.name.startswith("segment-")
+
 
 def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
     """Return the Pod as it is applied: all that is here is ours, and nothing else.
@@ -51,16 +50,17 @@ def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
         instance: of the scheduler.
         task: the process.
     """
-    pool = task.name.partition("-")[0]
-    names = {JOB: task.job, POOL: pool, PROCESS: task.name}
-    labels = {name: label_value(value) for name, value in names.items()}
+    reach = reach_of(config, instance, task.job) if task.is_reached else None
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(config.grace.total_seconds()),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "containers": [_container(config, task)],
-        "volumes": [_volume(n, volume) for n, volume in enumerate(config.volumes)],
+        "containers": [_container(config, task, reach)],
+        "volumes": [
+            *(_volume(n, v) for n, v in enumerate(config.volumes)),
+            *_secret(config, reach),
+        ],
         "nodeSelector": dict(config.node_selector),
         "tolerations": [_toleration(one) for one in config.tolerations],
         "serviceAccountName": config.service_account,
@@ -75,8 +75,7 @@ def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
         "metadata": {
             "name": pod_name(instance, task.job, task.name),
             "namespace": config.namespace,
-            "labels": {"app.kubernetes.io/managed-by": MANAGER, INSTANCE: instance, **labels},
-            "annotations": names,
+            **labels_of(instance, task.job, task.name),
         },
         "spec": {name: value for name, value in spec.items() if value or value is False},
     }
@@ -102,21 +101,29 @@ def memory_patch(memory_bytes: int) -> dict[str, Any]:
     return {"spec": {"containers": [{"name": CONTAINER, "resources": resources}]}}
 
 
-def _container(config: ClusterConfig, task: Task) -> dict[str, Any]:
+def _container(config: ClusterConfig, task: Task, reach: Reach | None) -> dict[str, Any]:
     said = str(task.folder / task.name)
+    given: list[dict[str, Any]] = [
+        {"name": k, "value": v} for k, v in sorted(config.environment.items())
+    ]
+    seen = [_mount(n, volume) for n, volume in enumerate(config.volumes)]
+    if reach is not None:
+        own = {"fieldRef": {"fieldPath": "status.podIP"}}
+        given.append({"name": SELF, "valueFrom": own})
+        seen.append({"name": _SECRET, "mountPath": reach.folder, "readOnly": True})
     program = [*config.python, *task.command[1:]]
     return {
         "name": CONTAINER,
         "image": config.image,
         "command": ["/bin/sh", "-c", _BEGIN, said, *program],
-        "env": [{"name": k, "value": v} for k, v in sorted(config.environment.items())],
+        "env": given,
         "resources": resources_of(task.needs),
         # A process learns of more memory by having it: nothing of it need be started again.
         "resizePolicy": [
             {"resourceName": "cpu", "restartPolicy": "NotRequired"},
             {"resourceName": "memory", "restartPolicy": "NotRequired"},
         ],
-        "volumeMounts": [_mount(n, volume) for n, volume in enumerate(config.volumes)],
+        "volumeMounts": seen,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {"allowPrivilegeEscalation": False},
     }
@@ -127,6 +134,15 @@ def _volume(number: int, volume: VolumeConfig) -> dict[str, Any]:
         claim = {"claimName": volume.claim, "readOnly": volume.read_only}
         return {"name": f"folder-{number}", "persistentVolumeClaim": claim}
     return {"name": f"folder-{number}", "hostPath": {"path": volume.host_path}}
+
+
+def _secret(config: ClusterConfig, reach: Reach | None) -> list[dict[str, Any]]:
+    if reach is None:
+        return []
+    # Who runs as another than root reads it by the group, which the user has where it is given.
+    mode = 0o444 if config.user is None else 0o440
+    name = reach.folder.rpartition("/")[2]
+    return [{"name": _SECRET, "secret": {"secretName": name, "defaultMode": mode}}]
 
 
 def _mount(number: int, volume: VolumeConfig) -> dict[str, Any]:

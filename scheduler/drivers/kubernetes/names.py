@@ -31,6 +31,26 @@ def pod_name(instance: str, job: str, process: str) -> str:
     return _label(f"{job}-{process}", f"{instance}/{job}/{process}")
 
 
+def secret_name(instance: str, job: str) -> str:
+    """Return the name of a job's Secret, which no process's Pod has.
+
+    Example:
+        >>> secret_name("a1", "Clicks_2")
+        'clicks-2-3e1e0d1d9f'
+    """
+    return _label(job, f"{instance}/{job}")
+
+
+def labels_of(instance: str, job: str, process: str | None = None) -> dict[str, dict[str, str]]:
+    """Return labels and annotations of what belongs to a job, or to one process of it."""
+    names = {JOB: job}
+    if process is not None:
+        names |= {POOL: process.partition("-")[0], PROCESS: process}
+    labels = {name: label_value(value) for name, value in names.items()}
+    owner = {"app.kubernetes.io/managed-by": MANAGER, INSTANCE: instance}
+    return {"labels": {**owner, **labels}, "annotations": names}
+
+
 def label_value(text: str) -> str:
     """Return a text as the value of a label: itself where it is one.
 

@@ -33,6 +33,9 @@ class Pods:
         self._cluster = cluster
         self._job = job
         self._folder = folder
+        self._may_have_secret = True
+        self.reach = cluster.reach(job)
+        """How its processes reach each other."""
 
     def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
         """Have a Pod, unless one was wanted by this name."""
@@ -41,6 +44,7 @@ class Pods:
             self._at(name, "begun").touch(exist_ok=False)
         except FileExistsError:
             return
+        self._may_have_secret = True
         task = Task(job=self._job, name=name, command=command, needs=needs, folder=self._folder)
         self._cluster.want(task)
 
@@ -118,15 +122,19 @@ class Pods:
         """Have the objects of Pods that have ended go, but for those of these names.
 
         A Pod that lives and has none of them came after it was taken for ended: the scheduler
-        that asked for it died meanwhile. It is ended; only moves of slots live unnamed.
+        that asked for it died meanwhile. It is ended; only moves of slots live unnamed. With the
+        last process goes what all had in common.
         """
-        for name, tracked in self._cluster.all_of(self._job).items():
+        known = self._cluster.all_of(self._job)
+        for name, tracked in known.items():
             if name in names:
                 continue
             if not tracked.lives:
                 self._cluster.forget(tracked)
             elif not name.startswith("move-"):
                 self.end(name)
+        if self._may_have_secret and not names and not any(t.lives for t in known.values()):
+            self._may_have_secret = not self._cluster.drop_secret(self._job)
 
     def _end(self, name: str, grace_sec: int) -> None:
         tracked = self._cluster.tracked(self._job, name)

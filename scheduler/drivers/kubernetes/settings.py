@@ -80,8 +80,10 @@ class ClusterConfig:
     """Of the Pods."""
     user: int | None = None
     """User and group that Pods run as, who may write the volumes; those of the image when null."""
+    secrets: str = "/run/presage"
+    """Folder below which each Pod sees the token and the certificate of its job."""
     shared_loopback: bool = False
-    """Whether Pods reach each other over loopback; without it no job has stores or replicas."""
+    """Whether all Pods share one loopback, where they reach each other without a certificate."""
     grace: timedelta = timedelta(seconds=60)
     """How long a process that is asked to end may take: `train.limits.drain`, and some."""
     unschedulable_after: timedelta = timedelta(minutes=5)
@@ -91,7 +93,9 @@ class ClusterConfig:
     """A Pod that its node has not ended so long after its grace is taken for lost with the node."""
 
     def __post_init__(self) -> None:
-        """Refuse times that are none."""
+        """Refuse times that are none, and a folder that may be anywhere."""
+        if not self.secrets.startswith("/"):
+            raise ValueError(f"secrets must be absolute, got {self.secrets!r}; write the full path")
         for name in ("grace", "unschedulable_after", "lost_after"):
             seconds = getattr(self, name).total_seconds()
             if seconds < 1.0:

@@ -47,6 +47,8 @@ class Tracked:
     """How it ends that waited for too long, once it is gone."""
     since: dict[str, float] = field(default_factory=dict[str, float])
     """When something was first seen that must not last, by its word."""
+    needs_secret_of: str | None = None
+    """Job whose Secret it is to see; None where it sees none, or is there already."""
     given_bytes: int | None = None
     """Limit of memory that the server was told last."""
 

@@ -26,6 +26,9 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Children:
     """The child processes of one job."""
 
+    reach = None
+    """All share this machine's loopback."""
+
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         """Remember where their files lie.
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler.drivers.process.stores import address_of
+from scheduler.drivers.process.stores import address_of, store_folder, token_of
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.processes import Reach
 from scheduler.machine.slots import first_slots, slots_of
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -47,45 +48,66 @@ def segment_command(
     return [*([*append, *turn] if number else build), *source, *last, *(elsewhere or running)]
 
 
-def lead_command(place: Workplace, *, grouped: bool, served: bool) -> list[str]:
+def lead_command(
+    place: Workplace, *, grouped: bool, served: bool, reach: Reach | None = None
+) -> list[str]:
     """Return the command that begins training, or goes on with it.
 
     Args:
         place: of the job.
         grouped: whether replicas train, which are started one by one.
         served: whether rows lie in stores.
+        reach: how processes reach each other; None where all share one loopback.
     """
     job = place.served_job if served else place.job_file
     train = [*_module("trainer"), "train", str(job), "--dataset", str(place.dataset)]
     train += ["--output", str(place.run), "--follow", "--resume"]
     train += ["--embedding", "cached"] if served else []
-    return [*train, *(["--replicas", "0"] if grouped else [])]
+    train += ["--replicas", "0"] if grouped else []
+    return [*train, *(["--host", reach.host] if grouped and reach is not None else [])]
 
 
-def store_command(place: Workplace, number: int, count: int) -> list[str]:
+def store_command(
+    place: Workplace, number: int, count: int, reach: Reach | None = None
+) -> list[str]:
     """Return the command of one of several stores."""
     first, end = first_slots(number, count)
+    store = [*_module("trainer"), "store", "--directory", str(store_folder(place, number))]
+    store += ["--slots", f"{first}:{end}"]
+    if reach is not None:
+        return [*store, *_served(reach)]
     port = address_of(place, number).rpartition(":")[2]
-    store = [*_module("trainer"), "store", "--directory", str(place.stores / str(number))]
-    return [*store, "--slots", f"{first}:{end}", "--port", port, *_token(place)]
+    return [*store, "--port", port, "--token-file", str(token_of(place))]
 
 
-def move_command(place: Workplace, slots: int, source: int, target: int) -> list[str]:
+def move_command(
+    place: Workplace, slots: int, source: int, target: int, reach: Reach | None = None
+) -> list[str]:
     """Return the command that moves a range of slots from one store to another."""
     first, end = slots_of(slots)
     move = [*_module("trainer"), "migrate-slots", "--slots", f"{first}:{end}"]
     move += ["--from", address_of(place, source), "--to", address_of(place, target)]
-    return [*move, *_token(place)]
+    return [*move, *(["--token-file", str(token_of(place))] if reach is None else _trusting(reach))]
 
 
-def replica_command(place: Workplace, number: int, threads: int) -> list[str]:
+def replica_command(
+    place: Workplace, number: int, threads: int, reach: Reach | None = None
+) -> list[str]:
     """Return the command of one replica."""
     replica = [*_module("trainer"), "replica", str(place.run), "--number", str(number)]
-    return [*replica, "--threads", str(threads)]
+    return [*replica, "--threads", str(threads), *([] if reach is None else _served(reach))]
 
 
-def _token(place: Workplace) -> list[str]:
-    return ["--token-file", str(place.stores / "token")]
+def _served(reach: Reach) -> list[str]:
+    """Return what a process is told that listens at an address of its own."""
+    files = ["--tls-cert", reach.chain, "--tls-key", reach.key]
+    return ["--host", reach.host, *files, *_trusting(reach)]
+
+
+def _trusting(reach: Reach) -> list[str]:
+    """Return what a process is told that calls others at theirs."""
+    words = ["--token-file", reach.token]
+    return [*words, "--trusted", reach.chain, "--tls-name", reach.name]
 
 
 def _module(name: str) -> list[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.processes import Reach
 from scheduler.lookahead import look_ahead
 from scheduler.machine.events import LoadKnown
 from schemas.accesses import index_load
@@ -18,26 +20,63 @@ from schemas.errors import SchemaError
 from schemas.job import load_job
 from schemas.manifest import replace_bytes
 
+ADDRESS = "address"
+"""File in a store's directory in which it says where it listens (schemas/FORMAT.md)."""
 
-def prepare_stores(place: Workplace, count: int) -> None:
-    """Choose addresses and a token, and write the job file that has them, once.
 
-    The file is written last, so that half of it all is done again.
+def prepare_stores(place: Workplace, count: int, reach: Reach | None = None) -> None:
+    """Choose addresses, and write the job file that has them, once.
+
+    It is written last, so that half of it all is done again; and anew for another platform.
+
+    Args:
+        place: of the job.
+        count: stores.
+        reach: how processes reach each other; None where all share one loopback.
     """
     if place.served_job.exists():
-        return
+        known = load_job(place.served_job).train.stores
+        if (None if reach is None else reach.name) == known.certificate_name:
+            return
     place.stores.mkdir(parents=True, exist_ok=True)
-    token = place.stores / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32) + "\n")
+    found = _on_loopback(place, count) if reach is None else _by_files(place, count, reach)
     body: Any = yaml.safe_load(place.job_file.read_text(encoding="utf-8"))
     schema = load_job(place.job_file).data.schema
     body["data"]["schema"] = str((place.job_file.parent / schema).resolve())
     train = body["train"] = body.get("train") or {}
-    addresses = [f"grpc://127.0.0.1:{port}" for port in _free_ports(count)]
     kept = {k: v for k, v in (train.get("stores") or {}).items() if k in ("timeout", "replicas")}
-    train["stores"] = {**kept, "addresses": addresses, "token_file": str(token)}
+    train["stores"] = {**kept, **found}
     replace_bytes(place.served_job, yaml.safe_dump(body, sort_keys=False).encode())
+
+
+def _on_loopback(place: Workplace, count: int) -> dict[str, object]:
+    """Return ports that are free now, and a new token."""
+    token = token_of(place)
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32) + "\n")
+    addresses = [f"grpc://127.0.0.1:{port}" for port in _free_ports(count)]
+    return {"addresses": addresses, "token_file": str(token)}
+
+
+def _by_files(place: Workplace, count: int, reach: Reach) -> dict[str, object]:
+    """Return the files in which stores say where they are, wherever they are started again."""
+    folders = [store_folder(place, number) for number in range(count)]
+    return {
+        "addresses": [f"file://{folder / ADDRESS}" for folder in folders],
+        "token_file": reach.token,
+        "certificates": reach.chain,
+        "certificate_name": reach.name,
+    }
+
+
+def store_folder(place: Workplace, number: int) -> Path:
+    """Return where the log of a store lies."""
+    return place.stores / str(number)
+
+
+def token_of(place: Workplace) -> Path:
+    """Return the file with what stores of one loopback ask for."""
+    return place.stores / "token"
 
 
 def address_of(place: Workplace, number: int) -> str:

@@ -17,6 +17,7 @@ from scheduler.drivers.process.commands import (
 )
 from scheduler.drivers.process.stores import address_of, prepare_stores
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.processes import Reach
 from schemas.features import load_features
 from schemas.job import load_job
 from tests.scheduler.made import write_job
@@ -51,6 +52,50 @@ def test_commands_of_trainers_parse(place: Workplace) -> None:
         address_of(place, 1),
     )
     assert move.token_file == store.token_file
+
+
+REACH = Reach(host="$(HOST)", folder="/run/job", name="job.presage")
+
+
+def test_commands_of_trainers_with_networks_of_their_own_parse(place: Workplace) -> None:
+    prepare_stores(place, 2, REACH)
+    stores = load_job(place.served_job).train.stores
+    assert stores.addresses == tuple(f"file://{place.stores / str(n)}/address" for n in (0, 1))
+    assert (stores.token_file, stores.certificates) == ("/run/job/token", "/run/job/tls.crt")
+    assert stores.certificate_name == "job.presage"
+    parser = trainer_parser()
+    lone = parser.parse_args(lead_command(place, grouped=False, served=True, reach=REACH)[3:])
+    assert lone.host == "127.0.0.1", "it serves nobody"
+    lead = parser.parse_args(lead_command(place, grouped=True, served=True, reach=REACH)[3:])
+    assert lead.host == "$(HOST)"
+    served = [
+        parser.parse_args(words[3:])
+        for words in (replica_command(place, 2, 3, REACH), store_command(place, 1, 2, REACH))
+    ]
+    for found in served:
+        assert (found.host, found.tls_name) == ("$(HOST)", "job.presage")
+        files = [found.token_file, found.tls_cert, found.tls_key, found.trusted]
+        assert [file.name for file in files] == ["token", "tls.crt", "tls.key", "tls.crt"]
+        assert {file.parent for file in files} == {Path("/run/job")}
+    store = served[1]
+    assert (store.directory / "address") == Path(stores.addresses[1].removeprefix("file://"))
+    assert store.port == 0
+    move = parser.parse_args(move_command(place, 3, 0, 1, REACH)[3:])
+    assert (move.giver, move.to) == stores.addresses
+    assert (move.tls_name, move.token_file.name) == ("job.presage", "token")
+
+
+def test_prepare_stores_chooses_anew_on_another_platform(place: Workplace) -> None:
+    before = load_job(place.served_job).train.stores
+    prepare_stores(place, 2, REACH)
+    between = place.served_job.read_bytes()
+    prepare_stores(place, 2, REACH)
+    assert place.served_job.read_bytes() == between
+    prepare_stores(place, 2)
+    after = load_job(place.served_job).train.stores
+    assert after.token_file == before.token_file
+    assert (after.certificates, after.certificate_name) == (None, None)
+    assert all(address.startswith("grpc://127.0.0.1:") for address in after.addresses)
 
 
 def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(

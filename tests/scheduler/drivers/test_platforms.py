@@ -1,4 +1,4 @@
-"""Which jobs a cluster may run, and that processes are looked for where they are."""
+"""Processes are looked for where they are."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.platforms import check_driver
 from scheduler.drivers.process.command import PLATFORM, RunRequest, run_jobs
 from scheduler.drivers.process.submit import submit
 from scheduler.machine.codec import decision_of
@@ -18,31 +17,7 @@ from schemas.errors import PlanError
 from tests.scheduler.drivers.test_workplace import write_log
 from tests.scheduler.made import GIB, write_job
 
-ALONE = "  training: {max_stores: 0, max_replicas: 1}"
-CLUSTER = "namespace: a\nimage: b\nvolumes: [{path: /, claim: c}]\n"
 ELSEWHERE = "kubernetes https://one.example presage"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "more", "is_refused"),
-    [
-        ("  priority: 0", "", True),
-        ("  priority: 0", "shared_loopback: true\n", False),
-        ("  training: {max_stores: 1, max_replicas: 1}", "", True),
-        ("  training: {max_stores: 0, max_replicas: 2}", "", True),
-        (ALONE, "", False),
-    ],
-)
-def test_check_driver_takes_jobs_whose_pods_can_reach_each_other(
-    schedule: str, more: str, is_refused: bool, tmp_path: Path
-) -> None:
-    job, cluster = write_job(tmp_path, schedule), tmp_path / "cluster.yaml"
-    cluster.write_text(CLUSTER + more)
-    if is_refused:
-        with pytest.raises(PlanError, match="where Pods share no loopback"):
-            check_driver("kubernetes", cluster, [job], tmp_path)
-    else:
-        check_driver("kubernetes", cluster, [job], tmp_path)
 
 
 def request_of(output: Path, *jobs: Path, log: Path | None = None) -> RunRequest:

@@ -64,12 +64,6 @@ REFUSED = {
         ["--cluster", "cluster.yaml"],
         "cluster must be left out with driver process, got cluster.yaml; say --driver kubernetes",
     ),
-    "replicas that would not reach each other": (
-        ["--driver", "kubernetes", "--cluster", "cluster.yaml"],
-        "schedule.training must have max_stores: 0 and max_replicas: 1 where Pods share no "
-        "loopback, got 16 and 16 in job.yaml; set them, or shared_loopback: true in the --cluster "
-        "file where Pods do",
-    ),
     "an output that Pods do not see": (
         ["--driver", "kubernetes", "--cluster", "cluster.yaml", "--output", "/elsewhere"],
         "output must lie in a volume that Pods write, got /elsewhere in cluster.yaml; use an "

@@ -33,6 +33,7 @@ def config_of(cluster: Servers, namespace: str, folder: Path, **changes) -> Clus
         "volumes": (VolumeConfig(path=str(folder), host_path=str(folder)),),
         "kubeconfig": str(cluster.kubeconfig),
         "python": (sys.executable,),
+        "secrets": str(folder / "secrets"),
         "grace": timedelta(seconds=5),
         "unschedulable_after": timedelta(seconds=2),
         "lost_after": timedelta(seconds=2),

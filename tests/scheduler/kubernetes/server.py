@@ -15,6 +15,7 @@ class Server:
 
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
+        self.secrets: dict[str, Mapping[str, Any]] = {}
         self.fails: dict[str, Exception] = {}
         """What is raised by the name of a call."""
         self.loses_answers = False
@@ -49,6 +50,14 @@ class Server:
     def resize(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
         self._called("resize")
         return self.pods[name]
+
+    def have_secret(self, secret: Mapping[str, Any]) -> None:
+        self._called("have_secret")
+        self.secrets.setdefault(secret["metadata"]["name"], secret)
+
+    def drop_secret(self, name: str) -> None:
+        self._called("drop_secret")
+        self.secrets.pop(name, None)
 
     def memory(self, selector: str) -> dict[str, int]:
         self._called("memory")

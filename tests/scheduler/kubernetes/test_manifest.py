@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.drivers.kubernetes.manifest import Task, pod_of
-from scheduler.drivers.kubernetes.names import label_value, pod_name
+from scheduler.drivers.kubernetes.names import label_value, pod_name, secret_name
+from scheduler.drivers.kubernetes.secret import reach_of
 from scheduler.drivers.kubernetes.settings import ClusterConfig, VolumeConfig, read_cluster
 from scheduler.drivers.processes import NOTHING, Needs
 from schemas.errors import SchemaError
@@ -71,12 +73,12 @@ def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> Non
     said, program = container["command"][3], container["command"][4:]
     assert said == "/data/p/replica-2.3"
     assert program == ["/opt/venv/bin/python", "-m", "trainer", "replica"]
-    assert container["env"] == [{"name": "PYTHONPATH", "value": "/opt/presage"}]
-    assert container["volumeMounts"] == [
+    assert container["env"][0] == {"name": "PYTHONPATH", "value": "/opt/presage"}
+    assert container["volumeMounts"][:-1] == [
         {"name": "folder-0", "mountPath": "/data", "readOnly": False},
         {"name": "folder-1", "mountPath": "/logs", "readOnly": True},
     ]
-    assert spec["volumes"] == [
+    assert spec["volumes"][:-1] == [
         {"name": "folder-0", "persistentVolumeClaim": {"claimName": "presage", "readOnly": False}},
         {"name": "folder-1", "hostPath": {"path": "/mnt/logs"}},
     ]
@@ -94,6 +96,32 @@ def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> Non
         "presage/process": "replica-2.3",
     }
     assert not {"serviceAccountName", "hostNetwork"} & spec.keys()
+
+
+def test_pod_of_sees_its_own_address_and_what_is_its_jobs(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    pod = pod_of(config, "a1", task("store-0.1"))
+    (container,) = pod["spec"]["containers"]
+    name, folder = secret_name("a1", "Demo_1"), f"/run/presage/{secret_name('a1', 'Demo_1')}"
+    own = {"name": "PRESAGE_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    assert own in container["env"]
+    mount = {"name": "secret", "mountPath": folder, "readOnly": True}
+    assert mount in container["volumeMounts"]
+    secret = {"secretName": name, "defaultMode": 0o440}
+    assert {"name": "secret", "secret": secret} in pod["spec"]["volumes"]
+    reach = reach_of(config, "a1", "Demo_1")
+    assert reach is not None
+    assert (reach.host, reach.folder) == ("$(PRESAGE_HOST)", folder)
+
+
+def test_pod_of_a_segment_job_or_on_one_loopback_sees_nothing_of_that(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    shared = replace(config, shared_loopback=True)
+    assert reach_of(shared, "a1", "Demo_1") is None
+    for pod in (pod_of(config, "a1", task("segment-0.1")), pod_of(shared, "a1", task())):
+        (container,) = pod["spec"]["containers"]
+        assert [one["name"] for one in container["env"]] == ["PYTHONPATH"]
+        assert not [one for one in pod["spec"]["volumes"] if "secret" in one]
 
 
 def test_pod_of_a_process_for_which_nothing_is_booked_has_no_limit(tmp_path: Path) -> None:
@@ -128,6 +156,11 @@ REFUSED = {
         FILE.replace("grace: 90s", "grace: 100ms"),
         "/data/scheduled",
         "grace must be at least 1s, got 0.1s in {}:1; raise it",
+    ),
+    "a folder of secrets that may be anywhere": (
+        FILE + "secrets: keys\n",
+        "/data/scheduled",
+        "secrets must be absolute, got 'keys' in {}:1; write the full path",
     ),
     "a key that is none": (
         FILE.replace("image:", "images:"),

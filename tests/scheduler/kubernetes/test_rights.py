@@ -18,6 +18,7 @@ ACCOUNT = "presage-scheduler"
 GIVEN = {
     *(("", "pods", verb) for verb in ("create", "get", "list", "watch", "patch", "delete")),
     ("", "pods/resize", "patch"),
+    *(("", "secrets", verb) for verb in ("create", "delete")),
     ("metrics.k8s.io", "pods", "list"),
 }
 
@@ -69,6 +70,7 @@ def test_the_shipped_rights_are_enough(
         made.until_ended("segment-0.1")
         made.pods.tidy([])
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+        assert not cluster.core().list_namespaced_secret(namespace).items
         memory, label = made.said
         assert memory.startswith("no memory is read: metrics.k8s.io says ")
         assert "forbidden" not in memory, "there is no metrics server; one might be asked"
@@ -91,7 +93,8 @@ def test_the_shipped_rights_are_no_more_than_that(
 
     assert may("delete", "pods")
     assert may("patch", "pods", sub="resize")
-    others = [("get", "secrets"), ("list", "nodes"), ("create", "services"), ("update", "pods")]
+    others = [(verb, "secrets") for verb in ("get", "list", "watch", "patch", "update")]
+    others += [("list", "nodes"), ("create", "services"), ("update", "pods")]
     assert not [one for one in others if may(*one)]
     assert not may("create", "pods", sub="exec")
     assert not may("list", "pods", space="kube-system")

@@ -1,0 +1,159 @@
+"""What processes of a job have in common: made once, unread, gone with the last of them."""
+
+import ssl
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from scheduler.drivers.kubernetes.names import secret_name
+from scheduler.drivers.kubernetes.secret import LIFE, make_certificate, reach_of, secret_of
+from scheduler.drivers.processes import CHAIN, KEY, TOKEN, Ending
+from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT
+from tests.scheduler.kubernetes.test_cluster import CONFIG, Followed, followed, following
+
+__all__ = ["followed"]
+NAME = "job-0123456789.presage"
+
+
+def shake_hands(folder: Path, chain: str, key: str, trusted: str, asked: str) -> None:
+    """Have a server show a certificate to a client, both in this process.
+
+    Raises:
+        SSLError: the client does not take it.
+    """
+    for name, text in (("chain", chain), ("key", key)):
+        (folder / name).write_text(text)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(folder / "chain", folder / "key")
+    calling = ssl.create_default_context(cadata=trusted)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        calling.wrap_bio(back, there, server_hostname=asked),
+        serving.wrap_bio(there, back, server_side=True),
+    ]
+    while ends:
+        for end in list(ends):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            ends.remove(end)
+
+
+def test_make_certificate_is_trusted_by_the_name_that_it_bears_alone(tmp_path: Path) -> None:
+    chain, key = make_certificate(NAME, datetime.now(UTC))
+    shake_hands(tmp_path, chain, key, chain, NAME)
+    other, _ = make_certificate(NAME, datetime.now(UTC))
+    for trusted, asked in ((chain, "127.0.0.1"), (chain, "other.presage"), (other, NAME)):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            shake_hands(tmp_path, chain, key, trusted, asked)
+
+
+def test_make_certificate_holds_before_and_long_after_its_making() -> None:
+    now = datetime(2026, 11, 22, tzinfo=UTC)
+    found = x509.load_pem_x509_certificate(make_certificate(NAME, now)[0].encode())
+    assert found.not_valid_before_utc < now
+    assert found.not_valid_after_utc == now + LIFE
+
+
+def test_secret_of_is_another_each_time_and_cannot_be_changed() -> None:
+    reach = reach_of(CONFIG, "a1", "job")
+    assert reach is not None
+    one, two = (secret_of(CONFIG, "a1", "job", reach) for _ in range(2))
+    assert one["immutable"] is True
+    assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "a1"
+    for file in (TOKEN, CHAIN, KEY):
+        assert one["stringData"][file] != two["stringData"][file]
+    assert secret_name("a1", "job") != secret_name("a2", "job")
+
+
+def test_a_secret_is_there_before_the_pods_that_see_it_and_stays_as_it_is(
+    followed: Followed,
+) -> None:
+    server, pods = followed.server, followed.pods
+    pods.start("segment-0.1", [])
+    assert not server.secrets
+    pods.start("store-0.1", [])
+    assert server.calls[-2:] == ["have_secret", "apply"]
+    before = dict(server.secrets)
+    pods.start("lead-0.1", [])
+    assert list(before) == [secret_name(followed.instance, "job")]
+    assert server.secrets == before
+
+
+def test_a_secret_goes_with_the_last_process_and_the_next_job_has_its_own(
+    followed: Followed,
+) -> None:
+    server, pods = followed.server, followed.pods
+    pods.start("lead-0.1", [])
+    first = dict(server.secrets)
+    pods.tidy(["lead-0.1"])
+    assert server.secrets
+    pods.start("move-1-to-0.5", [])
+    pods.end("lead-0.1")
+    followed.until(lambda: not pods.lives("lead-0.1"))
+    pods.tidy([])
+    assert server.secrets, "a move of slots lives unnamed"
+    pods.end("move-1-to-0.5")
+    followed.until(lambda: not pods.lives("move-1-to-0.5"))
+    pods.tidy([])
+    assert not server.secrets
+    for _ in range(3):
+        pods.tidy([])
+    assert server.calls.count("drop_secret") == 1, "asked once"
+    pods.start("lead-0.2", [])
+    assert server.secrets.keys() == first.keys()
+    assert server.secrets != first
+
+
+def test_a_secret_that_cannot_be_made_now_is_asked_for_again_before_the_pod(
+    followed: Followed,
+) -> None:
+    server, pods = followed.server, followed.pods
+    server.fails["have_secret"] = SILENT
+    pods.start("lead-0.1", [])
+    assert "apply" not in server.calls
+    assert pods.lives("lead-0.1"), "it waits"
+    server.fails.clear()
+    followed.until(lambda: followed.name("lead-0.1") in server.pods)
+    assert server.secrets
+
+
+def test_a_process_whose_secret_is_refused_ends_with_the_reason(followed: Followed) -> None:
+    followed.server.fails["have_secret"] = FORBIDDEN
+    followed.pods.start("lead-0.1", [])
+    refused = f"Pod {followed.name('lead-0.1')}: no right"
+    assert followed.pods.ending("lead-0.1") == Ending(refused=refused)
+    followed.pods.start("segment-0.1", [])
+    assert followed.pods.lives("segment-0.1"), "it needs none"
+
+
+def test_a_secret_whose_end_is_not_answered_is_dropped_later(followed: Followed) -> None:
+    server, pods = followed.server, followed.pods
+    pods.start("lead-0.1", [])
+    pods.end("lead-0.1")
+    followed.until(lambda: not pods.lives("lead-0.1"))
+    server.fails["drop_secret"] = SILENT
+    pods.tidy([])
+    server.fails.clear()
+    assert server.secrets
+
+    def is_gone() -> bool:
+        pods.tidy([])
+        return not server.secrets
+
+    followed.until(is_gone)
+
+
+def test_pods_of_one_loopback_have_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, shared_loopback=True)
+    with following(tmp_path, monkeypatch, config) as shared:
+        assert shared.pods.reach is None
+        shared.pods.start("lead-0.1", [])
+        shared.pods.tidy([])
+        assert not {"have_secret", "drop_secret"} & set(shared.server.calls)
