@@ -38,6 +38,8 @@ def ended(
         outcome = "done"
     elif status == 0 and process.pool != "segment":
         outcome = "left"
+    elif ending.oom:
+        outcome, said = "oom", ending.lost
     elif ending.lost or ending.refused:
         outcome, said = ("lost", ending.lost) if ending.lost else ("failed", ending.refused)
     elif status in (HUNG, BEHIND, LOST):

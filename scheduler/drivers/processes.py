@@ -16,6 +16,8 @@ class Ending:
     """Exit status, negative for a signal; None where nobody saw it."""
     lost: str = ""
     """What took the process away, in a word, where its platform says so."""
+    oom: bool = False
+    """Whether it was killed for the memory that it had, where its platform knows it."""
     refused: str = ""
     """Why the platform will not run it, however often it is asked."""
 

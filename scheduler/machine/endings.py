@@ -74,7 +74,7 @@ def _in_trouble(job: JobState, process: Process, event: Ended) -> Handled:
     place = process.place
     old = job.troubles.get(place, Trouble())
     failed = old.failed + (event.outcome == "failed")
-    lost = old.lost + (event.outcome == "lost")
+    lost = old.lost + (event.outcome in ("lost", "oom"))
     wait = min(MAX_RETRY_SEC, FIRST_RETRY_SEC * 2.0 ** min(failed + lost - 1, MAX_DOUBLINGS))
     trouble = Trouble(failed=failed, lost=lost, retry_sec=event.time_sec + wait)
     job = replace(job, troubles={**job.troubles, place: trouble})

@@ -8,9 +8,9 @@ from typing import Literal
 from scheduler.history import History
 from scheduler.snapshot import DataFacts
 
-Outcome = Literal["done", "left", "failed", "lost"]
+Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended: its work is done; it left as it was asked; it says that it cannot do its
-work; or it is gone without a word, killed or with its node."""
+work; it is gone without a word, killed or with its node; or it was killed for memory."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """Which of Beam's runners segment jobs run on; `local` is that of their own processes."""
 

@@ -137,7 +137,7 @@ def thinned(points: tuple[T, ...]) -> tuple[T, ...]:
 
 def _incidents(event: Event, decisions: Sequence[Decision]) -> list[Incident]:
     """Return what went wrong, as the decisions after an event say."""
-    is_lost = isinstance(event, Ended) and event.outcome == "lost"
+    is_lost = isinstance(event, Ended) and event.outcome in ("lost", "oom")
     ended: Kind = "lost" if is_lost else "failed"
     kinds: dict[str, Kind] = {
         "replace": ended if isinstance(event, Ended) else "slow",

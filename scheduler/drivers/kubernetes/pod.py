@@ -13,6 +13,9 @@ from scheduler.drivers.processes import Ending
 Pod = Mapping[str, Any]
 SIGNALLED = 128
 """A container that a signal ended has this exit code and the signal's number."""
+OOM = "OOMKilled"
+"""Reason of a container whose memory was above its limit. A node that is short of memory evicts:
+that is no fault of the process."""
 _BY_CONDITION: Mapping[str, str] = MappingProxyType(
     {
         "PreemptionByScheduler": "Preempted",
@@ -84,7 +87,8 @@ def ending_of(pod: Pod, *, asked: bool) -> Ending:
     status = None if ended is None else _status(int(ended["exitCode"]))
     if status == 0:
         return Ending(status=0)
-    return Ending(status=status, lost=_taken_by(pod, ended or {}, asked))
+    oom = (ended or {}).get("reason") == OOM
+    return Ending(status=status, lost=_taken_by(pod, ended or {}, asked), oom=oom)
 
 
 def notice_of(pod: Pod) -> float | None:
@@ -130,8 +134,8 @@ def resized(pod: Pod, memory_bytes: int) -> bool | None:
 
 def _taken_by(pod: Pod, ended: Mapping[str, Any], asked: bool) -> str:
     """Return what took a Pod away, in a word and what the cluster says; nothing where none did."""
-    if ended.get("reason") == "OOMKilled":
-        return "OOMKilled"
+    if ended.get("reason") == OOM:
+        return OOM
     status = pod.get("status", {})
     if status.get("reason"):
         word = "Preempted" if status["reason"] == "Preempting" else str(status["reason"])

@@ -10,16 +10,20 @@ import fcntl
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from scheduler.drivers.process.oom import OomKills
 from scheduler.drivers.processes import NOTHING, Ending, Needs
 
 _BEGIN = 'echo $$ > "$0" && exec "$@"'
 """Writes its pid to the first argument and becomes the program of the others."""
 LAST_BYTES = 4096
 """Bytes at the end of what a child said that are looked at."""
+OOM_WORD = "killed by the kernel for memory"
+"""Said of a child that was."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -29,17 +33,23 @@ class Children:
     reach = None
     """All share this machine's loopback."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], kills: OomKills | None = None
+    ) -> None:
         """Remember where their files lie.
 
         Args:
             folder: with `<name>.lock`, `.pid`, `.out`, `.err` and `.asked` of each.
             environment: of each child.
+            kills: for memory, of this machine; None where nobody counts them.
         """
+        self._kills = kills
+        self._oom = set[str]()
         self._folder = folder
         self._environment = dict(environment)
         self._own: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses: dict[str, int] = {}
+        self._ended = set[str]()
 
     def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
         """Start a child, unless one was begun by this name; what it needs is not enforced."""
@@ -100,7 +110,9 @@ class Children:
         if os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self._end_group(own.pid)
-        self._statuses[name] = own.wait()
+        status = self._statuses[name] = own.wait()
+        if status == -signal.SIGKILL and name not in self._ended and self._kills is not None:
+            self._oom |= {name} if self._kills.take(time.monotonic()) else set()
         del self._own[name]
         return True
 
@@ -110,7 +122,8 @@ class Children:
 
     def ending(self, name: str) -> Ending:
         """Return how a child ended; its status is unknown where another process started it."""
-        return Ending(status=self._statuses.get(name))
+        oom = name in self._oom
+        return Ending(status=self._statuses.get(name), lost=OOM_WORD if oom else "", oom=oom)
 
     def pid(self, name: str) -> int | None:
         """Return the pid of a living child; None for a moment after its start, or when it died."""
@@ -134,6 +147,7 @@ class Children:
         """End a child and all that it has started."""
         pid = self.pid(name)
         if pid is not None:
+            self._ended.add(name)
             self._end_group(pid)
 
     def output(self, name: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from scheduler.drivers.process.children import Children
 from scheduler.drivers.process.commands import environment
+from scheduler.drivers.process.oom import OomKills, own_counter
 
 
 class ThisMachine:
@@ -16,9 +18,15 @@ class ThisMachine:
     where = "process"
     """Children of any scheduler that had this folder are found by their locks in it."""
 
+    def __init__(self) -> None:
+        """Know what the kernel has done so far."""
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        self._kills = OomKills(own_counter(groups), time.monotonic())
+
     def of_job(self, job: str, folder: Path) -> Children:
         """Return the children of a job."""
-        return Children(folder, environment())
+        return Children(folder, environment(), self._kills)
 
     def poll(self) -> None:
-        """Do nothing: children are looked at one by one."""
+        """Count what the kernel has killed; children are looked at one by one."""
+        self._kills.look(time.monotonic())

@@ -49,7 +49,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], Ending]] = {
     "it is killed": (pod("Failed", exited(137)), Ending(status=-9)),
     "out of memory": (
         pod("Failed", exited(137, "OOMKilled")),
-        Ending(status=-9, lost="OOMKilled"),
+        Ending(status=-9, lost="OOMKilled", oom=True),
     ),
     "evicted by its node": (
         pod("Failed", exited(137), reason="Evicted", message="The node was low on memory."),

@@ -95,7 +95,7 @@ def test_a_process_over_its_memory_is_lost_as_out_of_memory(
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
         made.pods.start("lead-0.1", [sys.executable, "-c", grows], NEEDS)
         made.until_ended("lead-0.1")
-        assert made.pods.ending("lead-0.1") == Ending(status=-9, lost="OOMKilled")
+        assert made.pods.ending("lead-0.1") == Ending(status=-9, lost="OOMKilled", oom=True)
 
 
 def test_a_running_process_gets_more_memory_in_place_or_is_said_not_to(

@@ -1,0 +1,145 @@
+"""A child that the kernel kills for memory is told from one that anybody else kills."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.drivers.observe import ended
+from scheduler.drivers.process.children import Children
+from scheduler.drivers.process.oom import CLAIM_SEC, OomKills, own_counter
+from scheduler.drivers.process.workplace import Workplace
+from tests.scheduler.drivers.test_children import SLEEP, until
+from tests.scheduler.drivers.test_observe import process
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+def counted(path: Path, number: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"low 0\noom_kill {number}\noom_group_kill 0\n")
+    return path
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))))
+def test_kills_are_taken_as_often_as_they_were_counted(
+    tmp_path_factory: pytest.TempPathFactory, rounds: list[tuple[int, int]]
+) -> None:
+    counter = counted(tmp_path_factory.mktemp("group") / "memory.events", 7)
+    kills = OomKills(counter, 0.0)
+    total = there = 0
+    for killed, asked in rounds:
+        total += killed
+        counted(counter, 7 + total)
+        there += killed
+        for _ in range(asked):
+            assert kills.take(0.0) == (there > 0)
+            there = max(0, there - 1)
+
+
+def test_a_kill_that_nobody_takes_was_somebody_elses(tmp_path: Path) -> None:
+    counter = counted(tmp_path / "memory.events", 0)
+    kills = OomKills(counter, 0.0)
+    counted(counter, 1)
+    kills.look(5.0)
+    assert not kills.take(5.0 + CLAIM_SEC + 1.0)
+    counted(counter, 2)
+    kills.look(20.0)
+    assert kills.take(20.0 + CLAIM_SEC)
+
+
+COUNTERS = {
+    "version 2": ("0::/user/job\n", "user/job/memory.events"),
+    "version 2 in a container that sees itself as the root": ("0::/pods/one\n", "memory.events"),
+    "version 1": ("4:cpu,memory:/user/job\n0::/\n", "memory/user/job/memory.oom_control"),
+    "version 1 in a container": ("4:memory:/docker/one\n", "memory/memory.oom_control"),
+    "none": ("0::/\n", None),
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_own_counter_is_found_in(name: str, tmp_path: Path) -> None:
+    groups, path = COUNTERS[name]
+    if path is not None:
+        counted(tmp_path / path, 0)
+    assert own_counter(groups, tmp_path) == (None if path is None else tmp_path / path)
+
+
+def test_where_nothing_is_counted_nothing_is_known() -> None:
+    assert not OomKills(None, 0.0).take(0.0)
+
+
+def test_only_a_child_that_was_killed_while_a_kill_was_counted_was_killed_for_memory(
+    tmp_path: Path,
+) -> None:
+    counter = counted(tmp_path / "memory.events", 0)
+    children = Children(tmp_path / "processes", os.environ, OomKills(counter, 0.0))
+    for name in ("killed", "ended", "short"):
+        children.start(name, SLEEP)
+        until(lambda name=name: children.pid(name))
+    os.kill(children.pid("killed") or 0, signal.SIGKILL)
+    until(lambda: not children.lives("killed"))
+    counted(counter, 1)
+    children.end("ended")
+    until(lambda: not children.lives("ended"))
+    os.kill(children.pid("short") or 0, signal.SIGKILL)
+    until(lambda: not children.lives("short"))
+    found = {name: children.ending(name) for name in ("killed", "ended", "short")}
+    assert [ending.status for ending in found.values()] == [-signal.SIGKILL] * 3
+    assert [name for name, ending in found.items() if ending.oom] == ["short"]
+    place = Workplace(tmp_path / "job.yaml", tmp_path, 1)
+    told = {name: ended(place, children, "job", process("store", name), 5.0) for name in found}
+    assert [one.outcome for one in told.values()] == ["lost", "lost", "oom"]
+    assert told["short"].detail == "killed by the kernel for memory"
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A group of processes that may have 64 MiB, where this user may make one."""
+    folder = MEMORY / f"presage-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"no group of processes can be made: {error}")
+    yield folder
+    with suppress(OSError):
+        folder.rmdir()
+
+
+FILLS = """
+import json, os, sys, time
+from pathlib import Path
+from scheduler.drivers.process.children import Children
+from scheduler.drivers.process.machine import ThisMachine
+group, folder = Path(sys.argv[1]), Path(sys.argv[2])
+(group / "cgroup.procs").write_text(str(os.getpid()))
+machine = ThisMachine()
+children = machine.of_job("job", folder)
+children.start("store-0.1", [sys.executable, "-c", "held = bytearray(b'x' * (200 << 20))"])
+while children.lives("store-0.1"):
+    machine.poll()
+    time.sleep(0.02)
+found = children.ending("store-0.1")
+print(json.dumps([found.status, found.oom, found.lost]))
+"""
+
+
+def test_a_child_above_the_memory_of_its_group_is_told_as_killed_for_it(
+    small_group: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FILLS, str(small_group), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [-9, True, "killed by the kernel for memory"]
