@@ -167,7 +167,7 @@ class Driver:
             self._looked_sec = now
             for name in self._places:
                 self._read_steps(name)
-                self._read_memory(self.state.jobs[name])
+                self._read_usage(self.state.jobs[name])
             self._tell(Ticked(time_sec=now))
 
     def _look_sec(self, now: float) -> float:
@@ -259,9 +259,10 @@ class Driver:
         waits = process.pool == "lead" and self.state.jobs[job].grouped
         return not waits or (self._places[job].run / TOGETHER).is_file()
 
-    def _read_memory(self, job: JobState) -> None:
+    def _read_usage(self, job: JobState) -> None:
         for process in job.processes.values():
-            resident = self._children[job.name].resident_bytes(process.name)
+            children = self._children[job.name]
+            resident = children.resident_bytes(process.name)
             if process.status != "running" or not resident:
                 continue
             now = time.time()
@@ -275,6 +276,7 @@ class Driver:
                     process=process.name,
                     position=position,
                     resident_bytes=resident,
+                    busy_cores=children.busy_cores(process.name),
                 )
             )
 

@@ -120,6 +120,14 @@ class Processes(Protocol):
         """Return the memory of a process with all that it has started, 0 where it is unknown."""
         ...
 
+    def busy_cores(self, name: str) -> float | None:
+        """Return the cores that a process with all that it has started kept busy of late.
+
+        Returns:
+            Cores since the call before, or as its platform measures them; None while unknown.
+        """
+        ...
+
     def notices(self) -> Mapping[str, float]:
         """Return the processes that are to be taken away, with the seconds until then."""
         ...

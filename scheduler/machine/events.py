@@ -156,6 +156,8 @@ class Read(ProcessEvent):
     """Its memory."""
     rate: float | None = None
     """Of a replica: its work per second, in any unit that all replicas of the job share."""
+    busy_cores: float | None = None
+    """Cores that it kept busy since the reading before; None where nobody measured them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

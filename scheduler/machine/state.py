@@ -52,6 +52,8 @@ class Process:
     """Positions, and memory that was read there."""
     rate: float | None = None
     """Work per second that was read last."""
+    busy_cores: float | None = None
+    """Cores that it kept busy, as read last."""
     slow_looks: int = 0
     """Looks in a row at which it was slow."""
     memory_before: int | None = None

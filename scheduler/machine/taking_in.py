@@ -32,7 +32,7 @@ def on_started(job: JobState, event: Started, state: State) -> Handled:
 
 
 def on_read(job: JobState, event: Read, state: State) -> Handled:
-    """Memory, and speed, of one process."""
+    """Memory, speed and busy cores of one process."""
     process = job.processes[event.process]
     readings = (*process.readings, (event.position, event.resident_bytes))
     if len(process.readings) and event.position <= process.readings[-1][0]:
@@ -40,7 +40,8 @@ def on_read(job: JobState, event: Read, state: State) -> Handled:
     if len(readings) > READINGS:
         readings = readings[::2]
     rate = process.rate if event.rate is None else event.rate
-    process = replace(process, readings=readings, rate=rate)
+    busy = process.busy_cores if event.busy_cores is None else event.busy_cores
+    process = replace(process, readings=readings, rate=rate, busy_cores=busy)
     return replace(job, processes={**job.processes, process.name: process}), []
 
 

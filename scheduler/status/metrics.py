@@ -150,6 +150,22 @@ def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
     each = [(job, pool.name, one) for job, pool in pools for one in pool.processes]
     labels = ("job", "pool", "process")
     yield _gauge(
+        "process_busy_cores",
+        "Cores that were busy, as read last.",
+        labels,
+        [
+            ((job, pool, one.name), one.busy_cores)
+            for job, pool, one in each
+            if one.busy_cores is not None
+        ],
+    )
+    yield _gauge(
+        "process_booked_cores",
+        "Cores that are booked.",
+        labels,
+        [((job, pool, one.name), one.cpus) for job, pool, one in each],
+    )
+    yield _gauge(
         "process_resident_memory_bytes",
         "Memory that was read last.",
         labels,

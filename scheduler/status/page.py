@@ -232,7 +232,13 @@ def _process_row(pool: PoolView, one: ProcessView) -> tuple[str, ...]:
         cell = meter(share, label, is_limit=True)
     elif one.limit_bytes:
         cell = escape(f"{held}, limit {memory(one.limit_bytes)}")
-    return text(one.name), one.status, _time(one.since_sec), digits(one.cpus), cell
+    return text(one.name), one.status, _time(one.since_sec), _cores(one), cell
+
+
+def _cores(one: ProcessView) -> str:
+    """Return the cores that a process kept busy of those that are booked for it."""
+    booked = digits(one.cpus)
+    return booked if one.busy_cores is None else f"{digits(round(one.busy_cores, 2))} of {booked}"
 
 
 def _speed(job: JobView, pool: SpeedPool, key: str, now_sec: float) -> str:

@@ -29,6 +29,8 @@ class ProcessView:
     """When it was started."""
     cpus: float
     """Cores that are booked for it."""
+    busy_cores: float | None
+    """Cores that it kept busy, as read last; None before."""
     limit_bytes: int
     """Memory that is booked for it, 0 where it is that of another process."""
     resident_bytes: int | None
@@ -256,6 +258,7 @@ def _process_view(process: Process) -> ProcessView:
         status=process.status,
         since_sec=process.began_sec,
         cpus=process.cpus,
+        busy_cores=process.busy_cores,
         limit_bytes=process.memory_bytes,
         resident_bytes=process.readings[-1][1] if process.readings else None,
     )

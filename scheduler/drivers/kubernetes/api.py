@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import urllib3
@@ -49,6 +50,16 @@ class RefusedError(Exception):
     def is_quota(self) -> bool:
         """Whether room in the namespace is missing, not a right."""
         return self.status == 403 and "exceeded quota" in self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a Pod has in use, as a metrics server tells it."""
+
+    memory_bytes: int
+    """Memory."""
+    cores: float
+    """Cores that were busy, in the mean of the server's last window."""
 
 
 class Api:
@@ -116,12 +127,15 @@ class Api:
             if error.status != NOT_FOUND:
                 raise
 
-    def memory(self, selector: str) -> dict[str, int]:
-        """Return the memory in bytes that is in use, by Pod."""
+    def usage(self, selector: str) -> dict[str, Usage]:
+        """Return what is in use, by Pod."""
         path = f"/apis/metrics.k8s.io/v1beta1/namespaces/{self._namespace}/pods"
         found = self._call("GET", path, {"labelSelector": selector})
         return {
-            pod["metadata"]["name"]: sum(quantity(c["usage"]["memory"]) for c in pod["containers"])
+            pod["metadata"]["name"]: Usage(
+                memory_bytes=sum(quantity(c["usage"]["memory"]) for c in pod["containers"]),
+                cores=sum(float(parse_quantity(c["usage"]["cpu"])) for c in pod["containers"]),
+            )
             for pod in found["items"]
         }
 

@@ -17,6 +17,7 @@ from scheduler.drivers.kubernetes.api import (
     INVALID,
     RefusedError,
     UnreachableError,
+    Usage,
     connect,
 )
 from scheduler.drivers.kubernetes.follow import Away, Changed, Follower, Listed, News
@@ -32,8 +33,9 @@ from schemas.errors import PlanError
 AGAIN_SEC = 2.0
 """Time after a call that was not answered, or a delete that was refused, and between two looks at
 Pods that the watch misses."""
-MEMORY_SEC = 10.0
-"""Age of a reading of memory that is read again: a metrics server has a new one every 15 s."""
+USAGE_SEC = 10.0
+"""Age of a reading of memory and cores that is read again: a metrics server has a new one every
+15 s."""
 
 
 class Cluster:
@@ -55,9 +57,9 @@ class Cluster:
         self._pods: dict[str, Tracked] = {}
         self._doubtful = set[str]()
         self._quiet_until = self._doubts_at = 0.0
-        self._memory_at = -MEMORY_SEC
-        self._memory: dict[str, int] = {}
-        self._memory_answers = True
+        self._usage_at = -USAGE_SEC
+        self._usage: dict[str, Usage] = {}
+        self._usage_answers = True
 
     def __enter__(self) -> Cluster:
         """Learn what there is, and follow it from there.
@@ -192,20 +194,20 @@ class Cluster:
         self._answers("calls")
         return True
 
-    def resident_bytes(self, tracked: Tracked) -> int:
-        """Return the memory of a Pod, 0 where no metrics server tells it."""
+    def usage(self, tracked: Tracked) -> Usage | None:
+        """Return what a Pod has in use, None where no metrics server tells it."""
         now = time.monotonic()
-        if self._memory_answers and now - self._memory_at >= MEMORY_SEC and now > self._quiet_until:
+        if self._usage_answers and now - self._usage_at >= USAGE_SEC and now > self._quiet_until:
             try:
-                self._memory = self._api.memory(self._selector)
+                self._usage = self._api.usage(self._selector)
                 self._answers("calls")
             except RefusedError as error:
-                self._memory_answers = False
+                self._usage_answers = False
                 self.say(f"no memory is read: metrics.k8s.io says {error.message.strip()}")
             except UnreachableError as error:
                 self.say(f"no memory is read: metrics.k8s.io says {error}")
-            self._memory_at = time.monotonic()  # an answer may take longer than it holds
-        return self._memory.get(tracked.name, 0)
+            self._usage_at = time.monotonic()  # an answer may take longer than it holds
+        return self._usage.get(tracked.name)
 
     def forget(self, tracked: Tracked) -> None:
         """Have the object of a Pod that has ended go, then think of it no more."""

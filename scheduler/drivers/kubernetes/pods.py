@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from scheduler.drivers.kubernetes.api import Usage
 from scheduler.drivers.kubernetes.cluster import Cluster
 from scheduler.drivers.kubernetes.manifest import Task
 from scheduler.drivers.kubernetes.pod import last_message, resized
@@ -98,8 +99,13 @@ class Pods:
 
     def resident_bytes(self, name: str) -> int:
         """Return the memory of a Pod as the metrics server tells it, else 0."""
-        tracked = self._cluster.tracked(self._job, name)
-        return 0 if tracked is None or not tracked.runs else self._cluster.resident_bytes(tracked)
+        found = self._usage(name)
+        return 0 if found is None else found.memory_bytes
+
+    def busy_cores(self, name: str) -> float | None:
+        """Return the cores that a Pod kept busy as the metrics server tells it."""
+        found = self._usage(name)
+        return None if found is None else found.cores
 
     def notices(self) -> Mapping[str, float]:
         """Return the Pods that somebody else takes away."""
@@ -135,6 +141,10 @@ class Pods:
                 self.end(name)
         if self._may_have_secret and not names and not any(t.lives for t in known.values()):
             self._may_have_secret = not self._cluster.drop_secret(self._job)
+
+    def _usage(self, name: str) -> Usage | None:
+        tracked = self._cluster.tracked(self._job, name)
+        return None if tracked is None or not tracked.runs else self._cluster.usage(tracked)
 
     def _end(self, name: str, grace_sec: int) -> None:
         tracked = self._cluster.tracked(self._job, name)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from scheduler.drivers.process.busy import BusyCores, cpu_seconds
 from scheduler.drivers.process.oom import OomKills
 from scheduler.drivers.processes import NOTHING, Ending, Needs
 
@@ -50,6 +51,7 @@ class Children:
         self._own: dict[str, subprocess.Popen[bytes]] = {}
         self._statuses: dict[str, int] = {}
         self._ended = set[str]()
+        self._busy = BusyCores()
 
     def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
         """Start a child, unless one was begun by this name; what it needs is not enforced."""
@@ -163,6 +165,11 @@ class Children:
         """Return the memory of a child and all that it has started."""
         pid = self.pid(name)
         return 0 if pid is None else resident_bytes(pid)
+
+    def busy_cores(self, name: str) -> float | None:
+        """Return the cores that a child with all that it started kept busy since the last call."""
+        pid = self.pid(name)
+        return None if pid is None else self._busy.read(name, cpu_seconds(pid), time.monotonic())
 
     def notices(self) -> Mapping[str, float]:
         """Return nothing: nobody takes a child away with notice."""

@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from scheduler.drivers.kubernetes.api import RefusedError, UnreachableError
+from scheduler.drivers.kubernetes.api import RefusedError, UnreachableError, Usage
 
 SILENT = UnreachableError("timed out")
 
@@ -59,8 +59,8 @@ class Server:
         self._called("drop_secret")
         self.secrets.pop(name, None)
 
-    def memory(self, selector: str) -> dict[str, int]:
-        self._called("memory")
+    def usage(self, selector: str) -> dict[str, Usage]:
+        self._called("usage")
         return {}
 
     def watch(self, selector: str, version: str) -> Generator[tuple[str, dict[str, Any]]]:

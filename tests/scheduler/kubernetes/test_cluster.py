@@ -12,8 +12,8 @@ import pytest
 
 from scheduler.drivers.instance import instance_of
 from scheduler.drivers.kubernetes import cluster as asked
-from scheduler.drivers.kubernetes.api import RefusedError
-from scheduler.drivers.kubernetes.cluster import MEMORY_SEC, Cluster
+from scheduler.drivers.kubernetes.api import RefusedError, Usage
+from scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster
 from scheduler.drivers.kubernetes.manifest import Task, pod_of
 from scheduler.drivers.kubernetes.names import pod_name
 from scheduler.drivers.kubernetes.pods import Pods
@@ -179,7 +179,7 @@ def test_while_calls_hang_no_other_one_is_begun(
     assert server.calls.count("resize") == 1
 
 
-def test_a_reading_of_memory_that_took_long_is_not_begun_again_at_once(
+def test_a_reading_of_usage_that_took_long_is_not_begun_again_at_once(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = followed.server
@@ -191,20 +191,20 @@ def test_a_reading_of_memory_that_took_long_is_not_begun_again_at_once(
     server.tell(followed.name("lead-0.1"), "MODIFIED")
     followed.until(lambda: followed.pods.runs("lead-0.1"))
     clock = [time.monotonic()]
-    answer = server.memory
+    answer = server.usage
 
-    def memory(selector: str) -> dict[str, int]:
-        clock[0] += 2 * MEMORY_SEC
+    def usage(selector: str) -> dict[str, Usage]:
+        clock[0] += 2 * USAGE_SEC
         return answer(selector)
 
     monkeypatch.setattr(asked, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(server, "memory", memory)
+    monkeypatch.setattr(server, "usage", usage)
     for _ in range(2):
         followed.pods.resident_bytes("lead-0.1")
-    assert server.calls.count("memory") == 1
-    clock[0] += MEMORY_SEC
+    assert server.calls.count("usage") == 1
+    clock[0] += USAGE_SEC
     followed.pods.resident_bytes("lead-0.1")
-    assert server.calls.count("memory") == 2
+    assert server.calls.count("usage") == 2
 
 
 UNSCHEDULABLE = {

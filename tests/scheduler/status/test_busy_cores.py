@@ -1,0 +1,45 @@
+"""Busy cores are shown beside booked ones from when they were read, and old logs have none."""
+
+from scheduler.machine.codec import body_of, event_of
+from scheduler.machine.events import Read
+from scheduler.status.journal import Journal
+from scheduler.status.metrics import metrics_text
+from scheduler.status.page import page
+from scheduler.status.view import view_of
+from tests.scheduler.machine.bench import Bench
+from tests.scheduler.machine.world import BUDGET, GIB, submitted
+
+
+def trained(*busy: float | None) -> Bench:
+    """Return a machine whose lead was read so often."""
+    bench = Bench(BUDGET, submitted("first"))
+    bench.built(0)
+    for step, cores in enumerate(busy, start=1):
+        fields = {} if cores is None else {"busy_cores": cores}
+        bench.at(Read, "lead-0.1", 1.0, position=step, resident_bytes=GIB, **fields)
+    return bench
+
+
+def test_busy_cores_are_shown_beside_booked_ones_and_scraped() -> None:
+    bench = trained(0.5, 0.757, None)
+    view = view_of(bench.state, Journal())
+    (lead,) = [one for pool in view.jobs[0].pools for one in pool.processes if pool.name == "lead"]
+    assert lead.busy_cores == 0.757, "the last that was read"
+    assert f"<td>0.76 of {lead.cpus:g}</td>" in page(view)
+    labels = 'job="first",pool="lead",process="lead-0.1"'
+    text = metrics_text(view).decode()
+    assert f"presage_process_busy_cores{{{labels}}} 0.757" in text
+    assert f"presage_process_booked_cores{{{labels}}} {lead.cpus}" in text
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    view = view_of(trained(None).state, Journal())
+    assert "presage_process_busy_cores{" not in metrics_text(view).decode()
+
+
+def test_a_reading_of_an_older_log_has_no_busy_cores() -> None:
+    read = Read(time_sec=1.0, job="a", process="b", position=1, resident_bytes=2, busy_cores=1.5)
+    body = dict(body_of(read))
+    assert event_of(body) == read
+    del body["busy_cores"]
+    assert event_of(body) == Read(time_sec=1.0, job="a", process="b", position=1, resident_bytes=2)
