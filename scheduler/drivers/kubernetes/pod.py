@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,16 +27,18 @@ _BY_CONDITION: Mapping[str, str] = MappingProxyType(
     }
 )
 """Words for the reasons of the condition DisruptionTarget."""
-_NO_IMAGE = frozenset(
-    {
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-    }
+_NO_CONTAINER = frozenset(
+    {"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError"}
 )
+"""Nobody will make a container of what was asked for."""
+_PULLS = frozenset({"ErrImagePull", "ImagePullBackOff"})
+"""The image did not come: it is not there, or its registry is away, as the message says."""
+_NOT_THERE = re.compile(
+    r"not found|manifest unknown|does not exist|access denied|denied:|unauthorized|no match for",
+    re.IGNORECASE,
+)
+"""What registries say of an image that they will not give, however often they are asked; a name
+that is not resolved ("no such host") is none of it."""
 
 
 _USUAL = frozenset({"ContainerCreating", "PodInitializing"})
@@ -111,8 +114,10 @@ def waiting_of(pod: Pod) -> Waiting | None:
         return Waiting("Unschedulable", message, hopeless=False, roomless=True)
     waiting = _state(pod).get("waiting", {})
     word, message = waiting.get("reason"), waiting.get("message", "")
-    if word in _NO_IMAGE | _USUAL:
-        return Waiting(word, message, hopeless=word in _NO_IMAGE, usual=word in _USUAL)
+    if word in _NO_CONTAINER | _PULLS | _USUAL:
+        absent = word in _PULLS and _NOT_THERE.search(message) is not None
+        hopeless = absent or word in _NO_CONTAINER
+        return Waiting(word, message, hopeless=hopeless, usual=word in _USUAL)
     return None
 
 

@@ -45,6 +45,8 @@ class Tracked:
     """How it ended, where we decide that it did."""
     given_up: Ending | None = None
     """How it ends that waited for too long, once it is gone."""
+    final: str = ""
+    """Why it will never begin, once its node has said so; between two tries it says less."""
     since: dict[str, float] = field(default_factory=dict[str, float])
     """When something was first seen that must not last, by its word."""
     needs_secret_of: str | None = None
@@ -123,9 +125,11 @@ class Tracked:
         self._look_at_deletion(now, self.seen["metadata"], lost_sec)
         waiting = waiting_of(self.seen)
         waited_sec = self._waited_sec(now, waiting)
+        if waiting is not None and waiting.hopeless:
+            self.final = waiting.in_words
         if waiting is not None and waited_sec > unschedulable_sec and self.given_up is None:
-            said = waiting.in_words
-            self.given_up = Ending(refused=said) if waiting.hopeless else Ending(lost=said)
+            lost = Ending(lost=waiting.in_words)
+            self.given_up = Ending(refused=self.final) if self.final else lost
             self.end(STOP_SEC)
         return None if waiting is None or (waiting.usual and waited_sec < USUAL_SEC) else waiting
 

@@ -114,9 +114,6 @@ def test_waiting_of_tells_what_lacks_from_what_is_wrong() -> None:
     room = waiting_of(pod("Pending", condition={**condition, "message": "0/3 nodes"}))
     assert room is not None
     assert (room.word, room.message, room.hopeless) == ("Unschedulable", "0/3 nodes", False)
-    image = waiting_of(pod("Pending", {"waiting": {"reason": "ErrImagePull", "message": "no"}}))
-    assert image is not None
-    assert (image.word, image.hopeless) == ("ErrImagePull", True)
     begins = waiting_of(pod("Pending", {"waiting": {"reason": "ContainerCreating"}}))
     assert begins is not None
     assert (begins.in_words, begins.hopeless) == ("ContainerCreating", False)
@@ -202,14 +199,38 @@ def test_a_pod_that_found_its_node_late_has_its_whole_time_to_begin() -> None:
     assert not tracked.must_be_deleted
 
 
-def test_an_image_that_is_not_there_ends_as_what_nobody_can_run() -> None:
-    tracked = Tracked("a", seen=pod("Pending", {"waiting": {"reason": "ErrImagePull"}}))
+IMAGES = {
+    "it is not there": ("ErrImagePull", "rpc error: code = NotFound desc = b:1: not found", True),
+    "its name is wrong": ("InvalidImageName", "couldn't parse image name", True),
+    "it is another's": (
+        "ErrImagePull",
+        "pull access denied, repository does not exist or may require authorization",
+        True,
+    ),
+    "its registry is away": ("ErrImagePull", "dial tcp 10.0.0.1:443: i/o timeout", False),
+    "its registry has no address": ("ErrImagePull", "lookup b.example: no such host", False),
+    "its registry has too much to do": ("ErrImagePull", "429 Too Many Requests", False),
+    "nobody says why": ("ImagePullBackOff", 'Back-off pulling image "b:1"', False),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_that_does_not_come_is_wrong_only_if_that_is_said(name: str) -> None:
+    word, message, is_final = IMAGES[name]
+    waits = pod("Pending", {"waiting": {"reason": word, "message": message}})
+    found = waiting_of(waits)
+    assert found is not None
+    assert (found.word, found.hopeless) == (word, is_final)
+    tracked = Tracked("a", seen=waits)
     tracked.look(0.0, 10.0, 30.0)
-    tracked.seen = pod("Pending", {"waiting": {"reason": "ImagePullBackOff", "message": "no"}})
+    between = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
+    tracked.seen = pod("Pending", {"waiting": between})
     tracked.look(10.1, 10.0, 30.0)
     # What a node says of a container that never began.
     tracked.seen = pod("Failed", exited(137, "ContainerStatusUnknown"), deleted=1)
-    assert tracked.ending == Ending(refused="ImagePullBackOff: no")
+    said = f"{word}: {message}"
+    lost = Ending(lost="ImagePullBackOff: Back-off pulling image")
+    assert tracked.ending == (Ending(refused=said) if is_final else lost)
 
 
 def test_a_pod_that_found_its_place_has_its_whole_time_again() -> None:
