@@ -22,6 +22,9 @@ MAX_STEPS = 32
 CLUSTER_FAILED = re.compile(r"error: pipeline must finish, got Pipeline \S+ failed in state (.*)")
 """What a segment job says when its pipeline ended on a cluster."""
 
+OTHER_AWAY = re.compile(r"error: (store|lighthouse) must answer within ")
+"""What a process says that waited for another of its job."""
+
 
 def ended(
     place: Workplace, children: Processes, job: str, process: Process, time_sec: float
@@ -48,6 +51,8 @@ def ended(
         outcome, said = "lost", f"signal {-status}"
     elif process.pool == "segment" and is_fault_of_cluster(said):
         outcome = "lost"
+    elif children.reach is not None and OTHER_AWAY.match(said):
+        outcome = "lost"  # a node that fell silent: its Pods are replaced minutes later
     elif status is None and not said.startswith("error"):
         outcome, said = "lost", said or "it ended while nobody looked"
     else:

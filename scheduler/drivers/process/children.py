@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scheduler.drivers.process.busy import BusyCores, cpu_seconds
 from scheduler.drivers.process.oom import OomKills
-from scheduler.drivers.processes import NOTHING, Ending, Needs
+from scheduler.drivers.processes import NOTHING, Ending, Needs, Reach
 
 _BEGIN = 'echo $$ > "$0" && exec "$@"'
 """Writes its pid to the first argument and becomes the program of the others."""
@@ -31,7 +31,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Children:
     """The child processes of one job."""
 
-    reach = None
+    reach: Reach | None = None
     """All share this machine's loopback."""
 
     def __init__(

@@ -9,6 +9,7 @@ import pytest
 from scheduler.drivers.observe import StepTail, ended
 from scheduler.drivers.process.children import Children
 from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.processes import Reach
 from scheduler.drivers.teach import teach
 from scheduler.machine.state import JobState, PoolName, Process
 from scheduler.past import PAST_JOBS, read_past
@@ -78,6 +79,21 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
     again = ended(place, Children(place.processes, os.environ), "job", process(pool, "a"), 5.0)
     same = outcome in ("done", "lost") or detail[:5] == "error"
     assert again.outcome == (outcome if same else "lost")
+
+
+def test_a_process_whose_others_are_away_is_lost_with_them_where_each_has_a_network(
+    tmp_path: Path,
+) -> None:
+    place = Workplace(tmp_path / "job.yaml", tmp_path, 2)
+    said = "error: store must answer within 30 s, got 'gone' in file:///s/address; start it"
+    children = Children(place.processes, os.environ)
+    children.start("a", ["/bin/sh", "-c", f'echo "{said}" >&2; exit 1'])
+    until(lambda: not children.lives("a"))
+    lead = process("lead", "a")
+    assert ended(place, children, "job", lead, 5.0).outcome == "failed", "nobody moves here"
+    children.reach = Reach(host="h", folder="/f", name="n")
+    found = ended(place, children, "job", lead, 5.0)
+    assert (found.outcome, found.detail) == ("lost", said)
 
 
 def line(step: int, samples: int, seconds: float) -> str:

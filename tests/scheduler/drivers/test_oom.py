@@ -124,7 +124,8 @@ group, folder = Path(sys.argv[1]), Path(sys.argv[2])
 (group / "cgroup.procs").write_text(str(os.getpid()))
 machine = ThisMachine()
 children = machine.of_job("job", folder)
-children.start("store-0.1", [sys.executable, "-c", "held = bytearray(b'x' * (200 << 20))"])
+first = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]
+children.start("store-0.1", [*first, sys.executable, "-c", "held = b'x' * (200 << 20)"])
 while children.lives("store-0.1"):
     machine.poll()
     time.sleep(0.02)
