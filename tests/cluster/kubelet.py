@@ -81,6 +81,7 @@ class Kubelet:
         self._folder = folder
         self._containers: dict[str, Started] = {}
         self._capacity: dict[str, str] = {}
+        self._waiting: set[str] = set()
         self.told: queue.Queue[tuple[Callable[..., None], Any]] = queue.Queue()
 
     def run(self) -> None:
@@ -134,9 +135,9 @@ class Kubelet:
             return
         missing = self._secret_that_is_missing(pod)
         if missing:
-            self._report(pod, pods.waiting(pod, "ContainerCreating", missing))
-            threading.Timer(RETRY_SEC, self.told.put, [(self._look_again, pod)]).start()
+            self._wait_for(pod, missing)
             return
+        self._waiting.discard(pod.metadata.uid)
         try:
             started = Started(pod, self._folder / f"{pod.metadata.uid}.log")
         except OSError as error:  # such as a working folder that is not there
@@ -147,8 +148,17 @@ class Kubelet:
         self._report(pod, pods.running(pod, started.started_at, started.applied))
         threading.Thread(target=self._wait, args=(started,), daemon=True).start()
 
+    def _wait_for(self, pod: Pod, missing: str) -> None:
+        """Say once what a Pod waits for, and look again later."""
+        if pod.metadata.uid in self._waiting:
+            return  # one look is on its way
+        self._waiting.add(pod.metadata.uid)
+        self._report(pod, pods.waiting(pod, "ContainerCreating", missing))
+        threading.Timer(RETRY_SEC, self.told.put, [(self._look_again, pod)]).start()
+
     def _look_again(self, pod: Pod) -> None:
-        """Start a Pod that waits, if it is still there."""
+        """Start a Pod that waited, if it is still there."""
+        self._waiting.discard(pod.metadata.uid)
         found = retried(
             lambda: self._api.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
         )

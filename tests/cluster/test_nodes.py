@@ -228,3 +228,36 @@ def test_pod_resized_to_what_its_neighbour_has_waits_for_it(
     api.delete_namespaced_pod("neighbour", namespace, grace_period_seconds=0)
     until("it", lambda: status().container_statuses[0].resources.limits["cpu"] == "1900m")
     assert pending() == []
+
+
+def test_pod_sees_its_secret_once_it_is_there_and_an_address_of_its_own(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    api = cluster.core()
+    code = "import os, sys; print(os.environ['IP'], open(sys.argv[1]).read()); sys.exit(1)"
+    made = pod("one", code, tmp_path / "seen" / "key")
+    (container,) = made["spec"]["containers"]
+    container["env"] = [{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    container["volumeMounts"] = [{"name": "keys", "mountPath": str(tmp_path / "seen")}]
+    secret = {"secretName": "keys", "defaultMode": 0o440}
+    made["spec"]["volumes"] = [{"name": "keys", "secret": secret}]
+    api.create_namespaced_pod(namespace, made)
+
+    def waits() -> Any:
+        found = api.read_namespaced_pod("one", namespace).status.container_statuses
+        return found and found[0].state.waiting
+
+    said = until("a word", waits)
+    assert (said.reason, '"keys" not found' in said.message) == ("ContainerCreating", True)
+    api.create_namespaced_secret(
+        namespace, {"metadata": {"name": "keys"}, "stringData": {"key": "k"}}
+    )
+    end = terminated(api, namespace)
+    address = api.read_namespaced_pod("one", namespace).status.pod_ip
+    assert end.message == f"{address} k\n"
+    assert address.startswith("127.")
+    assert not address.startswith("127.0.")
+    assert (tmp_path / "seen" / "key").stat().st_mode & 0o777 == 0o440
+    api.create_namespaced_pod(namespace, pod("two", "print()"))
+    terminated(api, namespace, "two")
+    assert api.read_namespaced_pod("two", namespace).status.pod_ip != address

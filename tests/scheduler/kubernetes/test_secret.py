@@ -1,18 +1,26 @@
 """What processes of a job have in common: made once, unread, gone with the last of them."""
 
 import ssl
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from cryptography import x509
+from kubernetes import client
 
+from scheduler.drivers.kubernetes.manifest import Task, pod_of
 from scheduler.drivers.kubernetes.names import secret_name
 from scheduler.drivers.kubernetes.secret import LIFE, make_certificate, reach_of, secret_of
 from scheduler.drivers.processes import CHAIN, KEY, TOKEN, Ending
+from tests.cluster.servers import Cluster
+from tests.scheduler.kubernetes.pods import bench, config_of
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT
 from tests.scheduler.kubernetes.test_cluster import CONFIG, Followed, followed, following
+from tests.scheduler.kubernetes.test_pods import NEEDS
 
 __all__ = ["followed"]
 NAME = "job-0123456789.presage"
@@ -157,3 +165,55 @@ def test_pods_of_one_loopback_have_no_secret(
         shared.pods.start("lead-0.1", [])
         shared.pods.tidy([])
         assert not {"have_secret", "drop_secret"} & set(shared.server.calls)
+
+
+SHOWS = [
+    sys.executable,
+    "-c",
+    "import os, socket, sys\n"
+    "with socket.create_server((sys.argv[1], 0)):\n"
+    "    print(sys.argv[1], sorted(os.listdir(sys.argv[2])))\n",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_processes_of_pods_see_their_address_and_what_is_their_jobs(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    api = cluster.core()
+    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
+        reach = made.pods.reach
+        assert reach is not None
+        for name in ("store-0.1", "store-1.1"):
+            made.pods.start(name, [*SHOWS, reach.host, reach.folder], NEEDS)
+            made.until_ended(name)
+            assert made.pods.ending(name) == Ending(status=0), made.pods.last_words(name)
+        said = [made.pods.output(name).split(" ", 1) for name in ("store-0.1", "store-1.1")]
+        addresses = {pod.status.pod_ip for pod in api.list_namespaced_pod(namespace).items}
+        assert {address for address, _ in said} == addresses
+        assert len(addresses) == 2
+        assert {files for _, files in said} == {"['tls.crt', 'tls.key', 'token']\n"}
+        (secret,) = api.list_namespaced_secret(namespace).items
+        assert secret.immutable
+        made.pods.tidy([])
+        made.until(lambda: not api.list_namespaced_secret(namespace).items)
+
+
+@pytest.mark.slow
+def test_the_shipped_network_policy_is_one_and_holds_for_every_pod(
+    repository: Path, cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    policy = yaml.safe_load((repository / "deploy" / "kubernetes" / "network.yaml").read_text())
+    (rule,) = policy["spec"]["ingress"]
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    assert rule == {"from": [{"podSelector": {"matchLabels": selected}}]}
+    for name in ("segment-0.1", "lead-0.1", "replica-1.2", "store-0.1", "move-1-to-2.3"):
+        task = Task(job="job", name=name, command=[], needs=NEEDS, folder=tmp_path)
+        labels = pod_of(CONFIG, "a1", task)["metadata"]["labels"]
+        assert selected.items() <= labels.items()
+    network: Any = client.NetworkingV1Api(cluster.client())
+    policy["metadata"]["namespace"] = namespace
+    network.create_namespaced_network_policy(namespace, policy)
+    (found,) = network.list_namespaced_network_policy(namespace).items
+    assert found.spec.policy_types == ["Ingress"]
