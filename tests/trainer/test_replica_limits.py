@@ -15,7 +15,7 @@ from schemas.errors import SchemaError
 from schemas.job_limits import LimitsConfig
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, with_keys
-from tests.trainer.test_draining import SEGMENT, fifo_for_a_file
+from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.compare import compare_runs
 from trainer.ledger import verify_run
 from trainer.replicas.launch import LaunchOptions, start_replica, train_together
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = with_keys(write_job(folder), "limits: {read: 20s}")
     make_dataset(folder / "dataset", job, SEGMENT)
     shutil.copytree(folder / "dataset", folder / "stuck")
-    fifo_for_a_file(folder / "stuck")
+    with_a_fifo(folder / "stuck")
     return folder
 
 

@@ -11,7 +11,7 @@ import pytest
 from schemas.events import HUNG
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE, ended, num_steps, started, trained, until, with_keys
-from tests.trainer.test_draining import SEGMENT, fifo_for_a_file
+from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.compare import compare_runs
 from trainer.watchdog import Watchdog, Watched
 
@@ -42,7 +42,7 @@ def assert_named(run: Path, said: str, phases: set[str]) -> int:
 def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     job = with_keys(write_job(tmp_path / "job"), "limits: {read: 20s}")
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
-    fifo_for_a_file(dataset)
+    with_a_fifo(dataset)
     status, said = ended(started(job, dataset, tmp_path / "run"))
     assert status == HUNG, said
     assert assert_named(tmp_path / "run", said, {"read"}) == 0
