@@ -20,6 +20,7 @@ from trainer.checkpoint import newest_checkpoint
 from trainer.compare import compare_runs
 from trainer.draining import DrainInterrupt
 from trainer.ledger import read_ledger, verify_run
+from trainer.replicas.faults import Faults
 from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
 from trainer.replicas.leaving import Left, left_by
 from trainer.replicas.membership import Lighthouse, Member, Membership
@@ -104,7 +105,9 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     number: signal.Signals, folder: Path, tmp_path: Path
 ) -> None:
     run, job = tmp_path / "run", folder / "job.yaml"
-    process = started(job, folder / "dataset", run, "--replicas", "3", own_group=True)
+    slowly = Faults().pause(0, 0.02).pause(1, 0.02).pause(2, 0.02)  # 256 steps take seconds
+    more = ("--replicas", "3", "--faults", slowly.to_json())
+    process = started(job, folder / "dataset", run, *more, own_group=True)
     until(process, lambda: num_steps(run) >= 3)
     os.killpg(process.pid, number)
     status, said = ended(process)

@@ -13,6 +13,7 @@ import pytest
 from schemas.events import LEDGER, LOST, RunSummary, StepMetric
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
 from tests.trainer.stores import kill_stores
 from trainer.compare import compare_runs
@@ -28,6 +29,8 @@ from trainer.training import TrainOptions
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EVERY = 12
 """Steps between checkpoints."""
+SLOWLY = Faults().pause(0, 0.1).pause(1, 0.1)
+"""So that what is to happen at a step happens before the last one, on whatever machine."""
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +146,7 @@ def test_where_all_die_at_once_the_run_goes_back(after: str, folder: Path, tmp_p
     summary = together(
         folder,
         run,
-        faults=Faults().slow(0, 60.0, until=24).slow(1, 60.0, until=24),
+        faults=SLOWLY,
         retained_bytes=1 << 9 if to_stores else 1 << 30,
         embedding="uncached" if to_stores else "cached",
         on_step=kill_all,
@@ -155,33 +158,33 @@ def test_where_all_die_at_once_the_run_goes_back(after: str, folder: Path, tmp_p
 
 def test_one_that_was_killed_computes_leaves_again(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    together(folder, run, faults=Faults().kill(1, 3).slow(0, 60.0))
+    together(folder, run, faults=Faults().kill(1, 3).pause(0, 0.25))
     assert_as_alone(folder, run)
     lives = {e.replica for e in read_ledger(run / LEDGER) if e.replica.startswith("001")}
-    assert len(lives) == 2, "it joined from the state of the other and computed leaves"
+    assert len(lives) >= 2, "it joined from the state of the other and computed leaves"
 
 
 def test_a_store_that_is_killed_costs_no_step(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    summary = together(folder, run, at_step={7: lambda: kill_stores(run, 0)})
+    summary = together(folder, run, faults=SLOWLY, at_step={7: lambda: kill_stores(run, 0)})
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert_as_alone(folder, run)
 
 
 def test_a_store_that_loses_its_rows_takes_all_replicas_back(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    summary = together(folder, run, at_step={15: lambda: kill_stores(run, 0, forget=True)})
+    at_step = {15: lambda: kill_stores(run, 0, forget=True)}
+    summary = together(folder, run, faults=SLOWLY, at_step=at_step)
     assert summary.num_rollbacks == 1
     assert_as_alone(folder, run)
 
 
 def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path: Path) -> None:
     run, started, killed = tmp_path / "run", list[subprocess.Popen[bytes]](), list[int]()
-    slowly = Faults().slow(0, 60.0, until=24).slow(1, 60.0, until=24).to_json()
 
     def start(_: object) -> None:
         for number in ("0", "1"):
-            arguments = ["replica", str(run), "--number", number, "--faults", slowly]
+            arguments = ["replica", str(run), "--number", number, "--faults", SLOWLY.to_json()]
             started.append(forked_child(arguments))
 
     def kill_all(metric: StepMetric, _: int) -> None:
@@ -194,7 +197,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
 
     summary = together(folder, run, count=0, on_step=kill_all, on_start=start)
     assert summary.num_rollbacks == 1
-    assert [replica.wait(60) for replica in started] == [-9, -9, LOST, 0, 0]
+    assert [replica.wait(PATIENCE) for replica in started] == [-9, -9, LOST, 0, 0]
     assert_as_alone(folder, run)
 
 

@@ -21,7 +21,7 @@ from schemas.events import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, rea
 from trainer.kernels.contract import RowSums
 from trainer.leaf_work import Partial
 from trainer.replicas.exchange import Shape, pack, unpack
-from trainer.replicas.faults import Faults
+from trainer.replicas.faults import Faults, Injector
 from trainer.replicas.group import Group, LostPeerError, Meeting
 from trainer.replicas.membership import Agreement, Lighthouse, Member, Membership, Told
 from trainer.replicas.peer import Peer, PeerError
@@ -215,8 +215,16 @@ def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> No
 
 def test_faults_are_data() -> None:
     faults = Faults().kill(1, 5, "exchanged").slow(0, 2.0, until=7).stop(2, 3, 0.5).fail(0, 1)
-    faults = faults.partition(1, 2, 0.5).fill_disk(0, 3, 1.0)
+    faults = faults.partition(1, 2, 0.5).fill_disk(0, 3, 1.0).pause(1, 0.25, until=4)
     assert Faults.from_json(faults.to_json()) == faults
+
+
+def test_leaves_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_path: Path) -> None:
+    faults = Faults().slow(0, 3.0, step=2).pause(0, 0.25, until=4).pause(1, 9.0)
+    injector = Injector(faults, 0, tmp_path)
+    found = [injector.slower_sec(step, 4, 0.5) for step in (0, 1, 2, 3, 4, 5)]
+    assert found == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
+    assert Injector(faults, 2, tmp_path).slower_sec(0, 4, 0.5) == 0.0
 
 
 def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:

@@ -62,9 +62,9 @@ class Computing:
         start = clock()
         with self._timer("backward"):
             tree = self._work.compute(leaves)
-            slower = self._injector.factor(train_step) - 1
-            if slower > 0:
-                time.sleep(slower * (clock() - start))
+            slower_sec = self._injector.slower_sec(train_step, len(run), clock() - start)
+            if slower_sec > 0:
+                time.sleep(slower_sec)
         if len(run):
             self.speed = smoothed(self.speed, len(run) / (clock() - start))
         self._injector.at("computed", train_step)

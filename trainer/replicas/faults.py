@@ -27,9 +27,9 @@ class Fault:
     """One of them."""
 
     kind: Literal["kill", "stop", "slow", "fail", "partition", "fill_disk"]
-    """kill: SIGKILL; stop: SIGSTOP for `seconds`; slow: every leaf takes `factor` times as long;
-    fail: all connections break; partition: they do, and none is made to the lighthouse for
-    `seconds`; fill_disk: no file can grow for `seconds`."""
+    """kill: SIGKILL; stop: SIGSTOP for `seconds`; slow: every leaf takes `factor` times as long,
+    and `seconds` longer; fail: all connections break; partition: they do, and none is made to the
+    lighthouse for `seconds`; fill_disk: no file can grow for `seconds`."""
     replica: int
     """Number of the replica."""
     step: int = 0
@@ -39,7 +39,7 @@ class Fault:
     factor: float = 1.0
     """Of `slow`."""
     seconds: float = 0.0
-    """Of `stop`, `partition` and `fill_disk`."""
+    """Of `stop`, `partition` and `fill_disk`; of each leaf of `slow`."""
     until: int | None = None
     """First step at which `slow` is over; None for never."""
 
@@ -83,6 +83,10 @@ class Faults:
     def slow(self, replica: int, factor: float, step: int = 0, until: int | None = None) -> Faults:
         """Make each leaf of a replica take longer."""
         return self._and(Fault(kind="slow", replica=replica, step=step, factor=factor, until=until))
+
+    def pause(self, replica: int, seconds: float, until: int | None = None) -> Faults:
+        """Make each leaf of a replica take some seconds longer, on whatever machine."""
+        return self._and(Fault(kind="slow", replica=replica, seconds=seconds, until=until))
 
     def to_json(self) -> str:
         """Return the schedule as text."""
@@ -137,14 +141,21 @@ class Injector:
                     self._relay.cut(fault.seconds)
                 break_connections()
 
-    def factor(self, step: int) -> float:
-        """Return how many times as long a leaf takes."""
-        found = 1.0
+    def slower_sec(self, step: int, num_leaves: int, taken_sec: float) -> float:
+        """Return how much longer leaves of a step are to take.
+
+        Args:
+            step: of the run.
+            num_leaves: that were computed.
+            taken_sec: in so many seconds.
+        """
+        factor, pause_sec = 1.0, 0.0
         for fault in self._faults.values():
             late = fault.until is not None and step >= fault.until
             if fault.kind == "slow" and step >= fault.step and not late:
-                found *= fault.factor
-        return found
+                factor *= fault.factor
+                pause_sec += fault.seconds
+        return (factor - 1) * taken_sec + num_leaves * pause_sec
 
     def _first(self, number: int) -> bool:
         self._done.mkdir(parents=True, exist_ok=True)
