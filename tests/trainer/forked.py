@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import BinaryIO, cast
 
@@ -15,6 +16,8 @@ from trainer.__main__ import main
 
 PRELOADED = ["tests.trainer.forked", "trainer.replicas.work", "trainer.replicas.launch", "pandas"]
 """What a replica imports; pandas is looked for by Arrow."""
+_LOOKING = threading.Lock()
+"""Of two threads that look at a process at once, one would find its status taken and say 255."""
 
 
 def forked_child(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -29,7 +32,8 @@ def forked_child(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     context.set_forkserver_preload(PRELOADED)
     reading, writing = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(reading, list(arguments)), daemon=True)
-    process.start()
+    with _LOOKING:
+        process.start()  # which looks at those before, too
     reading.close()
     stdin = os.fdopen(os.dup(writing.fileno()), "wb")
     writing.close()
@@ -56,11 +60,12 @@ class _Forked:
         self._process = process
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _LOOKING:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        status = self._process.exitcode
+        wait([self._process.sentinel], timeout)
+        status = self.poll()
         if status is None:
             raise subprocess.TimeoutExpired("replica", timeout or 0.0)
         return status

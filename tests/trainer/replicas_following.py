@@ -42,7 +42,8 @@ class Together:
             commit(version, self.dataset)
 
     def kill(self, number: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to a replica."""
+        """Send a signal to a replica, which may just be started again."""
+        self.until(lambda: number in self.replicas[-1].pids)
         os.kill(self.replicas[-1].pids[number], with_signal)
 
     def until(self, happened: Callable[[], bool]) -> None:
