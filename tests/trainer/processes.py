@@ -87,20 +87,32 @@ def is_stopped(pid: int) -> bool:
 
 
 def _state_of(pid: int) -> str | None:
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return fields[0] if fields else None
+
+
+def children_of(pid: int) -> dict[int, list[str]]:
+    """Return the ids of the children of a process, and their command lines."""
+    found: dict[int, list[str]] = {}
+    for task in Path(f"/proc/{pid}/task").glob("[0-9]*"):
+        for child in _read(task / "children").split():
+            found[int(child)] = _read(Path(f"/proc/{child}/cmdline")).split("\0")
+    return found
+
+
+def _read(path: Path) -> str:
+    """Return what the kernel tells; nothing where its thread or process has just ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return None
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def agents_of_run(run: Path) -> list[int]:
     """Return the ids of the agents that write checkpoints of a run."""
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_text().split("\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        command = _read(entry / "cmdline").split("\0")
         if "persist" in command and str(run.resolve()) in command:
             found.append(int(entry.name))
     return found

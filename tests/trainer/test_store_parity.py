@@ -8,6 +8,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import children_of
 from tests.trainer.runs import SEGMENTS, final_rows, losses_of, run_job
 from tests.trainer.stores import TOKEN, running, start_store
 from trainer.run import RunLog
@@ -88,12 +89,8 @@ def test_lru_has_the_bits_of_plain_over_store_processes_also_resumed(
 
 def stores_of_this_process() -> list[int]:
     """Return the ids of the store processes that this one has started."""
-    found: list[int] = []
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if b"--end-with-stdin" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return found
+    children = children_of(os.getpid())
+    return [pid for pid, command in children.items() if "--end-with-stdin" in command]
 
 
 def test_train_goes_on_with_the_same_bits_when_store_processes_are_killed(

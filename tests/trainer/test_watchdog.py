@@ -10,7 +10,16 @@ import pytest
 
 from schemas.events import HUNG
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import PATIENCE, ended, num_steps, started, trained, until, with_keys
+from tests.trainer.processes import (
+    PATIENCE,
+    children_of,
+    ended,
+    num_steps,
+    started,
+    trained,
+    until,
+    with_keys,
+)
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.compare import compare_runs
 from trainer.watchdog import Watchdog, Watched
@@ -58,8 +67,7 @@ def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path
     arguments = ("--embedding", "uncached", "--stores", "1")
     process = started(limited, dataset, run, *arguments)
     until(process, lambda: num_steps(run) >= 3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (store,) = [int(p) for p in children if b"\0store\0" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    (store,) = [p for p, command in children_of(process.pid).items() if "store" in command]
     os.kill(store, signal.SIGSTOP)
     try:
         process.wait(PATIENCE)
