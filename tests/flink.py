@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import shutil
 import signal
@@ -55,12 +54,12 @@ def flink(kind: str, repository: Path, logs: Path, slots: int = 2) -> Iterator[d
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process is there."""
+    """Tell whether a process is there; one that has ended may not be taken off yet."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return state not in "ZX"
 
 
 def ask(rest: str, path: str) -> dict[str, Any]:

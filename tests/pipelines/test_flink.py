@@ -78,7 +78,7 @@ def part_builders(rest: str) -> list[dict[str, Any]]:
 
     The figures of a finished task arrive a heartbeat later.
     """
-    for _ in range(50):
+    for _ in range(1500):
         for job in ask(rest, "/jobs/overview")["jobs"]:
             for stage in ask(rest, f"/jobs/{job['jid']}")["vertices"]:
                 if "{BuildParts" in stage["name"]:

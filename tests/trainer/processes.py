@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from schemas.events import METRICS
@@ -22,10 +22,15 @@ def with_keys(job: Path, keys: str) -> Path:
 
 
 def started(
-    job: Path, dataset: Path, run: Path, *arguments: str, own_group: bool = False
+    job: Path,
+    dataset: Path,
+    run: Path,
+    *arguments: str,
+    own_group: bool = False,
+    module: Sequence[str] = ("trainer",),
 ) -> subprocess.Popen[str]:
-    """Start `python -m trainer train`."""
-    command = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", str(dataset)]
+    """Start `python -m trainer train`, or by another module with its own arguments."""
+    command = [sys.executable, "-m", *module, "train", str(job), "--dataset", str(dataset)]
     return subprocess.Popen(
         [*command, "--output", str(run), *arguments],
         cwd=REPOSITORY,

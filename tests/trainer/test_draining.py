@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from schemas.events import SUMMARY
 from schemas.layout import SEGMENTS
 from tests.trainer.growing import commit
+from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
 from trainer.checkpoint import CHECKPOINTS, newest_checkpoint
@@ -60,11 +62,13 @@ def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_
     whole: Path,
     tmp_path: Path,
 ) -> None:
-    run = tmp_path / "run"
-    process = started(job, dataset, run, *arguments, own_group=True)
-    until(process, lambda: num_steps(run) >= 3)
+    run, pipe = tmp_path / "run", tmp_path / "pipe"
+    held = held_by(pipe, 2)
+    process = started(job, dataset, run, *arguments, own_group=True, module=held)
+    until(process, lambda: num_steps(run) == 3)
     os.killpg(process.pid, number)  # as a terminal does: to all of the group
-    status, said = ended(process)
+    with let_go(pipe):
+        status, said = ended(process)
     step = num_steps(run)
     assert status == 0, said
     message = f"{number.name}: stopped at step {step}, which {run} goes on from with --resume"
@@ -82,11 +86,12 @@ def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_
 def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
     job: Path, dataset: Path, whole: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    process = started(job, dataset, run)
+    run, pipe = tmp_path / "run", tmp_path / "pipe"
+    process = started(job, dataset, run, module=held_by(pipe, 200))  # at the latest
     until(process, (run / IDENTITY).exists)
     process.send_signal(signal.SIGTERM)
-    status, said = ended(process)
+    with let_go(pipe):
+        status, said = ended(process)
     assert status == 0, said
     assert "SIGTERM: stopped " in said
     trained(job, dataset, run, "--resume")
@@ -166,15 +171,21 @@ def test_second_signal_ends_the_process_as_it_stands(job: Path, tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)  # the batch in hand never comes
-    process.send_signal(signal.SIGTERM)
+    while process.poll() is None:  # two that are not taken yet are one
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
     assert ended(process)[0] == 128 + signal.SIGTERM
+
+
+OPENING = ("wait_for_partner", "fifo_open")
+"""Where the kernel says that who opens a pipe is."""
 
 
 def waits_for_a_pipe(pid: int) -> bool:
     """Tell whether a thread of a process is opening a pipe that has no writer."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return any((task / "wchan").read_text() == "wait_for_partner" for task in tasks)
+        return any((task / "wchan").read_text() in OPENING for task in tasks)
     except OSError:
         return False
 

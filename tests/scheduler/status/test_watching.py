@@ -12,6 +12,7 @@ from rich.console import Console
 
 from scheduler.__main__ import main
 from scheduler.machine.log import LOG
+from scheduler.status import terminal
 from scheduler.status.watching import ADDRESS, OFF, port_of, watching
 from tests.scheduler.status.made import lived
 
@@ -40,6 +41,13 @@ def test_watching_leaves_the_address_of_a_scheduler_that_holds_the_folder(tmp_pa
     assert (tmp_path / ADDRESS).read_text() == "of another\n"
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal is waited for, however busy the machine is."""
+    monkeypatch.setattr(terminal, "LEAVE_SEC", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_watching_a_terminal_shows_lines_and_the_view_without_escapes_of_others(
     tmp_path: Path,
 ) -> None:
@@ -54,6 +62,7 @@ def test_watching_a_terminal_shows_lines_and_the_view_without_escapes_of_others(
     assert not (tmp_path / ADDRESS).exists()
 
 
+@pytest.mark.usefixtures("patient")
 def test_watching_a_terminal_outlives_a_damaged_log(tmp_path: Path) -> None:
     (tmp_path / LOG).write_text("{\n")
     target = StringIO()
