@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from schemas.manifest import replace_bytes
 
 ADDRESS = "address"
 """File in a store's directory in which it says where it listens (schemas/FORMAT.md)."""
+GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last port that a connection may be given: one of them is soon somebody's."""
+LOWEST_PORT, HIGHEST_PORT = 10_000, 65_535
 
 
 def prepare_stores(place: Workplace, count: int, reach: Reach | None = None) -> None:
@@ -126,9 +129,18 @@ def load_known(place: Workplace, job: str, time_sec: float) -> LoadKnown | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports of loopback that nobody listens on now."""
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Return ports of loopback that nobody has now, and that the kernel gives to nobody later."""
+    first, last = map(int, GIVEN_PORTS.read_text().split())
+    wanted = [*range(LOWEST_PORT, first), *range(last + 1, HIGHEST_PORT + 1)]
+    candidates = wanted if len(wanted) >= count else [*range(LOWEST_PORT, HIGHEST_PORT + 1)]
+    secrets.SystemRandom().shuffle(candidates)
+    return list(islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -15,7 +15,7 @@ from scheduler.drivers.process.commands import (
     segment_command,
     store_command,
 )
-from scheduler.drivers.process.stores import address_of, prepare_stores
+from scheduler.drivers.process.stores import GIVEN_PORTS, address_of, prepare_stores
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Reach
 from schemas.features import load_features
@@ -116,6 +116,17 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
     ]
     made = parser.parse_args(generate_command(place.job_file, place.folder)[3:])
     assert (made.command, made.output) == ("generate", place.folder)
+
+
+def test_prepare_stores_chooses_ports_that_no_connection_is_given_before_a_store_has_them(
+    tmp_path: Path,
+) -> None:
+    place = Workplace(write_job(tmp_path), tmp_path / "small", 3)
+    prepare_stores(place, 16)
+    ports = {int(address_of(place, number).rpartition(":")[2]) for number in range(16)}
+    first, last = map(int, GIVEN_PORTS.read_text().split())
+    assert len(ports) == 16
+    assert not ports & set(range(first, last + 1))
 
 
 def test_prepare_stores_changes_nothing_but_where_rows_lie(place: Workplace) -> None:
