@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,21 @@ def pid_of(output: Path, job: str, name: str) -> int | None:
         return None
 
 
+def send(output: Path, job: str, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process that has begun; to no process is to the group of this one."""
+    pid = pid_of(output, job, name)
+    assert pid, f"{name} of {job} has begun"
+    os.kill(pid, number)
+
+
+def held(output: Path, job: str, name: str, over: threading.Event) -> None:
+    """Stop a process as soon as it has begun, unless all is over."""
+    while not over.wait(0.02):
+        if pid_of(output, job, name):
+            send(output, job, name, signal.SIGSTOP)
+            return
+
+
 def num_lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
@@ -112,17 +128,26 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     pq.write_table(pq.read_table(first), log / "one.parquet")
 
     scheduler = Scheduler(repository, words, tmp_path / "said")
-    scheduler.until(lambda: pid_of(output, "urgent", "segment-0.1"))
-    os.kill(pid_of(output, "urgent", "segment-0.1") or 0, signal.SIGKILL)
-    scheduler.until(lambda: pid_of(output, "urgent", "replica-1.1"))
-    os.kill(pid_of(output, "urgent", "replica-1.1") or 0, signal.SIGKILL)
-    steps = output / "demo" / "run" / "metrics.jsonl"
-    scheduler.until(lambda: num_lines(steps) >= 3)
-    os.kill(pid_of(output, "demo", "store-1.1") or 0, signal.SIGKILL)
-    os.kill(pid_of(output, "demo", "lead-0.1") or 0, signal.SIGKILL)
-    scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))
-    scheduler.process.kill()
-    scheduler.process.wait()
+    over = threading.Event()
+    last_segment = (output, "demo", "segment-3.1")  # without it the run cannot end
+    holding = threading.Thread(target=held, args=(*last_segment, over))
+    holding.start()
+    try:
+        scheduler.until(lambda: pid_of(output, "urgent", "segment-0.1"))
+        send(output, "urgent", "segment-0.1")
+        scheduler.until(lambda: pid_of(output, "urgent", "replica-1.1"))
+        send(output, "urgent", "replica-1.1")
+        steps = output / "demo" / "run" / "metrics.jsonl"
+        scheduler.until(lambda: num_lines(steps) >= 3)
+        send(output, "demo", "store-1.1")
+        send(output, "demo", "lead-0.1")
+        scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))
+        scheduler.process.kill()
+        scheduler.process.wait()
+    finally:
+        over.set()
+        holding.join()
+    send(*last_segment, signal.SIGCONT)
 
     scheduler = Scheduler(repository, words, tmp_path / "said-again")
     assert scheduler.process.wait() == 0, scheduler.said.read_text()

@@ -1,9 +1,7 @@
 """Segment jobs of a scheduled job on a Flink session cluster that another job uses, too."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +16,7 @@ from pipelines.commands import main as pipelines
 from scheduler.machine.events import Event, SlotsRead
 from scheduler.machine.log import LOG, read_log, recover
 from tests.flink import ask, flink, needs_flink, runner_file
-from tests.integration.test_scheduled import Scheduler, pid_of
+from tests.integration.test_scheduled import Scheduler, pid_of, send
 from tests.pipelines.logs import bytes_of
 
 SLOTS = 4
@@ -125,7 +123,7 @@ def test_job_on_a_cluster_that_is_shared_gets_the_slots_that_are_free_and_the_sa
         scheduler = Scheduler(repository, words, tmp_path / "said")
         # The first attempt is killed while its job runs: the job outlives it, and is cancelled.
         scheduler.until(lambda: any(j["tasks"]["running"] for j in jobs_of(rest, "segment-0-1-")))
-        os.kill(pid_of(output, "demo", "segment-0.1") or 0, signal.SIGKILL)
+        send(output, "demo", "segment-0.1")
         scheduler.until(lambda: jobs_of(rest, "segment-0-1-")[0]["state"] == "CANCELED")
         scheduler.until(lambda: pid_of(output, "demo", "segment-2.1"))
         assert scheduler.process.wait() == 0, scheduler.said.read_text()
