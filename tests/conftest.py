@@ -4,14 +4,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD_TIMEOUT_SEC = 1800
 """Of a test whose fixture may have to build the servers of a cluster first."""
 
 # The same examples each time, and no deadline: speed is for benchmarks.
-settings.register_profile("presage", derandomize=True, deadline=None)
+settings.register_profile(
+    "presage", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("presage")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from schemas.events import HUNG
+from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import (
     PATIENCE,
@@ -60,22 +61,24 @@ def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: P
 
 @pytest.mark.slow
 def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job", epochs="8", every_steps="2")
+    job = write_job(tmp_path / "job", epochs="2", every_steps="2")
     keys = "limits: {fetch: 20s, update: 20s, save: 20s}\n  stores: {timeout: 300s}"
-    limited = with_keys(write_job(tmp_path / "limited", epochs="8", every_steps="2"), keys)
+    limited = with_keys(write_job(tmp_path / "limited", epochs="2", every_steps="2"), keys)
     dataset, run = make_dataset(tmp_path / "dataset", job, SEGMENT), tmp_path / "run"
     arguments = ("--embedding", "uncached", "--stores", "1")
-    process = started(limited, dataset, run, *arguments)
-    until(process, lambda: num_steps(run) >= 3)
+    pipe = tmp_path / "pipe"
+    process = started(limited, dataset, run, *arguments, module=held_by(pipe, 4))
+    until(process, lambda: num_steps(run) == 5)
     (store,) = [p for p, command in children_of(process.pid).items() if "store" in command]
     os.kill(store, signal.SIGSTOP)
     try:
-        process.wait(PATIENCE)
+        with let_go(pipe):
+            process.wait(PATIENCE)
     finally:
         os.kill(store, signal.SIGCONT)  # it ends with the pipe that its owner held
     status, said = ended(process)
     assert status == HUNG, said
-    assert assert_named(run, said, {"fetch", "update", "save"}) >= 2
+    assert assert_named(run, said, {"fetch", "update", "save"}) >= 4
     trained(job, dataset, run, *arguments, "--resume")
     trained(job, dataset, tmp_path / "whole")
     assert compare_runs(run, tmp_path / "whole").difference is None

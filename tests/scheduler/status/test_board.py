@@ -30,7 +30,10 @@ def folded(path: Path) -> View:
 
 
 @given(data=st.data())
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=5,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_view_of_a_log_that_grows_by_any_bytes_is_that_of_the_whole_one(
     tmp_path: Path, data: st.DataObject
 ) -> None:
