@@ -216,7 +216,7 @@ def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
 def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "store", ALL, sync=False)
     shard.load()
-    limits = Limits(message_bytes=4096, in_flight_bytes=3 * 2 * 4096, delay_sec=0.02)
+    limits = Limits(message_bytes=4096, in_flight_bytes=3 * 2 * 4096, delay_sec=0.2)
     departures = Departures(shard, ACCESS, clock=time.monotonic)
     actions = Actions(shard, departures, kill=lambda: None, restart=lambda: None)
     server = StoreServer(shard, "grpc://127.0.0.1:0", token=TOKEN, limits=limits, actions=actions)

@@ -146,10 +146,10 @@ class Departures:
         self._start("settle", self._settle_all)
 
     def end(self) -> None:
-        """Let what goes on in the background end, within some seconds; its slots stay here."""
+        """Let what goes on in the background end, with its call; its slots stay here."""
         self._ended.set()
         for thread in self._beside.values():
-            thread.join(_CUT_SEC)
+            thread.join(self._access.timeout_sec)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         self._beside[name] = threading.Thread(target=work, name=name, daemon=True)
@@ -170,7 +170,7 @@ class Departures:
             message_bytes = self._announce(peer, move, layouts)
             send = self._sender(peer, move, next(iter(layouts.values())), message_bytes)
             while num_rounds < _MOST_ROUNDS:
-                before = send(rows)
+                before = send(rows, self._access.timeout_sec)  # nobody is held meanwhile
                 num_rows, num_rounds = num_rows + before, num_rounds + 1
                 rows = self._changed()
                 after = sum(map(len, rows.values()))
@@ -178,7 +178,7 @@ class Departures:
                     break
             with self._shard.boundary.before_next_step(_PATIENCE_SEC):
                 cut = self._clock()
-                num_rows += send(rows) + send(self._changed())
+                num_rows += send(rows, _CUT_SEC) + send(self._changed(), _CUT_SEC)
                 self._check_still(move)
                 self._shard.log_control(replace(self._shard.control, leaving=move))
                 doubt = True
@@ -242,12 +242,12 @@ class Departures:
 
     def _sender(
         self, peer: Peer, move: Move, layout: TableLayout, message_bytes: int
-    ) -> Callable[[Rows], int]:
+    ) -> Callable[[Rows, float], int]:
         size = min(ROWS_PER_RECORD, max(1, message_bytes // record_bytes(layout)))
 
-        def send(rows: Rows) -> int:
+        def send(rows: Rows, within_sec: float) -> int:
             return sum(
-                self._send(peer, move, layout, table, some[at : at + size])
+                self._send(peer, move, layout, table, some[at : at + size], within_sec)
                 for table, some in rows.items()
                 for at in range(0, len(some), size)
             )
@@ -255,7 +255,13 @@ class Departures:
         return send
 
     def _send(
-        self, peer: Peer, move: Move, layout: TableLayout, table: str, rows: NDArray[np.int64]
+        self,
+        peer: Peer,
+        move: Move,
+        layout: TableLayout,
+        table: str,
+        rows: NDArray[np.int64],
+        within_sec: float,
     ) -> int:
         if self._ended.is_set():
             raise SchemaError("store must run while it gives slots, got its end; start it again")
@@ -268,7 +274,8 @@ class Departures:
             request = Request(
                 op=RECEIVE, session=move.id, tables=((table, len(some)),), committed=committed
             )
-            peer.exchange(request.to_bytes(), versions_batch(some, steps, block, layout), layout)
+            batch = versions_batch(some, steps, block, layout)
+            peer.exchange(request.to_bytes(), batch, layout, within_sec)
         return sum(len(some) for some, _, _ in parts)
 
     def _changed(self) -> Rows:

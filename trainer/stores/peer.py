@@ -106,13 +106,20 @@ class Peer:
         """
         return self._once(_action(name, body), within_sec)
 
-    def exchange(self, request: bytes, batch: pa.RecordBatch | None, layout: TableLayout) -> Answer:
+    def exchange(
+        self,
+        request: bytes,
+        batch: pa.RecordBatch | None,
+        layout: TableLayout,
+        within_sec: float | None = None,
+    ) -> Answer:
         """Have one message of rows answered now; a store that is busy is asked again.
 
         Args:
             request: what is asked.
             batch: its rows, None where it has none.
             layout: of the records.
+            within_sec: longest wait for the answer, None for that of all calls.
 
         Raises:
             StoreGoneError: the store cannot be reached.
@@ -142,7 +149,7 @@ class Peer:
                 )
             return Answer(chunk.data, int(chunk.app_metadata.to_pybytes()))
 
-        return self._once(call, self._access.timeout_sec)
+        return self._once(call, self._access.timeout_sec if within_sec is None else within_sec)
 
     def __enter__(self) -> Peer:
         """Return it, to be closed at the end."""
