@@ -38,8 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     pipe, held_step, *given = arguments
     commit = RunLog.commit
 
-    def commit_and_wait(log: RunLog, metric: StepMetric, entry: LedgerEntry) -> None:
-        commit(log, metric, entry)
+    def commit_and_wait(self: RunLog, metric: StepMetric, entry: LedgerEntry) -> None:
+        commit(self, metric, entry)
         if metric.step == int(held_step):
             with Path(pipe).open("rb", 0) as file:
                 file.read(1)
