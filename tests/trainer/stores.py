@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,20 @@ def start_store(
     token_file.write_text(f"{token}\n")
 
     arguments = ["--directory", str(directory), "--token-file", str(token_file), *options]
+    process, line = _announced(arguments)
+    for _ in range(30):  # its port may have been given to a connection of another process
+        if line or "--port" not in options:
+            break
+        time.sleep(1.0)
+        process, line = _announced(arguments)
+    assert line, "a store announces itself"
+    if file_bytes is not None:  # from outside: a hook after fork crashes where threads run
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    return StoreProcess(process, json.loads(line)["address"])
+
+
+def _announced(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
+    """Start a store and return what it announces, nothing where it ends at once."""
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer", "store", *arguments],
         cwd=Path(__file__).resolve().parents[2],
@@ -69,10 +84,10 @@ def start_store(
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, "a store announces itself"
-    if file_bytes is not None:  # from outside: a hook after fork crashes where threads run
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    return StoreProcess(process, json.loads(line)["address"])
+    if not line:
+        process.wait()
+        process.stdout.close()
+    return process, line
 
 
 @contextmanager
