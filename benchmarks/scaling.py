@@ -20,7 +20,6 @@ import argparse
 import json
 import multiprocessing
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -37,6 +36,7 @@ import yaml
 from benchmarks.order import built
 from benchmarks.scaling_sides import Side, Turn, ours, torchrec
 from benchmarks.storage import SHARED_DATA, job_path, raw_log
+from scheduler.drivers.process.ports import free_ports
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, read_metrics
 from schemas.job import load_job
@@ -149,7 +149,7 @@ def measure(
         lighthouse = stack.enter_context(Lighthouse("127.0.0.1", 0, HEARTBEAT_SEC))
 
         def team(name: str, work: Callable[[Side, Connection], None], plan: str) -> Team:
-            meeting = lighthouse.address if work is ours else f"127.0.0.1:{free_port()}"
+            meeting = lighthouse.address if work is ours else f"127.0.0.1:{free_ports(1)[0]}"
             # one step more: ours waits for its next turn before a step
             side = Side(
                 rank=0,
@@ -184,12 +184,6 @@ def shown(side: Taken, reference: Taken) -> dict[str, Any]:
         "parity": apart[0],
         "parity_after": max(apart),
     }
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

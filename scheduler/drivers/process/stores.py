@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import socket
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from scheduler.drivers.process.ports import free_ports
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Reach
 from scheduler.lookahead import look_ahead
@@ -22,10 +20,6 @@ from schemas.manifest import replace_bytes
 
 ADDRESS = "address"
 """File in a store's directory in which it says where it listens (schemas/FORMAT.md)."""
-GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""First and last port that a connection may be given: one of them is soon somebody's."""
-LOWEST_PORT, HIGHEST_PORT = 10_000, 65_535
-
 
 def prepare_stores(place: Workplace, count: int, reach: Reach | None = None) -> None:
     """Choose addresses, and write the job file that has them, once.
@@ -57,7 +51,7 @@ def _on_loopback(place: Workplace, count: int) -> dict[str, object]:
     token = token_of(place)
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32) + "\n")
-    addresses = [f"grpc://127.0.0.1:{port}" for port in _free_ports(count)]
+    addresses = [f"grpc://127.0.0.1:{port}" for port in free_ports(count)]
     return {"addresses": addresses, "token_file": str(token)}
 
 
@@ -126,21 +120,3 @@ def load_known(place: Workplace, job: str, time_sec: float) -> LoadKnown | None:
         slots=tuple(tuple(row) for row in slots.tolist()),
         touched_rows=tuple(touched[ends].tolist()),
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return ports of loopback that nobody has now, and that the kernel gives to nobody later."""
-    first, last = map(int, GIVEN_PORTS.read_text().split())
-    wanted = [*range(LOWEST_PORT, first), *range(last + 1, HIGHEST_PORT + 1)]
-    candidates = wanted if len(wanted) >= count else [*range(LOWEST_PORT, HIGHEST_PORT + 1)]
-    secrets.SystemRandom().shuffle(candidates)
-    return list(islice(filter(_is_free, candidates), count))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as one:
-        try:
-            one.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

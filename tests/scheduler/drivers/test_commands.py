@@ -15,7 +15,8 @@ from scheduler.drivers.process.commands import (
     segment_command,
     store_command,
 )
-from scheduler.drivers.process.stores import GIVEN_PORTS, address_of, prepare_stores
+from scheduler.drivers.process.ports import GIVEN
+from scheduler.drivers.process.stores import address_of, prepare_stores
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Reach
 from schemas.features import load_features
@@ -124,7 +125,7 @@ def test_prepare_stores_chooses_ports_that_no_connection_is_given_before_a_store
     place = Workplace(write_job(tmp_path), tmp_path / "small", 3)
     prepare_stores(place, 16)
     ports = {int(address_of(place, number).rpartition(":")[2]) for number in range(16)}
-    first, last = map(int, GIVEN_PORTS.read_text().split())
+    first, last = map(int, GIVEN.read_text().split())
     assert len(ports) == 16
     assert not ports & set(range(first, last + 1))
 
