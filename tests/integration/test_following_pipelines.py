@@ -15,6 +15,7 @@ from schemas.manifest import read_dataset
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
 from tests.pipelines.logs import write_log
+from tests.trainer.held import held_by
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from trainer.compare import compare_runs
 from trainer.holding import Held
@@ -66,8 +67,8 @@ def test_follower_of_a_real_pipeline_killed_and_resumed_has_the_bits_of_one_on_t
     follower = started(job, dataset, run, *cached)  # before there is a dataset
     builder = pipeline(job, logs, dataset)
     until(builder, (dataset / MANIFEST).exists)
-    victim = started(job, dataset, killed, *cached)
-    until(victim, lambda: num_steps(killed) >= 8)
+    victim = started(job, dataset, killed, *cached, module=held_by(tmp_path / "pipe", 7))
+    until(victim, lambda: num_steps(killed) == 8)
     victim.send_signal(signal.SIGKILL)
     assert ended(victim)[0] == -signal.SIGKILL
     resumed = started(job, dataset, killed, *cached, "--resume")
