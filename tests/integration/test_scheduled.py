@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -85,12 +87,26 @@ def send(output: Path, job: str, name: str, number: signal.Signals = signal.SIGK
     os.kill(pid, number)
 
 
-def held(output: Path, job: str, name: str, over: threading.Event) -> None:
-    """Stop a process as soon as it has begun, unless all is over."""
-    while not over.wait(0.02):
-        if pid_of(output, job, name):
-            send(output, job, name, signal.SIGSTOP)
-            return
+@contextmanager
+def held(output: Path, job: str, name: str) -> Iterator[None]:
+    """Stop a process as soon as it begins, until the context ends."""
+    over = threading.Event()
+
+    def stop() -> bool:
+        while not over.wait(0.02):
+            if pid_of(output, job, name):
+                send(output, job, name, signal.SIGSTOP)
+                return True
+        return False
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(stop)
+        try:
+            yield
+        finally:
+            over.set()
+            if holding.result():
+                send(output, job, name, signal.SIGCONT)
 
 
 def num_lines(path: Path) -> int:
@@ -128,11 +144,7 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     pq.write_table(pq.read_table(first), log / "one.parquet")
 
     scheduler = Scheduler(repository, words, tmp_path / "said")
-    over = threading.Event()
-    last_segment = (output, "demo", "segment-3.1")  # without it the run cannot end
-    holding = threading.Thread(target=held, args=(*last_segment, over))
-    holding.start()
-    try:
+    with held(output, "demo", "segment-3.1"):  # without it the run cannot end
         scheduler.until(lambda: pid_of(output, "urgent", "segment-0.1"))
         send(output, "urgent", "segment-0.1")
         scheduler.until(lambda: pid_of(output, "urgent", "replica-1.1"))
@@ -144,10 +156,6 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
         scheduler.until(lambda: pid_of(output, "demo", "lead-0.2"))
         scheduler.process.kill()
         scheduler.process.wait()
-    finally:
-        over.set()
-        holding.join()
-    send(*last_segment, signal.SIGCONT)
 
     scheduler = Scheduler(repository, words, tmp_path / "said-again")
     assert scheduler.process.wait() == 0, scheduler.said.read_text()
