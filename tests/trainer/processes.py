@@ -108,7 +108,7 @@ def children_of(pid: int) -> dict[int, list[str]]:
 def _read(path: Path) -> str:
     """Return what the kernel tells; nothing where its thread or process has just ended."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
