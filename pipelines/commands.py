@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("job", type=Path, metavar="JOB")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--day", type=_day, metavar="DATE", help="label, such as 2026-04-09")
     command.add_argument("--last", action="store_true", help="no segment follows this one")
     command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
     command.add_argument("--json", action="store_true")
@@ -51,6 +53,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("job", type=Path, metavar="JOB")
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
+    command.add_argument("--day", type=_day, metavar="DATE", help="label and place")
+    command.add_argument(
+        "--replace", action="store_true", help="put a new version of the day in the place of it"
+    )
     command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
     command.add_argument(
         "--in-order",
@@ -64,6 +70,10 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("finish", help="say that no segment follows")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--reopen", action="store_true", help="take it back: segments may follow")
+    command.add_argument("--json", action="store_true")
+
+    command = commands.add_parser("prune", help="remove segments and indexes that were replaced")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller, every row kept")
@@ -92,6 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("oracle", help="what the cache will do, and other indexes")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--reindex", action="store_true", help="build an index for these settings")
+    command.add_argument(
+        "--segments", type=_names, metavar="ID,...", help="ids or days; all by default"
+    )
     command.add_argument("--batch-samples", type=int, metavar="N")
     command.add_argument("--epochs", type=int, metavar="N")
     command.add_argument("--shuffle", choices=("none", "blocks"), help="order of the blocks")
@@ -103,6 +116,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true")
     return parser
+
+
+def _day(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a date, got {text!r}; write 2026-04-09") from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    if not names:
+        raise argparse.ArgumentTypeError("must name at least one segment, got none")
+    return names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
