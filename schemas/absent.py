@@ -48,9 +48,9 @@ def named_type(name: str) -> pa.DataType:
 
 
 def column_types(dataset: Dataset) -> dict[str, str]:
-    """Return the type of every column that some segment has."""
+    """Return the type of every column that some segment has, chosen or not."""
     found: dict[str, str] = {}
-    for segment in dataset.segments:
+    for segment in (*dataset.others, *dataset.segments):
         found.update(segment.manifest.columns)
     return found
 

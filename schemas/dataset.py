@@ -180,6 +180,7 @@ class Dataset:
         features: its columns and their roles.
         segments: in order.
         indexes: the first is the default.
+        others: segments that are left out, where only some are chosen (`chosen.py`).
     """
 
     directory: Path
@@ -188,6 +189,7 @@ class Dataset:
     features: FeatureSet
     segments: tuple[Segment, ...]
     indexes: tuple[Index, ...]
+    others: tuple[Segment, ...] = ()
 
     def order(self, batch_samples: int, epochs: int, shuffle: str, seed: int) -> Order:
         """Return the global order of a run over the training range.
@@ -229,9 +231,15 @@ class Dataset:
             f"shuffle={order.config.shuffle}, seed={order.config.seed}, got none; run "
             f"python -m pipelines oracle {self.directory} --reindex --batch-samples {batch} "
             f"--epochs {order.epochs} --shuffle {order.config.shuffle} "
-            f"--seed {order.config.seed}",
+            f"--seed {order.config.seed}{self._of_chosen}",
             file=str(self.directory / MANIFEST),
         )
+
+    @property
+    def _of_chosen(self) -> str:
+        if not self.others:
+            return ""
+        return f" --segments {','.join(s.manifest.id for s in self.segments)}"
 
 
 def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry:

@@ -115,6 +115,9 @@ class RunSummary:
     """Committed steps that were trained again after that."""
     fast: bool = False
     """Whether all samples of a step were computed at once, with bits of their own."""
+    start: Mapping[str, Any] | None = None
+    """What it began with: `run`, `train_step`, `checkpoint_sha256`, the ids of its own `segments`,
+    and by table the rows that were `new`, `kept` and `dropped`, and the ids it has `grown` by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ from schemas.errors import SchemaError
 from schemas.layout import FORMAT_VERSION, MANIFEST
 
 T = TypeVar("T")
+_ABSENT_WHERE_NONE = ("day",)
+"""Keys that came later: manifests without them are what they always were, byte for byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,8 @@ class SegmentManifest:
     """Every column of the samples, those of groups and transforms too, to its Arrow type's name."""
     learned: Mapping[str, str] = field(default_factory=dict[str, str])
     """Vocabularies and numbers that its transforms used: path below the dataset to sha256."""
+    day: str | None = None
+    """Day of its logs, such as 2026-04-09; absent from the file where it has none."""
     format: int = FORMAT_VERSION
     """Format version."""
 
@@ -224,6 +228,9 @@ def write_manifest(
         The sha256 of the written file, hex.
     """
     body = asdict(manifest)
+    for name in _ABSENT_WHERE_NONE:
+        if body.get(name, "") is None:
+            del body[name]
     data = _encode(body, hash_of(body))
     replace_bytes(directory / MANIFEST, data)
     return hashlib.sha256(data).hexdigest()
@@ -276,7 +283,7 @@ def _read(directory: Path, wanted: Reference | None) -> dict[str, Any]:
 def _check_keys(kind: type, body: Mapping[str, Any], path: Path, place: str = "") -> None:
     """Refuse keys that this release does not know, and those that lack, by name."""
     known = {f.name for f in fields(kind)}
-    for key in sorted(known ^ set(body)):
+    for key in sorted(known ^ (set(body) | known & set(_ABSENT_WHERE_NONE))):
         rule = "given" if key in known else "known"
         raise SchemaError(
             f"manifest key {place}{key} must be {rule}; use the release that wrote the dataset",

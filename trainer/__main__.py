@@ -97,6 +97,9 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         stores=arguments.stores,
         follow=arguments.follow,
         fast=arguments.fast,
+        start_from=arguments.start_from,
+        segments=arguments.segments,
+        expire_days=arguments.expire_days,
     )
     paths = (arguments.job, arguments.dataset, arguments.output)
     with show_progress() as on_step:
@@ -174,7 +177,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from trainer.train import evaluate_run
 
     _set_threads(arguments.job)
-    found = evaluate_run(arguments.job, arguments.dataset, arguments.run)
+    found = evaluate_run(arguments.job, arguments.dataset, arguments.run, arguments.segments)
     _show(arguments, json.dumps(asdict(found), sort_keys=True))
     return 0
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from schemas.dataset import Dataset
+from schemas.chosen import choose, hashes_of
+from schemas.dataset import Dataset, open_dataset
+from schemas.errors import SchemaError
 from schemas.job import Job
 from schemas.job_limits import WAIT
+from trainer.checkpoint import newest_checkpoint
 from trainer.draining import Drain
 from trainer.following import Following, FollowOptions
-from trainer.run import check_run, has_run, start_run, write_dataset
+from trainer.run import (
+    IDENTITY,
+    RunIdentity,
+    check_run,
+    has_run,
+    read_identity,
+    refuse_run,
+    start_run,
+    write_dataset,
+)
 from trainer.saving import claim_leftovers
 from trainer.training import TrainOptions
+from trainer.warm import Beginning, begin_with, not_trained, open_beginning
 from trainer.watchdog import Watchdog
 
 
@@ -46,36 +60,122 @@ def begin_run(
         DrainInterrupt: the process is to end; what was not begun has no folder.
     """
     config = job.train
-    goes_on = options.resume and (has_run(run) or not options.follow)
-    if goes_on and has_run(run):
-        claim_leftovers(run, config.checkpoint, resume=True)
-
-    def check(dataset: Dataset) -> None:
-        if goes_on:
-            check_run(run, dataset, config, follows=options.follow)
-
-    data = Following(dataset_path, job, how_of(options), drain, say, check)
+    may_begin = options.follow or options.start_from is not None or not options.resume
+    if has_run(run) or not may_begin:
+        if not options.resume:
+            refuse_run(run)
+        return _go_on(job, dataset_path, run, options, drain, say, watchdog)
+    beginning = None if options.start_from is None else open_beginning(options.start_from)
+    chosen = _chosen(beginning, dataset_path, options)
+    data = Following(dataset_path, job, how_of(options, chosen=chosen), drain, say)
     with watchdog(WAIT):
-        span = data.first()
+        dataset = data.first().dataset
     drain.check()
-    if goes_on:
-        write_dataset(run, span.dataset, config, follows=options.follow)
-    else:
-        start_run(run, job_path, span.dataset, config, follows=options.follow)
-        claim_leftovers(run, config.checkpoint, resume=False)
+    origin: dict[str, Any] | None = None
+    if beginning is not None:
+        origin = begin_with(beginning, run, job, dataset, options.expire_days)
+    is_chosen = chosen is not None
+    start_run(
+        run, job_path, dataset, config, follows=options.follow, chosen=is_chosen, origin=origin
+    )
+    claim_leftovers(run, config.checkpoint, resume=False)
     return data
 
 
-def how_of(options: TrainOptions, at_least: int = 0) -> FollowOptions:
+def _go_on(
+    job: Job,
+    dataset_path: Path,
+    run: Path,
+    options: TrainOptions,
+    drain: Drain,
+    say: Callable[[str], None],
+    watchdog: Watchdog,
+) -> Following:
+    """Open the dataset of a run that is there; arguments are those of `begin_run`."""
+    config = job.train
+    found = read_identity(run)
+    claim_leftovers(run, config.checkpoint, resume=True)
+    _check_same(run, found, dataset_path, options)
+
+    def check(dataset: Dataset) -> None:
+        check_run(run, dataset, config, follows=options.follow)
+
+    how = how_of(options, chosen=chosen_of(found))
+    data = Following(dataset_path, job, how, drain, say, check)
+    with watchdog(WAIT):
+        span = data.first()
+    drain.check()
+    write_dataset(
+        run,
+        span.dataset,
+        config,
+        follows=options.follow,
+        chosen=found.chosen,
+        origin=found.origin,
+    )
+    return data
+
+
+def _chosen(
+    beginning: Beginning | None, dataset_path: Path, options: TrainOptions
+) -> tuple[str, ...] | None:
+    """Return the hashes of the segments of a new run, None for all of the dataset."""
+    if beginning is None and options.segments is None:
+        return None
+    dataset = open_dataset(dataset_path)
+    wanted = options.segments
+    if wanted is None:
+        assert beginning is not None, "one of both is given"
+        wanted = not_trained(beginning, dataset)
+    return tuple(hashes_of(choose(dataset, wanted)).values())
+
+
+def _check_same(run: Path, found: RunIdentity, dataset_path: Path, options: TrainOptions) -> None:
+    """Refuse to go on with a run that was begun in another way.
+
+    Raises:
+        SchemaError: it was not started from a run, or has other segments, or is to follow.
+    """
+    problem = None
+    if options.start_from is not None and found.origin is None:
+        problem = "a run that was started from another, got one that began from nothing"
+    elif options.follow and found.chosen:
+        problem = "one that follows its dataset, got one of chosen segments"
+    elif options.segments is not None:
+        named = choose(open_dataset(dataset_path), options.segments)
+        if set(hashes_of(named).values()) != set(found.segments):
+            problem = f"of the segments {', '.join(options.segments)}, got one of others"
+    if problem is not None:
+        raise SchemaError(
+            f"run to go on with must be {problem}; use another folder", file=str(run / IDENTITY)
+        )
+
+
+def chosen_of(found: RunIdentity) -> tuple[str, ...] | None:
+    """Return the hashes of the segments that a run has chosen, None where it has all."""
+    return found.segments if found.chosen else None
+
+
+def first_checkpoint(run: Path, options: TrainOptions) -> Path | None:
+    """Return what a run that has been begun begins with, None for nothing."""
+    begun = options.resume or options.start_from is not None
+    return newest_checkpoint(run) if begun else None
+
+
+def how_of(
+    options: TrainOptions, at_least: int = 0, chosen: tuple[str, ...] | None = None
+) -> FollowOptions:
     """Return how a run looks at its dataset.
 
     Args:
         options: what the command line says.
         at_least: segments to wait for at first.
+        chosen: hashes of the segments that it trains; all when None.
     """
     return FollowOptions(
         follow=options.follow,
         stop=options.steps,
         planned=options.embedding == "cached",
         at_least=at_least,
+        chosen=chosen,
     )

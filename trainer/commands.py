@@ -10,7 +10,9 @@ from trainer.serving_options import TLS_NAME, add_replica, add_store, not_negati
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="python -m trainer", description="Train a model on a dataset.")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description="Train a model on a dataset."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("train", help="train a job on a dataset")
     run.add_argument("job", type=Path, help="job file")
@@ -27,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--start-from",
         type=Path,
         metavar="RUN",
-        help="begin with the newest checkpoint of a finished run, on segments that it did not train",
+        help="begin with the checkpoint of a finished run, on segments that it did not train",
     )
     run.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days; no others")
     run.add_argument(

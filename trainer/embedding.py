@@ -52,13 +52,26 @@ class Embedding(nn.Module):
     """
 
     def __init__(
-        self, tables: tuple[TableSpec, ...], config: TrainConfig, source: RowSource
+        self,
+        tables: tuple[TableSpec, ...],
+        config: TrainConfig,
+        source: RowSource,
+        *,
+        steps_before: int = 0,
     ) -> None:
-        """Keep what is needed; nothing is fetched yet."""
+        """Keep what is needed; nothing is fetched yet.
+
+        Args:
+            tables: that are looked up.
+            config: of the job.
+            source: of the rows.
+            steps_before: steps that rows were trained before step 0, for rules that count them.
+        """
         super().__init__()
         self._tables = tables
         self._config = config
         self._source = source
+        self._steps_before = steps_before
         self._table_of = {f: t.name for t in tables for f in t.features}
         self._mean = config.pooling == "mean"
         self._open: dict[int, OpenLeaf] = {}
@@ -222,7 +235,8 @@ class Embedding(nn.Module):
         return moved(arena_rows(Lent(lent.taken())), self._device)
 
     def _rule(self, leaves: Leaves) -> RowRule:
-        return rule_at(self._config.sparse_optimizer, leaves.step.train_step)
+        train_step = self._steps_before + leaves.step.train_step
+        return rule_at(self._config.sparse_optimizer, train_step)
 
     def _set(self, leaves: Leaves, rows: dict[str, ArenaRows]) -> None:
         self._leaves, self._rows, self._open = leaves, rows, {}

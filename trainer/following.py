@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from schemas.chosen import choose_hashes
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.horizon import Horizon, Known, decide, horizon_of
@@ -50,6 +51,8 @@ class FollowOptions:
     """Whether an index must cover the segments."""
     at_least: int = 0
     """Segments to wait for at first: others have trained them."""
+    chosen: tuple[str, ...] | None = None
+    """Hashes of the manifests of the segments that are trained; all segments when None."""
 
 
 class Following:
@@ -202,6 +205,8 @@ class Following:
                 return None
             try:
                 dataset = open_dataset(self._path)
+                if self._options.chosen is not None:
+                    dataset = choose_hashes(dataset, self._options.chosen)
                 if self._span is None:
                     self._check(dataset)
                 span = self._span_of(dataset)

@@ -15,17 +15,21 @@ from schemas.plan_slots import NEVER_AGAIN
 class NextUse:
     """Answers for one table after the other, from the access lists of the steps to come."""
 
-    def __init__(self, dataset: Dataset, order: Order, until: int | None = None) -> None:
+    def __init__(
+        self, dataset: Dataset, order: Order, until: int | None = None, *, others: bool = False
+    ) -> None:
         """Keep the parts; lists are read when a table is asked for.
 
         Args:
             dataset: open dataset.
             order: global order of the run.
             until: one after the last step that is known; the whole run when None.
+            others: whether rows may come that the dataset never uses, of a run that it began with.
         """
         self._dataset = dataset
         self._order = order
         self._until = order.num_steps if until is None else until
+        self._others = others
         self._of = ("", -1)
         self._rows = np.empty(0, np.int64)
         self._steps = np.empty(0, np.int64)
@@ -41,15 +45,22 @@ class NextUse:
         """
         if self._of != (table, first_step):
             self._read(table, first_step)
-        at = np.searchsorted(self._rows, rows)
-        if len(rows) and (
-            int(at.max()) >= len(self._rows) or not np.array_equal(self._rows[at], rows)
-        ):
+        if not len(rows) or not len(self._rows):
+            return self._unknown(rows)
+        at = np.minimum(np.searchsorted(self._rows, rows), len(self._rows) - 1)
+        known = self._rows[at] == rows
+        if not known.all():
+            self._unknown(rows[~known])
+        return np.where(known, self._steps[at], NEVER_AGAIN)
+
+    def _unknown(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return that rows are never used, where such may come."""
+        if len(rows) and not self._others:
             raise SchemaError(
-                f"rows of the checkpoint must be of the dataset, got others in {table!r}; "
+                f"rows of the checkpoint must be of the dataset, got others in {self._of[0]!r}; "
                 "resume the run with the dataset that it was trained on"
             )
-        return self._steps[at]
+        return np.full(len(rows), NEVER_AGAIN, np.int64)
 
     def _read(self, table: str, first_step: int) -> None:
         accesses = TableAccesses(self._dataset, table, self._order)

@@ -75,13 +75,16 @@ def memory_stores(spec: BatchSpec, config: TrainConfig) -> dict[str, Store]:
     return {table: memory_store(layout) for table, layout in layouts_of(spec, config).items()}
 
 
-def build_parts(spec: BatchSpec, config: TrainConfig, stores: dict[str, Store]) -> Parts:
+def build_parts(
+    spec: BatchSpec, config: TrainConfig, stores: dict[str, Store], *, steps_before: int = 0
+) -> Parts:
     """Build the embedding, the model and its optimizer; equal seeds give equal parts.
 
     Args:
         spec: what a batch is made of.
         config: train section of the job.
         stores: by table; the embedding reads them until it is given another source.
+        steps_before: steps that the rows were trained before the run's first: Adam counts them.
     """
     device = device_of(config.device)
     if device.type != "cpu":
@@ -90,7 +93,7 @@ def build_parts(spec: BatchSpec, config: TrainConfig, stores: dict[str, Store]) 
         TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
         for name, features in features_of_tables(spec).items()
     )
-    embedding = Embedding(tables, config, DirectSource(stores))
+    embedding = Embedding(tables, config, DirectSource(stores), steps_before=steps_before)
     model = build_model(config, spec, embedding).to(device)
     return Parts(
         stores, embedding, model, dense_optimizer(config.dense_optimizer, list(model.parameters()))

@@ -46,25 +46,41 @@ class RunIdentity:
     """Whether no segment may follow: the dataset said so, or the run does not follow it."""
     train: Mapping[str, Any]
     """The job's train section without checkpoints, stores, cache, limits and threads."""
+    chosen: bool = False
+    """Whether `segments` were chosen from those of the dataset, of which there may be others."""
+    origin: Mapping[str, Any] | None = None
+    """What the run began with (`warm.py`): another run, its checkpoint, and all that it trained."""
 
 
-def identity_of(dataset: Dataset, config: TrainConfig, *, follows: bool) -> RunIdentity:
+def identity_of(
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    follows: bool,
+    chosen: bool = False,
+    origin: Mapping[str, Any] | None = None,
+) -> RunIdentity:
     """Return what a run of this job on this dataset is."""
     m, train = dataset.manifest, asdict(config)
     for name in ("checkpoint", "stores", "cache", "num_threads"):
         del train[name]  # where rows lie, and for how long, changes no bit of them
     del train["limits"], train["follow"]  # nor does how long something may take
-    meaning = {
-        "features": {f.name: f.role for f in dataset.features.features if f.role != "kept"},
-        "tables": {name: _of_table(table) for name, table in dataset.job.data.tables.items()},
-    }
     # as they are read back: lists, and texts for what JSON has not
-    same = json.loads(canonical_json({"dataset": meaning, "train": train}))
+    same = json.loads(canonical_json({"dataset": _meaning_of(dataset), "train": train}))
     return RunIdentity(
         **same,
         segments=tuple(reference.manifest_sha256 for reference in m.segments),
         closed=m.finished or not follows,
+        chosen=chosen,
+        origin=origin,
     )
+
+
+def _meaning_of(dataset: Dataset) -> dict[str, Any]:
+    return {
+        "features": {f.name: f.role for f in dataset.features.features if f.role != "kept"},
+        "tables": {name: _of_table(table) for name, table in dataset.job.data.tables.items()},
+    }
 
 
 def _of_table(table: TableConfig) -> dict[str, Any]:
@@ -79,7 +95,14 @@ def has_run(run: Path) -> bool:
 
 
 def start_run(
-    run: Path, job: Path, dataset: Dataset, config: TrainConfig, *, follows: bool = False
+    run: Path,
+    job: Path,
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    follows: bool = False,
+    chosen: bool = False,
+    origin: Mapping[str, Any] | None = None,
 ) -> None:
     """Make the folder of a new run.
 
@@ -89,26 +112,45 @@ def start_run(
         dataset: open dataset.
         config: train section of the job.
         follows: whether segments may still come.
+        chosen: whether its segments were chosen from those of the dataset.
+        origin: what it begins with.
 
     Raises:
         SchemaError: the folder holds a run already.
+    """
+    refuse_run(run)
+    run.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(job, run / JOB)
+    for name in (METRICS, LEDGER):
+        (run / name).write_text("", encoding="utf-8")
+    write_dataset(run, dataset, config, follows=follows, chosen=chosen, origin=origin)
+
+
+def refuse_run(run: Path) -> None:
+    """Refuse a folder that holds a run.
+
+    Raises:
+        SchemaError: it does.
     """
     if has_run(run):
         raise SchemaError(
             "output must hold no run, got one; use --resume or another folder", file=str(run)
         )
-    run.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(job, run / JOB)
-    for name in (METRICS, LEDGER):
-        (run / name).write_text("", encoding="utf-8")
-    write_dataset(run, dataset, config, follows=follows)
 
 
-def write_dataset(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool) -> None:
+def write_dataset(
+    run: Path,
+    dataset: Dataset,
+    config: TrainConfig,
+    *,
+    follows: bool,
+    chosen: bool = False,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
     """Write what the run has to train, and then what it is: again when the dataset has grown."""
     write_expected(run, dataset, config.epochs)
-    body = canonical_json(asdict(identity_of(dataset, config, follows=follows)))
-    replace_bytes(run / IDENTITY, body.encode())
+    found = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
+    replace_bytes(run / IDENTITY, canonical_json(asdict(found)).encode())
 
 
 def read_identity(run: Path) -> RunIdentity:
@@ -154,6 +196,28 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool
                 file=str(path),
             )
     _check_segments(path, found, wanted, follows=follows, epochs=config.epochs)
+
+
+def check_meaning(path: Path, found: RunIdentity, dataset: Dataset) -> None:
+    """Refuse a dataset whose columns or tables mean something else than those of a run.
+
+    Args:
+        path: of the run's identity, for the error.
+        found: what the run is.
+        dataset: open dataset; which segments it has does not matter.
+
+    Raises:
+        SchemaError: the first difference, by name, with both sides.
+    """
+    meaning = json.loads(canonical_json(_meaning_of(dataset)))
+    different = first_difference(found.dataset, meaning, "dataset")
+    if different is not None:
+        name, old, new = different
+        raise SchemaError(
+            f"{name} must be that of the run, got {new!r} for {old!r}; use a dataset of the same "
+            "columns and tables",
+            file=str(path),
+        )
 
 
 def first_difference(old: Any, new: Any, name: str) -> tuple[str, Any, Any] | None:

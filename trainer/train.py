@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from schemas.chosen import choose, choose_hashes
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.events import METRICS, RunSummary, StepMetric, read_metrics
 from schemas.job import Job, load_job
 from schemas.job_limits import EVALUATE, START
 from schemas.job_train import TrainConfig
-from trainer.beginning import begin_run
+from schemas.layout import MANIFEST
+from trainer.beginning import begin_run, first_checkpoint
 from trainer.cache import PlannedCache
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, stores_of, verified
 from trainer.decode import spec_of
@@ -23,7 +25,7 @@ from trainer.device import device_of, moved
 from trainer.draining import Drain, told
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.extending import plans_of_span
-from trainer.flash.fits import made_of, same_plan
+from trainer.flash.fits import check_model, made_of, same_plan
 from trainer.flash.manifest import PLAN
 from trainer.following import Span
 from trainer.kernels.build import kernels_of
@@ -35,13 +37,21 @@ from trainer.opening import open_stores, readable
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.reader import Reader
 from trainer.rollback import with_rollbacks
-from trainer.run import check_run, write_summary
+from trainer.run import (
+    IDENTITY,
+    RunIdentity,
+    check_meaning,
+    check_run,
+    read_identity,
+    write_summary,
+)
 from trainer.saving import claim_leftovers
 from trainer.sources import DirectSource, RowSource
 from trainer.step import Clock, PhaseTimer
 from trainer.stores.future_log import FutureLog
 from trainer.stores.together import group_of
 from trainer.training import Training, TrainOptions
+from trainer.warm import said_of, steps_before
 from trainer.watchdog import Watchdog
 
 
@@ -80,7 +90,8 @@ def train(
         drain.on_ask = watchdog.drain
         data = begin_run(job_path, job, dataset_path, run, options, drain, say, watchdog)
         spec = spec_of(data.current().dataset, config.dtype)
-        checkpoint = newest_checkpoint(run) if options.resume else None
+        checkpoint = first_checkpoint(run, options)
+        begun = read_identity(run)
         watchdog.write_to(run)
 
         def attempt(checkpoint: Path | None) -> tuple[Evaluation, RowSource]:
@@ -102,8 +113,8 @@ def train(
                             num_processes=options.stores,
                         )
                     )
-                    parts = build_parts(spec, config, stores)
-                    start = _start(job, options, span, parts, checkpoint)
+                    parts = build_parts(spec, config, stores, steps_before=steps_before(begun))
+                    start = _start(job, options, span, parts, checkpoint, begun)
                 timer = PhaseTimer(clock, watchdog)
                 training = Training(run, job, options, data, parts, drain, watchdog, timer, on_step)
                 span = training.run(span, *start, loaded=checkpoint is not None)
@@ -125,14 +136,21 @@ def train(
 
 
 def _start(
-    job: Job, options: TrainOptions, span: Span, parts: Parts, checkpoint: Path | None
+    job: Job,
+    options: TrainOptions,
+    span: Span,
+    parts: Parts,
+    checkpoint: Path | None,
+    begun: RunIdentity,
 ) -> tuple[int, RowSource]:
     """Load the checkpoint; return the first step and where rows come from."""
     first, cached = 0, dict[str, CachedRows]()
     if checkpoint is not None:
         next_use = None
         if isinstance(group_of(parts.stores), FutureLog):
-            next_use = NextUse(span.dataset, span.order, span.horizon.known)
+            known = span.horizon.known
+            others = begun.origin is not None
+            next_use = NextUse(span.dataset, span.order, known, others=others)
         manifest = verified(checkpoint, made_of(job, span.dataset))
         if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
             cached = load_cached(checkpoint / PLAN, parts.stores)
@@ -160,21 +178,38 @@ def evaluate_parts(
     return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
 
 
-def evaluate_run(job_path: Path, dataset_path: Path, run: Path) -> Evaluation:
+def evaluate_run(
+    job_path: Path, dataset_path: Path, run: Path, segments: Sequence[str] | None = None
+) -> Evaluation:
     """Evaluate the newest checkpoint of a run.
+
+    Args:
+        job_path: job file.
+        dataset_path: dataset folder.
+        run: run folder.
+        segments: ids or days of the segments whose evaluation split is scored, whether the run
+            trained them or not; those that it trained when None.
 
     Raises:
         SchemaError: job, dataset or run break their format, or the run has no checkpoint.
     """
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     device_of(job.train.device)
-    check_run(run, dataset, job.train)
+    found = read_identity(run)
+    if segments is not None:
+        dataset = choose(dataset, segments)
+        check_meaning(run / IDENTITY, found, dataset)
+    else:
+        dataset = choose_hashes(dataset, found.segments) if found.chosen else dataset
+        check_run(run, dataset, job.train)
     spec = spec_of(dataset, job.train.dtype)
     parts = build_parts(spec, job.train, memory_stores(spec, job.train))
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise SchemaError("run must have a checkpoint, got none; train again", file=str(run))
-    manifest = verified(checkpoint, made_of(job, dataset))
+    wanted = made_of(job, dataset)
+    manifest = verified(checkpoint, wanted if segments is None else None)
+    check_model(manifest.made_of, wanted, str(checkpoint / MANIFEST))
     load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
     return evaluate_parts(job, dataset, parts)
 
@@ -252,4 +287,5 @@ def summary_of(
         embedding=options.embedding,
         expanded=options.expanded,
         fast=options.fast,
+        start=said_of(read_identity(run).origin),
     )

@@ -61,9 +61,25 @@ class TrainOptions:
     """Train on committed segments while later ones are built, until the dataset is finished."""
     fast: bool = False
     """Compute all samples of a step at once: other bits than leaf by leaf, equal to rounding."""
+    start_from: Path | None = None
+    """Begin with the newest checkpoint of this run, where the run is not there yet."""
+    segments: tuple[str, ...] | None = None
+    """Ids or days of the segments to train on; all that are to be trained when None."""
+    expire_days: int | None = None
+    """Drop rows that no segment of so many last days uses; keep all when None."""
 
     def __post_init__(self) -> None:
-        """Refuse stores that nothing would be kept in."""
+        """Refuse stores that nothing would be kept in, and what belongs to other beginnings."""
+        if self.expire_days is not None and self.start_from is None:
+            raise ValueError(
+                f"rows must be those of a run to expire, got expire_days={self.expire_days} "
+                "without a run; use --start-from"
+            )
+        if self.follow and (self.start_from is not None or self.segments is not None):
+            raise ValueError(
+                "segments must be known when the run begins, got --follow with --start-from or "
+                "--segments; leave --follow out, and train the next day as the next run"
+            )
         if self.stores is not None and self.embedding == "plain":
             raise ValueError(
                 f"stores must hold the rows, got stores={self.stores} and the embedding 'plain', "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 
 from schemas.accesses import TableAccesses
 from schemas.checked import describe_file, sha256_of, write_files
+from schemas.chosen import choose
 from schemas.columns import large_list
 from schemas.dataset import open_dataset
 from schemas.jagged import Jagged, offsets_of, unique_tuples
@@ -179,6 +182,7 @@ def make_dataset(
     *,
     index: str = "index-small",
     finished: bool = False,
+    days: Sequence[str | None] = (),
 ) -> Path:
     """Write a dataset.
 
@@ -189,14 +193,15 @@ def make_dataset(
         seed: of the samples.
         index: name of the index.
         finished: whether no segment follows.
+        days: of the segments, none for those beyond.
     """
     job = load_job(job_path)
     for name in (JOB, SCHEMA):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((job_path.parent / name).read_bytes())
     references = tuple(
-        _write_segment(folder, job, index, files, seed + 100 * index)
-        for index, files in enumerate(segments)
+        _write_segment(folder, job, index, files, seed + 100 * index, day)
+        for index, (files, day) in enumerate(zip_longest(segments, days[: len(segments)]))
     )
     manifest = DatasetManifest(
         name=job.name,
@@ -205,7 +210,7 @@ def make_dataset(
         segments=references,
     )
     write_manifest(folder, manifest)
-    indexes = (_write_index(folder, job, index),)
+    indexes = (write_index(folder, job, index),)
     whole = {**_fields(manifest), "indexes": indexes, "finished": finished}
     write_manifest(folder, DatasetManifest(**whole))
     return folder
@@ -216,7 +221,12 @@ def _fields(manifest: DatasetManifest) -> dict[str, object]:
 
 
 def _write_segment(
-    folder: Path, job: Job, index: int, files: list[tuple[int, int]], seed: int
+    folder: Path,
+    job: Job,
+    index: int,
+    files: list[tuple[int, int]],
+    seed: int,
+    day: str | None,
 ) -> Reference:
     root = folder / SEGMENTS / f"{index:05d}-small"
     rows: list[dict[str, object]] = []
@@ -246,6 +256,7 @@ def _write_segment(
     num_train = splits.count("train")
     manifest = SegmentManifest(
         id=root.name,
+        day=day,
         num_samples=sum(a + b for a, b in files),
         num_sessions=0,
         num_rejects=0,
@@ -346,8 +357,10 @@ def _write_access(
     )
 
 
-def _write_index(folder: Path, job: Job, name: str) -> Reference:
+def write_index(folder: Path, job: Job, name: str, ids: Sequence[str] = ()) -> Reference:
+    """Write an index over all segments, or over some; its name in the root is the caller's."""
     dataset = open_dataset(folder)
+    dataset = choose(dataset, ids) if ids else dataset
     oracle = job.data.oracle
     order = dataset.order(
         oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed

@@ -23,12 +23,29 @@ _ADVICE = "go on with the job and the dataset that it was trained with"
 def made_of(job: Job, dataset: Dataset) -> dict[str, Any]:
     """Return what the checkpoints of a run belong to, as it stands in their manifests."""
     order = order_of(job, dataset)
-    layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
-    tables = dataset.job.data.tables
     try:
         index = dataset.index_for(order).manifest.id
     except SchemaError:
         index = None
+    return {
+        **_model_of(job, dataset),
+        "segments": [s.manifest.id for s in dataset.segments],
+        "segments_sha256": [r.manifest_sha256 for r in dataset.manifest.segments],
+        "order": {
+            "num_blocks": list(order.num_blocks),
+            "blocks_per_batch": order.blocks_per_batch,
+            "epochs": order.epochs,
+            "shuffle": order.config.shuffle,
+            "seed": order.config.seed,
+        },
+        "index": index,
+        "cache": _of_cache(job.train.cache),
+    }
+
+
+def _model_of(job: Job, dataset: Dataset) -> dict[str, Any]:
+    layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
+    tables = dataset.job.data.tables
     return {
         "model": job.train.model.name,
         "dense_optimizer": job.train.dense_optimizer.name,
@@ -45,17 +62,6 @@ def made_of(job: Job, dataset: Dataset) -> dict[str, Any]:
             for table, layout in layouts.items()
         },
         "features": {f.name: f.role for f in dataset.features.features if f.role != "kept"},
-        "segments": [s.manifest.id for s in dataset.segments],
-        "segments_sha256": [r.manifest_sha256 for r in dataset.manifest.segments],
-        "order": {
-            "num_blocks": list(order.num_blocks),
-            "blocks_per_batch": order.blocks_per_batch,
-            "epochs": order.epochs,
-            "shuffle": order.config.shuffle,
-            "seed": order.config.seed,
-        },
-        "index": index,
-        "cache": _of_cache(job.train.cache),
     }
 
 
@@ -73,10 +79,24 @@ def check_fits(
     Raises:
         SchemaError: the first difference, by name, with both sides.
     """
+    check_model(held, wanted, file)
+    _check_position(held, wanted, train_step, file)
+
+
+def check_model(held: Mapping[str, Any], wanted: Mapping[str, Any], file: str) -> None:
+    """Refuse a checkpoint of another model, whatever it was trained on.
+
+    Args:
+        held: what the checkpoint belongs to.
+        wanted: what it is to be used for.
+        file: its manifest.
+
+    Raises:
+        SchemaError: the first difference, by name, with both sides.
+    """
     for name in ("model", "dense_optimizer", "sparse_optimizer", "features"):
         _check(name, held.get(name), wanted[name], file)
     _check_tables(held.get("tables", {}), wanted["tables"], file)
-    _check_position(held, wanted, train_step, file)
 
 
 def same_plan(held: Mapping[str, Any], cache: CacheConfig) -> bool:

@@ -26,8 +26,8 @@ from schemas.events import (
     read_summary,
 )
 from schemas.job import load_job
-from trainer.beginning import begin_run
-from trainer.checkpoint import newest_checkpoint, step_of
+from trainer.beginning import begin_run, first_checkpoint
+from trainer.checkpoint import step_of
 from trainer.child import close_pipes, end_children, start_child
 from trainer.decode import spec_of
 from trainer.draining import Drain, DrainInterrupt, told
@@ -334,7 +334,7 @@ def train_together(
                 raise DrainInterrupt("SIGTERM")  # each replica was asked by itself
         return read_summary(run / SUMMARY)
 
-    checkpoint = newest_checkpoint(run) if options.resume else None
+    checkpoint = first_checkpoint(run, options)
     summary, rollbacks = with_rollbacks(
         run,
         checkpoint,

@@ -13,7 +13,7 @@ from schemas.errors import SchemaError
 from schemas.events import PHASES
 from schemas.job import Job, load_job
 from schemas.job_limits import SAVE, START, WAIT, LimitsConfig
-from trainer.beginning import how_of
+from trainer.beginning import chosen_of, how_of
 from trainer.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint, verified
 from trainer.decode import spec_of
 from trainer.draining import Drain, told
@@ -39,6 +39,7 @@ from trainer.stores.store import Store
 from trainer.stores.together import checkpointed
 from trainer.train import evaluate_parts, summary_of
 from trainer.training import TrainOptions
+from trainer.warm import steps_before
 from trainer.watchdog import Watchdog
 
 SYNC = "sync"
@@ -93,15 +94,16 @@ def work(
             data = _dataset(run, Path(together.dataset), job, train_options, drain, say)
         dataset = data.current().dataset
         spec = spec_of(dataset, config.dtype)
+        before = steps_before(read_identity(run))
         starting.enter_context(watchdog(START))
         if shared is None:
             stores = memory_stores(spec, config)
-            parts = build_parts(spec, config, stores)
+            parts = build_parts(spec, config, stores, steps_before=before)
             rows: ReplicaRows = MemoryRows(stores, parts.embedding)
         else:
             layouts = layouts_of(spec, config)
             opened = open_shared(shared, run, job_path, config.stores, layouts)
-            parts = build_parts(spec, config, dict(opened))
+            parts = build_parts(spec, config, dict(opened), steps_before=before)
             cached = train_options.embedding == "cached"
             plan = config if cached else None
             group = next(iter(opened.values())).group
@@ -157,12 +159,14 @@ def _dataset(
         SchemaError: job, dataset and run do not belong together.
         DrainInterrupt: it was asked to leave.
     """
-    at_least = len(read_identity(run).segments) if options.follow else 0
+    found = read_identity(run)
+    at_least = len(found.segments) if options.follow else 0
 
-    def check(found: Dataset) -> None:
-        check_run(run, found, job.train, follows=options.follow)
+    def check(opened: Dataset) -> None:
+        check_run(run, opened, job.train, follows=options.follow)
 
-    data = Following(dataset, job, how_of(options, at_least), drain, say, check)
+    how = how_of(options, at_least, chosen_of(found))
+    data = Following(dataset, job, how, drain, say, check)
     data.first()
     return data
 

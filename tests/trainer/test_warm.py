@@ -1,0 +1,252 @@
+"""A run that begins with the checkpoint of another has the bits of one run over all days."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from schemas.chosen import choose
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.layout import JOB, MANIFEST
+from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
+from tests.trainer.make_dataset import bytes_of, make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
+from trainer.__main__ import main
+from trainer.checkpoint import dense_of, newest_checkpoint
+from trainer.ledger import verify_run
+from trainer.seen import rows_used
+from trainer.train import evaluate_run
+
+KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "lazy Adam, which counts steps": ({"optimizer": "adam"}, {}),
+    "saved beside training": ({"every_steps": "2"}, {}),
+    "a log by time to live": ({}, {"embedding": "cached"}),
+    "a log, saved beside training": ({"every_steps": "3"}, {"embedding": "cached"}),
+    "mapped files behind a cache": (
+        {"policy": "belady", "files": "mmap"},
+        {"embedding": "cached"},
+    ),
+    "the rows used last": ({"rows": "205"}, {"embedding": "lru"}),
+    "two stores behind a cache": ({}, {"embedding": "cached", "stores": 2}),
+}
+
+
+def newest(run: Path) -> Path:
+    """Return the newest checkpoint of a run that has one."""
+    found = newest_checkpoint(run)
+    assert found is not None, "a finished run leaves a checkpoint"
+    return found
+
+
+def bits_of(run: Path) -> dict[str, bytes]:
+    """Return the bytes of all rows and of the dense state that a run has left."""
+    found = rows_in(newest(run)) | dense_of(newest(run))
+    return {name: array.tobytes() for name, array in found.items()}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A job, its dataset and the folder of plain runs day by day."""
+    folder = tmp_path_factory.mktemp("days")
+    job, dataset = make_days(folder)
+    run_days(job, dataset, folder)
+    return job, dataset, folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_days_one_by_one_have_the_bits_of_all_at_once(kind: str, tmp_path: Path) -> None:
+    changes, options = KINDS[kind]
+    job, dataset = make_days(tmp_path, **changes)
+    run_job(job, dataset, tmp_path / "whole", **options)
+    run_days(job, dataset, tmp_path, **options)
+    losses = [losses_of(tmp_path / day) for day in DATES]
+    assert np.concatenate(losses).tobytes() == losses_of(tmp_path / "whole").tobytes()
+    assert bits_of(tmp_path / DATES[-1]) == bits_of(tmp_path / "whole")
+    for day in DATES:
+        assert verify_run(tmp_path / day).problems == ()
+
+
+def test_run_takes_the_segments_that_are_left(
+    small: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    job, dataset, folder = small
+    summary = run_job(job, dataset, tmp_path / "rest", start_from=folder / DATES[0])
+    assert summary.start is not None
+    assert summary.start["segments"] == ["00001-small", "00002-small"]
+    assert bits_of(tmp_path / "rest") == bits_of(folder / DATES[-1])
+    with pytest.raises(SchemaError, match="segments that rest did not train, got none"):
+        run_job(job, dataset, tmp_path / "more", start_from=tmp_path / "rest")
+
+
+def test_report_counts_rows_as_sets_do(small: tuple[Path, Path, Path]) -> None:
+    job, dataset, folder = small
+    opened = open_dataset(dataset)
+    before: dict[str, set[int]] = {table: set() for table in opened.job.data.tables}
+    for day in DATES:
+        start = json.loads((folder / day / "summary.json").read_text())["start"]
+        segments = choose(opened, (day,)).segments
+        for table, known in before.items():
+            used = set(rows_used(opened, segments, table).tolist())
+            if start is not None:
+                assert start["tables"][table] == {
+                    "new": len(used - known),
+                    "kept": len(known),
+                    "dropped": 0,
+                    "grown": 0,
+                }
+            known |= used
+            assert known == set(rows_in(newest(folder / day))[f"{table}/rows.npy"].tolist())
+    assert parts_of(job, dataset).stores.keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("num_days", "alive"), [(1, DATES[2:]), (3, DATES[1:]), (4, DATES), (9, DATES)]
+)
+def test_rows_that_no_segment_of_the_last_days_uses_are_dropped(
+    num_days: int, alive: list[str], small: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    job, dataset, folder = small
+    old, run = folder / DATES[1], tmp_path / "run"
+    summary = run_job(job, dataset, run, start_from=old, expire_days=num_days)
+    opened = open_dataset(dataset)
+    segments = choose(opened, alive).segments
+    found, held = rows_in(run / "checkpoints" / "00000000"), rows_in(newest(old))
+    assert summary.start is not None
+    for table, counts in summary.start["tables"].items():
+        stay = np.isin(held[f"{table}/rows.npy"], rows_used(opened, segments, table))
+        for name in ("rows", "values", "state"):
+            wanted = held[f"{table}/{name}.npy"][stay]
+            assert found[f"{table}/{name}.npy"].tobytes() == wanted.tobytes()
+        assert (counts["kept"], counts["dropped"]) == (int(stay.sum()), int((~stay).sum()))
+
+
+def test_expiry_asks_for_days(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", **IN_ORDER)
+    dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
+    run_job(job, dataset, tmp_path / "old", segments=("00000-small",))
+    with pytest.raises(SchemaError, match="segment must have a day while rows expire by days"):
+        run_job(job, dataset, tmp_path / "new", start_from=tmp_path / "old", expire_days=2)
+    assert not (tmp_path / "new" / "run.json").exists()
+    with pytest.raises(ValueError, match=re.escape("use --start-from")):
+        run_job(job, dataset, tmp_path / "new", expire_days=2)
+
+
+@pytest.mark.parametrize("moment", ["before it is a run", "in its steps"])
+def test_run_that_was_killed_begins_once(
+    moment: str, small: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, dataset, folder = small
+    run, old = tmp_path / "run", folder / DATES[0]
+    with monkeypatch.context() as patched:
+        place = "beginning.start_run" if moment == "before it is a run" else "training.metric_of"
+
+        def die(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(f"trainer.{place}", die)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(job, dataset, run, start_from=old, segments=(DATES[1],))
+    checkpoint = run / "checkpoints" / "00000000"
+    assert checkpoint.is_dir()
+    begun = (checkpoint / MANIFEST).stat().st_mtime_ns
+    run_job(job, dataset, run, start_from=old, segments=(DATES[1],), resume=True)
+    assert bits_of(run) == bits_of(folder / DATES[1])
+    if moment == "in its steps":
+        again = run_job(job, dataset, run, resume=True)
+        assert again.start is not None
+        assert (run / "checkpoints" / "00000000").exists() is False or (
+            (checkpoint / MANIFEST).stat().st_mtime_ns == begun
+        )
+
+
+def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    job, dataset, folder = small
+    old = folder / DATES[0]
+    other = write_job(tmp_path / "other", **IN_ORDER, optimizer="adam")
+    with pytest.raises(SchemaError, match="checkpoint must have sparse_optimizer='adam'"):
+        run_job(other, dataset, tmp_path / "a", start_from=old)
+    wider = write_job(
+        tmp_path / "wider", **IN_ORDER, model="{bottom_layers: [32], top_layers: [16]}"
+    )
+    with pytest.raises(SchemaError, match="array 'model/"):
+        run_job(wider, dataset, tmp_path / "b", start_from=old)
+    assert not (tmp_path / "b").exists()
+    run_job(job, dataset, tmp_path / "cut", segments=(DATES[0],), steps=5)
+    with pytest.raises(SchemaError, match="finished, got a checkpoint of step 5 of 12"):
+        run_job(job, dataset, tmp_path / "c", start_from=tmp_path / "cut")
+    with pytest.raises(SchemaError, match="segment must be of the dataset, got '2026-04-10'"):
+        run_job(job, dataset, tmp_path / "d", start_from=old, segments=("2026-04-10",))
+    with pytest.raises(SchemaError, match="run to go on with must be of the segments"):
+        run_job(job, dataset, old, segments=(DATES[1],), resume=True)
+    with pytest.raises(SchemaError, match="output must hold no run, got one"):
+        run_job(job, dataset, old, start_from=folder / DATES[1])
+    with pytest.raises(ValueError, match="leave --follow out"):
+        run_job(job, dataset, tmp_path / "e", start_from=old, follow=True)
+
+
+def test_damaged_checkpoint_begins_nothing(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    job, dataset, folder = small
+    old = Path(shutil.copytree(folder / DATES[0], tmp_path / "old"))
+    path = newest(old) / "items" / "values.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(SchemaError, match="file must have sha256"):
+        run_job(job, dataset, tmp_path / "new", start_from=old)
+    assert not (tmp_path / "new").exists()
+
+
+def test_larger_identity_table_is_told(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    job, _, folder = small
+    grown = tmp_path / "job" / JOB
+    shutil.copytree(job.parent, grown.parent)
+    grown.write_text(
+        job.read_text().replace("num_rows: 12, rows: ident", "num_rows: 40, rows: ident")
+    )
+    dataset = make_days_of(grown, tmp_path)
+    summary = run_job(grown, dataset, tmp_path / "run", start_from=folder / DATES[0])
+    assert summary.start is not None
+    assert {t: c["grown"] for t, c in summary.start["tables"].items()} == {
+        "users": 0,
+        "items": 0,
+        "pages": 28,
+    }
+
+
+def make_days_of(job: Path, folder: Path) -> Path:
+    """Write a dataset of another job."""
+    return make_dataset(folder / "dataset", job, [[(400, 50)], [(250, 40)]], days=DATES[:2])
+
+
+def test_evaluation_is_of_the_segments_that_are_named(
+    small: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, dataset, folder = small
+    run, old = folder / DATES[1], folder / DATES[0]
+    own = evaluate_run(job, dataset, run)
+    assert own.num_samples == 40
+    assert own == evaluate_run(job, dataset, run, (DATES[1],))
+    assert json.loads((run / "summary.json").read_text())["ne"] == own.ne
+    later = evaluate_run(job, dataset, old, ("00002-small",))
+    assert later.num_samples == 40
+    assert later.ne != evaluate_run(job, dataset, run, (DATES[2],)).ne
+    arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(old), "--json"]
+    assert main([*arguments, "--segments", "2026-04-09,2026-04-11"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_samples"] == 80
+
+
+def test_what_a_run_began_with_is_named(small: tuple[Path, Path, Path]) -> None:
+    _, _, folder = small
+    second, third = (json.loads((folder / d / "run.json").read_text())["origin"] for d in DATES[1:])
+    assert (second["run"], second["train_step"], second["steps_before"]) == (
+        f"../{DATES[0]}",
+        12,
+        12,
+    )
+    assert (third["train_step"], third["steps_before"]) == (4, 16)
+    assert second["checkpoint_sha256"] == bytes_of(newest(folder / DATES[0]))
+    assert len(third["trained"]) == 2
