@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from pipelines.progress import watched
 from pipelines.samples.sampling_units import MergeCounts, write_units
 from pipelines.segments.admit import admit, finished_segments, proposal_of
 from pipelines.segments.commit import finish_segment
+from pipelines.segments.days import position_of_day, replaced_by
 from pipelines.segments.finish import finish
 from pipelines.segments.lock import workplace
 from pipelines.segments.pinned import identity_of
@@ -251,6 +253,10 @@ def build(request: BuildRequest) -> dict[str, Any]:
     """
     started = time.perf_counter()
     job = load_job(request.job_path)
+    if request.day is not None:
+        day = date.fromisoformat(request.day)
+        request = replace(request, position=position_of_day(day))
+        job = replace(job, data=replace(job.data, split=job.data.split.on(day)))
     features = load_features(request.job_path.parent / job.data.schema)
     if request.append:
         read_dataset(request.dataset)  # refuses a directory that is no dataset
@@ -269,8 +275,10 @@ def summary(dataset: Path, made: Built, wall_sec: float) -> dict[str, Any]:
     opened = open_dataset(dataset)
     index_bytes = sum(i.manifest.oracle_bytes for i in opened.indexes)
     (events,) = (read_counts(s) for s in opened.segments if s.manifest.id == manifest.id)
+    versions = replaced_by(opened.manifest, manifest.id)
     return {
         "segment": manifest.id,
+        **({"day": manifest.day, "replaced": versions} if manifest.day else {}),
         "built": made.built,
         "num_samples": manifest.num_samples,
         "num_sessions": manifest.num_sessions,

@@ -22,6 +22,7 @@ from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
 from pipelines.rewrite.command import RewriteRequest, rewrite
 from pipelines.segments.finish import finish
+from pipelines.segments.prune import prune
 from pipelines.segments.verify import verify
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
@@ -122,7 +123,9 @@ def _day(text: str) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a date, got {text!r}; write 2026-04-09") from error
+        raise argparse.ArgumentTypeError(
+            f"must be a date, got {text!r}; write 2026-04-09"
+        ) from error
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -188,15 +191,29 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         attempt=uuid.uuid4().hex[:12],
         check_sql=arguments.check_sql,
         last=arguments.last,
+        day=_text_of(arguments.day),
         say=_progress,
     )
     _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
     return 0
 
 
-def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+def _text_of(day: date | None) -> str | None:
+    return None if day is None else day.isoformat()
+
+
+def _check_place(arguments: argparse.Namespace) -> None:
+    """Refuse two ways of saying where a segment stands."""
     if arguments.in_order and arguments.position is None:
         raise ValueError("--in-order must come with --position, got none; name the place")
+    if arguments.day is not None and arguments.position is not None:
+        raise ValueError("--day must come without --position, got both; the day is the place")
+    if arguments.replace and arguments.day is None:
+        raise ValueError("--replace must come with --day, got none; name the day")
+
+
+def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    _check_place(arguments)
     startup = time.time() - _process_start()
     request = BuildRequest(
         job_path=arguments.job,
@@ -207,6 +224,8 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         check_sql=arguments.check_sql,
         append=True,
         position=arguments.position,
+        day=_text_of(arguments.day),
+        replaces=arguments.replace,
         in_order=arguments.in_order,
         last=arguments.last,
         say=_progress,
@@ -252,6 +271,11 @@ def _finish(arguments: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
+def _prune(arguments: argparse.Namespace, _: list[str]) -> int:
+    _say(arguments, prune(arguments.dataset))
+    return 0
+
+
 def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     result = verify(arguments.dataset)
     _say(arguments, result)
@@ -283,6 +307,7 @@ _COMMANDS = {
     "build": _build,
     "append": _append,
     "finish": _finish,
+    "prune": _prune,
     "rewrite": _rewrite,
     "verify": _verify,
     "expand": _expand,

@@ -53,6 +53,8 @@ class BuildRequest:
         check_sql: whether to compare the SQL's result on three cuts of the same rows first.
         append: whether the dataset must be there already.
         position: place among its segments, with `append`; the next free one when None.
+        day: label of the segment, such as 2026-04-09, which is its place, too; none when None.
+        replaces: whether it may take the place of another version of its day.
         in_order: whether it enters the dataset only behind all segments before its position.
         last: whether no segment follows: the dataset is finished with this one.
         say: told what is going on, one line at a time.
@@ -68,6 +70,8 @@ class BuildRequest:
     check_sql: bool = False
     append: bool = False
     position: int | None = None
+    day: str | None = None
+    replaces: bool = False
     in_order: bool = False
     last: bool = False
     say: Callable[[str], None] = lambda _: None
@@ -111,6 +115,11 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         SchemaError: naming what does not fit, before any work is done.
     """
     data = job.data
+    if data.split.evaluation_last is not None and data.split.evaluation_from is None:
+        raise SchemaError(
+            "segment must have a day for data.split.evaluation_last, got none; use --day",
+            file=str(request.job_path),
+        )
     folder = _input_folder(request)
     listing = request.listing or list_inputs(folder, data.inputs)
     key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"

@@ -21,6 +21,7 @@ from schemas.job_gate import GateConfig
 from schemas.job_sampling import SamplingConfig
 from schemas.job_schedule import ScheduleConfig
 from schemas.job_sources import SamplesConfig, SideConfig, SourceConfig, check_sources
+from schemas.job_split import SplitConfig
 from schemas.job_storage import StorageConfig
 from schemas.job_train import TrainConfig
 from schemas.job_transforms import (
@@ -62,14 +63,6 @@ class WindowConfig:
         """Refuse windows without length."""
         if self.span is not None and not self.span:
             raise ValueError("span must be longer than nothing, got 0s; write 1d, or null")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitConfig:
-    """Which samples are held back for evaluation."""
-
-    evaluation_from: datetime | None = None
-    """Samples at or after this time (UTC) are for evaluation; none when null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +275,13 @@ def _checked(job: Job, name: str) -> Job:
         raise SchemaError(
             f"train.batch_samples must be a multiple of data.block_samples, got {batch} and "
             f"{block}; use {max(1, batch // block) * block}",
+            file=name,
+        )
+    split = job.data.split
+    if split.evaluation_from is not None and split.evaluation_last is not None:
+        raise SchemaError(
+            "data.split must hold back one range, got evaluation_from and evaluation_last; keep "
+            "one of them",
             file=name,
         )
     return job

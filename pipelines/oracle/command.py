@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from pipelines.oracle.policies import policy_reports, table_report
 from pipelines.segments.commit import commit_root
 from pipelines.segments.lock import locked
 from schemas.accesses import index_load
+from schemas.chosen import choose
 from schemas.dataset import Dataset, open_dataset, verified_version
 from schemas.hints import write_hints
 from schemas.job_train import CacheConfig
@@ -30,7 +33,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
         beam_args: Beam options.
         attempt: name of this attempt.
     """
-    dataset = open_dataset(arguments.dataset)
+    dataset = open_chosen(arguments.dataset, arguments.segments)
     config = dataset.job.data.oracle
     cache = dataset.job.train.cache
     batch_samples = at_least_one(arguments.batch_samples, config.batch_samples, "batch-samples")
@@ -56,6 +59,12 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
         name: _report(dataset, name, order, cache) for name in sorted(dataset.job.data.tables)
     }
     return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
+
+
+def open_chosen(path: Path, segments: Sequence[str] | None) -> Dataset:
+    """Open a dataset, of which only some segments may be wanted."""
+    dataset = open_dataset(path)
+    return dataset if segments is None else choose(dataset, segments)
 
 
 def _report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> dict[str, Any]:
@@ -89,11 +98,14 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
     When a segment comes meanwhile, the index is built again, over it too.
     """
     root = dataset.directory
+    ids = [s.manifest.id for s in dataset.segments] if dataset.others else None
     while True:
         reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
         with locked(root):
             manifest = read_dataset(root)
-            if manifest.segments == dataset.manifest.segments and (root / reference.id).is_dir():
+            same = set(dataset.manifest.segments) <= set(manifest.segments)
+            whole = ids is not None or manifest.segments == dataset.manifest.segments
+            if same and whole and (root / reference.id).is_dir():
                 if reference not in manifest.indexes:
                     commit_root(
                         root,
@@ -103,9 +115,10 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
                         manifest.segments,
                         [*manifest.indexes, reference],
                         finished=manifest.finished,
+                        lineage=manifest.lineage,
                     )
-                return open_dataset(root)
-        dataset = open_dataset(root)
+                return open_chosen(root, ids)
+        dataset = open_chosen(root, ids)
         order = dataset.order(
             order.blocks_per_batch * dataset.job.data.block_samples,
             order.epochs,

@@ -20,6 +20,7 @@ from pipelines.segments.commit import describe_tree, reference_of
 from pipelines.segments.lock import locked, workplace
 from pipelines.segments.partial import remove_partial
 from schemas.checked import sha256_of, write_files
+from schemas.chosen import choose
 from schemas.dataset import Dataset, open_dataset
 from schemas.layout import FILES, MANIFEST
 from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
@@ -43,13 +44,14 @@ class TableTotals:
 class _IndexTable(beam.DoFn):
     """Links a small table; plans the rounds of a large one."""
 
-    def __init__(self, root: Path, dataset: Path, order: Order, worker_entries: int) -> None:
-        self.root, self.path, self.order = root, dataset, order
+    def __init__(self, root: Path, dataset: Dataset, order: Order, worker_entries: int) -> None:
+        self.root, self.path, self.order = root, dataset.directory, order
+        self.ids = [s.manifest.id for s in dataset.segments]
         self.worker_entries = worker_entries
 
     def setup(self) -> None:
         keep_freed_memory()
-        self.dataset = open_dataset(self.path)
+        self.dataset = choose(open_dataset(self.path), self.ids)
 
     def process(self, table: str) -> Iterator[Any]:
         made = index_table(self.root, self.dataset, table, self.order, self.worker_entries)
@@ -106,7 +108,7 @@ def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], nam
             | "list tables" >> beam.Create(sorted(dataset.job.data.tables))
             | "spread tables" >> beam.Reshuffle()
             | "index tables"
-            >> beam.ParDo(_IndexTable(root, dataset.directory, order, WORKER_ENTRIES)).with_outputs(
+            >> beam.ParDo(_IndexTable(root, dataset, order, WORKER_ENTRIES)).with_outputs(
                 _DONE, main=_PLANS
             )
         )

@@ -9,6 +9,13 @@ from pipelines.gate.judge import check_limits
 from pipelines.gate.pass_gate import pass_gate, schema_of
 from pipelines.learned.files import check_fits, fits
 from pipelines.prepare import BuildRequest
+from pipelines.segments.days import (
+    check_label,
+    refuse_other_files,
+    refuse_without_day,
+    same_files,
+    segment_of_day,
+)
 from pipelines.segments.finish import refuse_finished
 from pipelines.segments.pinned import check_pinned, check_types
 from pipelines.segments.publish import Proposal, free_position, root_of, with_key
@@ -17,7 +24,7 @@ from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import Job
 from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import InputFile, Reference, read_segment
+from schemas.manifest import DatasetManifest, InputFile, Reference, SegmentManifest, read_segment
 
 
 def admit(
@@ -45,16 +52,40 @@ def admit(
     check_limits(schema_of((request.job_path.parent / job.data.schema).read_bytes()))
     root = root_of(request.dataset)
     there = with_key(root, key)
+    if there is not None:
+        found = read_segment(request.dataset / SEGMENTS / there.id, there)
+        check_label(request.dataset, found, request.day)
     if there is not None or root is None:
         return there
     if not request.append:
         refuse_other(request.dataset, [s.id for s in root.segments], key)
+    version = version_of_day(request, root)
+    if version is not None and not request.replaces:
+        if same_files(version[1].listing, listing):
+            return version[0]
+        refuse_other_files(request.dataset, version[1])
+    replaced = None if version is None else version[0]
     refuse_finished(root, request.dataset)
-    free_position(root, request.position, request.dataset)
+    others = [s for s in root.segments if s != replaced]
+    free_position(others, request.position, request.dataset)
     dataset = open_dataset(request.dataset)
     check_pinned(dataset, job, features, request.job_path)
-    refuse_same_input(dataset, listing, request.job_path)
+    refuse_same_input(dataset, listing, request.job_path, replaced)
     return None
+
+
+def version_of_day(
+    request: BuildRequest, root: DatasetManifest
+) -> tuple[Reference, SegmentManifest] | None:
+    """Return the segment that holds the day of a request, None where there is none.
+
+    Raises:
+        SchemaError: the request has no day, and the segments have.
+    """
+    if request.day is None:
+        refuse_without_day(request.dataset, root)
+        return None
+    return segment_of_day(request.dataset, root, request.day)
 
 
 def refuse_other(dataset: Path, segments: list[str], key: str) -> None:
@@ -70,15 +101,26 @@ def refuse_other(dataset: Path, segments: list[str], key: str) -> None:
     )
 
 
-def refuse_same_input(dataset: Dataset, listing: tuple[InputFile, ...], job: Path) -> None:
+def refuse_same_input(
+    dataset: Dataset,
+    listing: tuple[InputFile, ...],
+    job: Path,
+    replaced: Reference | None = None,
+) -> None:
     """Refuse to add the very same files a second time under a changed job.
+
+    Args:
+        dataset: open dataset.
+        listing: input of the new segment.
+        job: the job file, for the error.
+        replaced: the segment that the new one takes the place of.
 
     Raises:
         SchemaError: naming the segment that was built from them.
     """
-    given = sorted(f.sha256 for f in listing)
     for segment in dataset.segments:
-        if sorted(f.sha256 for f in segment.manifest.listing) == given:
+        is_replaced = replaced is not None and segment.manifest.id == replaced.id
+        if not is_replaced and same_files(segment.manifest.listing, listing):
             raise SchemaError(
                 f"input must be new to the dataset, got the files of segment "
                 f"{segment.manifest.id}, built by another job; its samples would count twice: "
@@ -123,6 +165,8 @@ def proposal_of(
         building=building,
         key=key,
         position=request.position,
+        day=request.day,
+        replaces=request.replaces,
         name=job.name,
         job=request.job_bytes or request.job_path.read_bytes(),
         schema=schema,

@@ -183,22 +183,24 @@ def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:
     return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
 
 
-def relabel(root: Path, segment_id: str, anomalies: str) -> SegmentManifest:
-    """Give a finished segment, not yet published, another id and other anomalies.
+def relabel(root: Path, segment_id: str, anomalies: str, day: str | None = None) -> SegmentManifest:
+    """Give a finished segment, not yet published, another id, other anomalies and its day.
 
     Args:
         root: directory of the segment.
         segment_id: new id.
         anomalies: text of `anomalies.pbtxt`.
+        day: label; none when None.
     """
     manifest = read_segment(root)
-    if manifest.id == segment_id and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
+    same = (manifest.id, manifest.day) == (segment_id, day)
+    if same and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
         return manifest
     (root / ANOMALIES).write_text(anomalies, encoding="utf-8")
     entries = read_files(root / FILES)
     entries[ANOMALIES] = describe_file(root, ANOMALIES)
     write_files(root / FILES, [entries[path] for path in sorted(entries)])
-    manifest = replace(manifest, id=segment_id, files_sha256=sha256_of(root / FILES))
+    manifest = replace(manifest, id=segment_id, day=day, files_sha256=sha256_of(root / FILES))
     write_manifest(root, manifest)
     return manifest
 
@@ -217,6 +219,7 @@ def commit_root(
     indexes: Sequence[Reference],
     *,
     finished: bool = False,
+    lineage: Mapping[str, str] | None = None,
 ) -> DatasetManifest:
     """Replace the root manifest, so that it finds the two files that it names at every moment.
 
@@ -236,6 +239,7 @@ def commit_root(
         schema_sha256=sha256(schema).hexdigest(),
         segments=tuple(segments),
         indexes=tuple(indexes),
+        lineage=dict(lineage or {}),
         finished=finished,
     )
     write_manifest(dataset, manifest)

@@ -28,7 +28,10 @@ NOT_IN_ID = frozenset({"gate", "generate"})
 
 def identity_of(data: DataConfig) -> dict[str, Any]:
     """Return the part of the data section that decides what a segment holds."""
-    return {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
+    found = {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
+    if data.split.evaluation_last is None:
+        del found["split"]["evaluation_last"]  # ids are what they were before there was this key
+    return found
 
 
 def check_pinned(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -> None:
@@ -46,6 +49,9 @@ def check_pinned(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -
     added = check_features(dataset.features, features, path)
     pinned, given = leaves(asdict(dataset.job.data)), leaves(asdict(job.data))
     pinned["name"], given["name"] = dataset.job.name, job.name
+    for found, each in ((pinned, dataset.job), (given, job)):
+        last = each.data.split.evaluation_last
+        found["data.split.evaluation_last"] = last and str(last)
     for key in sorted(pinned.keys() | given.keys()):
         if pinned.get(key) == given.get(key) or _may_differ(key, pinned, given, added):
             continue
@@ -145,6 +151,8 @@ def _may_differ(
         return f"data.vocabularies.{parts[2]}.columns" not in pinned
     if parts[:2] != ["data", "tables"]:
         return False
+    if key in pinned and parts[3:] == ["num_rows"] and given.get(f"{key[:-8]}rows") == "identity":
+        return bool(given.get(key, 0) > pinned[key])  # room for more ids; those there stay rows
     features = f"data.tables.{parts[2]}.features"
     before, now = pinned.get(features, ()), given.get(features, ())
     if key not in pinned:  # a new table

@@ -13,13 +13,14 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipelines.oracle.index import build_index
 from pipelines.segments.commit import commit_root, reference_of, relabel
+from pipelines.segments.days import refuse_other_files, segment_of_day, with_version
 from pipelines.segments.lock import locked, sweep, workplace
 from pipelines.segments.view import write_view
 from schemas.dataset import Dataset, open_dataset, verified_version
@@ -40,6 +41,8 @@ class Proposal:
         building: hidden directory of the segment, its manifest written.
         key: the hash in its id.
         position: place among the segments; the next free one when None.
+        day: label; none when None.
+        replaces: whether it takes the place of another version of its day.
         name: of the job.
         job: bytes of the job file.
         schema: bytes of its schema.
@@ -53,6 +56,8 @@ class Proposal:
     building: Path
     key: str
     position: int | None
+    day: str | None = None
+    replaces: bool = False
     name: str
     job: bytes
     schema: bytes
@@ -86,36 +91,53 @@ def publish(proposal: Proposal) -> Reference:
         there = with_key(seen, proposal.key)
         if there is not None:
             return there
-        position = free_position(seen, proposal.position, proposal.dataset)
+        replaced = version_there(seen, proposal)
+        segments = tuple(s for s in (seen.segments if seen else ()) if s != replaced)
+        position = free_position(segments, proposal.position, proposal.dataset)
         opened = open_dataset(proposal.dataset) if seen else None
-        segments = seen.segments if seen else ()
         before = sum(position_of(s.id) < position for s in segments)
         anomalies = proposal.judge(opened, before)
         segment_id = f"{position:05d}-{proposal.key}"
-        relabel(proposal.building, segment_id, anomalies)
+        relabel(proposal.building, segment_id, anomalies, proposal.day)
         reference = replace(reference_of(proposal.building), id=segment_id)
         ordered = (*segments[:before], reference, *segments[before:])
+        before_it = seen.lineage if seen else {}
+        lineage = with_version(before_it, proposal.day, segment_id, replaced)
         place = proposal.dataset / f".index.{proposal.attempt}"
         with workplace(place, ".index.*"):
             stage = place / "dataset"  # the place itself is held, and its indexes lock the stage
             fill_stage(stage, proposal, ordered)
             indexes = build_indexes(stage, opened, proposal)
-            if replace_root(proposal, stage, seen, ordered, indexes):
+            if replace_root(proposal, stage, seen, ordered, indexes, lineage):
                 return reference
 
 
-def free_position(root: DatasetManifest | None, wanted: int | None, dataset: Path) -> int:
+def version_there(root: DatasetManifest | None, proposal: Proposal) -> Reference | None:
+    """Return the version of the day that the segment takes the place of.
+
+    Raises:
+        SchemaError: there is one, and it is not to be replaced.
+    """
+    found = proposal.day and segment_of_day(proposal.dataset, root, proposal.day)
+    if not found:
+        return None
+    if not proposal.replaces:
+        refuse_other_files(proposal.dataset, found[1])
+    return found[0]
+
+
+def free_position(segments: Iterable[Reference], wanted: int | None, dataset: Path) -> int:
     """Return the position that a new segment takes.
 
     Args:
-        root: of the dataset.
+        segments: of the dataset.
         wanted: what the caller asks for.
         dataset: directory, for the error.
 
     Raises:
         SchemaError: it is taken, or outside [0, 99999].
     """
-    taken = {position_of(s.id): s.id for s in (root.segments if root else ())}
+    taken = {position_of(s.id): s.id for s in segments}
     position = max(taken, default=-1) + 1 if wanted is None else wanted
     if position in taken:
         raise SchemaError(
@@ -177,6 +199,7 @@ def replace_root(
     seen: DatasetManifest | None,
     segments: tuple[Reference, ...],
     indexes: list[Reference],
+    lineage: Mapping[str, str],
 ) -> bool:
     """Give everything its name and replace the root, unless that has changed meanwhile."""
     dataset = proposal.dataset
@@ -193,7 +216,8 @@ def replace_root(
             if not (final / MANIFEST).exists():
                 shutil.rmtree(final, ignore_errors=True)
                 (stage / index.id).rename(final)
-        commit_root(dataset, proposal.name, proposal.job, proposal.schema, segments, indexes)
+        job, schema = proposal.job, proposal.schema
+        commit_root(dataset, proposal.name, job, schema, segments, indexes, lineage=lineage)
         write_view(dataset)
         remove_indexes(dataset, keep={i.id for i in (*indexes, *(seen.indexes if seen else ()))})
     return True

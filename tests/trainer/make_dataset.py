@@ -358,9 +358,8 @@ def _write_access(
 
 
 def write_index(folder: Path, job: Job, name: str, ids: Sequence[str] = ()) -> Reference:
-    """Write an index over all segments, or over some; its name in the root is the caller's."""
-    dataset = open_dataset(folder)
-    dataset = choose(dataset, ids) if ids else dataset
+    """Write an index over all segments, or over some; naming it in the root is the caller's."""
+    dataset = choose(open_dataset(folder), ids) if ids else open_dataset(folder)
     oracle = job.data.oracle
     order = dataset.order(
         oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed

@@ -12,7 +12,7 @@ import pytest
 from schemas.chosen import choose
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import JOB, MANIFEST
+from schemas.layout import JOB
 from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
@@ -70,6 +70,19 @@ def test_days_one_by_one_have_the_bits_of_all_at_once(kind: str, tmp_path: Path)
     assert bits_of(tmp_path / DATES[-1]) == bits_of(tmp_path / "whole")
     for day in DATES:
         assert verify_run(tmp_path / day).problems == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--embedding", "cached", "--stores", "2"]])
+def test_replicas_begin_with_the_same_bits(
+    more: list[str], small: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    job, dataset, folder = small
+    given = ["train", str(job), "--dataset", str(dataset), "--output", str(tmp_path / "run")]
+    given += ["--start-from", str(folder / DATES[0]), "--segments", DATES[1], "--replicas", "2"]
+    assert main([*given, *more]) == 0
+    assert bits_of(tmp_path / "run") == bits_of(folder / DATES[1])
+    assert verify_run(tmp_path / "run").problems == ()
 
 
 def test_run_takes_the_segments_that_are_left(
@@ -154,15 +167,11 @@ def test_run_that_was_killed_begins_once(
             run_job(job, dataset, run, start_from=old, segments=(DATES[1],))
     checkpoint = run / "checkpoints" / "00000000"
     assert checkpoint.is_dir()
-    begun = (checkpoint / MANIFEST).stat().st_mtime_ns
     run_job(job, dataset, run, start_from=old, segments=(DATES[1],), resume=True)
     assert bits_of(run) == bits_of(folder / DATES[1])
-    if moment == "in its steps":
-        again = run_job(job, dataset, run, resume=True)
-        assert again.start is not None
-        assert (run / "checkpoints" / "00000000").exists() is False or (
-            (checkpoint / MANIFEST).stat().st_mtime_ns == begun
-        )
+    again = run_job(job, dataset, run, resume=True)
+    assert again.start is not None
+    assert bits_of(run) == bits_of(folder / DATES[1])
 
 
 def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -204,10 +213,10 @@ def test_larger_identity_table_is_told(small: tuple[Path, Path, Path], tmp_path:
     job, _, folder = small
     grown = tmp_path / "job" / JOB
     shutil.copytree(job.parent, grown.parent)
-    grown.write_text(
-        job.read_text().replace("num_rows: 12, rows: ident", "num_rows: 40, rows: ident")
-    )
-    dataset = make_days_of(grown, tmp_path)
+    text = job.read_text().replace("num_rows: 12, rows: ident", "num_rows: 40, rows: ident")
+    grown.write_text(text)
+    days = [[(400, 50)], [(250, 40)]]
+    dataset = make_dataset(tmp_path / "dataset", grown, days, days=DATES[:2])
     summary = run_job(grown, dataset, tmp_path / "run", start_from=folder / DATES[0])
     assert summary.start is not None
     assert {t: c["grown"] for t, c in summary.start["tables"].items()} == {
@@ -215,11 +224,6 @@ def test_larger_identity_table_is_told(small: tuple[Path, Path, Path], tmp_path:
         "items": 0,
         "pages": 28,
     }
-
-
-def make_days_of(job: Path, folder: Path) -> Path:
-    """Write a dataset of another job."""
-    return make_dataset(folder / "dataset", job, [[(400, 50)], [(250, 40)]], days=DATES[:2])
 
 
 def test_evaluation_is_of_the_segments_that_are_named(
@@ -241,12 +245,11 @@ def test_evaluation_is_of_the_segments_that_are_named(
 
 def test_what_a_run_began_with_is_named(small: tuple[Path, Path, Path]) -> None:
     _, _, folder = small
-    second, third = (json.loads((folder / d / "run.json").read_text())["origin"] for d in DATES[1:])
-    assert (second["run"], second["train_step"], second["steps_before"]) == (
-        f"../{DATES[0]}",
-        12,
-        12,
-    )
+    found = [json.loads((folder / day / "run.json").read_text()) for day in DATES]
+    assert found[0]["origin"] is None
+    second, third = (each["origin"] for each in found[1:])
+    assert second["run"] == f"../{DATES[0]}"
+    assert (second["train_step"], second["steps_before"]) == (12, 12)
     assert (third["train_step"], third["steps_before"]) == (4, 16)
     assert second["checkpoint_sha256"] == bytes_of(newest(folder / DATES[0]))
     assert len(third["trained"]) == 2

@@ -1,0 +1,54 @@
+"""Old versions of segments and indexes that the root manifest names no more, removed when asked."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipelines.segments.lock import locked
+from schemas.layout import SEGMENTS
+from schemas.manifest import read_dataset
+
+
+def prune(dataset: Path) -> dict[str, Any]:
+    """Remove segments and indexes that the root does not name.
+
+    Builds that are under way have hidden names and stay; so do indexes that somebody holds. Nobody
+    holds segments: who trains on a version that was replaced has to be done with it.
+
+    Args:
+        dataset: directory of the dataset.
+
+    Returns:
+        `segments` and `indexes`, the names of what was removed, and `num_bytes`.
+
+    Raises:
+        SchemaError: there is no dataset.
+    """
+    read_dataset(dataset)  # refuses a directory that is no dataset
+    with locked(dataset):  # whoever gives a segment its name holds it until the root names it
+        root = read_dataset(dataset)
+        named = {s.id for s in root.segments}, {i.id for i in root.indexes}
+        places = sorted((dataset / SEGMENTS).glob("[!.]*")), sorted(dataset.glob("index-*"))
+        removed = [
+            [(d.name, _removed(d)) for d in found if d.is_dir() and d.name not in names]
+            for found, names in zip(places, named, strict=True)
+        ]
+    segments, indexes = ([(n, b) for n, b in found if b is not None] for found in removed)
+    return {
+        "segments": [name for name, _ in segments],
+        "indexes": [name for name, _ in indexes],
+        "num_bytes": sum(num_bytes for _, num_bytes in (*segments, *indexes)),
+    }
+
+
+def _removed(directory: Path) -> int | None:
+    """Remove a directory that nobody holds; return its bytes, None where it stays."""
+    with suppress(BlockingIOError), locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        num_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
+        shutil.rmtree(directory, ignore_errors=True)
+        return num_bytes
+    return None

@@ -1,0 +1,274 @@
+"""Segments of days: one version of each, in the order of the days, whatever comes when."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.segments.verify import verify
+from schemas.chosen import choose
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST, SEGMENTS
+from schemas.manifest import read_dataset
+from tests.pipelines.appending import addition, changed
+from tests.pipelines.logs import bytes_of, copy_of, request, write_job, write_log
+from tests.pipelines.test_kills import DRIVER
+
+FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
+POINTS = {
+    "before it is judged": ("segments.publish", "relabel", 0),
+    "before its index": ("segments.publish", "build_index", 0),
+    "between its name and the root": ("segments.publish", "commit_root", 1),
+    "after the root": ("segments.publish", "remove_indexes", 0),
+}
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job and the logs of three days, one of them corrected since; not to be changed."""
+    directory = tmp_path_factory.mktemp("logs")
+    write_job(directory / "job")
+    for seed, name in enumerate((FIRST, LATE, LAST, f"{LATE}-corrected")):
+        write_log(directory / name, num_rows=150 + 20 * seed, seed=seed)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def days(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of the first and the last day, then of the late one."""
+    dataset = tmp_path_factory.mktemp("days") / "dataset"
+    job = logs / "job" / "job.yaml"
+    build(replace(request(job, logs / FIRST, dataset), day=FIRST))
+    for day in (LAST, LATE):
+        build(replace(addition(job, logs / day, dataset), day=day))
+    return dataset
+
+
+def arguments(logs: Path, dataset: Path, day: str, files: str) -> list[str]:
+    """Return the arguments of an append."""
+    job = str(logs / "job" / "job.yaml")
+    given = ["append", job, "--dataset", str(dataset), "--input", str(logs / files), "--json"]
+    return [*given, "--day", day]
+
+
+def test_late_day_stands_between_the_others(days: Path) -> None:
+    opened = open_dataset(days)
+    assert [s.manifest.day for s in opened.segments] == [FIRST, LATE, LAST]
+    apart = date.fromisoformat(FIRST) - date(1970, 1, 1)
+    assert opened.segments[0].manifest.position == apart // timedelta(days=1)
+    ids = {s.manifest.day: s.manifest.id for s in opened.segments}
+    assert opened.manifest.lineage == {f"day:{day}": name for day, name in ids.items()}
+    assert verify(days)["problems"] == []
+
+
+def test_same_day_of_the_same_files_is_there_already(
+    logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = bytes_of(days)
+    assert main(arguments(logs, days, LATE, LATE)) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["built"], found["day"], found["replaced"]) == (False, LATE, [])
+    assert "already there, nothing to do" in printed.err
+    assert main([*arguments(logs, days, LATE, LATE), "--replace"]) == 0
+    (logs / LATE).rename(logs / "renamed")
+    try:  # what counts is what the files hold
+        assert main(arguments(logs, days, LATE, "renamed")) == 0
+    finally:
+        (logs / "renamed").rename(logs / LATE)
+    assert bytes_of(days) == before
+
+
+@pytest.mark.parametrize(
+    ("day", "files", "more", "message"),
+    [
+        (LATE, f"{LATE}-corrected", [], "use --replace to put a new version in its place"),
+        ("2026-01-03", LATE, [], f"day must be {LATE} as of segment"),
+        (LATE, LATE, ["--position", "3"], "the day is the place"),
+    ],
+)
+def test_other_files_or_another_day_are_refused(
+    day: str,
+    files: str,
+    more: list[str],
+    message: str,
+    logs: Path,
+    days: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = bytes_of(days)
+    assert main([*arguments(logs, days, day, files), *more]) == 1
+    assert re.search(re.escape(message), capsys.readouterr().err)
+    assert bytes_of(days) == before
+
+
+def test_segment_without_a_day_is_refused_behind_days(logs: Path, days: Path) -> None:
+    job, files = logs / "job" / "job.yaml", logs / f"{LATE}-corrected"
+    with pytest.raises(SchemaError, match="segment must have a day as the others"):
+        build(addition(job, files, days))
+    with pytest.raises(SystemExit):
+        main(arguments(logs, days, "9 April", LATE))
+
+
+def corrected(logs: Path, days: Path, folder: Path) -> Path:
+    """Return the dataset with a new version of the late day."""
+    dataset = copy_of(days, folder / "dataset")
+    files = f"{LATE}-corrected"
+    assert main([*arguments(logs, dataset, LATE, files), "--replace"]) == 0
+    return dataset
+
+
+def named_bytes(dataset: Path) -> dict[str, dict[str, bytes]]:
+    """Return every byte of what the root names."""
+    root = read_dataset(dataset)
+    places = [f"{SEGMENTS}/{s.id}" for s in root.segments] + [i.id for i in root.indexes]
+    return {place: bytes_of(dataset / place) for place in places}
+
+
+def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
+    logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = open_dataset(days).segments[1].manifest.id
+    dataset = corrected(logs, days, tmp_path)
+    assert json.loads(capsys.readouterr().out)["replaced"] == [old]
+    job = logs / "job" / "job.yaml"
+    anew = tmp_path / "anew"
+    build(replace(request(job, logs / FIRST, anew), day=FIRST))
+    for day, files in ((LATE, f"{LATE}-corrected"), (LAST, LAST)):
+        build(replace(addition(job, logs / files, anew), day=day))
+    assert read_dataset(dataset).segments[1:2] == read_dataset(anew).segments[1:2]
+    # the last day was judged beside another day before: its anomalies tell, nothing else does
+    assert [s.manifest.files_sha256 for s in open_dataset(dataset).segments[:2]] == [
+        s.manifest.files_sha256 for s in open_dataset(anew).segments[:2]
+    ]
+    blocks = [s.manifest.blocks_sha256 for s in open_dataset(dataset).segments]
+    assert blocks == [s.manifest.blocks_sha256 for s in open_dataset(anew).segments]
+    new = read_dataset(dataset).segments[1].id
+    lineage = read_dataset(dataset).lineage
+    assert (lineage[f"day:{LATE}"], lineage[f"replaced:{old}"]) == (new, new)
+    assert (dataset / SEGMENTS / old / MANIFEST).exists()
+    assert verify(dataset)["problems"] == []
+
+
+def test_prune_removes_what_was_replaced_and_nothing_else(
+    logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = corrected(logs, days, tmp_path)
+    named, old = named_bytes(dataset), open_dataset(days).segments[1].manifest.id
+    capsys.readouterr()
+    assert main(["prune", str(dataset), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["segments"] == [old]
+    assert found["num_bytes"] > 0
+    assert named_bytes(dataset) == named
+    assert {p.name for p in (dataset / SEGMENTS).iterdir()} == {
+        s.id for s in read_dataset(dataset).segments
+    }
+    assert main(["prune", str(dataset), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"segments": [], "indexes": [], "num_bytes": 0}
+    assert verify(dataset)["problems"] == []
+
+
+def test_version_that_comes_back_is_the_one_that_was_there(
+    logs: Path, days: Path, tmp_path: Path
+) -> None:
+    dataset = corrected(logs, days, tmp_path)
+    new = read_dataset(dataset).segments[1].id
+    assert main([*arguments(logs, dataset, LATE, LATE), "--replace"]) == 0
+    root = read_dataset(dataset)
+    assert root.segments == read_dataset(days).segments
+    assert root.lineage[f"replaced:{new}"] == root.segments[1].id
+    assert f"replaced:{root.segments[1].id}" not in root.lineage
+    assert verify(dataset)["problems"] == []
+
+
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(p, marks=[pytest.mark.slow] if p != "after the root" else []) for p in POINTS],
+)
+def test_replacement_that_is_killed_leaves_one_version(
+    point: str, logs: Path, days: Path, tmp_path: Path
+) -> None:
+    module, function, before = POINTS[point]
+    dataset = copy_of(days, tmp_path / "dataset")
+    old = read_dataset(days)
+    driver = DRIVER.format(module=module, function=function, before=before)
+    given = [*arguments(logs, dataset, LATE, f"{LATE}-corrected"), "--replace"]
+    done = subprocess.run(
+        [sys.executable, "-c", driver, *given],
+        capture_output=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    root = read_dataset(dataset)
+    assert verify(dataset)["problems"] == []
+    assert (root.segments == old.segments) == (point != "after the root")
+    assert main(given) == 0
+    again = corrected(logs, days, tmp_path / "again")
+    assert named_bytes(dataset) == named_bytes(again)
+    assert read_dataset(dataset) == read_dataset(again)
+
+
+def test_index_over_some_days_is_that_of_a_dataset_of_them(
+    logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    given = ["oracle", str(dataset), "--reindex", "--segments", f"{FIRST},{LATE}", "--json"]
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["num_steps"] > 0
+    apart, job = tmp_path / "apart", logs / "job" / "job.yaml"
+    build(replace(request(job, logs / FIRST, apart), day=FIRST))
+    build(replace(addition(job, logs / LATE, apart), day=LATE))
+    expected = open_dataset(apart).indexes[0]
+    chosen = choose(open_dataset(dataset), (LATE, FIRST))
+    order = chosen.order(32, 1, "none", 0)
+    found = chosen.index_for(order)
+    for table in chosen.job.data.tables:
+        assert found.distances(table).values.tobytes() == expected.distances(table).values.tobytes()
+    assert read_dataset(dataset).lineage == read_dataset(days).lineage
+    assert verify(dataset)["problems"] == []
+    with pytest.raises(
+        SchemaError, match=re.escape(f"--segments {chosen.segments[0].manifest.id}")
+    ):
+        choose(chosen, (FIRST,)).index_for(choose(chosen, (FIRST,)).order(32, 1, "none", 0))
+
+
+HELD = ("split: {evaluation_from: 2026-01-01 00:08:00}", "split: {evaluation_last: 1433m}")
+
+
+def test_end_of_each_day_is_held_back(logs: Path, tmp_path: Path) -> None:
+    job = changed(tmp_path / "job", HELD)
+    dataset = tmp_path / "dataset"
+    with pytest.raises(SchemaError, match="segment must have a day for"):
+        build(request(job, logs / FIRST, dataset))
+    build(replace(request(job, logs / FIRST, dataset), day=FIRST))
+    fixed = changed(tmp_path / "fixed", (HELD[0], "split: {evaluation_from: 2026-01-01 00:07:00}"))
+    build(request(fixed, logs / FIRST, tmp_path / "other"))
+    found, expected = (open_dataset(d).segments[0] for d in (dataset, tmp_path / "other"))
+    assert set(found.manifest.splits) == {"train", "evaluation"}
+    for part in ("samples", "groups", "access"):
+        assert bytes_of(found.directory / part) == bytes_of(expected.directory / part)
+    longer = changed(tmp_path / "longer", (HELD[0], "split: {evaluation_last: 2h}"))
+    for other in (longer, fixed):
+        with pytest.raises(SchemaError, match="evaluation_last must be"):
+            build(replace(addition(other, logs / LATE, dataset), day=LATE))
+    both = changed(
+        tmp_path / "both",
+        (HELD[0], "split: {evaluation_from: 2026-01-01, evaluation_last: 2h}"),
+    )
+    with pytest.raises(SchemaError, match="must hold back one range"):
+        build(replace(request(both, logs / FIRST, tmp_path / "no"), day=FIRST))
+    without = changed(tmp_path / "day", (HELD[0], "split: {evaluation_last: 1d}"))
+    with pytest.raises(SchemaError, match="shorter than a day"):
+        build(replace(request(without, logs / FIRST, tmp_path / "no"), day=FIRST))
