@@ -61,7 +61,7 @@ def measure(name: str, log: Path, scratch: Path, rounds: int, steps: int) -> dic
     """
     job, dataset = job_path(name), built(job_path(name), log, scratch / "dataset")
     millis: dict[bool, list[float]] = {False: [], True: []}
-    apart = 0.0
+    apart, num_steps = 0.0, 0
     for number in range(rounds):
         losses: dict[bool, list[float]] = {}
         for fast in (False, True) if number % 2 else (True, False):
@@ -69,11 +69,12 @@ def measure(name: str, log: Path, scratch: Path, rounds: int, steps: int) -> dic
             lines = trained(job, dataset, run, steps, fast=fast)
             millis[fast].append(figures_of(lines[WARM:])["step_ms"])
             losses[fast] = [line.loss for line in lines]
+            num_steps = len(lines)
         pairs = zip(losses[False], losses[True], strict=True)
         apart = max(apart, *(abs(a - b) / abs(b) for a, b in pairs))
     config = load_job(job)
     return {
-        "num_steps": len(lines),
+        "num_steps": num_steps,
         "leaves_of_a_step": config.train.batch_samples // config.data.block_samples,
         "ours_ms": millis[False],
         "at_once_ms": millis[True],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,6 +21,7 @@ from schemas.manifest import replace_bytes
 
 ADDRESS = "address"
 """File in a store's directory in which it says where it listens (schemas/FORMAT.md)."""
+
 
 def prepare_stores(place: Workplace, count: int, reach: Reach | None = None) -> None:
     """Choose addresses, and write the job file that has them, once.
