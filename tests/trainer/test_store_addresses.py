@@ -13,7 +13,16 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.job_train import StoresConfig
 from tests.trainer.certificates import make_certificate
-from tests.trainer.stores import ACCESS, group_over, record_of, running, start_store, whole
+from tests.trainer.stores import (
+    ACCESS,
+    LAYOUT,
+    group_over,
+    record_of,
+    running,
+    start_store,
+    whole,
+)
+from trainer.replicas.stores import begin_stores, open_shared
 from trainer.stores.manage import migrate_slots
 from trainer.stores.peer import Access, Peer
 from trainer.stores.whereabouts import ADDRESS, FILE, found_at, tell_address
@@ -70,6 +79,19 @@ def test_slots_move_between_stores_that_are_known_by_files(tmp_path: Path) -> No
         stores[1].kill()
         with running(start_store(two, "--host", "127.0.0.4", "--slots", "none", *options)):
             assert whole(store)[0].tolist() == list(range(100))
+
+
+def test_replicas_are_told_the_name_of_the_token_not_where_it_leads_to(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    with running(start_store(tmp_path / "store")) as (store,):
+        token.symlink_to(tmp_path / "store.token")  # as in a volume that a node fills
+        config = StoresConfig(addresses=(store.address,), token_file="token")
+        layouts, run = {LAYOUT.table: LAYOUT}, tmp_path / "run"
+        run.mkdir()
+        with begin_stores(run, tmp_path / "job.yaml", config, layouts, None, None) as shared:
+            assert shared.token_file == str(token)
+            opened = open_shared(shared, run, tmp_path / "job.yaml", config, layouts)
+            assert whole(opened["items"])[0].tolist() == []
 
 
 def test_store_whose_certificate_bears_another_name_is_not_talked_to(tmp_path: Path) -> None:

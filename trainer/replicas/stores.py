@@ -68,7 +68,8 @@ def begin_stores(
         yield SharedStores(
             addresses=tuple(group.members.addresses),
             session=group.members.session,
-            token_file=str(token.resolve()),
+            # as it is named: where it leads to may differ from node to node
+            token_file=str(token.absolute()),
             first=step_of(checkpoint),
         )
 
