@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
+from schemas.job_retrain import RetrainConfig
+
 _GIB = 1 << 30
 
 
@@ -78,3 +80,5 @@ class ScheduleConfig:
     null."""
     priority: int = 0
     """Larger goes first when jobs share a budget."""
+    retrain: RetrainConfig = field(default_factory=RetrainConfig)
+    """How the job is trained again, day by day."""
