@@ -1,4 +1,4 @@
-"""`python -m scheduler`: fit throughput, size the pools of jobs, compare policies, run jobs."""
+"""`python -m scheduler`: fit throughput, size pools, compare policies, run jobs, retrain them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,8 @@ from scheduler.machine.log import recover
 from scheduler.machine.words import jobs_as_json, pools_in_words, replayed
 from scheduler.measurements import fit_file, fit_summary
 from scheduler.policy import plan
+from scheduler.retrain import command as retraining
+from scheduler.retrain.table import rows_of, table_of
 from scheduler.simulator import command as simulation
 from scheduler.snapshot import take_snapshot
 from scheduler.status.server import serving
@@ -99,6 +102,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_run)
+    command = commands.add_parser(
+        "retrain", help="one day: append, train, evaluate, gate, promote or roll back"
+    )
+    retraining.add_arguments(command)
+    command.set_defaults(run=_retrain)
     command = commands.add_parser("status", help="what a scheduler does, or did")
     command.add_argument("folder", type=Path, metavar="FOLDER", help="its --output")
     command.add_argument(
@@ -119,14 +127,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a mistake of the user's ends as one line on stderr and 1."""
+    """Run one command; a mistake of the user's ends as one line on stderr and 1.
+
+    Returns:
+        0, or 1; of `retrain` also 3, when a day was turned down, and 143, when it was asked to end.
+    """
     arguments = build_parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except (SchemaError, PlanError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _fit(arguments: argparse.Namespace) -> None:
@@ -197,6 +208,27 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _retrain(arguments: argparse.Namespace) -> int:
+    if arguments.list:
+        state = retraining.listed(arguments)
+        if arguments.json:
+            print(json.dumps({"last_good": state.last_good, "runs": rows_of(state)}))
+        else:
+            console = Console()
+            width = console.width if console.is_terminal else FILE_WIDTH
+            Console(width=width).print(table_of(state))
+        return 0
+    outcome = retraining.retrain(arguments, datetime.now(UTC).date(), _say)
+    if arguments.json:
+        print(json.dumps(outcome.as_json()))
+    for _, found in outcome.days:
+        if found.status:
+            _say(f"error: {found.words}")
+        elif not arguments.json:
+            print(found.words)
+    return outcome.status
 
 
 def _status(arguments: argparse.Namespace) -> None:

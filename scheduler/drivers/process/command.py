@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from scheduler.drivers.asking import asked_to_end
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
 from scheduler.drivers.platforms import open_platform
 from scheduler.drivers.process.commands import segment_command
@@ -96,7 +95,7 @@ def run_jobs(request: RunRequest) -> State:
     """
     request.output.mkdir(parents=True, exist_ok=True)
     budget = budget_of(request)
-    with _alone(request.output), Log(request.output / LOG) as log, _asked() as asked:
+    with _alone(request.output), Log(request.output / LOG) as log, asked_to_end() as asked:
         jobs, places = _submissions(request)
         found = recover(request.output / LOG)
         if unnamed := unnamed_jobs(found.state, places):
@@ -229,21 +228,3 @@ def _alone(output: Path) -> Generator[None]:
                 file=str(output),
             ) from error
         yield
-
-
-@contextmanager
-def _asked() -> Generator[Callable[[], bool]]:
-    """Notice the first SIGTERM or SIGINT; the second one ends this process, not its children."""
-    seen: list[int] = []
-
-    def notice(number: int, _: FrameType | None) -> None:
-        if seen:
-            raise SystemExit(128 + number)
-        seen.append(number)
-
-    old = {s: signal.signal(s, notice) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield lambda: bool(seen)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

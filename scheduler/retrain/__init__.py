@@ -1,0 +1,1 @@
+"""Trains a job again, day by day, and promotes what is good enough."""

@@ -1,0 +1,77 @@
+"""The command line of each stage."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from scheduler.retrain.records import Started
+from scheduler.retrain.root import Root, facts_of
+from scheduler.retrain.sizes import Sizes
+from scheduler.retrain.state import Attempt
+from schemas.job_retrain import RetrainConfig
+
+
+def command_of(
+    started: Started,
+    attempt: Attempt,
+    job_file: Path,
+    root: Root,
+    sizes: Sizes,
+    config: RetrainConfig,
+) -> list[str]:
+    """Return the command of a stage.
+
+    Args:
+        started: what is started.
+        attempt: at the day.
+        job_file: the job.
+        root: folder of it all.
+        sizes: of the pools.
+        config: of the job.
+    """
+    if started.stage == "append":
+        return _append(attempt, job_file, root, sizes)
+    if started.stage == "train":
+        return _train(started, job_file, root, sizes, config)
+    run = started.run if started.stage == "evaluate" else started.base
+    assert run is not None, "a comparison names the run that it is made with"
+    evaluate = [*_module("trainer"), "evaluate", str(job_file), "--dataset", str(root.dataset)]
+    evaluate += ["--run", str(root.run(run)), "--segments", ",".join(started.segments)]
+    return [*evaluate, "--json"]
+
+
+def _append(attempt: Attempt, job_file: Path, root: Root, sizes: Sizes) -> list[str]:
+    """Return the command that builds the segment of a day; it changes nothing that is there."""
+    source = ["--input", attempt.input, "--day", attempt.day, "--json"]
+    source.append(f"--direct_num_workers={sizes.workers}")
+    if sizes.workers > 1:
+        source.append("--direct_running_mode=multi_processing")
+    if not root.has_dataset:
+        build = [*_module("pipelines"), "build", str(job_file), "--output", str(root.dataset)]
+        return [*build, *source]
+    append = [*_module("pipelines"), "append", str(job_file), "--dataset", str(root.dataset)]
+    is_there = attempt.day in {fact.day for fact in facts_of(root)}
+    replaced = ["--replace"] if attempt.corrected and is_there else []
+    return [*append, *replaced, *source]
+
+
+def _train(
+    started: Started, job_file: Path, root: Root, sizes: Sizes, config: RetrainConfig
+) -> list[str]:
+    """Return the command that begins a run, or goes on with it."""
+    train = [*_module("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
+    train += ["--output", str(root.run(started.run)), "--segments", ",".join(started.segments)]
+    if started.base is not None:
+        train += ["--start-from", str(root.run(started.base))]
+        if config.expire_days is not None:
+            train += ["--expire-days", str(config.expire_days)]
+    if root.has_run(started.run):
+        train.append("--resume")
+    if sizes.num_replicas > 1:
+        train += ["--replicas", str(sizes.num_replicas)]
+    return [*train, "--json"]
+
+
+def _module(name: str) -> list[str]:
+    return [sys.executable, "-m", name]

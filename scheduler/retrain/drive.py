@@ -1,0 +1,254 @@
+"""Carry out what is next, until a day is done."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scheduler.drivers.processes import Processes
+from scheduler.retrain.commands import command_of
+from scheduler.retrain.days import check_folder
+from scheduler.retrain.decide import (
+    Asked,
+    Await,
+    Begin,
+    Close,
+    Finished,
+    Judge,
+    Promote,
+    Remove,
+    Run,
+    next_step,
+)
+from scheduler.retrain.lineage import newest_day
+from scheduler.retrain.log import Log
+from scheduler.retrain.records import (
+    Begun,
+    Closed,
+    Done,
+    Failed,
+    Judged,
+    Promoted,
+    Removed,
+    Started,
+)
+from scheduler.retrain.root import (
+    Root,
+    checkpoint_of,
+    facts_of,
+    keep_build,
+    remove_run,
+    segment_of_day,
+    write_pointer,
+)
+from scheduler.retrain.sizes import sizes_of
+from scheduler.retrain.state import Attempt
+from schemas.job_retrain import RetrainConfig
+
+STOPPED = 143
+"""Exit status of a command that was asked to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retraining:
+    """What one command works with."""
+
+    job_file: Path
+    """The job."""
+    root: Root
+    """Folder of it all."""
+    config: RetrainConfig
+    """Of the job."""
+    processes: Processes
+    """Where stages run."""
+    log: Log
+    """Open log of the root."""
+    stopped: Callable[[], bool]
+    """Tells whether the command was asked to end."""
+    say: Callable[[str], None]
+    """Told what is done, and why."""
+    clock: Callable[[], float] = time.time
+    """Seconds since the epoch."""
+    poll_sec: float = 0.2
+    """Time between two looks at a process."""
+
+
+def retrain_day(work: Retraining, asked: Asked, source: str) -> Finished:
+    """Bring a day to its end, from wherever it stands.
+
+    Args:
+        work: what is worked with.
+        asked: the day.
+        source: folder of its raw files.
+
+    Raises:
+        SchemaError: the dataset, a run or the log is damaged.
+        PlanError: no sizes fit, or the folder is not there.
+    """
+    before = work.log.state
+    if asked.corrected or not before.of_day(asked.day):
+        check_folder(source, asked.day)
+    for run in before.removed:
+        remove_run(work.root, run)
+    while not work.stopped():
+        state, dataset = work.log.state, facts_of(work.root)
+        step = next_step(asked, before, state, dataset, work.config)
+        match step:
+            case Finished():
+                return step
+            case Begin(run):
+                _begin(work, asked, run, source)
+            case Run():
+                _start(work, step)
+            case Await(run, started):
+                _await(work, started)
+            case Judge(run, reasons, against):
+                _judge(work, run, reasons, against)
+            case Promote(run):
+                _promote(work, state.attempt(run))
+            case Close():
+                _close(work, step)
+            case Remove(run):
+                work.log.append(Removed(time_sec=work.clock(), run=run))
+                remove_run(work.root, run)
+    return Finished(STOPPED, f"{asked.day}: asked to end; the same command goes on")
+
+
+def _begin(work: Retraining, asked: Asked, run: str, source: str) -> None:
+    work.say(f"{run}: {asked.day} is begun, from {source}")
+    work.log.append(
+        Begun(
+            time_sec=work.clock(),
+            run=run,
+            day=asked.day,
+            input=source,
+            corrected=asked.corrected,
+            again=asked.again,
+        )
+    )
+
+
+def _start(work: Retraining, step: Run) -> None:
+    """Write down that a stage is started; what waits for it starts it."""
+    words = ""
+    if step.stage in ("append", "train"):
+        words = f"; {sizes_of(work.job_file, work.root).words}"
+    work.say(f"{step.run}: {step.stage}: {step.reason}{words}")
+    work.log.append(
+        Started(
+            time_sec=work.clock(),
+            run=step.run,
+            stage=step.stage,
+            process=step.process,
+            base=step.base,
+            segments=step.segments,
+            reason=f"{step.reason}{words}",
+        )
+    )
+
+
+def _await(work: Retraining, started: Started) -> None:
+    """Start a process unless somebody has, wait for its end, and write down what it left."""
+    attempt, name = work.log.state.attempt(started.run), started.process
+    if not work.processes.is_known(name):
+        sizes = sizes_of(work.job_file, work.root)
+        command = command_of(started, attempt, work.job_file, work.root, sizes, work.config)
+        work.processes.start(name, command)
+    while work.processes.lives(name):
+        if work.stopped():
+            work.processes.ask(name)
+        time.sleep(work.poll_sec)
+    result = result_of(work.processes.output(name))
+    if result is None:
+        status, said = work.processes.ending(name).status, work.processes.last_words(name)
+        # A trainer that was asked to end has saved and says so, with status 0.
+        status = None if status == 0 else status
+        failed = Failed(
+            time_sec=work.clock(),
+            run=started.run,
+            stage=started.stage,
+            status=status,
+            reason=said.removeprefix("error: ") or "it said nothing",
+        )
+        work.say(f"{started.run}: {started.stage}: {failed.reason}")
+        work.log.append(failed)
+        return
+    _done(work, attempt, started, result)
+
+
+def result_of(output: str) -> dict[str, Any] | None:
+    """Return the object that a command has printed; None where it did not come to its end.
+
+    Example:
+        >>> result_of('{"ne": 0.9}'), result_of('{"stopped": "SIGTERM"}'), result_of('{"ne"')
+        ({'ne': 0.9}, None, None)
+    """
+    lines = output.strip().splitlines()
+    try:
+        body = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) and "stopped" not in body else None
+
+
+def _done(work: Retraining, attempt: Attempt, started: Started, result: dict[str, Any]) -> None:
+    if started.stage == "append":
+        keep_build(work.root, started.run, result)
+        # What is in the dataset counts, not what was printed.
+        result = {**result, "segment": segment_of_day(work.root, attempt.day)}
+    work.log.append(
+        Done(time_sec=work.clock(), run=started.run, stage=started.stage, result=result)
+    )
+
+
+def _judge(work: Retraining, run: str, reasons: tuple[str, ...], against: str | None) -> None:
+    verdict = "; ".join(reasons) or "good enough"
+    work.say(f"{run}: judged against {against or 'nothing'}: {verdict}")
+    work.log.append(
+        Judged(time_sec=work.clock(), run=run, passed=not reasons, reasons=reasons, against=against)
+    )
+
+
+def _promote(work: Retraining, attempt: Attempt) -> None:
+    """Let the pointer name a run, and write down that it does; done twice it is done once."""
+    place, checkpoint = checkpoint_of(work.root, attempt.run)
+    evaluate, compare = attempt.done["evaluate"], attempt.done.get("compare")
+    assert attempt.judged is not None, "what is promoted was judged"
+    write_pointer(
+        work.root,
+        {
+            "run": attempt.run,
+            "date": newest_day(work.log.state, attempt.run),
+            "checkpoint": place,
+            "checkpoint_sha256": checkpoint,
+            "evaluated_on": list(attempt.started["evaluate"].segments),
+            "metrics": evaluate,
+            "before": {"run": attempt.compared_with, "metrics": compare},
+            "judged_sec": attempt.judged.time_sec,
+        },
+    )
+    work.log.append(Promoted(time_sec=work.clock(), run=attempt.run, checkpoint=checkpoint))
+    work.say(f"{attempt.run}: promoted")
+
+
+def _close(work: Retraining, step: Close) -> None:
+    """End what still runs of an attempt, and close it."""
+    pending = work.log.state.attempt(step.run).pending
+    if pending is not None:
+        while work.processes.lives(pending.process):
+            work.processes.ask(pending.process)
+            time.sleep(work.poll_sec)
+    work.say(f"{step.run}: closed: {step.reason}")
+    work.log.append(
+        Closed(
+            time_sec=work.clock(),
+            run=step.run,
+            final=step.final,
+            status=step.status,
+            reason=step.reason,
+        )
+    )

@@ -1,0 +1,66 @@
+"""Sizes of both pools for one day: what `python -m scheduler plan` says, within this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scheduler.drivers.process.command import machine_budget
+from scheduler.explain import summary
+from scheduler.policy import plan
+from scheduler.retrain.root import Root
+from scheduler.snapshot import Snapshot, take_snapshot
+from schemas.dataset import open_dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the plan comes to."""
+
+    workers: int
+    """Workers of the build of a segment."""
+    num_replicas: int
+    """Trainer replicas."""
+    words: str
+    """The plan in one line."""
+
+
+def sizes_of(job_file: Path, root: Root) -> Sizes:
+    """Return the sizes of the best plan for a day like those of the dataset.
+
+    Raises:
+        SchemaError: a file is missing or damaged.
+        PlanError: nothing fits.
+    """
+    dataset = root.dataset if root.has_dataset else None
+    snapshot = _of_one_day(take_snapshot(job_file, dataset, root.folder), root)
+    config, machine = snapshot.job.schedule, machine_budget()
+    budget = replace(
+        config.budget,
+        cpus=min(config.budget.cpus, machine.cpus),
+        memory=min(config.budget.memory, machine.memory),
+    )
+    training = replace(config.training, max_stores=0)
+    decision = plan(snapshot, replace(config, budget=budget, training=training))
+    chosen = decision.chosen
+    return Sizes(
+        workers=chosen.workers_per_job,
+        num_replicas=chosen.num_replicas,
+        words=summary(decision),
+    )
+
+
+def _of_one_day(snapshot: Snapshot, root: Root) -> Snapshot:
+    """Return a snapshot whose samples are those of a mean day."""
+    if not snapshot.facts.measured:
+        return snapshot
+    days = len(open_dataset(root.dataset).segments)
+    facts = snapshot.facts
+    return replace(
+        snapshot,
+        facts=replace(
+            facts,
+            num_samples=-(-facts.num_samples // days),
+            num_train_samples=-(-facts.num_train_samples // days),
+        ),
+    )
