@@ -1,0 +1,165 @@
+"""A dataset and models that are only numbers, on which days are trained without any process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from scheduler.retrain.decide import (
+    Asked,
+    Await,
+    Begin,
+    Close,
+    Finished,
+    Judge,
+    Promote,
+    Remove,
+    Run,
+    next_step,
+)
+from scheduler.retrain.lineage import SegmentFact, trained_by
+from scheduler.retrain.records import (
+    Begun,
+    Closed,
+    Done,
+    Failed,
+    Judged,
+    Metrics,
+    Promoted,
+    Record,
+    Removed,
+    Started,
+)
+from scheduler.retrain.state import State, after, state_of
+from schemas.job_retrain import RetrainConfig
+
+GOOD = Metrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
+BAD = Metrics(num_samples=1000, ne=1.5, auc=0.4, calibration=3.0)
+MAX_STEPS = 200
+
+
+def good_but_for(*bad: str) -> Callable[[frozenset[str]], Metrics]:
+    """Return the quality of models: bad where they know one of these segments."""
+    return lambda segments: BAD if segments & set(bad) else GOOD
+
+
+class KilledError(Exception):
+    """The command was killed."""
+
+
+@dataclass
+class World:
+    """What is on disk, and what would happen."""
+
+    config: RetrainConfig = field(default_factory=RetrainConfig)
+    quality: Callable[[frozenset[str]], Metrics] = field(default_factory=lambda: good_but_for())
+    versions: dict[str, int] = field(default_factory=dict[str, int])
+    """Version of each day's input, 1 where nothing is said."""
+    failing: Mapping[str, tuple[int | None, str]] = field(default_factory=dict)
+    """Status and last words of processes that fail, by name."""
+    records: list[Record] = field(default_factory=list)
+    segments: dict[str, str] = field(default_factory=dict)
+    pointer: str | None = None
+    folders: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    """Processes that were ended because a day was closed."""
+
+    @property
+    def state(self) -> State:
+        return state_of(self.records)
+
+    def dataset(self) -> tuple[SegmentFact, ...]:
+        return tuple(
+            SegmentFact(id=self.segments[day], day=day, holds_back=True)
+            for day in sorted(self.segments)
+        )
+
+    def retrain(
+        self, day: str, *, corrected: bool = False, again: bool = False, lives: int = MAX_STEPS
+    ) -> Finished:
+        """Bring a day to its end, unless the command is killed after so many things it did."""
+        asked, before, state = Asked(day=day, corrected=corrected, again=again), self.state, None
+        left = iter(range(lives))
+        while True:
+            state = self.state
+            step = next_step(asked, before, state, self.dataset(), self.config)
+            if isinstance(step, Finished):
+                return step
+            for record in self.carry_out(step, asked, left):
+                if next(left, None) is None:
+                    raise KilledError
+                after(state, record)
+                self.records.append(record)
+
+    def carry_out(self, step: object, asked: Asked, left: Iterator[int]) -> Iterator[Record]:
+        """Do what a step says; what is done to the disk is a moment of its own."""
+        match step:
+            case Begin(run):
+                yield Begun(
+                    time_sec=0.0,
+                    run=run,
+                    day=asked.day,
+                    input=asked.day,
+                    corrected=asked.corrected,
+                    again=asked.again,
+                )
+            case Run():
+                yield Started(
+                    time_sec=0.0,
+                    run=step.run,
+                    stage=step.stage,
+                    process=step.process,
+                    base=step.base,
+                    segments=step.segments,
+                )
+            case Await(_, started):
+                yield self.process(started, left)
+            case Judge(run, reasons, against):
+                yield Judged(
+                    time_sec=0.0, run=run, passed=not reasons, reasons=reasons, against=against
+                )
+            case Promote(run):
+                self.pointer = run
+                self.moment(left)
+                yield Promoted(time_sec=0.0, run=run, checkpoint=run)
+            case Close():
+                pending = self.state.attempt(step.run).pending
+                self.ended |= {pending.process} if pending else set()
+                yield Closed(
+                    time_sec=0.0,
+                    run=step.run,
+                    final=step.final,
+                    status=step.status,
+                    reason=step.reason,
+                )
+            case Remove(run):
+                yield Removed(time_sec=0.0, run=run)
+                self.folders.discard(run)
+            case _:
+                raise AssertionError(step)
+
+    def moment(self, left: Iterator[int]) -> None:
+        if next(left, None) is None:
+            raise KilledError
+
+    def process(self, started: Started, left: Iterator[int]) -> Record:
+        """Run a process to its end; what it has done stays when the command is killed then."""
+        attempt, common = self.state.attempt(started.run), {"time_sec": 0.0, "run": started.run}
+        if started.process in self.failing:
+            status, said = self.failing[started.process]
+            return Failed(**common, stage=started.stage, status=status, reason=said)
+        result = {}
+        if started.stage == "append":
+            version = f"{attempt.day}-v{self.versions.get(attempt.day, 1)}"
+            there = self.segments.get(attempt.day)
+            if there not in (None, version) and not attempt.corrected:
+                return Failed(**common, stage="append", status=1, reason="another listing")
+            self.segments[attempt.day] = version
+            result = {"segment": version}
+        elif started.stage == "train":
+            self.folders.add(started.run)
+        else:
+            run = started.run if started.stage == "evaluate" else started.base
+            result = asdict(self.quality(trained_by(self.state, run)))
+        self.moment(left)
+        return Done(**common, stage=started.stage, result=result)
