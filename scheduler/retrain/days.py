@@ -56,7 +56,7 @@ def day_of(text: str, today: date) -> date:
     except ValueError as error:
         raise ValueError(f"day must be a date, got {text!r}; write 2026-04-09") from error
     if found.isoformat() != text:
-        raise ValueError(f"day must be a date, got {text!r}; write {found.isoformat()}")
+        raise ValueError(f"day must be a date, got {text!r}; write 2026-04-09")
     return found
 
 

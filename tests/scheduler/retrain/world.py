@@ -30,7 +30,7 @@ from scheduler.retrain.records import (
     Removed,
     Started,
 )
-from scheduler.retrain.state import State, after, state_of
+from scheduler.retrain.state import State, after
 from schemas.job_retrain import RetrainConfig
 
 GOOD = Metrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
@@ -57,16 +57,13 @@ class World:
     """Version of each day's input, 1 where nothing is said."""
     failing: Mapping[str, tuple[int | None, str]] = field(default_factory=dict)
     """Status and last words of processes that fail, by name."""
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list[Record])
+    state: State = field(default_factory=State)
     segments: dict[str, str] = field(default_factory=dict)
     pointer: str | None = None
     folders: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     """Processes that were ended because a day was closed."""
-
-    @property
-    def state(self) -> State:
-        return state_of(self.records)
 
     def dataset(self) -> tuple[SegmentFact, ...]:
         return tuple(
@@ -78,18 +75,17 @@ class World:
         self, day: str, *, corrected: bool = False, again: bool = False, lives: int = MAX_STEPS
     ) -> Finished:
         """Bring a day to its end, unless the command is killed after so many things it did."""
-        asked, before, state = Asked(day=day, corrected=corrected, again=again), self.state, None
+        asked, before = Asked(day=day, corrected=corrected, again=again), self.state
         left = iter(range(lives))
         while True:
-            state = self.state
-            step = next_step(asked, before, state, self.dataset(), self.config)
+            step = next_step(asked, before, self.state, self.dataset(), self.config)
             if isinstance(step, Finished):
                 return step
             for record in self.carry_out(step, asked, left):
                 if next(left, None) is None:
                     raise KilledError
-                after(state, record)
                 self.records.append(record)
+                self.state = after(self.state, record)
 
     def carry_out(self, step: object, asked: Asked, left: Iterator[int]) -> Iterator[Record]:
         """Do what a step says; what is done to the disk is a moment of its own."""
