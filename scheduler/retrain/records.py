@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 Stage = Literal["append", "train", "evaluate", "compare"]
@@ -122,17 +122,22 @@ class Metrics:
 
     num_samples: int
     """Samples that are held back."""
-    ne: float | None = field(default=None)
+    ne: float | None = None
     """Normalised entropy."""
-    auc: float | None = field(default=None)
+    auc: float | None = None
     """Area under the ROC curve."""
-    calibration: float | None = field(default=None)
+    calibration: float | None = None
     """Sum of predictions over sum of labels."""
 
 
 def metrics_of(result: Mapping[str, Any]) -> Metrics:
     """Return the metrics among what an evaluation printed."""
-    return Metrics(**{f.name: result.get(f.name) for f in fields(Metrics)})
+    return Metrics(
+        num_samples=result["num_samples"],
+        ne=result["ne"],
+        auc=result["auc"],
+        calibration=result["calibration"],
+    )
 
 
 def body_of(record: Record) -> dict[str, Any]:

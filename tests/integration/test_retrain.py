@@ -1,0 +1,257 @@
+"""Days of the demo's log as real builds and trainings: in order, killed, corrected, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+
+from scheduler.retrain.log import STATE, read_state
+from scheduler.retrain.state import State
+from schemas.dataset import open_dataset
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+ONE, TWO, THREE, FOUR = DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
+SMALL = {
+    "num_samples: 200000, seed: 1, start: 2026-01-01, span: 2d": (
+        "num_samples: 16000, seed: 1, start: 2026-01-01, span: 4d"
+    ),
+    "split: {evaluation_from: 2026-01-02 21:00:00}": (
+        "split: {evaluation_last: 4h}\n  block_samples: 256"
+    ),
+    "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 256}",
+    "\n  batch_samples: 4096": "\n  batch_samples: 256\n  checkpoint: {every_steps: 2}",
+}
+GATE = """
+  retrain:
+    input: logs/{date}
+    output: root
+    gate: {max_ne: 3, min_auc: 0.3, max_calibration_error: null, max_ne_increase: 0.5,
+           max_auc_decrease: 0.5, max_calibration_drift: null}
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A job file, its logs by day and its root, in one folder."""
+
+    repository: Path
+    folder: Path
+
+    @property
+    def job(self) -> Path:
+        return self.folder / "job.yaml"
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "root"
+
+    @property
+    def state(self) -> State:
+        return read_state(self.root / STATE)
+
+    @property
+    def promoted(self) -> dict[str, Any]:
+        return json.loads((self.root / "PROMOTED").read_text())
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", *words]
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(self.repository)}
+        return subprocess.run(
+            self.command(*words), env=environment, capture_output=True, text=True, check=False
+        )
+
+    def retrain(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.run("scheduler", "retrain", str(self.job), *words)
+
+    def copy(self, folder: Path) -> Site:
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        return Site(self.repository, folder)
+
+
+def write_job(repository: Path, folder: Path) -> None:
+    demo = repository / "schemas" / "demo"
+    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
+    text = (demo / "job.yaml").read_text()
+    for old, new in SMALL.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "job.yaml").write_text(text.rstrip() + GATE)
+
+
+@pytest.fixture(scope="module")
+def logs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The job, and the generated log cut into days."""
+    site = Site(repository, tmp_path_factory.mktemp("logs"))
+    write_job(repository, site.folder)
+    made = site.run("pipelines", "generate", str(site.job), "--output", str(site.folder / "all"))
+    assert made.returncode == 0, made.stderr
+    rows = ds.dataset(site.folder / "all").to_table()
+    days = pc.strftime(rows["time"], "%Y-%m-%d")
+    for day in DAYS:
+        (site.folder / "logs" / day).mkdir(parents=True)
+        found = rows.filter(pc.equal(days, day))
+        assert found.num_rows > 1000
+        pq.write_table(found, site.folder / "logs" / day / "part.parquet")
+    shutil.rmtree(site.folder / "all")
+    return site
+
+
+@pytest.fixture(scope="module")
+def calm(logs: Site, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Three days, backfilled by one command that nobody disturbed."""
+    site = logs.copy(tmp_path_factory.mktemp("calm"))
+    done = site.retrain("--date", f"{ONE}..{THREE}", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [found["status"] for found in json.loads(done.stdout)["days"].values()] == [0, 0, 0]
+    return site
+
+
+def test_retrain_of_days_in_order_goes_on_from_each_day_and_promotes_the_last(calm: Site) -> None:
+    attempts, promoted = calm.state.attempts, calm.promoted
+    assert [a.base for a in attempts] == [None, f"{ONE}.1", f"{TWO}.1"]
+    assert [s.manifest.day for s in open_dataset(calm.root / "dataset").segments] == DAYS[:3]
+    assert (promoted["run"], promoted["date"]) == (f"{THREE}.1", THREE)
+    for attempt in attempts:
+        verified = calm.run("trainer", "verify", str(calm.root / "runs" / attempt.run))
+        assert verified.returncode == 0, verified.stderr
+    again = calm.run(
+        *("trainer", "evaluate", str(calm.job), "--dataset", str(calm.root / "dataset"), "--json"),
+        *("--run", str(calm.root / "runs" / f"{THREE}.1"), "--segments", THREE),
+    )
+    assert json.loads(again.stdout) == promoted["metrics"], again.stderr
+    assert promoted["before"]["run"] == f"{TWO}.1"
+    assert promoted["before"]["metrics"]["num_samples"] == promoted["metrics"]["num_samples"]
+
+
+def test_retrain_of_a_day_that_is_done_changes_nothing_and_says_so(calm: Site) -> None:
+    before = (calm.root / STATE).read_bytes()
+    done = calm.retrain("--date", TWO)
+    assert (done.returncode, done.stdout) == (0, f"{TWO} is done: {TWO}.1 is promoted\n")
+    assert (calm.root / STATE).read_bytes() == before
+
+
+def test_retrain_list_shows_each_day(calm: Site) -> None:
+    table = calm.retrain("--list").stdout
+    assert [line.split()[0] for line in table.splitlines()[1:]] == DAYS[:3]
+    listed = json.loads(calm.retrain("--list", "--json").stdout)
+    assert listed["last_good"] == f"{THREE}.1"
+    assert [run["ne"] for run in listed["runs"]] == [
+        a.done["evaluate"]["ne"] for a in calm.state.attempts
+    ]
+
+
+def until(process: subprocess.Popen[bytes], condition: Callable[[], object]) -> None:
+    """Wait for a condition; the process must not end before."""
+    while not condition():
+        assert process.poll() is None, "the command ended too early"
+        time.sleep(0.01)
+
+
+def pid_of(site: Site, process: str) -> int | None:
+    try:
+        return int((site.root / "processes" / f"{process}.pid").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+KILLS = {
+    "append, the command": (ONE, "append", [signal.SIGKILL], False),
+    "train, both": (ONE, "train", [signal.SIGKILL], True),
+    "evaluate, the command": (ONE, "evaluate", [signal.SIGKILL], False),
+    "append, both": (TWO, "append", [signal.SIGKILL], True),
+    "train, the command is asked to end": (TWO, "train", [signal.SIGTERM], False),
+    "compare, both": (TWO, "compare", [signal.SIGKILL], True),
+}
+
+
+def test_retrain_that_is_killed_at_each_stage_goes_on_with_the_same_bits(
+    logs: Site, calm: Site, tmp_path: Path
+) -> None:
+    site = logs.copy(tmp_path)
+    for number, (day, stage, signals, child_too) in enumerate(KILLS.values()):
+        process = subprocess.Popen(
+            site.command("scheduler", "retrain", str(site.job), "--date", day),
+            env={**os.environ, "PYTHONPATH": str(site.repository)},
+            stderr=(tmp_path / f"said-{number}").open("wb"),
+        )
+        until(process, lambda name=f"{day}.1.{stage}.1": pid_of(site, name))
+        child = pid_of(site, f"{day}.1.{stage}.1")
+        for number_of_signal in signals:
+            process.send_signal(number_of_signal)
+        status = process.wait()
+        assert status == (143 if signal.SIGTERM in signals else -signal.SIGKILL)
+        if child_too and child is not None:
+            os.killpg(child, signal.SIGKILL)
+    for day in (ONE, TWO):
+        done = site.retrain("--date", day)
+        assert done.returncode == 0, done.stderr
+        run = f"runs/{day}.1"
+        same = site.run("trainer", "equal", str(site.root / run), str(calm.root / run))
+        assert same.returncode == 0, same.stdout + same.stderr
+    assert [a.run for a in site.state.attempts] == [f"{ONE}.1", f"{TWO}.1"]
+    metrics = [a.done["evaluate"] for a in site.state.attempts]
+    assert metrics == [a.done["evaluate"] for a in calm.state.attempts[:2]]
+
+
+def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_version(
+    calm: Site, tmp_path: Path
+) -> None:
+    site = calm.copy(tmp_path)
+    part = site.folder / "logs" / TWO / "part.parquet"
+    pq.write_table(pq.read_table(part).slice(0, 3000), part)
+    # Correct paths of the copy; the job names them relative to itself.
+    done = site.retrain("--date", TWO, "--corrected")
+    assert done.returncode == 0, done.stderr
+    segments = open_dataset(site.root / "dataset").segments
+    assert [s.manifest.day for s in segments] == DAYS[:3]
+    last = site.state.attempts[-1]
+    assert (last.run, last.base) == (f"{TWO}.2", f"{ONE}.1")
+    assert last.segments == tuple(s.manifest.id for s in segments[1:])
+    assert last.segment != calm.state.attempts[1].segment
+    assert site.promoted["run"] == f"{TWO}.2"
+    assert site.promoted["date"] == THREE
+    again = site.retrain("--date", TWO, "--corrected")
+    assert (again.returncode, again.stdout) == (0, f"{TWO} is done: {TWO}.2 has trained it\n")
+
+
+def test_retrain_of_a_day_beyond_a_limit_leaves_the_pointer_and_ends_with_3(
+    calm: Site, tmp_path: Path
+) -> None:
+    site = calm.copy(tmp_path)
+    site.job.write_text(site.job.read_text().replace("max_ne: 3", "max_ne: 0.01"))
+    before = (site.root / "PROMOTED").read_bytes()
+    done = site.retrain("--date", FOUR)
+    assert done.returncode == 3
+    line = done.stderr.splitlines()[-1]
+    reason = rf"{FOUR}\.1: NE \d\.\d+ is above 0\.01 \(gate\.max_ne\)"
+    assert re.fullmatch(
+        rf"error: {FOUR} is turned down, {THREE}\.1 stays promoted: {reason}", line
+    ), line
+    assert (site.root / "PROMOTED").read_bytes() == before
+    assert site.retrain("--date", FOUR).stderr == f"{line}\n"
+
+
+def test_retrain_of_a_day_without_logs_is_refused(calm: Site) -> None:
+    done = calm.retrain("--date", "2026-01-09")
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: input of 2026-01-09 must be a folder, got none at "
+        f"{calm.folder / 'logs' / '2026-01-09'}; wait for the logs, or say --input\n"
+    )
