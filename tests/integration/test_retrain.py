@@ -5,112 +5,27 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.retrain.log import STATE, read_state
-from scheduler.retrain.state import State
+from scheduler.retrain.log import STATE
 from schemas.dataset import open_dataset
+from tests.integration.days import DAYS, Site, make_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-ONE, TWO, THREE, FOUR = DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
-SMALL = {
-    "num_samples: 200000, seed: 1, start: 2026-01-01, span: 2d": (
-        "num_samples: 16000, seed: 1, start: 2026-01-01, span: 4d"
-    ),
-    "split: {evaluation_from: 2026-01-02 21:00:00}": (
-        "split: {evaluation_last: 4h}\n  block_samples: 256"
-    ),
-    "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 256}",
-    "\n  batch_samples: 4096": "\n  batch_samples: 256\n  checkpoint: {every_steps: 2}",
-}
-GATE = """
-  retrain:
-    input: logs/{date}
-    output: root
-    gate: {max_ne: 3, min_auc: 0.3, max_calibration_error: null, max_ne_increase: 0.5,
-           max_auc_decrease: 0.5, max_calibration_drift: null}
-"""
-
-
-@dataclass(frozen=True)
-class Site:
-    """A job file, its logs by day and its root, in one folder."""
-
-    repository: Path
-    folder: Path
-
-    @property
-    def job(self) -> Path:
-        return self.folder / "job.yaml"
-
-    @property
-    def root(self) -> Path:
-        return self.folder / "root"
-
-    @property
-    def state(self) -> State:
-        return read_state(self.root / STATE)
-
-    @property
-    def promoted(self) -> dict[str, Any]:
-        return json.loads((self.root / "PROMOTED").read_text())
-
-    def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", *words]
-
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(self.repository)}
-        return subprocess.run(
-            self.command(*words), env=environment, capture_output=True, text=True, check=False
-        )
-
-    def retrain(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.run("scheduler", "retrain", str(self.job), *words)
-
-    def copy(self, folder: Path) -> Site:
-        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
-        return Site(self.repository, folder)
-
-
-def write_job(repository: Path, folder: Path) -> None:
-    demo = repository / "schemas" / "demo"
-    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
-    text = (demo / "job.yaml").read_text()
-    for old, new in SMALL.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (folder / "job.yaml").write_text(text.rstrip() + GATE)
+ONE, TWO, THREE, FOUR = DAYS
 
 
 @pytest.fixture(scope="module")
 def logs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
     """The job, and the generated log cut into days."""
-    site = Site(repository, tmp_path_factory.mktemp("logs"))
-    write_job(repository, site.folder)
-    made = site.run("pipelines", "generate", str(site.job), "--output", str(site.folder / "all"))
-    assert made.returncode == 0, made.stderr
-    rows = ds.dataset(site.folder / "all").to_table()
-    days = pc.strftime(rows["time"], "%Y-%m-%d")
-    for day in DAYS:
-        (site.folder / "logs" / day).mkdir(parents=True)
-        found = rows.filter(pc.equal(days, day))
-        assert found.num_rows > 1000
-        pq.write_table(found, site.folder / "logs" / day / "part.parquet")
-    shutil.rmtree(site.folder / "all")
-    return site
+    return make_site(repository, tmp_path_factory.mktemp("logs"))
 
 
 @pytest.fixture(scope="module")

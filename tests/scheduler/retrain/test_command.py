@@ -144,7 +144,7 @@ def test_main_retrain_list_prints_a_line_for_each_run(
 
 def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path: Path) -> None:
     schedule = "  budget: {cpus: 1000, memory: 1000GiB}\n  training: {min_replicas: 1}"
-    sizes = sizes_of(job_of(tmp_path, schedule), Root(tmp_path / "none"))
+    sizes = sizes_of(job_of(tmp_path, schedule), Root(tmp_path))
     assert 1 <= sizes.workers <= machine_budget().cpus
     assert 1 <= sizes.num_replicas <= machine_budget().cpus
     assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.words)
