@@ -7,7 +7,6 @@ from pathlib import Path
 
 from scheduler.retrain.records import Started
 from scheduler.retrain.root import Root, facts_of
-from scheduler.retrain.sizes import Sizes
 from scheduler.retrain.state import Attempt
 from schemas.job_retrain import RetrainConfig
 
@@ -17,7 +16,6 @@ def command_of(
     attempt: Attempt,
     job_file: Path,
     root: Root,
-    sizes: Sizes,
     config: RetrainConfig,
 ) -> list[str]:
     """Return the command of a stage.
@@ -27,13 +25,12 @@ def command_of(
         attempt: at the day.
         job_file: the job.
         root: folder of it all.
-        sizes: of the pools.
         config: of the job.
     """
     if started.stage == "append":
-        return _append(attempt, job_file, root, sizes)
+        return _append(started, attempt, job_file, root)
     if started.stage == "train":
-        return _train(started, job_file, root, sizes, config)
+        return _train(started, job_file, root, config)
     run = started.run if started.stage == "evaluate" else started.base
     assert run is not None, "a comparison names the run that it is made with"
     evaluate = [*_module("trainer"), "evaluate", str(job_file), "--dataset", str(root.dataset)]
@@ -41,11 +38,11 @@ def command_of(
     return [*evaluate, "--json"]
 
 
-def _append(attempt: Attempt, job_file: Path, root: Root, sizes: Sizes) -> list[str]:
+def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> list[str]:
     """Return the command that builds the segment of a day; it changes nothing that is there."""
     source = ["--input", attempt.input, "--day", attempt.day, "--json"]
-    source.append(f"--direct_num_workers={sizes.workers}")
-    if sizes.workers > 1:
+    source.append(f"--direct_num_workers={started.workers}")
+    if started.workers > 1:
         source.append("--direct_running_mode=multi_processing")
     if not root.has_dataset:
         build = [*_module("pipelines"), "build", str(job_file), "--output", str(root.dataset)]
@@ -56,9 +53,7 @@ def _append(attempt: Attempt, job_file: Path, root: Root, sizes: Sizes) -> list[
     return [*append, *replaced, *source]
 
 
-def _train(
-    started: Started, job_file: Path, root: Root, sizes: Sizes, config: RetrainConfig
-) -> list[str]:
+def _train(started: Started, job_file: Path, root: Root, config: RetrainConfig) -> list[str]:
     """Return the command that begins a run, or goes on with it."""
     train = [*_module("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
     train += ["--output", str(root.run(started.run)), "--segments", ",".join(started.segments)]
@@ -68,8 +63,8 @@ def _train(
             train += ["--expire-days", str(config.expire_days)]
     if root.has_run(started.run):
         train.append("--resume")
-    if sizes.num_replicas > 1:
-        train += ["--replicas", str(sizes.num_replicas)]
+    if started.num_replicas > 1:
+        train += ["--replicas", str(started.num_replicas)]
     return [*train, "--json"]
 
 

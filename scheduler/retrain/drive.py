@@ -45,7 +45,7 @@ from scheduler.retrain.root import (
     segment_of_day,
     write_pointer,
 )
-from scheduler.retrain.sizes import sizes_of
+from scheduler.retrain.sizes import ALONE, sizes_of
 from scheduler.retrain.state import Attempt
 from schemas.job_retrain import RetrainConfig
 
@@ -134,9 +134,8 @@ def _begin(work: Retraining, asked: Asked, run: str, source: str) -> None:
 
 def _start(work: Retraining, step: Run) -> None:
     """Write down that a stage is started; what waits for it starts it."""
-    words = ""
-    if step.stage in ("append", "train"):
-        words = f"; {sizes_of(work.job_file, work.root).words}"
+    sizes = sizes_of(work.job_file, work.root) if step.stage in ("append", "train") else ALONE
+    words = f"; {sizes.words}" if sizes.words else ""
     work.say(f"{step.run}: {step.stage}: {step.reason}{words}")
     work.log.append(
         Started(
@@ -146,6 +145,8 @@ def _start(work: Retraining, step: Run) -> None:
             process=step.process,
             base=step.base,
             segments=step.segments,
+            workers=sizes.workers,
+            num_replicas=sizes.num_replicas,
             reason=f"{step.reason}{words}",
         )
     )
@@ -155,8 +156,7 @@ def _await(work: Retraining, started: Started) -> None:
     """Start a process unless somebody has, wait for its end, and write down what it left."""
     attempt, name = work.log.state.attempt(started.run), started.process
     if not work.processes.is_known(name):
-        sizes = sizes_of(work.job_file, work.root)
-        command = command_of(started, attempt, work.job_file, work.root, sizes, work.config)
+        command = command_of(started, attempt, work.job_file, work.root, work.config)
         work.processes.start(name, command)
     while work.processes.lives(name):
         if work.stopped():

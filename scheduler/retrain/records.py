@@ -47,6 +47,10 @@ class Started(Record):
     """Run whose newest checkpoint training begins with, or that is compared with."""
     segments: tuple[str, ...] = ()
     """Segments that are trained, or evaluated."""
+    workers: int = 1
+    """Workers of a build."""
+    num_replicas: int = 1
+    """Replicas of a training."""
     reason: str = ""
     """Why so, and with which sizes."""
 

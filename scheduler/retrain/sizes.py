@@ -25,6 +25,10 @@ class Sizes:
     """The plan in one line."""
 
 
+ALONE = Sizes(workers=1, num_replicas=1, words="")
+"""Of a stage that has one process."""
+
+
 def sizes_of(job_file: Path, root: Root) -> Sizes:
     """Return the sizes of the best plan for a day like those of the dataset.
 

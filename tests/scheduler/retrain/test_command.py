@@ -12,7 +12,7 @@ from scheduler.retrain.commands import command_of
 from scheduler.retrain.log import STATE, Log
 from scheduler.retrain.records import Started
 from scheduler.retrain.root import IDENTITY, Root
-from scheduler.retrain.sizes import Sizes, sizes_of
+from scheduler.retrain.sizes import sizes_of
 from scheduler.retrain.state import Attempt
 from scheduler.retrain.table import rows_of
 from schemas.job_retrain import RetrainConfig
@@ -21,7 +21,6 @@ from tests.scheduler.retrain.world import World, good_but_for
 
 ONE, TWO, THREE = (f"2026-01-0{i}" for i in range(1, 4))
 SPLIT = "  split: {evaluation_from: 2026-01-02}\n"
-SIZES = Sizes(workers=2, num_replicas=3, words="a plan")
 
 
 def job_of(folder: Path, schedule: str = "  priority: 0", split: str = SPLIT) -> Path:
@@ -152,10 +151,11 @@ def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path
 
 def command(stage: str, root: Root, **more: object) -> list[str]:
     """The words of a stage after `python -m`."""
-    started = Started(time_sec=0.0, run=f"{TWO}.1", process="p", stage=stage, **more)  # pyright: ignore[reportArgumentType]: of a table
+    sizes = {"workers": 2, "num_replicas": 3}
+    started = Started(time_sec=0.0, run=f"{TWO}.1", process="p", stage=stage, **sizes, **more)  # pyright: ignore[reportArgumentType]: of a table
     attempt = Attempt(run=f"{TWO}.1", day=TWO, input="logs")
     config = RetrainConfig(expire_days=9)
-    return command_of(started, attempt, Path("job.yaml"), root, SIZES, config)[2:]
+    return command_of(started, attempt, Path("job.yaml"), root, config)[2:]
 
 
 def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
