@@ -69,7 +69,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--corrected", action="store_true", help="replace the segments of days that are there"
     )
     command.add_argument(
-        "--again", action="store_true", help="train and judge days once more that are done"
+        "--again", action="store_true", help="train and judge days once more that were turned down"
     )
     command.add_argument("--list", action="store_true", help="what happened to each day")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -27,7 +27,7 @@ class Asked:
     corrected: bool = False
     """Whether its input is another one than before."""
     again: bool = False
-    """Whether a day that is done is trained and judged once more."""
+    """Whether a day that was turned down is trained and judged once more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,13 +183,15 @@ def _await(work: Retraining, started: Started) -> None:
 def result_of(output: str) -> dict[str, Any] | None:
     """Return the object that a command has printed; None where it did not come to its end.
 
+    A number that is none, such as the NE of a model that has blown up, is None in it.
+
     Example:
-        >>> result_of('{"ne": 0.9}'), result_of('{"stopped": "SIGTERM"}'), result_of('{"ne"')
-        ({'ne': 0.9}, None, None)
+        >>> result_of('{"ne": NaN}'), result_of('{"stopped": "SIGTERM"}'), result_of('{"ne"')
+        ({'ne': None}, None, None)
     """
     lines = output.strip().splitlines()
     try:
-        body = json.loads(lines[-1]) if lines else None
+        body = json.loads(lines[-1], parse_constant=lambda _: None) if lines else None
     except ValueError:
         return None
     return body if isinstance(body, dict) and "stopped" not in body else None
@@ -222,7 +224,7 @@ def _promote(work: Retraining, attempt: Attempt) -> None:
         work.root,
         {
             "run": attempt.run,
-            "date": newest_day(work.log.state, attempt.run),
+            "date": newest_day(work.log.state, facts_of(work.root), attempt.run),
             "checkpoint": place,
             "checkpoint_sha256": checkpoint,
             "evaluated_on": list(attempt.started["evaluate"].segments),

@@ -70,11 +70,10 @@ def held_back(dataset: Sequence[SegmentFact]) -> str | None:
     return next((s.id for s in reversed(dataset) if s.holds_back), None)
 
 
-def newest_day(state: State, run: str) -> str:
-    """Return the newest day whose segment a run may know."""
-    days = [state.attempt(run).day]
-    base = state.attempt(run).base
-    return max(days if base is None else [*days, newest_day(state, base)])
+def newest_day(state: State, dataset: Sequence[SegmentFact], run: str) -> str:
+    """Return the newest day whose segment a run knows."""
+    known = trained_by(state, run)
+    return max(s.day for s in dataset if s.id in known and s.day is not None)
 
 
 def _refused(state: State, day: str) -> frozenset[str]:

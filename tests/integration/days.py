@@ -30,6 +30,7 @@ SMALL = {
     "\n  batch_samples: 4096": "\n  batch_samples: 256\n  checkpoint: {every_steps: 2}",
 }
 GATE = """
+  training: {max_replicas: 1}
   retrain:
     input: logs/{date}
     output: root

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.lineage import trained_by
+from scheduler.retrain.lineage import newest_day, trained_by
 from schemas.job_retrain import RetrainConfig
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
@@ -84,6 +84,7 @@ def test_retrain_of_a_corrected_day_begins_before_it_and_trains_later_days_again
     assert (last.run, last.base) == (f"{TWO}.2", f"{ONE}.1")
     assert last.segments == (f"{TWO}-v2", f"{THREE}-v1")
     assert world.pointer == f"{TWO}.2"
+    assert newest_day(world.state, world.dataset(), f"{TWO}.2") == THREE
     world.retrain(FOUR)
     assert world.state.attempts[-1].base == f"{TWO}.2"
 
