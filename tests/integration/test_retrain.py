@@ -87,34 +87,41 @@ def pid_of(site: Site, process: str) -> int | None:
 
 
 KILLS = {
-    "append, the command": (ONE, "append", [signal.SIGKILL], False),
-    "train, both": (ONE, "train", [signal.SIGKILL], True),
-    "evaluate, the command": (ONE, "evaluate", [signal.SIGKILL], False),
-    "append, both": (TWO, "append", [signal.SIGKILL], True),
-    "train, the command is asked to end": (TWO, "train", [signal.SIGTERM], False),
-    "compare, both": (TWO, "compare", [signal.SIGKILL], True),
+    ONE: [("append", signal.SIGKILL, False), ("train", signal.SIGKILL, True)],
+    TWO: [
+        ("append", signal.SIGKILL, True),
+        ("train", signal.SIGTERM, False),
+        ("evaluate", signal.SIGKILL, False),
+        ("compare", signal.SIGKILL, True),
+    ],
 }
+"""By day: the stage in which the command gets a signal, and whether its process is killed, too."""
+
+
+def disturb(site: Site, day: str, stage: str, sent: signal.Signals, *, child_too: bool) -> None:
+    """Begin a day, or go on with it, and send the command a signal in a stage."""
+    with (site.folder / f"said-{day}-{stage}").open("wb") as said:
+        process = subprocess.Popen(
+            site.command("scheduler", "retrain", str(site.job), "--date", day),
+            env={**os.environ, "PYTHONPATH": str(site.repository)},
+            stderr=said,
+        )
+    until(process, lambda: pid_of(site, f"{day}.1.{stage}.1"))
+    child = pid_of(site, f"{day}.1.{stage}.1")
+    assert child is not None
+    process.send_signal(sent)
+    assert process.wait() == (143 if sent == signal.SIGTERM else -sent)
+    if child_too:
+        os.killpg(child, signal.SIGKILL)
 
 
 def test_retrain_that_is_killed_at_each_stage_goes_on_with_the_same_bits(
     logs: Site, calm: Site, tmp_path: Path
 ) -> None:
     site = logs.copy(tmp_path)
-    for number, (day, stage, signals, child_too) in enumerate(KILLS.values()):
-        process = subprocess.Popen(
-            site.command("scheduler", "retrain", str(site.job), "--date", day),
-            env={**os.environ, "PYTHONPATH": str(site.repository)},
-            stderr=(tmp_path / f"said-{number}").open("wb"),
-        )
-        until(process, lambda name=f"{day}.1.{stage}.1": pid_of(site, name))
-        child = pid_of(site, f"{day}.1.{stage}.1")
-        for number_of_signal in signals:
-            process.send_signal(number_of_signal)
-        status = process.wait()
-        assert status == (143 if signal.SIGTERM in signals else -signal.SIGKILL)
-        if child_too and child is not None:
-            os.killpg(child, signal.SIGKILL)
-    for day in (ONE, TWO):
+    for day, kills in KILLS.items():
+        for stage, sent, child_too in kills:
+            disturb(site, day, stage, sent, child_too=child_too)
         done = site.retrain("--date", day)
         assert done.returncode == 0, done.stderr
         run = f"runs/{day}.1"
