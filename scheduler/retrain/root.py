@@ -12,10 +12,15 @@ from typing import Any
 
 from scheduler.history import BUILD
 from scheduler.retrain.lineage import SegmentFact
-from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import EVALUATION, MANIFEST
-from schemas.manifest import canonical_json, replace_bytes, sync_directory
+from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
+from schemas.manifest import (
+    canonical_json,
+    read_dataset,
+    read_segment,
+    replace_bytes,
+    sync_directory,
+)
 
 POINTER = "PROMOTED"
 """File that names the run which is to be served."""
@@ -72,13 +77,17 @@ def facts_of(root: Root) -> tuple[SegmentFact, ...]:
     """
     if not root.has_dataset:
         return ()
+    manifests = (
+        read_segment(root.dataset / SEGMENTS / reference.id, reference)
+        for reference in read_dataset(root.dataset).segments
+    )
     return tuple(
         SegmentFact(
-            id=segment.manifest.id,
-            day=segment.manifest.day,
-            holds_back=segment.manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
+            id=manifest.id,
+            day=manifest.day,
+            holds_back=manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
         )
-        for segment in open_dataset(root.dataset).segments
+        for manifest in manifests
     )
 
 

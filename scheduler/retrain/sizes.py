@@ -8,9 +8,8 @@ from pathlib import Path
 from scheduler.drivers.process.command import machine_budget
 from scheduler.explain import summary
 from scheduler.policy import plan
-from scheduler.retrain.root import Root
+from scheduler.retrain.root import Root, facts_of
 from scheduler.snapshot import Snapshot, take_snapshot
-from schemas.dataset import open_dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ def _of_one_day(snapshot: Snapshot, root: Root) -> Snapshot:
     """Return a snapshot whose samples are those of a mean day."""
     if not snapshot.facts.measured:
         return snapshot
-    days = len(open_dataset(root.dataset).segments)
+    days = len(facts_of(root))
     facts = snapshot.facts
     return replace(
         snapshot,
