@@ -82,10 +82,10 @@ def test_segment_that_was_renamed_but_not_named_by_the_root_is_taken_over(
     dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
     before = open_dataset(dataset).manifest
 
-    def killed(root: Path, *rest: object) -> object:
+    def killed(root: Path, *rest: object, **more: object) -> object:
         if root == dataset:  # the segment has its name by now, the root is still the old one
             raise KeyboardInterrupt
-        return commit_root(root, *rest)  # type: ignore[arg-type]
+        return commit_root(root, *rest, **more)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "commit_root", killed)

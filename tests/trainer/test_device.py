@@ -110,8 +110,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def named(name: str) -> torch.device:
         return DEVICE if name == "cuda" else torch.device(name)
 
-    def begin(self: Embedding, tables: Any, config: TrainConfig, source: Any) -> None:
-        begun(self, tables, config, source)
+    def begin(self: Embedding, tables: Any, config: TrainConfig, source: Any, **more: int) -> None:
+        begun(self, tables, config, source, **more)
         self._device = named(config.device)
 
     def unfused(config: DenseOptimizerConfig, parameters: list[Any]) -> torch.optim.Optimizer:
