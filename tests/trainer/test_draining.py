@@ -22,12 +22,12 @@ from trainer.ledger import verify_run
 from trainer.run import IDENTITY
 
 SEGMENT = [[(2000, 1500)]]
-EPOCHS = {"epochs": "8"}
+EPOCHS = {"epochs": "2"}
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job of 256 steps."""
+    """A job of 64 steps."""
     return write_job(tmp_path_factory.mktemp("job"), **EPOCHS)
 
 
@@ -87,7 +87,7 @@ def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
     job: Path, dataset: Path, whole: Path, tmp_path: Path
 ) -> None:
     run, pipe = tmp_path / "run", tmp_path / "pipe"
-    process = started(job, dataset, run, module=held_by(pipe, 200))  # at the latest
+    process = started(job, dataset, run, module=held_by(pipe, 40))  # at the latest
     until(process, (run / IDENTITY).exists)
     process.send_signal(signal.SIGTERM)
     with let_go(pipe):

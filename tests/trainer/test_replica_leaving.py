@@ -14,7 +14,7 @@ import pytest
 from schemas.events import LEDGER, SUMMARY, StepMetric
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
-from tests.trainer.test_draining import EPOCHS, SEGMENT
+from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, told
 from trainer.checkpoint import newest_checkpoint
 from trainer.compare import compare_runs
@@ -28,6 +28,7 @@ from trainer.replicas.share import Shares
 from trainer.replicas.stand_in import StandIns
 from trainer.training import TrainOptions
 
+EPOCHS = {"epochs": "8"}
 NEVER_SEC = 1000.0
 """A heartbeat's time that no test waits for."""
 
