@@ -19,13 +19,14 @@ import numpy as np
 from scipy.optimize import nnls
 
 from scheduler.cells import Window
+from scheduler.cores import Headroom, Reading, headroom_of
 from scheduler.correction import HEADROOM, MemoryWatch, is_urgent
 from scheduler.fit import fit_window, predict_seconds
 from scheduler.model import Floats, TrainingSetting
 from scheduler.outlook import REACH
 from scheduler.simulator.knowledge import Knowledge, setting_of, sizes_of
 from scheduler.simulator.parts import Parts
-from scheduler.simulator.short import CPU_HEADROOM, Cores, judge
+from scheduler.simulator.short import Cores, Given, Place, bursts, fitted, heard
 from scheduler.simulator.views import JobView, Measured, Readings, Sizes, Snapshot
 from scheduler.trend import forecast
 
@@ -37,6 +38,10 @@ MIN_ROWS = 5
 """Measurements of cores before they say anything of a new job."""
 LOOKS = (0.05, 0.1, 0.2, 0.4, 0.7)
 """Progress at which memory is foreseen; it lasts at least until the next of them."""
+MAX_GROUPS = 64
+"""Jobs of a kind that tell of its bursts, the first ones: a kind does not age."""
+MOVED = 1.02
+"""Headroom of a kind over that before, or before over it, from which plans are made anew."""
 AGAIN = 1.5
 """Memory after running out of it, over that before, at least."""
 
@@ -76,6 +81,8 @@ class Kind:
     """Whether these are shares of the cores that its user asked for."""
     most: tuple[float, float]
     """Replica's and store's cores over these, that MOST of all jobs do not exceed."""
+    headroom: Headroom = field(default_factory=Headroom)
+    """Of its processes."""
 
     def place(self, num_replicas: int, num_stores: int) -> int | None:
         """Return the index of a size, None where it is not trusted."""
@@ -89,7 +96,7 @@ class Needs:
 
     Attributes:
         version: counts what was learned.
-        cores: as far as they were measured.
+        cores: what was measured of them.
         memory: bytes of one replica, and of all stores, that it is to get; None for its request.
         looks: how many of LOOKS were made.
         oom: times it ran out of memory, that were answered.
@@ -115,6 +122,9 @@ class Estimates:
         self.knowledge = Knowledge(fit_ours)
         self.kinds: dict[str, Kind] = {}
         self.needs: dict[int, Needs] = {}
+        self.bursts: dict[str, dict[tuple[int, Place], list[Reading]]] = {}
+        self.headrooms: dict[str, Headroom] = {}
+        self.updates: dict[str, int] = {}
 
     def take_in(self, snapshot: Snapshot) -> None:
         """Learn from all that was measured since the last decision."""
@@ -122,21 +132,45 @@ class Estimates:
         views = {view.job: view for view in snapshot.jobs}
         for measured in snapshot.measured:
             self._measured(measured, views[measured.job])
-        doubted = {m.job for m in snapshot.measured if self.needs[m.job].cores.tried is not None}
+        doubted = {measured.job for measured in snapshot.measured if self._doubts(measured)}
         self.knowledge.take_in(snapshot, doubted)
         for kind, version in self.knowledge.versions.items():
-            if kind not in self.kinds or self.kinds[kind].version != version:
-                self.kinds[kind] = self._kind(kind, version, snapshot)
+            latest = version + self.updates.get(kind, 0)
+            if kind not in self.kinds or self.kinds[kind].version != latest:
+                found = self._kind(kind, latest, snapshot)
+                self.kinds[kind] = replace(found, headroom=self._headroom(kind))
         for view in snapshot.jobs:
             self._memory(view, snapshot)
 
     def _measured(self, measured: Measured, view: JobView) -> None:
         needs = self.needs[measured.job]
         needs.version += 1
-        if not self.parts.fit_cores:
-            needs.cores = Cores(at=(measured.num_replicas, measured.num_stores))
-            return
-        needs.cores = judge(needs.cores, measured, view.current or view.request)
+        needs.cores = heard(needs.cores, measured, view.current or view.request)
+        told = self.bursts.setdefault(measured.kind, {})
+        found = bursts(needs.cores.here())
+        if found and self.parts.fit_cores and len(told) < MAX_GROUPS:
+            told[measured.job, needs.cores.at] = found
+            self._burst(measured.kind)
+
+    def _burst(self, kind: str) -> None:
+        """Take over the headroom of a kind, where it is another one."""
+        before, after = self._headroom(kind), headroom_of(list(self.bursts[kind].values()))
+        changes = after.give / before.give, after.doubted / before.doubted
+        if after.known > before.known or max(changes) > MOVED or min(changes) < 1.0 / MOVED:
+            self.headrooms[kind] = after
+            self.updates[kind] = self.updates.get(kind, 0) + 1
+
+    def _headroom(self, kind: str) -> Headroom:
+        return self.headrooms.get(kind, Headroom())
+
+    def _doubts(self, measured: Measured) -> bool:
+        """Tell whether a job was slowed down by its cores, or may have been."""
+        given = self._fitted(measured.job, measured.kind)
+        return given is not None and (given.trying or given.slower)
+
+    def _fitted(self, job: int, kind: str) -> Given | None:
+        known = self.needs[job].cores
+        return fitted(known, self._headroom(kind)) if self.parts.fit_cores else None
 
     def _kind(self, kind: str, version: int, snapshot: Snapshot) -> Kind:
         seconds = self.knowledge.seconds[kind]
@@ -181,25 +215,28 @@ class Estimates:
     def cores(self, view: JobView, kind: Kind) -> tuple[Floats, Floats]:
         """Return the cores to give one replica and one store at each trusted size.
 
-        A job that was measured gets what it keeps busy; any other one what MOST jobs of its
-        kind do; and both never more in proportion than their user asked for, unless the job
-        was seen to lack cores, or is given more to see.
+        A job that was measured gets what it was seen to need; any other one what MOST jobs of
+        its kind do, once enough is known of their bursts; and both never more in proportion
+        than their user asked for, unless the job was seen to lack cores, or is given more to see.
         """
         request, known = view.request, self.needs[view.job].cores
         asked = request.replica_cpus, request.store_cpus
         units = asked if kind.relative else (1.0, 1.0)
         usual = units[0] * kind.replica_busy, units[1] * kind.store_busy
-        if not self.parts.fit_cores or not np.isfinite(usual[0]).all():
+        given, at = self._fitted(view.job, view.kind), kind.place(*known.at)
+        unknown = given is None and not kind.headroom.known
+        if not self.parts.fit_cores or unknown or not np.isfinite(usual[0]).all():
             return np.full(len(usual[0]), asked[0]), np.full(len(usual[1]), asked[1])
-        own, at = kind.most, kind.place(*known.at)
-        if known.busy is not None and at is not None:
-            own = known.busy[0] / usual[0][at], known.busy[1] / usual[1][at]
+        give = kind.headroom.give
+        own = give * kind.most[0], give * kind.most[1]
+        if given is not None and at is not None:
+            own = given.cpus[0] / usual[0][at], given.cpus[1] / usual[1][at]
         limit = kind.place(request.num_replicas, request.num_stores)
+        capped = limit is not None and (given is None or not (given.trying or given.limited))
         found: list[Floats] = []
         for part, scale, cpus in zip(usual, own, asked, strict=True):
-            given = CPU_HEADROOM * scale * part
-            capped = limit is not None and known.trusts_request
-            found.append(np.minimum(given, cpus * part / part[limit]) if capped else given)
+            wanted = scale * part
+            found.append(np.minimum(wanted, cpus * part / part[limit]) if capped else wanted)
         return found[0], found[1]
 
     def memory(self, view: JobView) -> tuple[float, float]:

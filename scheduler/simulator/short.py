@@ -1,77 +1,102 @@
-"""Whether a job lacks cores: told by giving it more once, and seeing whether its steps get faster.
+"""The cores of a job's processes, from what was measured of it at each of its sizes.
 
-The share of its cores that a process keeps busy does not tell: one that has exactly what
-it needs keeps as many of them busy as one that has too few. So where that share is high
-the job gets MORE at the same sizes, and its next step says what it was.
+The rule is `scheduler.cores`, for a replica and for a store. A step is as slow as the pool
+that has the least of what it needs, so both grow together, and what processes say of the
+others of their kind is the headroom of the pool that has the smaller one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from scheduler.cores import APART, MORE, Headroom, Reading, fit_cores, relative
 from scheduler.simulator.views import Measured, Sizes
 
-CPU_HEADROOM = 1.3
-"""Cores that are given over the mean of those kept busy: half of a step's work comes in bursts."""
-SHORT = 0.81
-"""Share of its cores that a process keeps busy, above which it may want more than it has."""
-MORE = 1.2
-"""Cores that it then gets, over those that it has."""
-GIVEN = 1.1
-"""Cores over those before, from which two steps are compared."""
-FASTER = 1.05
-"""Step before more cores over that with them, above which they were lacking."""
+Place = tuple[int, int]
+"""Replicas and stores."""
+Both = tuple[Reading, Reading]
+"""Of one replica and of one store, at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cores:
-    """What is known of the cores of one job."""
+    """What was measured of one job.
 
-    busy: tuple[float, float] | None = None
-    """Cores that one replica and one store keep busy, or would; None before any measurement."""
-    at: tuple[int, int] = (0, 0)
-    """Replicas and stores of that measurement."""
-    tried: tuple[float, float, float] | None = None
-    """Seconds of a step, and cores of one replica and of one store, when it was in doubt; None when
-    it is not."""
-    enough: bool = False
-    """Whether more cores were seen to change nothing: it is never in doubt again."""
-    lacked: bool = False
-    """Whether more cores were seen to help, so that its user asked for too few."""
+    Attributes:
+        at: its sizes when it was measured last.
+        readings: at all of its sizes, the latest one last.
+    """
 
-    @property
-    def trusts_request(self) -> bool:
-        """Return whether it gets no more cores than its user asked for."""
-        return self.tried is None and not self.lacked
+    at: Place = (0, 0)
+    readings: Mapping[Place, tuple[Both, ...]] = field(
+        default_factory=dict[Place, tuple[Both, ...]]
+    )
+
+    def here(self) -> tuple[Both, ...]:
+        """Return the readings at its latest sizes."""
+        return self.readings.get(self.at, ())
 
 
-def judge(known: Cores, measured: Measured, given: Sizes) -> Cores:
-    """Return what is known of a job's cores after one more measurement.
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a job is to get at the sizes where it was measured.
+
+    Attributes:
+        cpus: cores of one replica and of one store.
+        trying: whether these are more than it had, to see whether that helps.
+        slower: whether it is slowed down by what it has.
+        limited: whether fewer cores than some that it had were seen to slow it down.
+    """
+
+    cpus: tuple[float, float]
+    trying: bool
+    slower: bool
+    limited: bool
+
+
+def heard(known: Cores, measured: Measured, given: Sizes) -> Cores:
+    """Return what was measured of a job, with one measurement more.
 
     Args:
         known: before it.
         measured: the measurement.
         given: what the job had.
     """
-    at, busy = (measured.num_replicas, measured.num_stores), _busy(measured)
-    enough, lacked = known.enough, known.lacked
-    cpus = given.replica_cpus, given.store_cpus
-    if known.tried is not None and at == known.at:
-        before = known.tried[1:]
-        if max(had / less for had, less in zip(cpus, before, strict=True)) > GIVEN:
-            helped = known.tried[0] > FASTER * measured.step_sec
-            enough, lacked = not helped, lacked or helped
-    doubts = [part > SHORT * had for part, had in zip(busy, cpus, strict=True)]
-    if enough or not any(doubts):
-        return Cores(busy=busy, at=at, enough=enough, lacked=lacked)
-    # All that it has grows alike: where one pool was short, the other one worked less for it.
-    replica, store = (
-        MORE * (had / CPU_HEADROOM if doubt else part)
-        for part, had, doubt in zip(busy, cpus, doubts, strict=True)
+    at = measured.num_replicas, measured.num_stores
+    both = (
+        Reading(given.replica_cpus, measured.replica_busy, measured.step_sec),
+        Reading(given.store_cpus, measured.store_busy, measured.step_sec),
     )
-    tried = measured.step_sec, *cpus
-    return Cores(busy=(replica, store), at=at, tried=tried, lacked=lacked)
+    return Cores(at, {**known.readings, at: (*known.readings.get(at, ()), both)})
 
 
-def _busy(measured: Measured) -> tuple[float, float]:
-    return measured.replica_busy, measured.store_busy
+def fitted(known: Cores, headroom: Headroom) -> Given | None:
+    """Return what a job is to get where it was measured last; None before any measurement."""
+    here = known.here()
+    if not here:
+        return None
+    pools = [fit_cores([both[pool] for both in here], headroom) for pool in (0, 1)]
+    trying = [pool.why == "more may help" for pool in pools]
+    replica, store = (
+        pool.cpus * (MORE if any(trying) and not mine else 1.0)
+        for pool, mine in zip(pools, trying, strict=True)
+    )
+    needs = [pool.need for pool in pools]
+    slower = [
+        need.slower and APART * both.cpus < need.cpus
+        for need, both in zip(needs, here[-1], strict=True)
+    ]
+    limited = any(need.slower for need in needs)
+    return Given((replica, store), any(trying), any(slower), limited)
+
+
+def bursts(here: Sequence[Both]) -> list[Reading]:
+    """Return readings of one job for others of its kind; none where its cores hardly differed.
+
+    Of each the pool with less headroom counts, as the step is that one's.
+    """
+    pools = [relative([both[pool] for both in here]) for pool in (0, 1)]
+    found = [min(both, key=lambda reading: reading.cpus) for both in zip(*pools, strict=True)]
+    cpus = [reading.cpus for reading in found]
+    return found if max(cpus) > APART * APART * min(cpus) else []

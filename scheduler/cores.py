@@ -1,0 +1,180 @@
+"""How many cores a process needs: told by what fewer of them do to its steps.
+
+A process works in bursts. With g cores of the n that its bursts need it takes
+
+    T(g) = T max(1, n / g)
+
+seconds for a step, and keeps w / T(g) cores busy in the mean, w core seconds being the work
+of a step. So with fewer than n the share of its cores that is busy is w / (T n), whatever g
+is: cores that are fitted to those busy shrink without end where n is more than the headroom
+over w / T, and nothing in that share tells. What tells is the step: it gets longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+HEADROOM = 1.3
+"""Cores that are given over the mean of those kept busy, while no more is known of bursts."""
+SPARE = 1.08
+"""Cores that are given over those below which steps were seen to get longer."""
+DOUBT = 1.05
+"""Headroom of a kind over cores for each busy one, above which there may be too few."""
+MORE = 1.2
+"""Cores over the most that were tried, to see whether steps get shorter."""
+APART = 1.05
+"""Cores, or steps, that are told apart; less is noise, and changes nothing."""
+LOOSE = 1.15
+"""Cores over those wanted that are left to a process which was slower with fewer."""
+HELPED = 0.87
+"""Need over the most cores that were tried, above which even more may help."""
+LOWEST = 0.1
+"""Share of the readings of many processes that may lie below what is called fewest."""
+NUM_NEEDS = 65
+"""Needs that are compared, evenly in their logarithm."""
+MIN_GROUPS = 4
+"""Processes that were seen with more and with fewer cores, before they tell of others."""
+
+Why = Literal["kept", "few are busy", "fewer were slower", "more may help"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one process did for a while at one size of its pools.
+
+    Attributes:
+        cpus: cores that it had.
+        busy: cores that it kept busy in the mean.
+        step_sec: seconds of a step.
+    """
+
+    cpus: float
+    busy: float
+    step_sec: float
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What readings say that a process needs.
+
+    Attributes:
+        cpus: below these steps got longer; the fewest that were tried where none did.
+        slower: whether steps got longer.
+    """
+
+    cpus: float
+    slower: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What is known of the bursts of processes of one kind.
+
+    Attributes:
+        give: cores to give over the mean of those busy.
+        doubted: cores over those busy, below which a process may lack some; of an unknown kind all
+            that would not be taken away, so that no process keeps too few untried.
+    """
+
+    give: float = HEADROOM
+    doubted: float = HEADROOM * APART
+    known: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a process is to get.
+
+    Attributes:
+        cpus: cores.
+        why: in a word or four.
+        need: what its readings say.
+    """
+
+    cpus: float
+    why: Why
+    need: Need
+
+
+def need_of(readings: Sequence[Reading], lowest: float = 0.0) -> Need:
+    """Return the cores below which steps got longer: those that explain the readings best.
+
+    Absolute errors of logarithms, so that a straggler among many readings counts for little.
+
+    Args:
+        readings: at least one, of processes whose steps can be compared.
+        lowest: share of them that may lie below the fewest cores that are thought of.
+    """
+    cpus = np.log([reading.cpus for reading in readings])
+    steps = np.log([reading.step_sec for reading in readings])
+    fewest = float(np.quantile(cpus, lowest, method="lower"))
+    needs = np.linspace(fewest, cpus.max(), NUM_NEEDS)
+    # errors: (needs, readings)
+    errors = steps - np.maximum(0.0, needs[:, None] - cpus)
+    errors -= np.median(errors, axis=1, keepdims=True)
+    best = float(needs[np.abs(errors).sum(axis=1).argmin()])
+    return Need(float(np.exp(best)), bool(best > fewest + np.log(APART)))
+
+
+def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> Fitted:
+    """Return the cores that a process is to get.
+
+    Cores that are not busy are taken away once; what then made steps longer is given back,
+    and remembered as long as the readings are. Where most cores are busy, or all that were
+    given so far helped, it gets more, to see.
+
+    Args:
+        readings: at one size of the pools, the latest one last, at least one.
+        headroom: of its kind, if that is known.
+
+    Example:
+        >>> fit_cores([Reading(4.0, 1.0, 0.5)])
+        Fitted(cpus=1.3, why='few are busy', need=Need(cpus=4.0, slower=False))
+        >>> fit_cores([Reading(4.0, 1.0, 0.5), Reading(1.3, 0.8, 0.6)]).why
+        'fewer were slower'
+    """
+    known, need, had = headroom or Headroom(), need_of(readings), readings[-1].cpus
+    most = max(reading.cpus for reading in readings)
+    top = [reading for reading in readings if APART * reading.cpus > most]
+    lacks = median(reading.busy / reading.cpus for reading in top) * known.doubted > 1.0
+    if lacks or (need.slower and need.cpus > HELPED * most):
+        return Fitted(MORE * most, "more may help", need)
+    ample = [reading.busy for reading in readings if APART * reading.cpus > need.cpus]
+    usual, floor = known.give * median(ample), SPARE * need.cpus * need.slower
+    wanted = max(usual, floor)
+    if had / (LOOSE if need.slower else APART) < wanted < had * APART:
+        return Fitted(had, "kept", need)
+    return Fitted(wanted, "fewer were slower" if floor > usual else "few are busy", need)
+
+
+def headroom_of(groups: Sequence[Sequence[Reading]]) -> Headroom:
+    """Return what processes of one kind say of the bursts of the others.
+
+    Args:
+        groups: readings of each process, `relative` to its own with most cores.
+    """
+    if len(groups) < MIN_GROUPS:
+        return Headroom()
+    need = need_of([reading for group in groups for reading in group], LOWEST)
+    if not need.slower:
+        return Headroom(doubted=min(need.cpus, HEADROOM / DOUBT), known=True)
+    return Headroom(max(HEADROOM, SPARE * need.cpus), SPARE / DOUBT * need.cpus, known=True)
+
+
+def relative(readings: Sequence[Reading]) -> list[Reading]:
+    """Return readings over the busy cores, and the step, of those with most cores.
+
+    Example:
+        >>> relative([Reading(4.0, 2.0, 0.5), Reading(3.0, 1.0, 1.0)])[1]
+        Reading(cpus=1.5, busy=0.5, step_sec=2.0)
+    """
+    most = max(reading.cpus for reading in readings)
+    top = [reading for reading in readings if APART * reading.cpus > most]
+    busy = median(reading.busy for reading in top)
+    step_sec = median(reading.step_sec for reading in top)
+    return [Reading(r.cpus / busy, r.busy / busy, r.step_sec / step_sec) for r in readings]
