@@ -26,7 +26,8 @@ from scheduler.machine.look import PAUSE_SEC
 from scheduler.model import Floats
 from scheduler.outlook import Outlook
 from scheduler.share import WAITING, Options, share
-from scheduler.simulator.estimates import Estimates, Kind
+from scheduler.simulator.estimates import Estimates
+from scheduler.simulator.kinds import Kind
 from scheduler.simulator.parts import ALL, Parts
 from scheduler.simulator.static import give_back
 from scheduler.simulator.views import Handling, JobView, Sizes, Snapshot

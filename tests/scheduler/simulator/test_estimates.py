@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from scheduler.cells import LATEST
+from scheduler.cores import APART, HEADROOM, MIN_GROUPS, MORE, Headroom, Reading
 from scheduler.simulator.draw import GIB, PEAK
-from scheduler.simulator.estimates import Estimates, fit_ours
+from scheduler.simulator.estimates import Estimates, Needs
+from scheduler.simulator.kinds import fit_ours
 from scheduler.simulator.knowledge import MIN_CELLS, SAMPLED, Knowledge
 from scheduler.simulator.parts import ALL, LIVE
-from scheduler.simulator.short import CPU_HEADROOM, FASTER, MORE, SHORT, Cores, judge
+from scheduler.simulator.short import Cores, bursts, fitted, heard
 from scheduler.simulator.tables import Table
 from scheduler.simulator.views import Capacity, JobView, Measured, Readings, Sizes, Snapshot
 from tests.scheduler.simulator.made import table
@@ -20,9 +22,9 @@ KIND = table(replicas=8, stores=16)
 
 
 def measured(sizes: Sizes, need: float, job: int = 0, noise: float = 1.0) -> Measured:
-    """Return what a job that needs so many cores for its mean of 1 measures at its sizes."""
+    """Return what a job measures that keeps one core busy and needs so many in its bursts."""
     kept = min(1.0, sizes.replica_cpus / need, sizes.store_cpus / need)
-    busy = kept * need / PEAK
+    busy = kept
     speed = kept * sizes.num_replicas
     return Measured(job, "made", sizes.num_replicas, sizes.num_stores, noise / speed, busy, busy)
 
@@ -47,52 +49,70 @@ def snapshot(
     )
 
 
-def more(sizes: Sizes, known: Cores) -> Sizes:
-    assert known.busy is not None
-    cpus = [CPU_HEADROOM * part for part in known.busy]
-    return replace(sizes, replica_cpus=cpus[0], store_cpus=cpus[1])
+def again(sizes: Sizes, known: Cores, headroom: Headroom | None = None) -> Sizes:
+    given = fitted(known, headroom or Headroom())
+    assert given is not None
+    return replace(sizes, replica_cpus=given.cpus[0], store_cpus=given.cpus[1])
 
 
-def test_judge_of_a_job_with_what_it_needs_tries_more_once_and_never_again() -> None:
-    first = judge(Cores(), measured(TIGHT, PEAK), TIGHT)
-    assert first.tried is not None
-    tried = more(TIGHT, first)
-    assert tried.cpus == pytest.approx(MORE * TIGHT.cpus)
-    second = judge(first, measured(tried, PEAK), tried)
-    assert (second.tried, second.enough, second.lacked) == (None, True, False)
-    assert second.busy == pytest.approx((1.0, 1.0))
-    again = judge(second, measured(TIGHT, PEAK), TIGHT)
-    assert again.tried is None
-    assert again.trusts_request
+def lived(sizes: Sizes, need: float, count: int) -> tuple[Cores, Sizes]:
+    """Return what is known of a job without noise, and its sizes, after so many measurements."""
+    known = Cores()
+    for _ in range(count):
+        known = heard(known, measured(sizes, need), sizes)
+        sizes = again(sizes, known)
+    return known, sizes
 
 
-def test_judge_of_a_job_that_lacks_cores_gives_more_until_it_gets_no_faster() -> None:
-    need, sizes, known = 3.0 * PEAK, TIGHT, Cores()
-    for _ in range(20):
-        known = judge(known, measured(sizes, need), sizes)
-        if known.tried is None:
-            break
-        sizes = more(sizes, known)
-    assert known.tried is None
-    assert known.lacked
-    assert sizes.replica_cpus >= need / FASTER
-    assert not known.trusts_request
+def test_fitted_of_a_job_with_what_it_needs_tries_more_once_and_never_again() -> None:
+    known = heard(Cores(), measured(TIGHT, PEAK), TIGHT)
+    first = fitted(known, Headroom())
+    assert first is not None
+    assert (first.trying, first.slower) == (True, False)
+    assert again(TIGHT, known).cpus == pytest.approx(MORE * TIGHT.cpus)
+    known, sizes = lived(TIGHT, PEAK, 2)
+    second = fitted(known, Headroom())
+    assert second is not None
+    assert (second.trying, second.limited) == (False, False)
+    assert sizes.replica_cpus == pytest.approx(HEADROOM)
+    assert lived(TIGHT, PEAK, 3)[1] == lived(TIGHT, PEAK, 9)[1] == sizes
 
 
-def test_judge_compares_only_the_same_sizes_with_more_cores() -> None:
-    first = judge(Cores(), measured(TIGHT, PEAK), TIGHT)
-    same = judge(first, measured(TIGHT, PEAK, noise=0.9), TIGHT)
-    assert not same.enough
-    assert not same.lacked
-    wider = replace(more(TIGHT, first), num_replicas=2)
-    assert not judge(first, measured(wider, PEAK), wider).enough
+@pytest.mark.parametrize("need", [PEAK, 1.5, 2.0])
+@pytest.mark.parametrize("factor", [0.4, 1.0, 2.0])
+def test_fitted_ends_with_what_a_job_needs_wherever_it_begins(need: float, factor: float) -> None:
+    begun = replace(TIGHT, replica_cpus=factor * need, store_cpus=factor * need)
+    kept = [lived(begun, need, count)[1] for count in (14, 15, 16)]
+    assert kept[0] == kept[1] == kept[2]
+    assert need / APART <= kept[0].replica_cpus <= 1.3 * max(need, HEADROOM)
 
 
-def test_judge_of_a_job_with_room_has_no_doubt() -> None:
-    roomy = replace(TIGHT, replica_cpus=1.01 / SHORT, store_cpus=1.01 / SHORT)
-    known = judge(Cores(), measured(roomy, 1.0), roomy)
-    assert known.tried is None
-    assert not known.enough
+def test_fitted_of_the_pool_that_has_enough_grows_with_the_one_in_doubt() -> None:
+    sizes = replace(TIGHT, store_cpus=3.0)
+    known = heard(Cores(), measured(sizes, PEAK), sizes)
+    given = fitted(known, Headroom())
+    assert given is not None
+    assert given.trying
+    assert given.cpus == pytest.approx((MORE * PEAK, MORE * HEADROOM))
+
+
+def test_heard_compares_only_measurements_of_the_same_sizes() -> None:
+    known = heard(Cores(), measured(TIGHT, PEAK), TIGHT)
+    wider = replace(TIGHT, num_replicas=2, replica_cpus=2.0, store_cpus=2.0)
+    known = heard(known, measured(wider, PEAK), wider)
+    assert known.at == (2, 1)
+    assert [len(readings) for readings in known.readings.values()] == [1, 1]
+    assert not bursts(known.here())
+
+
+def test_bursts_are_those_of_the_pool_with_less_headroom() -> None:
+    sizes = [replace(TIGHT, replica_cpus=cpus, store_cpus=9.0) for cpus in (3.0, 1.3)]
+    known = Cores()
+    for one in sizes:
+        known = heard(known, measured(one, 1.5), one)
+    found = bursts(known.here())
+    assert [reading.cpus for reading in found] == pytest.approx([3.0, 1.3])
+    assert found[1].step_sec == pytest.approx(1.5 / 1.3)
 
 
 def sampled(first: int = 0) -> list[tuple[JobView, Measured]]:
@@ -108,7 +128,7 @@ def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     estimates = Estimates(ALL)
     pairs = sampled()
     estimates.take_in(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
-    assert all(needs.cores.tried is not None for needs in estimates.needs.values())
+    assert all(estimates.fitted(job, "made").trying for job in range(len(pairs)))
     assert len(estimates.knowledge.window("made")) == len(SAMPLED) >= MIN_CELLS
     new = view(99, None)
     assert estimates.sample(new, KIND.allowed) is None
@@ -119,18 +139,61 @@ def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     assert cores[0][at] == pytest.approx(MORE * PEAK)
 
 
-def test_estimates_give_a_measured_job_no_more_than_its_request_unless_it_lacked_cores() -> None:
-    estimates = Estimates(ALL)
-    pairs = sampled()
-    estimates.take_in(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
+def told(peak: float) -> tuple[Estimates, list[JobView]]:
+    """Return what is known after jobs with ample cores, and then with those fitted."""
+    estimates, views = Estimates(ALL), [v for v, _ in sampled()]
+    request = replace(TIGHT, replica_cpus=2.0 * peak, store_cpus=2.0 * peak)
+    views = [replace(one, request=request) for one in views]
+    for cpus in (2.0 * peak, HEADROOM):
+        for place, one in enumerate(views):
+            assert one.current is not None
+            sizes = replace(one.current, replica_cpus=cpus, store_cpus=cpus)
+            views[place] = replace(one, current=sizes)
+        found = tuple(measured(v.current, peak, v.job) for v in views if v.current is not None)
+        estimates.take_in(snapshot(views, found))
+    return estimates, views
+
+
+@pytest.mark.parametrize("peak", [1.0, 1.2, 1.5, 2.0])
+def test_estimates_give_a_new_job_what_bursts_of_its_kind_need(peak: float) -> None:
+    estimates, views = told(peak)
+    kind = estimates.kinds["made"]
+    assert kind.headroom.known
+    estimates.needs[99] = Needs()
+    given = estimates.cores(replace(views[0], job=99, current=None), kind)
+    for pool in given:
+        assert (pool >= peak).all()
+        assert (pool <= 1.15 * max(peak, HEADROOM)).all()
+
+
+def test_estimates_of_slow_measurements_leave_speeds_of_a_kind_alone() -> None:
+    estimates, _ = told(2.0)
     kind = estimates.kinds["made"]
     at = kind.place(1, 1)
     assert at is not None
-    first = pairs[0][0]
-    needs = estimates.needs[first.job]
-    for lacked, wanted in ((False, PEAK), (True, CPU_HEADROOM)):
-        needs.cores = Cores(busy=(1.0, 1.0), at=(1, 1), enough=True, lacked=lacked)
-        assert estimates.cores(first, kind)[0][at] == pytest.approx(wanted)
+    assert kind.seconds[at] == pytest.approx(1.0)
+
+
+def test_estimates_give_the_request_until_bursts_of_a_kind_are_known() -> None:
+    estimates = Estimates(ALL)
+    pairs = sampled()[: MIN_GROUPS - 1]
+    estimates.take_in(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
+    new = replace(view(99, None), request=replace(TIGHT, replica_cpus=7.0, store_cpus=8.0))
+    estimates.needs[99] = Needs()
+    found = estimates.cores(new, estimates.kinds["made"])
+    assert (set(found[0]), set(found[1])) == ({7.0}, {8.0})
+
+
+def test_estimates_give_a_measured_job_no_more_than_its_request_unless_it_lacked_cores() -> None:
+    estimates, views = told(PEAK)
+    kind = estimates.kinds["made"]
+    at = kind.place(1, 1)
+    assert at is not None
+    few = replace(views[0], request=TIGHT)
+    assert estimates.cores(few, kind)[0][at] == pytest.approx(PEAK)
+    ample, slow = (Reading(cpus, busy, 1.0 / busy) for cpus, busy in ((2.0, 1.0), (1.0, 0.7)))
+    estimates.needs[few.job] = Needs(cores=Cores((1, 1), {(1, 1): ((ample,) * 2, (slow,) * 2)}))
+    assert estimates.cores(few, kind)[0][at] > PEAK
 
 
 def test_knowledge_of_a_doubted_size_ends_with_the_first_measurement_that_is_not() -> None:

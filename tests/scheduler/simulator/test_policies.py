@@ -9,8 +9,8 @@ from scheduler.cells import Window, observe
 from scheduler.simulator.bound import fastest_sec, lower_bound_sec, together_sec
 from scheduler.simulator.compare import POLICIES, capacity_of
 from scheduler.simulator.draw import GIB, Knobs, draw_jobs
-from scheduler.simulator.estimates import fit_ours
 from scheduler.simulator.goodput import GoodputPolicy, fit_pollux
+from scheduler.simulator.kinds import fit_ours
 from scheduler.simulator.knowledge import setting_of, sizes_of
 from scheduler.simulator.marginal import fit_optimus
 from scheduler.simulator.presage import PresagePolicy
