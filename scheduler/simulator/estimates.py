@@ -70,7 +70,7 @@ class Estimates:
 
     def take_in(self, snapshot: Snapshot) -> None:
         """Learn from all that was measured since the last decision."""
-        self.needs = {view.job: self.needs.get(view.job, Needs()) for view in snapshot.jobs}
+        self.needs = {view.job: self.needs.get(view.job) or Needs() for view in snapshot.jobs}
         views = {view.job: view for view in snapshot.jobs}
         for measured in snapshot.measured:
             self._measured(measured, views[measured.job])
@@ -157,8 +157,10 @@ class Estimates:
         """Foresee the memory of a job, each time that it has come to the next of LOOKS."""
         needs = self.needs[view.job]
         killed = view.num_oom > needs.oom
+        if not killed and (view.current is None or needs.looks == len(LOOKS)):
+            return
         passed = sum(view.progress >= look for look in LOOKS)
-        if not killed and (view.current is None or passed <= needs.looks):
+        if not killed and passed <= needs.looks:
             return
         needs.looks, needs.oom = max(passed, needs.looks), view.num_oom
         given = self.memory(view)

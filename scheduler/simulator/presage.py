@@ -25,7 +25,8 @@ from scheduler.grid import GIB
 from scheduler.machine.look import PAUSE_SEC
 from scheduler.model import Floats
 from scheduler.outlook import Outlook
-from scheduler.share import WAITING, Options, share
+from scheduler.share import WAITING, Options
+from scheduler.simulator.crowd import share_all
 from scheduler.simulator.estimates import Estimates
 from scheduler.simulator.kinds import Kind
 from scheduler.simulator.parts import ALL, Parts
@@ -88,7 +89,7 @@ class PresagePolicy:
             self.stores = {**self.stores, **running}
         self.plans = {view.job: self._plans(view, snapshot) for view in snapshot.jobs}
         self.corrections = {
-            view.job: self.corrections.get(view.job, Correction()) for view in snapshot.jobs
+            view.job: self.corrections.get(view.job) or Correction() for view in snapshot.jobs
         }
         targets = {
             view.job: self.plans[view.job].sizes[plan]
@@ -103,7 +104,7 @@ class PresagePolicy:
         if key != self.shared[0]:
             capacity = snapshot.capacity
             budget = replace(PRICES, cpus=capacity.cpus, memory=int(capacity.memory_bytes))
-            self.shared = key, share(self._asking(snapshot), budget, exchanges=0)
+            self.shared = key, share_all(self._asking(snapshot), budget)
         return self.shared[1]
 
     def _asking(self, snapshot: Snapshot) -> list[Options]:
