@@ -110,6 +110,8 @@ def need_of(readings: Sequence[Reading], lowest: float = 0.0) -> Need:
         readings: at least one, of processes whose steps can be compared.
         lowest: share of them that may lie below the fewest cores that are thought of.
     """
+    if len(readings) == 1:
+        return Need(readings[0].cpus, slower=False)
     cpus = np.log([reading.cpus for reading in readings])
     steps = np.log([reading.step_sec for reading in readings])
     fewest = float(np.quantile(cpus, lowest, method="lower"))

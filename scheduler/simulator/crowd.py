@@ -19,6 +19,8 @@ from schemas.job_schedule import BudgetConfig
 
 NONE = -1.0
 """Gain for what it takes of a change that is none."""
+FAR = 1e300
+"""Shares of a budget that nothing has."""
 ROUNDED = 1e-9
 """Share of the budget by which sums may exceed it."""
 
@@ -29,7 +31,7 @@ class Table:
 
     Attributes:
         worth: what a plan gains, with the weights of its job; -inf where there is none.
-        cpus: share of the budget's cores; inf where there is none.
+        cpus: share of the budget's cores; FAR more than there is where there is none.
         memory: share of its memory, likewise.
     """
 
@@ -37,16 +39,20 @@ class Table:
     cpus: Floats
     memory: Floats
 
-    def ratios(self, chosen: np.ndarray, rows: slice) -> Floats:
-        """Return what each plan of some jobs gains for what it takes beside the chosen one."""
-        plan = np.maximum(chosen[rows], 0)[:, None]
-        gained, cpus, memory = (
-            part[rows] - np.take_along_axis(part[rows], plan, axis=1)
-            for part in (self.worth, self.cpus, self.memory)
-        )
-        taken = np.maximum(np.maximum(cpus, memory), 1e-12)
-        gains = (gained > 0) & (chosen[rows] != WAITING)[:, None]
-        return np.divide(gained, taken, out=np.full(gained.shape, NONE), where=gains)
+    @property
+    def parts(self) -> tuple[Floats, Floats, Floats]:
+        """Return all three."""
+        return self.worth, self.cpus, self.memory
+
+    def ratios(self, chosen: np.ndarray) -> Floats:
+        """Return what each plan gains for what it takes beside the chosen one of its job."""
+        plan = np.maximum(chosen, 0)[:, None]
+        changes = [part - np.take_along_axis(part, plan, axis=1) for part in self.parts]
+        return np.where((chosen != WAITING)[:, None], _ratio(*changes), NONE)
+
+    def ratios_of(self, job: int, plan: int) -> Floats:
+        """Return (plans,) the same of one job that has a plan."""
+        return _ratio(*(part[job] - part[job, plan] for part in self.parts))
 
     def beyond(self, chosen: np.ndarray, left: tuple[float, float]) -> np.ndarray:
         """Return which plans take more than is left beside the chosen ones."""
@@ -68,7 +74,7 @@ def share_all(jobs: Sequence[Options], budget: BudgetConfig) -> tuple[int, ...]:
         return ()
     table = _table(jobs, budget)
     chosen = _admitted(jobs, table)
-    ratios, left = table.ratios(chosen, slice(None)), _left(table, chosen)
+    ratios, left = table.ratios(chosen), _left(table, chosen)
     while True:
         job, plan = divmod(int(ratios.argmax()), ratios.shape[1])
         if ratios[job, plan] < 0:
@@ -80,15 +86,17 @@ def share_all(jobs: Sequence[Options], budget: BudgetConfig) -> tuple[int, ...]:
             ratios[table.beyond(chosen, left)] = NONE
             continue
         chosen[job], left = plan, (left[0] - cpus, left[1] - memory)
-        again = slice(None) if min(cpus, memory) < 0 else slice(job, job + 1)
-        ratios[again] = table.ratios(chosen, again)
+        if min(cpus, memory) < 0:
+            ratios = table.ratios(chosen)
+        else:
+            ratios[job] = table.ratios_of(job, plan)
 
 
 def _table(jobs: Sequence[Options], budget: BudgetConfig) -> Table:
     counts = np.array([len(job.gain) for job in jobs])
     there = np.arange(counts.max()) < counts[:, None]
     weights = np.array([np.exp2(job.priority) * job.urgency for job in jobs])
-    table = Table(*(np.full(there.shape, fill) for fill in (-np.inf, np.inf, np.inf)))
+    table = Table(*(np.full(there.shape, fill) for fill in (-np.inf, FAR, FAR)))
     table.worth[there] = np.repeat(weights, counts) * np.concatenate([job.gain for job in jobs])
     table.cpus[there] = np.concatenate([job.cpus for job in jobs]) / budget.cpus
     table.memory[there] = np.concatenate([job.memory_bytes for job in jobs]) / budget.memory
@@ -114,3 +122,8 @@ def _left(table: Table, chosen: np.ndarray) -> tuple[float, float]:
     taken = np.stack([part[rows, chosen[rows]] for part in (table.cpus, table.memory)], axis=1)
     cpus, memory = (np.ones(2) - taken.sum(axis=0)).tolist()
     return cpus, memory
+
+
+def _ratio(gained: Floats, cpus: Floats, memory: Floats) -> Floats:
+    taken = np.maximum(np.maximum(cpus, memory), 1e-12)
+    return np.where(gained > 0, gained / taken, NONE)

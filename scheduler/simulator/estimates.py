@@ -42,6 +42,7 @@ class Needs:
         memory: bytes of one replica, and of all stores, that it is to get; None for its request.
         looks: how many of LOOKS were made.
         oom: times it ran out of memory, that were answered.
+        given: cores that it is to get, with the version and the headroom that they are made from.
     """
 
     version: int = 0
@@ -49,6 +50,7 @@ class Needs:
     memory: tuple[float, float] | None = None
     looks: int = 0
     oom: int = 0
+    given: tuple[int, Headroom, Given | None] | None = None
 
 
 class Estimates:
@@ -117,8 +119,12 @@ class Estimates:
 
     def fitted(self, job: int, kind: str) -> Given | None:
         """Return what a job is to get where it was measured last; None before that."""
-        known = self.needs[job].cores
-        return fitted(known, self._headroom(kind)) if self.parts.fit_cores else None
+        if not self.parts.fit_cores:
+            return None
+        needs, headroom = self.needs[job], self._headroom(kind)
+        if needs.given is None or needs.given[:2] != (needs.version, headroom):
+            needs.given = needs.version, headroom, fitted(needs.cores, headroom)
+        return needs.given[2]
 
     def cores(self, view: JobView, kind: Kind) -> tuple[Floats, Floats]:
         """Return the cores to give one replica and one store at each trusted size.
