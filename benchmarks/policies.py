@@ -49,7 +49,7 @@ RANGES: Mapping[str, tuple[float, ...]] = {
     "failures": (0.0, 0.03, 0.1, 0.3),
     "oom": (0.0, 0.03, 0.1, 0.15),
     "stragglers": (0.0, 0.05, 0.2, 0.5),
-    "peak": (1.0, 1.5),
+    "peak": (1.0, 1.5, 2.0),
 }
 """Values of each knob besides its centre."""
 

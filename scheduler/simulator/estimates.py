@@ -22,7 +22,7 @@ from scheduler.simulator.short import Cores, Given, Place, bursts, fitted, heard
 from scheduler.simulator.views import JobView, Measured, Readings, Sizes, Snapshot
 from scheduler.trend import forecast
 
-LOOKS = (0.05, 0.1, 0.2, 0.4, 0.7)
+LOOKS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Progress at which memory is foreseen; it lasts at least until the next of them."""
 MAX_GROUPS = 64
 """Jobs of a kind that tell of its bursts, the first ones: a kind does not age."""

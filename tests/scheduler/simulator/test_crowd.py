@@ -20,13 +20,15 @@ def jobs(count: int, seed: int) -> list[Options]:
     for _ in range(count):
         plans = int(rng.integers(1, 8))
         cpus, memory = np.sort(rng.uniform(1.0, 20.0, (2, plans)), axis=1)
+        if rng.random() < 0.3:
+            memory = np.array(rng.permutation(memory), np.float64)
         gain = np.sort(rng.uniform(0.05, 1.0, plans))
         found.append(
             Options(
                 priority=int(rng.integers(0, 3)),
                 urgency=float(rng.choice([1.0, 0.5, 1.0 / rng.exponential(1e4)])),
                 cpus=cpus,
-                memory_bytes=4 * GIB * (rng.permutation(memory) if rng.random() < 0.3 else memory),
+                memory_bytes=4.0 * GIB * memory,
                 gain=gain / gain[-1],
             )
         )

@@ -128,7 +128,8 @@ def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     estimates = Estimates(ALL)
     pairs = sampled()
     estimates.take_in(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
-    assert all(estimates.fitted(job, "made").trying for job in range(len(pairs)))
+    found = [estimates.fitted(job, "made") for job in range(len(pairs))]
+    assert all(given is not None and given.trying for given in found)
     assert len(estimates.knowledge.window("made")) == len(SAMPLED) >= MIN_CELLS
     new = view(99, None)
     assert estimates.sample(new, KIND.allowed) is None
@@ -192,7 +193,7 @@ def test_estimates_give_a_measured_job_no_more_than_its_request_unless_it_lacked
     few = replace(views[0], request=TIGHT)
     assert estimates.cores(few, kind)[0][at] == pytest.approx(PEAK)
     ample, slow = (Reading(cpus, busy, 1.0 / busy) for cpus, busy in ((2.0, 1.0), (1.0, 0.7)))
-    estimates.needs[few.job] = Needs(cores=Cores((1, 1), {(1, 1): ((ample,) * 2, (slow,) * 2)}))
+    estimates.needs[few.job] = Needs(cores=Cores((1, 1), {(1, 1): ((ample, ample), (slow, slow))}))
     assert estimates.cores(few, kind)[0][at] > PEAK
 
 
