@@ -234,3 +234,15 @@ def test_no_policy_beats_the_bound(policy: str) -> None:
     capacity = capacity_of(specs, jobs, 1.2)
     result = run(policy, specs, capacity.cpus, capacity.memory_bytes / GIB)
     assert np.mean(times(result)) >= lower_bound_sec(specs, capacity.cpus)
+
+
+@pytest.mark.parametrize("peak", [1.0, 1.5, 2.0])
+def test_cores_fitted_to_busy_ones_never_starve_a_job_however_it_bursts(peak: float) -> None:
+    jobs = trace(40, seed=7)
+    specs = draw_jobs(jobs, made_tables(), Knobs(peak=peak, oom=0.0), 0)
+    capacity = capacity_of(specs, jobs, 0.8)
+    found = {
+        name: float(np.mean(times(run(name, specs, capacity.cpus, capacity.memory_bytes / GIB))))
+        for name in ("static", "presage")
+    }
+    assert found["presage"] <= 1.1 * found["static"]
