@@ -201,6 +201,8 @@ class PresagePolicy:
         if kind is None or at is None:
             return False
         now_sec = steps * float(kind.seconds[at])
+        if now_sec == 0.0:
+            return False  # it has nothing left, and ends at this very time
         if (target.num_replicas, target.num_stores) == (current.num_replicas, current.num_stores):
             return now_sec > WORTHWHILE * PAUSE_SEC and _fitted(current, target)
         new_sec = steps * float(plans.seconds[plans.sizes.index(target)]) + PAUSE_SEC

@@ -134,6 +134,14 @@ def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
         assert changed or found == running
 
 
+def test_presage_leaves_a_job_alone_that_has_nothing_left() -> None:
+    policy = PresagePolicy()
+    running = Sizes(1, 1, 1.3, 1.3, GIB, GIB)
+    policy.decide(snapshot([view(0, current=running)], 100.0, everything()))
+    found = policy.decide(snapshot([view(0, current=running, left_samples=0.0)], 100.0))
+    assert found == {0: running}
+
+
 def test_presage_shares_anew_only_when_a_job_came_or_something_was_measured() -> None:
     policy = PresagePolicy()
     policy.decide(snapshot([view(0), view(1)], 9.2, everything()))
