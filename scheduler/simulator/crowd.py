@@ -44,11 +44,15 @@ class Table:
         """Return all three."""
         return self.worth, self.cpus, self.memory
 
+    def beside(self, chosen: np.ndarray) -> tuple[Floats, Floats, Floats]:
+        """Return all three beside those of the chosen plans."""
+        rows, plan = np.arange(len(chosen)), np.maximum(chosen, 0)
+        worth, cpus, memory = (part - part[rows, plan][:, None] for part in self.parts)
+        return worth, cpus, memory
+
     def ratios(self, chosen: np.ndarray) -> Floats:
         """Return what each plan gains for what it takes beside the chosen one of its job."""
-        plan = np.maximum(chosen, 0)[:, None]
-        changes = [part - np.take_along_axis(part, plan, axis=1) for part in self.parts]
-        return np.where((chosen != WAITING)[:, None], _ratio(*changes), NONE)
+        return np.where((chosen != WAITING)[:, None], _ratio(*self.beside(chosen)), NONE)
 
     def ratios_of(self, job: int, plan: int) -> Floats:
         """Return (plans,) the same of one job that has a plan."""
@@ -56,10 +60,7 @@ class Table:
 
     def beyond(self, chosen: np.ndarray, left: tuple[float, float]) -> np.ndarray:
         """Return which plans take more than is left beside the chosen ones."""
-        plan = np.maximum(chosen, 0)[:, None]
-        cpus, memory = (
-            part - np.take_along_axis(part, plan, axis=1) for part in (self.cpus, self.memory)
-        )
+        _, cpus, memory = self.beside(chosen)
         return (cpus > left[0] + ROUNDED) | (memory > left[1] + ROUNDED)
 
 
