@@ -33,6 +33,9 @@ LOOSE = 1.15
 """Cores over those wanted that are left to a process which was slower with fewer."""
 HELPED = 0.87
 """Need over the most cores that were tried, above which even more may help."""
+SPINS = 0.9
+"""Share of its cores that a process keeps busy which waits with them, where more of them changed
+nothing."""
 LOWEST = 0.1
 """Share of the readings of many processes that may lie below what is called fewest."""
 NUM_NEEDS = 65
@@ -51,11 +54,19 @@ class Reading:
         cpus: cores that it had.
         busy: cores that it kept busy in the mean.
         step_sec: seconds of a step.
+
+    Raises:
+        ValueError: one is not positive: an idle process says nothing of its need.
     """
 
     cpus: float
     busy: float
     step_sec: float
+
+    def __post_init__(self) -> None:
+        """Refuse what no training process does."""
+        if not all(0.0 < value < float("inf") for value in (self.cpus, self.busy, self.step_sec)):
+            raise ValueError(f"reading must be positive, got {self}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +139,8 @@ def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> 
 
     Cores that are not busy are taken away once; what then made steps longer is given back,
     and remembered as long as the readings are. Where most cores are busy, or all that were
-    given so far helped, it gets more, to see.
+    given so far helped, it gets more, to see; one that spins, and keeps all of them busy
+    though more changed nothing, gets no more than those that were enough.
 
     Args:
         readings: at one size of the pools, the latest one last, at least one.
@@ -143,12 +155,15 @@ def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> 
     known, need, had = headroom or Headroom(), need_of(readings), readings[-1].cpus
     most = max(reading.cpus for reading in readings)
     top = [reading for reading in readings if APART * reading.cpus > most]
-    lacks = median(reading.busy / reading.cpus for reading in top) * known.doubted > 1.0
+    share = median(reading.busy / reading.cpus for reading in top)
+    tried = most * APART > min(reading.cpus for reading in readings) * MORE
+    spins = tried and not need.slower and share > SPINS
+    lacks = not spins and share * known.doubted > 1.0
     if lacks or (need.slower and need.cpus > HELPED * most):
         return Fitted(MORE * most, "more may help", need)
     ample = [reading.busy for reading in readings if APART * reading.cpus > need.cpus]
     usual, floor = known.give * median(ample), SPARE * need.cpus * need.slower
-    wanted = max(usual, floor)
+    wanted = SPARE * need.cpus if spins else max(usual, floor)
     if had / (LOOSE if need.slower else APART) < wanted < had * APART:
         return Fitted(had, "kept", need)
     return Fitted(wanted, "fewer were slower" if floor > usual else "few are busy", need)

@@ -123,6 +123,23 @@ def test_fit_after_a_straggler_gives_no_more_than_a_trial_above_what_it_had() ->
     assert fit_cores(calm) == Fitted(1.3, "kept", need_of(calm))
 
 
+def test_fit_of_a_process_that_spins_comes_to_rest_near_what_was_enough() -> None:
+    readings, cpus = [Reading(2.0, 2.0, 1.0)], 2.0
+    for _ in range(20):
+        cpus = fit_cores(readings).cpus
+        readings.append(Reading(cpus, cpus, 1.0))
+    assert cpus <= 1.1 * 2.0
+    assert len({reading.cpus for reading in readings[5:]}) == 1
+    assert max(reading.cpus for reading in readings) <= MORE * 2.0
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_reading_that_is_not_positive_is_refused(wrong: float) -> None:
+    for values in ((wrong, 1.0, 1.0), (1.0, wrong, 1.0), (1.0, 1.0, wrong)):
+        with pytest.raises(ValueError, match="reading must be positive, got Reading"):
+            Reading(*values)
+
+
 def test_need_explains_readings_as_well_as_any_other_number_of_cores() -> None:
     def error(readings: list[Reading], need: float) -> float:
         found = [np.log(r.step_sec) - max(0.0, np.log(need / r.cpus)) for r in readings]
