@@ -32,7 +32,7 @@ MIN_ROWS = 5
 
 
 def fit_ours(window: Window, allowed: np.ndarray, batch_samples: float) -> Floats:
-    """Return seconds of a step at each size; nan out of reach of what was measured."""
+    """Return seconds of a step at each size; nan where they are none, or out of reach."""
     replicas, stores = sizes_of(allowed)
     fit = fit_window(window, TrainingSetting)
     found = predict_seconds(fit, setting_of(replicas, stores, batch_samples))
@@ -43,7 +43,8 @@ def fit_ours(window: Window, allowed: np.ndarray, batch_samples: float) -> Float
         here = (replicas == round(cell.columns[3])) & (stores == round(cell.columns[4]))
         seconds[here] = np.median(cell.seconds)
     near = (replicas <= REACH * most_replicas) & (stores <= REACH * most_stores)
-    return np.where(near, seconds, np.nan)
+    # Few measurements may leave no term that counts at the smallest sizes.
+    return np.where(near & (seconds > 0.0), seconds, np.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

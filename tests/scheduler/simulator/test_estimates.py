@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.cells import LATEST
+from scheduler.cells import LATEST, Window, observe
 from scheduler.cores import APART, HEADROOM, MIN_GROUPS, MORE, Headroom, Reading
 from scheduler.simulator.draw import GIB, PEAK
 from scheduler.simulator.estimates import Estimates, Needs
 from scheduler.simulator.kinds import fit_ours
-from scheduler.simulator.knowledge import MIN_CELLS, SAMPLED, Knowledge
+from scheduler.simulator.knowledge import MIN_CELLS, SAMPLED, Knowledge, setting_of, sizes_of
 from scheduler.simulator.parts import ALL, LIVE
 from scheduler.simulator.short import Cores, bursts, fitted, heard
 from scheduler.simulator.tables import Table
@@ -234,3 +234,17 @@ def test_memory_of_a_job_is_what_its_parts_say(
         here = replace(view(0, TIGHT), num_oom=killed)
         estimates.take_in(snapshot([here], peak=peak))
         assert estimates.memory(here)[0] == pytest.approx(share * GIB, rel=0.01)
+
+
+def test_fit_that_leaves_no_time_at_some_sizes_does_not_trust_them() -> None:
+    # Three sizes of which the fewest replicas were fastest: only terms of more replicas are left.
+    measured_sec = {(2, 9): [0.354], (3, 3): [0.98, 0.99], (3, 1): [0.633]}
+    window = Window()
+    for (replicas, stores), seconds in measured_sec.items():
+        setting = setting_of(np.array([replicas]), np.array([stores]), 128.0)
+        for sec in seconds:
+            window = observe(window, setting, [sec], 0.0)
+    found = fit_ours(window, KIND.allowed, 128.0)
+    replicas, stores = sizes_of(KIND.allowed)
+    assert np.isnan(found[replicas == 1]).all()
+    assert found[(replicas == 2) & (stores == 9)] == pytest.approx([0.354])
