@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scheduler.cells import LATEST, Window, observe
-from scheduler.cores import APART, HEADROOM, MIN_GROUPS, MORE, Headroom, Reading
+from scheduler.cores import APART, HEADROOM, MORE, Headroom, Reading
 from scheduler.simulator.draw import GIB, PEAK
 from scheduler.simulator.estimates import Estimates, Needs
 from scheduler.simulator.kinds import fit_ours
@@ -177,8 +177,9 @@ def test_estimates_of_slow_measurements_leave_speeds_of_a_kind_alone() -> None:
 
 def test_estimates_give_the_request_until_bursts_of_a_kind_are_known() -> None:
     estimates = Estimates(ALL)
-    pairs = sampled()[: MIN_GROUPS - 1]
+    pairs = sampled()
     estimates.take_in(snapshot([v for v, _ in pairs], tuple(m for _, m in pairs)))
+    assert np.isfinite(estimates.kinds["made"].replica_busy).all()
     new = replace(view(99, None), request=replace(TIGHT, replica_cpus=7.0, store_cpus=8.0))
     estimates.needs[99] = Needs()
     found = estimates.cores(new, estimates.kinds["made"])
