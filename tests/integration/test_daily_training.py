@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pytest
@@ -64,7 +65,7 @@ def test_days_of_kuairand_one_by_one_equal_all_at_once(
 ) -> None:
     job, dataset = str(logs / JOB), tmp_path / "dataset"
 
-    def say(command: str, *arguments: object) -> dict[str, object]:
+    def say(command: str, *arguments: object) -> dict[str, Any]:
         main = pipelines if command in ("build", "append") else trainer
         capsys.readouterr()
         assert main([command, job, *map(str, arguments), "--json"]) == 0
