@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -86,13 +88,24 @@ def is_gone(pid: int) -> bool:
     return _state_of(pid) in ("Z", None)
 
 
+def hold(pid: int) -> None:
+    """Stop a process: when this returns, none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: is_stopped(pid))
+
+
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process is held by a signal."""
-    return _state_of(pid) == "T"
+    """Tell whether all threads of a process are held by a signal."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all(_state_in(task / "stat") == "T" for task in tasks)
 
 
 def _state_of(pid: int) -> str | None:
-    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return _state_in(Path(f"/proc/{pid}/stat"))
+
+
+def _state_in(stat: Path) -> str | None:
+    fields = _read(stat).rpartition(")")[2].split()
     return fields[0] if fields else None
 
 

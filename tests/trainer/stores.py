@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.trainer.processes import children_of
+from tests.trainer.processes import children_of, hold
 from trainer.stores.flight_client import FlightStore, open_group
 from trainer.stores.peer import Access
 from trainer.stores.store import Records, Store, TableLayout
@@ -127,7 +127,7 @@ def kill_stores(run: Path, *numbers: int, forget: bool = False) -> None:
 def kill_store(pid: int, directory: Path | None = None) -> None:
     """Kill a store, with its directory: that is gone before another store is started in it."""
     if directory is not None:
-        os.kill(pid, signal.SIGSTOP)
+        hold(pid)
         shutil.rmtree(directory, ignore_errors=True)
     os.kill(pid, signal.SIGKILL)
 

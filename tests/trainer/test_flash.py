@@ -15,7 +15,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import children_of, is_gone, wait_for
+from tests.trainer.processes import children_of, hold, is_gone, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
 from trainer.compare import compare_runs
@@ -83,7 +83,7 @@ def agent_held() -> Iterator[Callable[[], None]]:
         if not held:
             (agent,) = agents_of(os.getpid())
             held.append(agent)
-            os.kill(agent, signal.SIGSTOP)
+            hold(agent)
         else:
             os.kill(held.pop(), signal.SIGCONT)
 
@@ -103,7 +103,7 @@ def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> i
     trainer = start_trainer(job, dataset, run, *options)
     wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
     (agent,) = agents_of(trainer.pid)
-    os.kill(agent, signal.SIGSTOP)
+    hold(agent)
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
     assert complete(run / "checkpoints") == []
     trainer.kill()
@@ -169,7 +169,7 @@ def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
     trainer = start_trainer(job_of(tmp_path, memory), dataset, run)
     wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
     (agent,) = agents_of(trainer.pid)
-    os.kill(agent, signal.SIGSTOP)
+    hold(agent)
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
     os.kill(agent, signal.SIGKILL)
     assert trainer.wait() == 0

@@ -15,7 +15,7 @@ import pytest
 from schemas.errors import SchemaError
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import agents_of_run, is_gone, is_stopped, wait_for
+from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from trainer.compare import compare_runs
 from trainer.flash.manifest import CHECKPOINTS, complete, read_checkpoint_manifest, verify_files
@@ -135,8 +135,7 @@ class Held:
         """Wait until it is so."""
         wait_for(lambda: agents_of_run(run))
         [self.agent] = agents_of_run(run)
-        os.kill(self.agent, signal.SIGSTOP)
-        wait_for(lambda: is_stopped(self.agent))
+        hold(self.agent)
         wait_for(lambda: set(copied_of(run)) - set(steps_of(run)))
         [self.step] = set(copied_of(run)) - set(steps_of(run))
         arguments = Path(f"/proc/{self.agent}/cmdline").read_text().split("\0")

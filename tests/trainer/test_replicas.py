@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
 from schemas.events import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, read_metrics
+from tests.trainer.processes import hold
 from trainer.kernels.contract import RowSums
 from trainer.leaf_work import Partial
 from trainer.replicas.exchange import Shape, pack, unpack
@@ -299,10 +299,12 @@ def test_a_process_that_is_held_does_not_say_that_it_lives() -> None:
         address = held.stdout.readline().strip()
         with Peer(address, Access(token="t", timeout_sec=60.0)) as peer:
             peer.ask_if_it_lives()
-        held.send_signal(signal.SIGSTOP)
-        with (
-            Peer(address, Access(token="t", timeout_sec=1.0)) as peer,
-            pytest.raises(PeerError, match="lives of grpc"),
-        ):
-            peer.ask_if_it_lives()
-        held.kill()
+        hold(held.pid)
+        try:
+            with (
+                Peer(address, Access(token="t", timeout_sec=1.0)) as peer,
+                pytest.raises(PeerError, match="lives of grpc"),
+            ):
+                peer.ask_if_it_lives()
+        finally:
+            held.kill()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 from schemas.events import read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import wait_for
+from tests.trainer.processes import hold, wait_for
 from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores, stores_of
 from trainer.compare import compare_runs
@@ -152,7 +150,7 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
         newest = max(folder.glob("log-*.bin"))
         (old,) = (tmp_path / "older").glob("log-*.bin")
         assert newest.stat().st_size > old.stat().st_size
-        os.kill(stores_of(run)[0], signal.SIGSTOP)
+        hold(stores_of(run)[0])
         shutil.copy(old, newest)  # before another store reads it
         kill_stores(run, 0)
 

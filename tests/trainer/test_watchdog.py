@@ -15,6 +15,7 @@ from tests.trainer.processes import (
     PATIENCE,
     children_of,
     ended,
+    hold,
     num_steps,
     started,
     trained,
@@ -70,7 +71,7 @@ def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path
     process = started(limited, dataset, run, *arguments, module=held_by(pipe, 4))
     until(process, lambda: num_steps(run) == 5)
     (store,) = [p for p, command in children_of(process.pid).items() if "store" in command]
-    os.kill(store, signal.SIGSTOP)
+    hold(store)
     try:
         with let_go(pipe):
             process.wait(PATIENCE)
