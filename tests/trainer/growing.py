@@ -44,17 +44,18 @@ def make_versions(
 
 
 def commit(version: Path, dataset: Path) -> None:
-    """Make a dataset what a version is, its root last, without the indexes of those before."""
+    """Make a dataset what a version is, its root last, without the indexes of those before.
+
+    It may be read meanwhile.
+    """
     (dataset / SEGMENTS).mkdir(parents=True, exist_ok=True)
     for name in (JOB, SCHEMA):
-        shutil.copyfile(version / name, dataset / name)
+        replace_bytes(dataset / name, (version / name).read_bytes())
     root = read_dataset(version)
-    for reference in root.segments:
-        place = Path(SEGMENTS) / reference.id
+    segments = [Path(SEGMENTS) / reference.id for reference in root.segments]
+    for place in (*segments, *(Path(index.id) for index in root.indexes)):
         if not (dataset / place).exists():
             shutil.copytree(version / place, dataset / place)
-    for index in root.indexes:
-        shutil.copytree(version / index.id, dataset / index.id, dirs_exist_ok=True)
     replace_bytes(dataset / MANIFEST, (version / MANIFEST).read_bytes())
 
 
