@@ -13,10 +13,11 @@ from scheduler.candidates import candidates
 from scheduler.correction import Change, Correction
 from scheduler.machine.left import left_of, sizes_at, values_of, words
 from scheduler.machine.state import Action, JobState, State
+from scheduler.options import WAITING, Options, options
 from scheduler.outlook import Sizes
 from scheduler.policy import SEED, preference
 from scheduler.predictions import predict
-from scheduler.share import WAITING, Options, options, share
+from scheduler.share import share
 from schemas.errors import PlanError
 
 

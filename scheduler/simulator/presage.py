@@ -24,9 +24,9 @@ from scheduler.front import front
 from scheduler.grid import GIB
 from scheduler.machine.look import PAUSE_SEC
 from scheduler.model import Floats
+from scheduler.options import WAITING, Options
 from scheduler.outlook import Outlook
-from scheduler.share import WAITING, Options
-from scheduler.simulator.crowd import share_all
+from scheduler.share import share
 from scheduler.simulator.estimates import Estimates
 from scheduler.simulator.kinds import Kind
 from scheduler.simulator.parts import ALL, Parts
@@ -104,7 +104,7 @@ class PresagePolicy:
         if key != self.shared[0]:
             capacity = snapshot.capacity
             budget = replace(PRICES, cpus=capacity.cpus, memory=int(capacity.memory_bytes))
-            self.shared = key, share_all(self._asking(snapshot), budget)
+            self.shared = key, share(self._asking(snapshot), budget, exchanges=0)
         return self.shared[1]
 
     def _asking(self, snapshot: Snapshot) -> list[Options]:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from scheduler.candidates import candidates
 from scheduler.grid import GIB
 from scheduler.models import fit_models
+from scheduler.options import WAITING, Options, options
 from scheduler.policy import plan, preference
 from scheduler.predictions import predict
-from scheduler.share import MAX_JOBS, WAITING, Options, options, share
+from scheduler.share import MAX_JOBS, share
 from schemas.job_schedule import BudgetConfig, ScheduleConfig
 from tests.scheduler.made import snapshot
 

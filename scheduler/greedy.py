@@ -1,9 +1,8 @@
-"""`share` for hundreds of jobs: the same plans, with all of them in one table.
+"""The changes to one job that gain most for what they take, with all jobs in one table.
 
-`scheduler.share` goes through the jobs one by one whenever a change gives something back, and
-through all changes that do not fit one by one; both take longest where many wait. Here all
-that no longer fits is struck out at once: what is left only shrinks until something is given
-back, and then all is worked out again. No exchange of two jobs is looked for.
+Where hundreds of jobs wait, going through them one by one whenever a change gives something
+back takes longest. So all that no longer fits is struck out at once: what is left only shrinks
+until something is given back, and then all is worked out again.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.model import Floats
-from scheduler.share import WAITING, Options
+from scheduler.options import WAITING, Options
 from schemas.job_schedule import BudgetConfig
 
 NONE = -1.0
@@ -64,22 +63,22 @@ class Table:
         return (cpus > left[0] + ROUNDED) | (memory > left[1] + ROUNDED)
 
 
-def share_all(jobs: Sequence[Options], budget: BudgetConfig) -> tuple[int, ...]:
-    """Return which of its plans each job gets: what `share(jobs, budget, exchanges=0)` returns.
+def upgraded(jobs: Sequence[Options], budget: BudgetConfig) -> list[int]:
+    """Return which of its plans each job gets, WAITING where none fits.
 
     Args:
         jobs: each with at least one plan.
         budget: what all have together.
     """
     if not jobs:
-        return ()
+        return []
     table = _table(jobs, budget)
     chosen = _admitted(jobs, table)
     ratios, left = table.ratios(chosen), _left(table, chosen)
     while True:
         job, plan = divmod(int(ratios.argmax()), ratios.shape[1])
         if ratios[job, plan] < 0:
-            return tuple(chosen.tolist())
+            return chosen.tolist()
         had = int(chosen[job])
         cpus = float(table.cpus[job, plan] - table.cpus[job, had])
         memory = float(table.memory[job, plan] - table.memory[job, had])
