@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from scheduler.machine.log import whole_bytes
+from scheduler.lines import whole_bytes
 from scheduler.machine.state import JobState
 from scheduler.models import fit_models
 from scheduler.past import PAST_JOBS, to_line

@@ -7,20 +7,18 @@ is killed goes on from there (`recover`), and `replay` shows that the same decis
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler.lines import Lines
 from scheduler.machine.codec import body_of, decision_of, event_of
 from scheduler.machine.events import Event
 from scheduler.machine.handle import handle
 from scheduler.machine.state import Action, State
 from schemas.errors import SchemaError
 from schemas.events import Decision, read_lines
-from schemas.manifest import canonical_json
 
 LOG = "scheduler.jsonl"
 """Name of the log in the folder of a scheduler."""
@@ -62,28 +60,8 @@ class Replay:
     difference: str | None
 
 
-class Log:
+class Log(Lines):
     """A log that is written; a context."""
-
-    def __init__(self, path: Path) -> None:
-        """Remember where it lies."""
-        self._path = path
-        self._file: int | None = None
-
-    def __enter__(self) -> Log:
-        """Open it behind its last whole line; what was torn is taken off."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        whole, newline = whole_bytes(self._path.read_bytes())
-        os.ftruncate(self._file, whole)
-        os.lseek(self._file, 0, os.SEEK_END)
-        self._write(b"\n" if newline else b"")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
-        assert self._file is not None, "the log is open"
-        os.close(self._file)
 
     def append(self, event: Event | None, decisions: Iterable[Decision]) -> None:
         """Write an event and what was decided then; on return it is on disk.
@@ -94,25 +72,7 @@ class Log:
         """
         bodies: list[Any] = [] if event is None else [body_of(event)]
         bodies += [{"decision": asdict(decision)} for decision in decisions]
-        self._write("".join(f"{canonical_json(body)}\n" for body in bodies).encode())
-
-    def _write(self, content: bytes) -> None:
-        assert self._file is not None, "the log is open"
-        while content:
-            content = content[os.write(self._file, content) :]
-        os.fsync(self._file)
-
-
-def whole_bytes(content: bytes) -> tuple[int, bool]:
-    """Return how many bytes of a log are whole lines, and whether the last one lacks its end."""
-    head, newline, last = content.rpartition(b"\n")
-    if not last:
-        return len(content), False
-    try:
-        json.loads(last)
-    except ValueError:
-        return len(head) + len(newline), False
-    return len(content), True
+        self.write(bodies)
 
 
 def read_log(path: Path) -> list[Entry]:

@@ -3,64 +3,46 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+from typing import Self
 
-from scheduler.machine.log import whole_bytes
+from scheduler.lines import Lines, whole_bytes
 from scheduler.retrain.records import Record, body_of, record_of
 from scheduler.retrain.state import State, after
 from schemas.errors import SchemaError
-from schemas.manifest import canonical_json, sync_directory
 
 STATE = "state.jsonl"
 """Name of the log in the root."""
 
 
-class Log:
+class Log(Lines):
     """A log that is read and then written; a context."""
 
     def __init__(self, path: Path) -> None:
         """Remember where it lies."""
+        super().__init__(path)
         self._path = path
-        self._file: int | None = None
         self.state = State()
 
-    def __enter__(self) -> Log:
-        """Read it, and open it behind its last whole line; what was torn is taken off.
+    def __enter__(self) -> Self:
+        """Open it behind its last whole line, and read it; what was torn is taken off.
 
         Raises:
             SchemaError: a line other than the last is no record.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        super().__enter__()
         try:
-            whole, newline = whole_bytes(self._path.read_bytes())
-            os.ftruncate(self._file, whole)
-            os.lseek(self._file, 0, os.SEEK_END)
-            self._write(b"\n" if newline else b"")
-            sync_directory(self._path.parent)
             self.state = read_state(self._path)
         except BaseException:
-            os.close(self._file)
+            self.__exit__()
             raise
         return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
-        assert self._file is not None, "the log is open"
-        os.close(self._file)
 
     def append(self, record: Record) -> None:
         """Write a record; on return it is on disk and in the state."""
         state = after(self.state, record)
-        self._write(f"{canonical_json(body_of(record))}\n".encode())
+        self.write([body_of(record)])
         self.state = state
-
-    def _write(self, content: bytes) -> None:
-        assert self._file is not None, "the log is open"
-        while content:
-            content = content[os.write(self._file, content) :]
-        os.fsync(self._file)
 
 
 def read_state(path: Path) -> State:

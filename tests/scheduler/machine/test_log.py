@@ -1,6 +1,7 @@
 """The log: what is read is what was written, and a scheduler that is cut off anywhere goes on."""
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 
 from scheduler.__main__ import main
 from scheduler.history import BuildRecord, History
-from scheduler.machine import log as log_module
 from scheduler.machine.codec import KINDS, body_of, decision_of, event_of
 from scheduler.machine.events import (
     Drained,
@@ -248,7 +248,7 @@ def test_append_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
     def fsync(_: Any) -> None:
         synced.append(path.read_bytes())
 
-    monkeypatch.setattr(log_module.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     with Log(path) as log:
         log.append(Ticked(time_sec=1.0), [])
     assert synced[-1] == b'{"event":"Ticked","time_sec":1.0}\n'
