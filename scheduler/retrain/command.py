@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from scheduler.alone import alone
 from scheduler.drivers.asking import asked_to_end
 from scheduler.drivers.process.machine import ThisMachine
 from scheduler.retrain.days import days_between, days_of, folder_of_day
 from scheduler.retrain.decide import REFUSED, Asked, Finished
 from scheduler.retrain.drive import Retraining, retrain_day
-from scheduler.retrain.lock import alone
 from scheduler.retrain.log import STATE, Log, read_state
 from scheduler.retrain.root import Root, read_pointer
 from scheduler.retrain.state import State
@@ -105,7 +106,7 @@ def retrain(arguments: argparse.Namespace, today: date, say: Callable[[str], Non
     _check_split(job, arguments.job)
     folders = {day: _input_of(arguments, job, day, len(days)) for day in days}
     found: list[tuple[str, Finished]] = []
-    with alone(root.folder), Log(root.folder / STATE) as log, asked_to_end() as stopped:
+    with _alone(root), Log(root.folder / STATE) as log, asked_to_end() as stopped:
         work = Retraining(
             job_file=arguments.job.resolve(),
             root=root,
@@ -165,3 +166,8 @@ def _check_split(job: Job, path: Path) -> None:
             "split: {evaluation_last: 2h}",
             file=str(path),
         )
+
+
+def _alone(root: Root) -> AbstractContextManager[None]:
+    must = "root must have one retraining at a time"
+    return alone(root.folder, must, "wait for it, or end it")

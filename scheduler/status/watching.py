@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
+from scheduler.alone import is_held
 from scheduler.machine.log import LOG
 from scheduler.status.board import Board
 from scheduler.status.server import serving
@@ -58,7 +58,7 @@ def watching(output: Path, port: int, console: Console, say: Say) -> Generator[S
     with ExitStack() as stack:
         if console.is_terminal and not console.is_dumb_terminal:
             say = stack.enter_context(live(board, console))
-        if port != OFF and not _is_held(output):
+        if port != OFF and not is_held(output):
             address = stack.enter_context(serving(board, port))
             output.mkdir(parents=True, exist_ok=True)
             replace_bytes(output / ADDRESS, f"{address}\n".encode())
@@ -79,15 +79,3 @@ def board_of(output: Path) -> Board:
             file=str(output),
         )
     return Board(output / LOG)
-
-
-def _is_held(output: Path) -> bool:
-    """Tell whether a scheduler holds the folder: the one that begins will say so and end."""
-    try:
-        with (output / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler.alone import alone
 from scheduler.drivers.asking import asked_to_end
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
 from scheduler.drivers.platforms import open_platform
@@ -93,7 +93,6 @@ def run_jobs(request: RunRequest) -> State:
         PlanError: the log has other jobs that have not ended, or processes that run elsewhere, or
             the cluster cannot be reached.
     """
-    request.output.mkdir(parents=True, exist_ok=True)
     budget = budget_of(request)
     with _alone(request.output), Log(request.output / LOG) as log, asked_to_end() as asked:
         jobs, places = _submissions(request)
@@ -215,16 +214,5 @@ def _submissions(request: RunRequest) -> tuple[list[Submitted], dict[str, Workpl
     return jobs, places
 
 
-@contextmanager
-def _alone(output: Path) -> Generator[None]:
-    """Hold the folder: one scheduler at a time."""
-    with (output / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SchemaError(
-                "folder must have one scheduler, got another one that runs; end it, or use "
-                "another --output",
-                file=str(output),
-            ) from error
-        yield
+def _alone(output: Path) -> AbstractContextManager[None]:
+    return alone(output, "folder must have one scheduler", "end it, or use another --output")

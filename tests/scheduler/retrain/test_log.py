@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.retrain.lock import LOCK, alone
+from scheduler.alone import LOCK, alone
 from scheduler.retrain.log import STATE, Log, read_state
 from scheduler.retrain.records import KINDS, Begun, body_of, record_of
 from scheduler.retrain.root import Root, checkpoint_of, read_pointer, write_pointer
@@ -92,8 +92,9 @@ def test_log_of_a_run_that_was_never_begun_is_refused(world: World, tmp_path: Pa
     assert read_state(path).attempts[0].run == "a.1"
 
 
-HOLD = "import sys, time; from scheduler.retrain.lock import alone; from pathlib import Path\n"
-HOLD += "with alone(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+MUST, WAY_OUT = "root must have one retraining at a time", "wait for it, or end it"
+HOLD = "import sys, time; from scheduler.alone import alone; from pathlib import Path\n"
+HOLD += "with alone(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(600)"
 
 
 def test_root_that_another_process_holds_is_refused_with_its_pid(
@@ -111,13 +112,13 @@ def test_root_that_another_process_holds_is_refused_with_its_pid(
             f"root must have one retraining at a time, got pid {holder.pid} that works there in "
             f"{tmp_path}; wait for it, or end it"
         )
-        with pytest.raises(SchemaError) as error, alone(tmp_path):
+        with pytest.raises(SchemaError) as error, alone(tmp_path, MUST, WAY_OUT):
             pass
         assert str(error.value) == message
     finally:
         holder.kill()
         holder.communicate()
-    with alone(tmp_path):  # whoever was killed holds nothing
+    with alone(tmp_path, MUST, WAY_OUT):  # whoever was killed holds nothing
         assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
 
 
