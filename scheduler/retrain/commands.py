@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from scheduler.drivers.process.commands import module, on_this_machine
 from scheduler.retrain.records import Started
 from scheduler.retrain.root import Root, facts_of
 from scheduler.retrain.state import Attempt
@@ -33,7 +33,7 @@ def command_of(
         return _train(started, job_file, root, config)
     run = started.run if started.stage == "evaluate" else started.base
     assert run is not None, "a comparison names the run that it is made with"
-    evaluate = [*_module("trainer"), "evaluate", str(job_file), "--dataset", str(root.dataset)]
+    evaluate = [*module("trainer"), "evaluate", str(job_file), "--dataset", str(root.dataset)]
     evaluate += ["--run", str(root.run(run)), "--segments", ",".join(started.segments)]
     return [*evaluate, "--json"]
 
@@ -41,13 +41,11 @@ def command_of(
 def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> list[str]:
     """Return the command that builds the segment of a day; it changes nothing that is there."""
     source = ["--input", attempt.input, "--day", attempt.day, "--json"]
-    source.append(f"--direct_num_workers={started.workers}")
-    if started.workers > 1:
-        source.append("--direct_running_mode=multi_processing")
+    source += on_this_machine(started.workers)
     if not root.has_dataset:
-        build = [*_module("pipelines"), "build", str(job_file), "--output", str(root.dataset)]
+        build = [*module("pipelines"), "build", str(job_file), "--output", str(root.dataset)]
         return [*build, *source]
-    append = [*_module("pipelines"), "append", str(job_file), "--dataset", str(root.dataset)]
+    append = [*module("pipelines"), "append", str(job_file), "--dataset", str(root.dataset)]
     is_there = attempt.day in {fact.day for fact in facts_of(root)}
     replaced = ["--replace"] if attempt.corrected and is_there else []
     return [*append, *replaced, *source]
@@ -55,7 +53,7 @@ def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> l
 
 def _train(started: Started, job_file: Path, root: Root, config: RetrainConfig) -> list[str]:
     """Return the command that begins a run, or goes on with it."""
-    train = [*_module("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
+    train = [*module("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
     train += ["--output", str(root.run(started.run)), "--segments", ",".join(started.segments)]
     if started.base is not None:
         train += ["--start-from", str(root.run(started.base))]
@@ -66,7 +64,3 @@ def _train(started: Started, job_file: Path, root: Root, config: RetrainConfig) 
     if started.num_replicas > 1:
         train += ["--replicas", str(started.num_replicas)]
     return [*train, "--json"]
-
-
-def _module(name: str) -> list[str]:
-    return [sys.executable, "-m", name]

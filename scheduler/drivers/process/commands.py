@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
 
 def generate_command(job_file: Path, output: Path) -> list[str]:
     """Return the command that writes a job's synthetic log."""
-    return [*_module("pipelines"), "generate", str(job_file), "--output", str(output)]
+    return [*module("pipelines"), "generate", str(job_file), "--output", str(output)]
 
 
 def segment_command(
@@ -39,13 +39,11 @@ def segment_command(
     """
     source = ["--input", str(place.segment(number)), "--json"]
     last = ["--last"] if number + 1 == place.num_segments else []
-    running = [f"--direct_num_workers={workers}"]
-    if workers > 1:
-        running.append("--direct_running_mode=multi_processing")
-    build = [*_module("pipelines"), "build", str(place.job_file), "--output", str(place.dataset)]
-    append = [*_module("pipelines"), "append", str(place.job_file), "--dataset", str(place.dataset)]
+    build = [*module("pipelines"), "build", str(place.job_file), "--output", str(place.dataset)]
+    append = [*module("pipelines"), "append", str(place.job_file), "--dataset", str(place.dataset)]
     turn = ["--position", str(number), "--in-order"]
-    return [*([*append, *turn] if number else build), *source, *last, *(elsewhere or running)]
+    running = elsewhere or on_this_machine(workers)
+    return [*([*append, *turn] if number else build), *source, *last, *running]
 
 
 def lead_command(
@@ -60,7 +58,7 @@ def lead_command(
         reach: how processes reach each other; None where all share one loopback.
     """
     job = place.served_job if served else place.job_file
-    train = [*_module("trainer"), "train", str(job), "--dataset", str(place.dataset)]
+    train = [*module("trainer"), "train", str(job), "--dataset", str(place.dataset)]
     train += ["--output", str(place.run), "--follow", "--resume"]
     train += ["--embedding", "cached"] if served else []
     train += ["--replicas", "0"] if grouped else []
@@ -72,7 +70,7 @@ def store_command(
 ) -> list[str]:
     """Return the command of one of several stores."""
     first, end = first_slots(number, count)
-    store = [*_module("trainer"), "store", "--directory", str(store_folder(place, number))]
+    store = [*module("trainer"), "store", "--directory", str(store_folder(place, number))]
     store += ["--slots", f"{first}:{end}"]
     if reach is not None:
         return [*store, *_served(reach)]
@@ -85,7 +83,7 @@ def move_command(
 ) -> list[str]:
     """Return the command that moves a range of slots from one store to another."""
     first, end = slots_of(slots)
-    move = [*_module("trainer"), "migrate-slots", "--slots", f"{first}:{end}"]
+    move = [*module("trainer"), "migrate-slots", "--slots", f"{first}:{end}"]
     move += ["--from", address_of(place, source), "--to", address_of(place, target)]
     return [*move, *(["--token-file", str(token_of(place))] if reach is None else _trusting(reach))]
 
@@ -94,7 +92,7 @@ def replica_command(
     place: Workplace, number: int, threads: int, reach: Reach | None = None
 ) -> list[str]:
     """Return the command of one replica."""
-    replica = [*_module("trainer"), "replica", str(place.run), "--number", str(number)]
+    replica = [*module("trainer"), "replica", str(place.run), "--number", str(number)]
     return [*replica, "--threads", str(threads), *([] if reach is None else _served(reach))]
 
 
@@ -110,5 +108,12 @@ def _trusting(reach: Reach) -> list[str]:
     return [*words, "--trusted", reach.chain, "--tls-name", reach.name]
 
 
-def _module(name: str) -> list[str]:
+def on_this_machine(workers: int) -> list[str]:
+    """Return the options of Beam's local runner with so many workers."""
+    count = f"--direct_num_workers={workers}"
+    return [count, "--direct_running_mode=multi_processing"] if workers > 1 else [count]
+
+
+def module(name: str) -> list[str]:
+    """Return the beginning of a command of one of our packages."""
     return [sys.executable, "-m", name]
