@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -148,39 +149,15 @@ def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
         [((job, pool.name), pool.wanted) for job, pool in pools],
     )
     each = [(job, pool.name, one) for job, pool in pools for one in pool.processes]
-    labels = ("job", "pool", "process")
-    yield _gauge(
-        "process_busy_cores",
-        "Cores that were busy, as read last.",
-        labels,
-        [
-            ((job, pool, one.name), one.busy_cores)
-            for job, pool, one in each
-            if one.busy_cores is not None
-        ],
-    )
-    yield _gauge(
-        "process_booked_cores",
-        "Cores that are booked.",
-        labels,
-        [((job, pool, one.name), one.cpus) for job, pool, one in each],
-    )
-    yield _gauge(
-        "process_resident_memory_bytes",
-        "Memory that was read last.",
-        labels,
-        [
-            ((job, pool, one.name), one.resident_bytes)
-            for job, pool, one in each
-            if one.resident_bytes is not None
-        ],
-    )
-    yield _gauge(
-        "process_memory_limit_bytes",
-        "Memory that is booked.",
-        labels,
-        [((job, pool, one.name), one.limit_bytes) for job, pool, one in each if one.limit_bytes],
-    )
+    for name, text, value_of in (
+        ("busy_cores", "Cores that were busy, as read last.", attrgetter("busy_cores")),
+        ("booked_cores", "Cores that are booked.", attrgetter("cpus")),
+        ("resident_memory_bytes", "Memory that was read last.", attrgetter("resident_bytes")),
+        ("memory_limit_bytes", "Memory that is booked.", lambda one: one.limit_bytes or None),
+    ):
+        values = [((job, pool, one.name), value_of(one)) for job, pool, one in each]
+        known = [(labels, value) for labels, value in values if value is not None]
+        yield _gauge(f"process_{name}", text, ("job", "pool", "process"), known)
 
 
 def _of_speeds(jobs: Iterable[JobView]) -> Iterator[Metric]:
