@@ -158,10 +158,7 @@ def _await(work: Retraining, started: Started) -> None:
     if not work.processes.is_known(name):
         command = command_of(started, attempt, work.job_file, work.root, work.config)
         work.processes.start(name, command)
-    while work.processes.lives(name):
-        if work.stopped():
-            work.processes.ask(name)
-        time.sleep(work.poll_sec)
+    _until_ended(work, name, work.stopped)
     result = result_of(work.processes.output(name))
     if result is None:
         status, said = work.processes.ending(name).status, work.processes.last_words(name)
@@ -178,6 +175,14 @@ def _await(work: Retraining, started: Started) -> None:
         work.log.append(failed)
         return
     _done(work, attempt, started, result)
+
+
+def _until_ended(work: Retraining, name: str, is_to_end: Callable[[], bool]) -> None:
+    """Wait for a process's end, and ask it to come to it as long as that is wanted."""
+    while work.processes.lives(name):
+        if is_to_end():
+            work.processes.ask(name)
+        time.sleep(work.poll_sec)
 
 
 def result_of(output: str) -> dict[str, Any] | None:
@@ -241,9 +246,7 @@ def _close(work: Retraining, step: Close) -> None:
     """End what still runs of an attempt, and close it."""
     pending = work.log.state.attempt(step.run).pending
     if pending is not None:
-        while work.processes.lives(pending.process):
-            work.processes.ask(pending.process)
-            time.sleep(work.poll_sec)
+        _until_ended(work, pending.process, lambda: True)
     work.say(f"{step.run}: closed: {step.reason}")
     work.log.append(
         Closed(
