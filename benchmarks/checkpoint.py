@@ -30,12 +30,13 @@ import yaml
 from benchmarks.order import built
 from pipelines.generator.log import GeneratorConfig, write_log
 from schemas.dataset import open_dataset
+from schemas.events import CHECKPOINTS
 from schemas.job import load_job
 from trainer.cache import PlannedCache
 from trainer.checkpoint import save_checkpoint
 from trainer.decode import spec_of
 from trainer.flash.fits import made_of
-from trainer.flash.manifest import CHECKPOINTS, read_checkpoint_manifest
+from trainer.flash.manifest import read_checkpoint_manifest
 from trainer.flash.saver import COPIES
 from trainer.flash.space import copy_bytes
 from trainer.models.build import wants_sides

@@ -9,13 +9,13 @@ from typing import Any
 from schemas.chosen import choose, hashes_of
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
+from schemas.events import IDENTITY
 from schemas.job import Job
 from schemas.job_limits import WAIT
 from trainer.checkpoint import newest_checkpoint
 from trainer.draining import Drain
 from trainer.following import Following, FollowOptions
 from trainer.run import (
-    IDENTITY,
     RunIdentity,
     check_run,
     has_run,

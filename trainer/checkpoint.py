@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from schemas.events import CHECKPOINTS
 from schemas.layout import MANIFEST
 from trainer.arrays import from_bytes
 from trainer.flash.fits import check_fits
 from trainer.flash.manifest import (
-    CHECKPOINTS,
     DENSE,
     PLAN,
     CheckpointManifest,

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.events import (
+    IDENTITY,
     LEDGER,
     METRICS,
     SPLITS,
@@ -30,8 +31,6 @@ from schemas.job_train import TrainConfig
 from schemas.layout import JOB
 from schemas.manifest import canonical_json, replace_bytes
 from trainer.ledger import write_expected
-
-IDENTITY = "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Literal
 from schemas.chosen import choose, choose_hashes
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
-from schemas.events import METRICS, RunSummary, StepMetric, read_metrics
+from schemas.events import IDENTITY, METRICS, RunSummary, StepMetric, read_metrics
 from schemas.job import Job, load_job
 from schemas.job_limits import EVALUATE, START
 from schemas.job_train import TrainConfig
@@ -37,14 +37,7 @@ from trainer.opening import open_stores, readable
 from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.reader import Reader
 from trainer.rollback import with_rollbacks
-from trainer.run import (
-    IDENTITY,
-    RunIdentity,
-    check_meaning,
-    check_run,
-    read_identity,
-    write_summary,
-)
+from trainer.run import RunIdentity, check_meaning, check_run, read_identity, write_summary
 from trainer.saving import claim_leftovers
 from trainer.sources import DirectSource, RowSource
 from trainer.step import Clock, PhaseTimer

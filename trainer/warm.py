@@ -21,22 +21,17 @@ from numpy.typing import NDArray
 from schemas.checked import sha256_of
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
+from schemas.events import CHECKPOINTS, IDENTITY
 from schemas.job import Job
 from schemas.layout import MANIFEST
 from trainer.checkpoint import dense_of, newest_checkpoint, store_of, verified
 from trainer.decode import spec_of
 from trainer.flash.fits import check_model, made_of
-from trainer.flash.manifest import (
-    CHECKPOINTS,
-    DENSE,
-    CheckpointManifest,
-    complete,
-    folder_of,
-)
+from trainer.flash.manifest import DENSE, CheckpointManifest, complete, folder_of
 from trainer.flash.persist import NewCheckpoint
 from trainer.flash.row_parts import RowsAndRecords
 from trainer.parts import build_parts, memory_stores
-from trainer.run import IDENTITY, RunIdentity, check_meaning, read_identity
+from trainer.run import RunIdentity, check_meaning, read_identity
 from trainer.seen import rows_of_days, rows_used
 from trainer.state import load_state
 from trainer.stores.store import Records, Store

@@ -13,6 +13,7 @@ from typing import Any
 from scheduler.history import BUILD
 from scheduler.retrain.lineage import SegmentFact
 from schemas.errors import SchemaError
+from schemas.events import CHECKPOINTS, IDENTITY
 from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
 from schemas.manifest import (
     canonical_json,
@@ -24,10 +25,6 @@ from schemas.manifest import (
 
 POINTER = "PROMOTED"
 """File that names the run which is to be served."""
-IDENTITY = "run.json"
-"""File that the trainer leaves in the folder of a run that was begun."""
-CHECKPOINTS = "checkpoints"
-"""Folder of a run with a folder for each checkpoint, named by its step."""
 
 
 @dataclass(frozen=True, slots=True)

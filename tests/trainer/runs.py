@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from schemas.dataset import open_dataset
-from schemas.events import METRICS, RunSummary, read_metrics
+from schemas.events import CHECKPOINTS, METRICS, RunSummary, read_metrics
 from schemas.job import load_job
 from trainer.checkpoint import newest_checkpoint
 from trainer.decode import spec_of
-from trainer.flash.manifest import CHECKPOINTS, ROW_FILES, read_checkpoint_manifest
+from trainer.flash.manifest import ROW_FILES, read_checkpoint_manifest
 from trainer.parts import Parts, build_parts, memory_stores, order_of
 from trainer.reader import Reader
 from trainer.train import TrainOptions, train

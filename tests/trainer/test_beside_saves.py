@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from schemas.dataset import open_dataset
+from schemas.events import CHECKPOINTS
 from schemas.horizon import Horizon
 from schemas.job import load_job
 from tests.trainer.make_dataset import make_dataset, write_job
@@ -18,7 +19,7 @@ from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in
 from trainer.checkpoint import save_checkpoint
 from trainer.decode import spec_of
-from trainer.flash.manifest import CHECKPOINTS, complete
+from trainer.flash.manifest import complete
 from trainer.flash.memory import CopyMemory, memory_path
 from trainer.flash.saver import COPIES
 from trainer.following import Span

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from schemas.events import SUMMARY
+from schemas.events import CHECKPOINTS, IDENTITY, SUMMARY
 from schemas.layout import SEGMENTS
 from tests.trainer.growing import commit
 from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
-from trainer.checkpoint import CHECKPOINTS, newest_checkpoint
+from trainer.checkpoint import newest_checkpoint
 from trainer.compare import compare_runs
 from trainer.draining import Drain, DrainInterrupt, told
 from trainer.ledger import verify_run
-from trainer.run import IDENTITY
 
 SEGMENT = [[(2000, 1500)]]
 EPOCHS = {"epochs": "2"}

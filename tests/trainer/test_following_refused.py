@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import PlanError, SchemaError
-from schemas.events import METRICS, StepMetric, read_metrics
+from schemas.events import IDENTITY, METRICS, StepMetric, read_metrics
 from schemas.layout import MANIFEST
 from schemas.manifest import DatasetManifest, read_dataset, write_manifest
 from tests.trainer.growing import (
@@ -27,7 +27,6 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import run_job
 from trainer.checkpoint import newest_checkpoint
 from trainer.ledger import verify_run
-from trainer.run import IDENTITY
 
 
 @pytest.fixture(scope="module")

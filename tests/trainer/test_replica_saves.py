@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
+from schemas.events import CHECKPOINTS
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from trainer.compare import compare_runs
-from trainer.flash.manifest import CHECKPOINTS, complete, read_checkpoint_manifest, verify_files
+from trainer.flash.manifest import complete, read_checkpoint_manifest, verify_files
 from trainer.flash.memory import memory_path
 from trainer.flash.saver import COPIES
 from trainer.ledger import verify_run

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas.events import LEDGER, LOST, RunSummary, StepMetric
+from schemas.events import CHECKPOINTS, LEDGER, LOST, RunSummary, StepMetric
 from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
 from tests.trainer.stores import kill_stores
 from trainer.compare import compare_runs
-from trainer.flash.manifest import CHECKPOINTS, DENSE, complete
+from trainer.flash.manifest import DENSE, complete
 from trainer.flash.saver import COPIES
 from trainer.ledger import read_ledger, verify_run
 from trainer.opening import STORE

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
+from schemas.events import STORE_ADDRESS
 from schemas.job_train import StoresConfig
 from tests.trainer.certificates import make_certificate
 from tests.trainer.stores import (
@@ -25,13 +26,13 @@ from tests.trainer.stores import (
 from trainer.replicas.stores import begin_stores, open_shared
 from trainer.stores.manage import migrate_slots
 from trainer.stores.peer import Access, Peer
-from trainer.stores.whereabouts import ADDRESS, FILE, found_at, tell_address
+from trainer.stores.whereabouts import FILE, found_at, tell_address
 
 HALF = ((0, 2048),)
 
 
 def file_of(directory: Path) -> str:
-    return f"{FILE}{directory / ADDRESS}"
+    return f"{FILE}{directory / STORE_ADDRESS}"
 
 
 def secured(folder: Path) -> tuple[Access, Sequence[str]]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from schemas.errors import SchemaError
-from trainer.flash.manifest import CHECKPOINTS, complete
+from schemas.events import CHECKPOINTS
+from trainer.flash.manifest import complete
 from trainer.flash.memory import COMMITTED, FAILED, WRITTEN, CopyMemory
 from trainer.flash.persist import persist
 from trainer.flash.snapshot import Snapshot

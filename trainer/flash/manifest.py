@@ -21,8 +21,6 @@ from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import canonical_json, hash_of, replace_bytes
 
-CHECKPOINTS = "checkpoints"
-"""Folder of a run."""
 DENSE, PLAN = "dense.safetensors", "plan.safetensors"
 """Named arrays of a checkpoint: the dense state, and where the plan of a planned cache stands."""
 ROW_FILES = "rows", "values", "state"

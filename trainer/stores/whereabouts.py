@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from schemas.events import STORE_ADDRESS
 from schemas.manifest import replace_bytes
 
-ADDRESS = "address"
-"""File in a store's directory with where it listens, from when it answers."""
 FILE = "file://"
 """Begins the address of a store that is found by such a file."""
 
 
 def tell_address(directory: Path, address: str) -> None:
     """Let callers know where the store of this directory listens from now on."""
-    replace_bytes(directory / ADDRESS, f"{address}\n".encode())
+    replace_bytes(directory / STORE_ADDRESS, f"{address}\n".encode())
 
 
 def found_at(address: str) -> str:

@@ -16,11 +16,9 @@ from scheduler.machine.events import LoadKnown
 from schemas.accesses import index_load
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.events import STORE_ADDRESS
 from schemas.job import load_job
 from schemas.manifest import replace_bytes
-
-ADDRESS = "address"
-"""File in a store's directory in which it says where it listens (schemas/FORMAT.md)."""
 
 
 def prepare_stores(place: Workplace, count: int, reach: Reach | None = None) -> None:
@@ -61,7 +59,7 @@ def _by_files(place: Workplace, count: int, reach: Reach) -> dict[str, object]:
     """Return the files in which stores say where they are, wherever they are started again."""
     folders = [store_folder(place, number) for number in range(count)]
     return {
-        "addresses": [f"file://{folder / ADDRESS}" for folder in folders],
+        "addresses": [f"file://{folder / STORE_ADDRESS}" for folder in folders],
         "token_file": reach.token,
         "certificates": reach.chain,
         "certificate_name": reach.name,

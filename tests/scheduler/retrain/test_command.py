@@ -11,10 +11,11 @@ from scheduler.drivers.process.command import machine_budget
 from scheduler.retrain.commands import command_of
 from scheduler.retrain.log import STATE, Log
 from scheduler.retrain.records import Started
-from scheduler.retrain.root import IDENTITY, Root
+from scheduler.retrain.root import Root
 from scheduler.retrain.sizes import sizes_of
 from scheduler.retrain.state import Attempt
 from scheduler.retrain.table import rows_of
+from schemas.events import IDENTITY
 from schemas.job_retrain import RetrainConfig
 from tests.scheduler.made import write_job
 from tests.scheduler.retrain.world import World, good_but_for
