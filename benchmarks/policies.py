@@ -33,7 +33,7 @@ from scheduler.simulator.bound import lower_bound_sec
 from scheduler.simulator.compare import LOAD, POLICIES, capacity_of, policies_of, simulate
 from scheduler.simulator.draw import Knobs, draw_jobs
 from scheduler.simulator.outcome import outcome_of
-from scheduler.simulator.parts import ALL, LIVE
+from scheduler.simulator.parts import ALL, OFF
 from scheduler.simulator.presage import PresagePolicy
 from scheduler.simulator.tables import Table
 from scheduler.simulator.trace import TraceJob
@@ -56,12 +56,12 @@ RANGES: Mapping[str, tuple[float, ...]] = {
 WITHOUT: Mapping[str, Callable[[], Policy]] = {
     f"without {field.name}": partial(
         PresagePolicy,
-        replace(ALL, **{field.name: getattr(LIVE, field.name)}),
+        replace(ALL, **{field.name: getattr(OFF, field.name)}),
         f"without {field.name}",
     )
     for field in fields(ALL)
 }
-"""Ours without one of its parts, as it is live."""
+"""Ours without one of its parts."""
 
 Numbers = dict[str, dict[str, float]]
 """By policy, by name of the number."""

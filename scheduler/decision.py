@@ -51,6 +51,8 @@ class PlanDecision:
     """Best plan with another training pool, None when there is no other."""
     other_preprocessing: Candidate | None
     """Best plan with the same training pool and another preprocessing pool."""
+    thrifty: Candidate | None = None
+    """What time x cost would choose, None where that is chosen or a deadline decides."""
     num_candidates: int
     """Plans that were compared."""
     models: Models

@@ -11,7 +11,7 @@ from scheduler.decision import Candidate
 from scheduler.fit import predict_seconds
 from scheduler.grid import Grid
 from scheduler.models import Models, segment_setting, training_setting
-from scheduler.policy import SEED, candidate, preference
+from scheduler.policy import SEED, candidate, haste_of, preference, weigh
 from scheduler.predictions import SEC_PER_HOUR, predict
 from scheduler.snapshot import Snapshot
 from schemas.job_schedule import ScheduleConfig
@@ -103,9 +103,9 @@ def outlook(
 def gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
     """Return what is saved as a share: of the delay while late, else of what `plan` makes small."""
     if config.deadline is None:
-        return 1.0 - best.predicted_sec * best.cost / max(
-            current.predicted_sec * current.cost, 1e-12
-        )
+        haste = haste_of(config.budget)
+        now, then = (weigh(one.predicted_sec, one.cost, haste) for one in (current, best))
+        return 1.0 - then / max(now, 1e-12)
     wanted = config.deadline.total_seconds()
     late = max(0.0, current.predicted_sec - wanted), max(0.0, best.predicted_sec - wanted)
     if late[0] > 0.0:

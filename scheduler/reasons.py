@@ -14,7 +14,7 @@ from scheduler.decision import (
 from scheduler.fit import Prediction
 from scheduler.grid import SEGMENT_BATCHES, mib
 from scheduler.memory import store_bytes, stores_needed, tables_bytes, trainer_memory
-from scheduler.policy import TOLERANCE, chosen_predictions
+from scheduler.policy import TOLERANCE, chosen_predictions, haste_of, weigh
 from scheduler.snapshot import Snapshot
 from schemas.job_schedule import ScheduleConfig
 
@@ -132,13 +132,32 @@ def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     chosen, budget = decision.chosen, config.budget
     cpus = chosen.preprocessing_cpus + chosen.training_cpus
     memory = chosen.preprocessing_memory_bytes + chosen.training_memory_bytes
-    rule = "the smallest time x cost, as no deadline is set"
+    rule = _haste_rule(haste_of(config.budget), decision)
     if config.deadline is not None:
         spare = config.deadline.total_seconds() - chosen.predicted_sec
         rule = f"the lowest cost that meets the deadline, with {spare:,.0f} s to spare"
     return (
         f"rule: {rule}; within {TOLERANCE:.0%} the lowest price an hour; both pools at once take "
         f"{cpus:g} of {budget.cpus:g} cores and {mib(memory)} of {mib(budget.memory)}"
+    )
+
+
+def _haste_rule(haste: float, decision: PlanDecision) -> str:
+    """Say how time and cost were weighed, and what weighing them alike would have come to."""
+    chosen, thrifty = decision.chosen, decision.thrifty
+    if haste == 1.0:
+        return "the smallest time x cost, as no deadline is set"
+    rule = (
+        f"the smallest time^{haste:g} x cost, as no deadline is set: 1 % of time is worth "
+        f"{haste:g} % of cost"
+    )
+    if thrifty is None:
+        return f"{rule}; the smallest time x cost would be the same plan"
+    sec = _percent(thrifty.predicted_sec, chosen.predicted_sec, "more time", "less time")
+    cost = _percent(thrifty.cost, chosen.cost, "more cost", "less cost")
+    return (
+        f"{rule}; the smallest time x cost would be {preprocessing_words(thrifty)}, "
+        f"{training_words(thrifty)}: {sec} and {cost}"
     )
 
 
@@ -172,10 +191,12 @@ def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str
         ratio = other.cost / chosen.cost if chosen.cost else 1.0
         text = f"also meets the deadline of {wanted:,.0f} s, {sec} and {cost}"
     else:
-        product, base = other.predicted_sec * other.cost, chosen.predicted_sec * chosen.cost
+        haste = haste_of(config.budget)
+        product, base = (weigh(one.predicted_sec, one.cost, haste) for one in (other, chosen))
         ratio = product / base if base else 1.0
         worse = _percent(product, base, "more time x cost", "less time x cost")
-        text = f"{sec} and {cost}, {worse}"
+        weighed = "" if haste == 1.0 else f" where time counts {haste:g} times"
+        text = f"{sec} and {cost}, {worse}{weighed}"
     if ratio > 1.0 + TOLERANCE or other.cost_per_hour <= chosen.cost_per_hour:
         return text
     hourly = _percent(other.cost_per_hour, chosen.cost_per_hour, "more", "less")

@@ -9,6 +9,8 @@ from typing import Literal
 from schemas.job_retrain import RetrainConfig
 
 _GIB = 1 << 30
+MAX_HASTE = 100.0
+"""Beyond, cost hardly counts any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,17 @@ class BudgetConfig:
     """Price of one core for one hour, in any currency."""
     gib_hour_price: float = 0.005
     """Price of one GiB of memory for one hour, in the same currency."""
+    haste: float | None = None
+    """Per cent of cost that one per cent of time is worth where no deadline is set: 0 the cheapest
+    plan, 1 the smallest time x cost, more where the budget is there whether it is used or not; the
+    scheduler's own when null."""
+
+    def __post_init__(self) -> None:
+        """Refuse a haste that nothing means."""
+        if self.haste is not None and not 0.0 <= self.haste <= MAX_HASTE:
+            raise ValueError(
+                f"haste must be in [0, {MAX_HASTE:g}], got {self.haste:g}; write 1 for time x cost"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +89,8 @@ class ScheduleConfig:
     training: TrainingPoolConfig = field(default_factory=TrainingPoolConfig)
     """Pool that trains."""
     deadline: timedelta | None = None
-    """Wanted time from start to trained model, met as cheaply as can be; smallest time x cost when
-    null."""
+    """Wanted time from start to trained model, met as cheaply as can be; when null,
+    `budget.haste` weighs time and cost."""
     priority: int = 0
     """Larger goes first when jobs share a budget."""
     retrain: RetrainConfig = field(default_factory=RetrainConfig)

@@ -29,6 +29,7 @@ from scheduler.drivers.runners.place import Local, Place
 from scheduler.drivers.teach import teach
 from scheduler.machine.codec import decision_of
 from scheduler.machine.events import (
+    RULES,
     BudgetSet,
     Drained,
     Event,
@@ -110,7 +111,13 @@ class Driver:
                 if process.status == "leaving":
                     children.ask(process.name)
 
-    def begin(self, jobs: Sequence[Submitted], cpus: float, memory_bytes: int) -> None:
+    def begin(
+        self,
+        jobs: Sequence[Submitted],
+        cpus: float,
+        memory_bytes: int,
+        haste: float | None = None,
+    ) -> None:
         """Submit jobs that the machine does not know, or that were ended early.
 
         Raises:
@@ -127,11 +134,18 @@ class Driver:
                 )
         # Asked first: where it refuses, nothing is done. Told after the budget that it is within.
         there = self._options.runner.begin(self.state, time.time())
-        budget, resizes = self.state.budget, self._platform.resizes
-        if (budget.cpus, budget.memory, self.state.resizes) != (cpus, memory_bytes, resizes):
-            now = time.time()
+        state, resizes = self.state, self._platform.resizes
+        budget = state.budget
+        known = (budget.cpus, budget.memory, budget.haste, state.resizes, state.rules)
+        if known != (cpus, memory_bytes, haste, resizes, RULES):
             self._tell(
-                BudgetSet(time_sec=now, cpus=cpus, memory_bytes=memory_bytes, resizes=resizes)
+                BudgetSet(
+                    time_sec=time.time(),
+                    cpus=cpus,
+                    memory_bytes=memory_bytes,
+                    resizes=resizes,
+                    haste=haste,
+                )
             )
         for event in there:
             self._tell(event)

@@ -9,6 +9,7 @@ from typing import Any
 
 from scheduler.history import BuildRecord, History, RunRecord
 from scheduler.machine.events import (
+    FIRST_RULES,
     BudgetSet,
     Drained,
     Ended,
@@ -69,6 +70,8 @@ def event_of(body: Mapping[str, Any]) -> Event:
         ValueError: a field is not what it should be.
     """
     fields = {name: value for name, value in body.items() if name != "event"}
+    if body["event"] == BudgetSet.__name__:
+        fields = {"rules": FIRST_RULES, **fields}
     for name in fields.keys() & _FIELDS.keys():
         fields[name] = _FIELDS[name](fields[name])
     return KINDS[body["event"]](**fields)

@@ -11,6 +11,9 @@ from scheduler.snapshot import DataFacts
 Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended: its work is done; it left as it was asked; it says that it cannot do its
 work; it is gone without a word, killed or with its node; or it was killed for memory."""
+FIRST_RULES, RULES = 1, 2
+"""Versions of the rules that decisions follow: what a log says with older ones is decided by those
+again. 1: time x cost. 2: `budget.haste`."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """Which of Beam's runners segment jobs run on; `local` is that of their own processes."""
 
@@ -33,6 +36,18 @@ class BudgetSet(Event):
     """Memory."""
     resizes: bool = False
     """Whether the memory of a process may be changed while it runs."""
+    haste: float | None = None
+    """Of `schedule.budget`, for all jobs; what each of them says when None."""
+    rules: int = RULES
+    """By which is decided from now on; 1 in a log that does not say."""
+
+    def __post_init__(self) -> None:
+        """Refuse rules that only later code knows."""
+        if not FIRST_RULES <= self.rules <= RULES:
+            raise ValueError(
+                f"rules must be in [{FIRST_RULES}, {RULES}], got {self.rules}; use the code that "
+                "began the log"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import Any
 from scheduler.machine.allot import allot
 from scheduler.machine.endings import on_ended
 from scheduler.machine.events import (
+    FIRST_RULES,
     BudgetSet,
     Drained,
     Ended,
@@ -89,8 +90,7 @@ def _claims(state: State) -> tuple[BudgetConfig, list[str]]:
 
 def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
     if isinstance(event, BudgetSet):
-        budget = replace(state.budget, cpus=event.cpus, memory=event.memory_bytes)
-        return replace(state, budget=budget, resizes=event.resizes), []
+        return _with_budget(state, event), []
     if isinstance(event, Submitted):
         return _submit(state, event), []
     if isinstance(event, RunnerSet | SlotsRead | SlotsUnread):
@@ -102,6 +102,12 @@ def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
         return state, []  # news of what is gone
     job, actions = _HANDLERS[type(event)](job, event, state)
     return replace(state, jobs={**state.jobs, job.name: job}), actions
+
+
+def _with_budget(state: State, event: BudgetSet) -> State:
+    haste = event.haste if event.rules > FIRST_RULES else 1.0
+    budget = replace(state.budget, cpus=event.cpus, memory=event.memory_bytes, haste=haste)
+    return replace(state, budget=budget, resizes=event.resizes, rules=event.rules)
 
 
 def _submit(state: State, event: Submitted) -> State:

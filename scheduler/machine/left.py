@@ -62,7 +62,9 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
     """Return the limits of a job now."""
     config = job.snapshot.job.schedule
     first, second, own = config.preprocessing, config.training, config.budget
-    budget = replace(own, cpus=min(own.cpus, budget.cpus), memory=min(own.memory, budget.memory))
+    haste = own.haste if budget.haste is None else budget.haste
+    cpus, memory = min(own.cpus, budget.cpus), min(own.memory, budget.memory)
+    budget = replace(own, cpus=cpus, memory=memory, haste=haste)
     if not job.left_segments:
         # Nothing is built any more, so what the smallest such pool takes is free for training.
         workers = max(1, first.min_workers)

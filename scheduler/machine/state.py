@@ -9,7 +9,7 @@ from typing import Literal
 
 from scheduler.cells import Window
 from scheduler.correction import Correction
-from scheduler.machine.events import LoadKnown
+from scheduler.machine.events import RULES, LoadKnown
 from scheduler.machine.runner import Runner
 from scheduler.outlook import Sizes
 from scheduler.snapshot import Snapshot
@@ -159,6 +159,8 @@ class State:
     """Of all jobs together."""
     resizes: bool = False
     """Whether the memory of a process may be changed while it runs."""
+    rules: int = RULES
+    """By which is decided."""
     runner: Runner = field(default_factory=Runner)
     """Where segment jobs run."""
     jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])

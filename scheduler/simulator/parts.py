@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from scheduler.policy import HASTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What of our policy is on. What is not of `LIVE` is not done by the scheduler that runs."""
 
-    haste: float = 8.0
-    """By what power time counts against cost when jobs wait for each other; 1 is a job alone."""
+    haste: float = HASTE
+    """By what power time counts against cost."""
     urgent: bool = True
     """Whether jobs with less left go first, and gain more."""
     fit_cores: bool = True
@@ -26,7 +28,7 @@ class Parts:
 
 
 ALL = Parts()
-LIVE = Parts(
+OFF = Parts(
     haste=1.0,
     urgent=False,
     fit_cores=False,
@@ -35,4 +37,6 @@ LIVE = Parts(
     sample=False,
     move_stores=False,
 )
+"""None of them: time x cost by priority."""
+LIVE = replace(OFF, haste=HASTE)
 """What the machine does, too."""

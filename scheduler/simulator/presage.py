@@ -26,6 +26,7 @@ from scheduler.machine.look import PAUSE_SEC
 from scheduler.model import Floats
 from scheduler.options import WAITING, Options
 from scheduler.outlook import Outlook
+from scheduler.policy import weigh
 from scheduler.share import share
 from scheduler.simulator.estimates import Estimates
 from scheduler.simulator.kinds import Kind
@@ -146,7 +147,8 @@ class PresagePolicy:
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
         held = kind.replicas * memory[0] + memory[1]
         price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * held / GIB
-        preferred = int((kind.seconds ** (self.parts.haste + 1.0) * price).argmin())
+        weighed = weigh(kind.seconds, kind.seconds * price, self.parts.haste)
+        preferred = int(weighed.argmin())
         best = front(np.stack([price, kind.seconds], axis=1))
         slower = best[kind.seconds[best] > kind.seconds[preferred]]
         slower = slower[price[slower] < price[preferred]]
@@ -208,13 +210,14 @@ class PresagePolicy:
         new_sec = steps * float(plans.seconds[plans.sizes.index(target)]) + PAUSE_SEC
         if not np.isfinite(new_sec):
             return False
-        power = self.parts.haste + 1.0
-        # Beside what time and price are now, so that no power of them overflows.
-        gain = 1.0 - (new_sec / now_sec) ** power * _price(target) / _price(current)
+        now, new = (
+            weigh(seconds, seconds * _price(sizes), self.parts.haste)
+            for seconds, sizes in ((now_sec, current), (new_sec, target))
+        )
         seen = Outlook(
             current=_candidate(current, now_sec),
             best=_candidate(target, new_sec),
-            gain=gain,
+            gain=1.0 - new / now,
             confident=self.estimates.needs[view.job].cores.at
             == (current.num_replicas, current.num_stores),
         )

@@ -26,7 +26,7 @@ from scheduler.defaults import default_segments, default_training
 from scheduler.fit import Fit
 from scheduler.models import Models, fit_models, segment_setting, training_setting
 from scheduler.outlook import Outlook, Sizes, outlook, sizes_of
-from scheduler.policy import plan
+from scheduler.policy import HASTE, plan
 from scheduler.snapshot import Snapshot
 from scheduler.trend import Forecast
 from schemas.job_schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
@@ -234,7 +234,8 @@ class Loop:
 
 
 ROOMY = ScheduleConfig(
-    budget=BudgetConfig(cpus=32.0, memory=128 * GIB), training=TrainingPoolConfig(max_replicas=12)
+    budget=BudgetConfig(cpus=32.0, memory=128 * GIB, haste=1.0),
+    training=TrainingPoolConfig(max_replicas=12),
 )
 
 
@@ -262,18 +263,22 @@ def regret(known: Snapshot, truth: Models, sizes: Sizes) -> float:
     return outlook(known, ROOMY, truth, sizes, pause_sec=0.0).gain
 
 
+@pytest.mark.parametrize("haste", [1.0, HASTE])
 @pytest.mark.parametrize("seed", range(3))
 def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
-    known: Snapshot, seed: int
+    known: Snapshot, seed: int, haste: float
 ) -> None:
     truth = truth_of(known, compute=3.0, exchange=0.5, build=1.0)
-    loop = Loop(known, ROOMY, lambda _: truth, SMALL, seed)
+    config = replace(ROOMY, budget=replace(ROOMY.budget, haste=haste))
+    loop = Loop(known, config, lambda _: truth, SMALL, seed)
     history = loop.run(60)
-    assert regret(known, truth, loop.sizes) < 0.25
+    left = outlook(known, config, truth, loop.sizes, pause_sec=0.0)
+    assert left.gain < 0.25
     assert 2 <= len(history) <= 8
     times = [when for when, _ in history]
     assert all(b - a >= COOL_DOWN_SEC for a, b in pairwise(times[1:]))
-    assert times[-1] < 0.7 * 60 * 20  # and then rests
+    # And then rests; plans of more haste lie flatter about the best, and one more is tried.
+    assert times[-1] < (0.7 if haste == 1.0 else 1.0) * 60 * 20
 
 
 def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(known: Snapshot) -> None:

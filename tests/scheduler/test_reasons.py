@@ -20,7 +20,7 @@ from schemas.job_schedule import (
 )
 from tests.scheduler.made import FACTS, GIB, snapshot
 
-ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB))
+ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB, haste=1.0))
 
 
 @pytest.fixture(scope="module")

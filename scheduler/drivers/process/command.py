@@ -105,7 +105,7 @@ def run_jobs(request: RunRequest) -> State:
         with open_platform(request.cluster, request.output, request.driver.say) as platform:
             _stay(platform.where, request.output, found.state)
             driver = Driver(request.driver, platform, log, found, places)
-            driver.begin(jobs, budget.cpus, budget.memory)
+            driver.begin(jobs, budget.cpus, budget.memory, budget.haste)
             _drive(driver, asked, request.driver.poll_sec)
             driver.end()
             return driver.state
@@ -162,7 +162,7 @@ def plan_jobs(request: RunRequest) -> list[Planned]:
     state, planned = State(), list[Planned]()
     first: list[Event] = [
         *request.driver.runner.begin(state, now),
-        BudgetSet(time_sec=now, cpus=budget.cpus, memory_bytes=budget.memory),
+        BudgetSet(time_sec=now, cpus=budget.cpus, memory_bytes=budget.memory, haste=budget.haste),
         *jobs,
     ]
     for event in first:

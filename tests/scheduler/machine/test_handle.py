@@ -99,7 +99,7 @@ def test_handle_of_a_job_that_needs_no_more_segment_jobs_starts_none() -> None:
 
 
 def test_handle_of_a_preempted_trainer_hands_it_back_and_starts_another() -> None:
-    bench = Bench(BUDGET, submitted("first"))
+    bench = Bench(BUDGET, submitted("first", 3, ALONE))
     bench.built(0)
     notice = bench.at(Preempted, "lead-0.1", 1.0, grace_sec=30.0)
     assert said(notice) == ["hand back lead-0.1", "drain lead-0.1"]

@@ -1,0 +1,76 @@
+"""Old logs are decided by the rules that they were written by."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.machine.codec import body_of, decision_of, event_of
+from scheduler.machine.events import FIRST_RULES, RULES, BudgetSet, Event
+from scheduler.machine.handle import handle
+from scheduler.machine.log import Log, read_log, recover, replay
+from scheduler.machine.state import Action, State
+from tests.scheduler.machine.bench import Bench
+from tests.scheduler.machine.world import BUDGET, GIB, World, run, submitted
+
+LARGE = BudgetSet(time_sec=0.0, cpus=16.0, memory_bytes=64 * GIB)
+
+
+def sizes(budget: BudgetSet, schedule: str = "  priority: 0") -> Any:
+    """Return what a lone job is given."""
+    return Bench(budget, submitted("first", 2, schedule)).job.sizes
+
+
+def test_handle_of_rules_before_haste_takes_the_smallest_time_x_cost() -> None:
+    old, even = replace(LARGE, rules=FIRST_RULES), replace(LARGE, haste=1.0)
+    assert sizes(old) == sizes(even) != sizes(replace(LARGE, haste=8.0))
+
+
+def test_handle_takes_the_haste_of_whose_budget_it_is_before_that_of_the_job() -> None:
+    own = "  budget: {haste: 1}"
+    assert sizes(LARGE, own) == sizes(replace(LARGE, haste=1.0))
+    assert sizes(replace(LARGE, haste=30.0), own) == sizes(replace(LARGE, haste=30.0))
+    assert sizes(replace(LARGE, haste=30.0), own) != sizes(LARGE, own)
+
+
+def test_event_of_a_budget_that_says_no_rules_has_the_first_ones() -> None:
+    body = body_of(LARGE)
+    assert event_of(body) == LARGE
+    assert body["rules"] == RULES
+    del body["rules"], body["haste"]
+    assert event_of(body) == replace(LARGE, rules=FIRST_RULES)
+
+
+def test_replay_of_a_log_without_rules_gives_its_own_decisions(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.jsonl"
+    jobs = [submitted("first", 3), submitted("second", 2, "  priority: 1", 5.0)]
+    with Log(path) as log:
+
+        def tell(state: State, event: Event) -> tuple[State, list[Action]]:
+            state, actions = handle(state, event)
+            log.append(event, [decision_of(action, state.now_sec) for action in actions])
+            return state, actions
+
+        first = replace(BUDGET, rules=FIRST_RULES)
+        run(World(jobs), State(), tell, np.random.default_rng(3), [first, *jobs])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line.get("event") == "BudgetSet":
+            del line["rules"], line["haste"]  # as it was written before
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = replay(read_log(path))
+    assert found.difference is None
+    assert found.num_decisions > 20
+    # Whoever goes on with it says by which rules from then on.
+    state, _ = handle(recover(path).state, replace(BUDGET, time_sec=1e6))
+    assert state.rules == RULES
+
+
+def test_event_of_rules_that_only_later_code_knows_is_refused() -> None:
+    body = {**body_of(LARGE), "rules": RULES + 1}
+    with pytest.raises(ValueError, match=re.escape(f"rules must be in [1, {RULES}], got")):
+        event_of(body)

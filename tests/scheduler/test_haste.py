@@ -1,0 +1,103 @@
+"""How time is weighed against cost: by whoever has the budget, and said in words."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.candidates import candidates
+from scheduler.models import fit_models
+from scheduler.policy import HASTE, SEED, TOLERANCE, objective, plan, weigh
+from scheduler.predictions import predict
+from scheduler.reasons import reasons
+from scheduler.snapshot import Snapshot
+from schemas.errors import SchemaError
+from schemas.job import load_job
+from schemas.job_schedule import BudgetConfig, ScheduleConfig
+from tests.scheduler.made import GIB, snapshot, write_job
+
+BUDGET = BudgetConfig(cpus=24.0, memory=96 * GIB)
+AMOUNTS = st.floats(1e-6, 1e9)
+
+
+def hasty(haste: float | None) -> ScheduleConfig:
+    """Return limits of an owner who is so hasty."""
+    return ScheduleConfig(budget=replace(BUDGET, haste=haste))
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig())
+
+
+@given(AMOUNTS, AMOUNTS)
+def test_weigh_alike_is_time_x_cost_to_the_bit(seconds: float, cost: float) -> None:
+    assert weigh(seconds, cost, 1.0) == seconds * cost
+
+
+@given(AMOUNTS, AMOUNTS, st.floats(0.0, 100.0), st.floats(0.01, 1.0))
+def test_weigh_says_the_same_of_what_shrinks_in_both_whatever_the_haste(
+    seconds: float, cost: float, haste: float, share: float
+) -> None:
+    smaller = weigh(share * seconds, share * cost, haste)
+    assert smaller == pytest.approx(share**2 * weigh(seconds, cost, haste))
+
+
+@pytest.mark.parametrize("haste", [0.0, 0.5, 1.0, 3.0, 8.0, 100.0])
+def test_objective_is_least_where_time_to_the_power_x_cost_is(
+    known: Snapshot, haste: float
+) -> None:
+    config = hasty(haste)
+    models = fit_models(known, config)
+    grid = candidates(known, config, models, np.random.default_rng(SEED))
+    found = predict(grid, known, config, models)
+    logs = haste * np.log(found.predicted_sec) + np.log(found.cost)
+    wanted = objective(found, config)
+    assert logs[wanted.argmin()] == pytest.approx(logs.min(), abs=1e-9)
+    np.testing.assert_allclose(np.log(wanted), logs * 2.0 / (1.0 + haste), atol=1e-9)
+
+
+def test_plan_of_more_haste_takes_no_longer_and_costs_no_less(known: Snapshot) -> None:
+    chosen = [plan(known, hasty(haste)).chosen for haste in (0.0, 1.0, 8.0, 60.0)]
+    for slow, fast in pairwise(chosen):
+        # Two plans that are as good within TOLERANCE may come in either order.
+        assert fast.predicted_sec <= slow.predicted_sec * (1 + TOLERANCE) ** 2
+        assert fast.cost >= slow.cost / (1 + TOLERANCE) ** 2
+    assert chosen[-1].predicted_sec < 0.8 * chosen[0].predicted_sec
+    assert chosen[-1].cost > 1.2 * chosen[0].cost
+
+
+def test_plan_of_an_owner_who_says_nothing_has_the_measured_haste(known: Snapshot) -> None:
+    assert plan(known, hasty(None)).chosen == plan(known, hasty(HASTE)).chosen
+
+
+def test_plan_names_what_time_x_cost_would_have_chosen(known: Snapshot) -> None:
+    even, fast = plan(known, hasty(1.0)), plan(known, hasty(20.0))
+    assert even.thrifty is None
+    assert fast.thrifty == even.chosen != fast.chosen
+    text = reasons(known, hasty(20.0), fast)
+    assert "rule: the smallest time^20 x cost, as no deadline is set: 1 % of time " in text[-2]
+    assert "is worth 20 % of cost; the smallest time x cost would be " in text[-2]
+    assert f"{even.chosen.num_replicas} replica" in text[-2]
+    assert re.search(r"the smallest time x cost would be .* more time and .* less cost; ", text[-2])
+    assert "time x cost where time counts 20 times" in text[1]
+    assert "rule: the smallest time x cost, as" in reasons(known, hasty(1.0), even)[-2]
+
+
+def test_plan_of_a_pool_of_one_says_that_haste_changes_nothing(known: Snapshot) -> None:
+    config = ScheduleConfig(budget=BudgetConfig(cpus=2.0, memory=8 * GIB, haste=8.0))
+    text = reasons(known, config, plan(known, config))
+    assert "the smallest time x cost would be the same plan" in text[-2]
+
+
+def test_job_file_says_how_hasty_its_owner_is(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path, "  budget: {haste: 2.5}"))
+    assert job.schedule.budget.haste == 2.5
+    for wrong in ("-1", "101"):
+        with pytest.raises(SchemaError, match=re.escape("haste must be in [0, 100], got ")):
+            load_job(write_job(tmp_path, f"  budget: {{haste: {wrong}}}"))
