@@ -5,20 +5,25 @@ Done when a job comes or goes, or the budget changes; in between each job is cor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from scheduler.candidates import candidates
 from scheduler.correction import Change, Correction
+from scheduler.machine.events import FIRST_RULES
 from scheduler.machine.left import left_of, sizes_at, values_of, words
 from scheduler.machine.state import Action, JobState, State
-from scheduler.options import WAITING, Options, options
+from scheduler.options import WAITING, Options, options, urgency_of
 from scheduler.outlook import Sizes
 from scheduler.policy import SEED, preference
 from scheduler.predictions import predict
 from scheduler.share import share
 from schemas.errors import PlanError
+
+Asking = tuple[JobState, list[Sizes], list[float], Options]
+"""A job, sizes that it may get, their predicted seconds (its own choice last), what they take."""
 
 
 def allot(state: State) -> tuple[State, list[Action]]:
@@ -29,7 +34,7 @@ def allot(state: State) -> tuple[State, list[Action]]:
     """
     jobs = dict(state.jobs)
     actions: list[Action] = []
-    asking: list[tuple[JobState, list[Sizes], list[float], Options]] = []
+    asking: list[Asking] = []
     for job in state.by_priority:
         if job.phase == "draining":
             continue
@@ -42,7 +47,7 @@ def allot(state: State) -> tuple[State, list[Action]]:
                     Action(verb="fail" if new else "wait", job=job.name, reason=str(error))
                 )
             jobs[job.name] = replace(job, phase="failed" if new else "waiting", sizes=None)
-    chosen = share([ask[3] for ask in asking], state.budget)
+    chosen = share(_asked(asking, state), state.budget)
     for (job, sizes, times, _), choice in zip(asking, chosen, strict=True):
         wanted = None if choice == WAITING else sizes[choice]
         predicted = 0.0 if choice == WAITING else times[choice]
@@ -75,6 +80,17 @@ def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Opt
     return sizes, found.predicted_sec[indices].tolist(), opts
 
 
+def _asked(asking: Sequence[Asking], state: State) -> list[Options]:
+    """Return what each job takes and gives, the more urgent the less of it is left."""
+    asked = [ask[3] for ask in asking]
+    if state.rules == FIRST_RULES:
+        return asked
+    left = np.array([ask[2][-1] for ask in asking])
+    runs = np.array([ask[0].sizes is not None for ask in asking], bool)
+    urgencies = urgency_of(left, runs).tolist()
+    return [replace(one, urgency=u) for one, u in zip(asked, urgencies, strict=True)]
+
+
 def _with_sizes(
     job: JobState, state: State, wanted: Sizes | None, predicted: float, num_jobs: int
 ) -> tuple[JobState, Action]:
@@ -82,7 +98,7 @@ def _with_sizes(
     budget = f"{state.budget.cpus:g} cores and {state.budget.memory:,} bytes"
     if wanted is None:
         after = replace(job, sizes=None, phase="waiting", correction=Correction())
-        reason = f"jobs of higher priority need its share of {budget}; it leaves and waits"
+        reason = f"{_first(state)} need its share of {budget}; it leaves and waits"
         return after, Action(verb="wait", job=job.name, reason=reason)
     after = replace(
         job,
@@ -108,3 +124,9 @@ def _waits(job: JobState, state: State) -> Action:
         reason=f"its smallest pools do not fit beside the others into {cpus:g} cores and "
         f"{memory:,} bytes; it starts when a job ends",
     )
+
+
+def _first(state: State) -> str:
+    """Return which jobs go before one that has to wait."""
+    shorter = "" if state.rules == FIRST_RULES else ", or of the same with less time left,"
+    return f"jobs of higher priority{shorter}"

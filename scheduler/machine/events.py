@@ -13,7 +13,7 @@ Outcome = Literal["done", "left", "failed", "lost", "oom"]
 work; it is gone without a word, killed or with its node; or it was killed for memory."""
 FIRST_RULES, RULES = 1, 2
 """Versions of the rules that decisions follow: what a log says with older ones is decided by those
-again. 1: time x cost. 2: `budget.haste`."""
+again. 1: time x cost, and the earliest first. 2: `budget.haste`, and the shortest first."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """Which of Beam's runners segment jobs run on; `local` is that of their own processes."""
 

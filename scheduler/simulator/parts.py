@@ -37,6 +37,6 @@ OFF = Parts(
     sample=False,
     move_stores=False,
 )
-"""None of them: time x cost by priority."""
-LIVE = replace(OFF, haste=HASTE)
+"""None of them: time x cost, by priority and then by arrival."""
+LIVE = replace(OFF, haste=HASTE, urgent=True)
 """What the machine does, too."""

@@ -24,7 +24,7 @@ from scheduler.front import front
 from scheduler.grid import GIB
 from scheduler.machine.look import PAUSE_SEC
 from scheduler.model import Floats
-from scheduler.options import WAITING, Options
+from scheduler.options import WAITING, Options, urgency_of
 from scheduler.outlook import Outlook
 from scheduler.policy import weigh
 from scheduler.share import share
@@ -113,15 +113,10 @@ class PresagePolicy:
         found = [self.plans[view.job] for view in snapshot.jobs]
         if not self.parts.urgent:
             return [plans.options for plans in found]
-        left = np.array(
-            [
-                view.left_samples / snapshot.batch_samples[view.kind] * plans.seconds[-1]
-                for view, plans in zip(snapshot.jobs, found, strict=True)
-            ]
-        )
-        known = np.isfinite(left)
-        left = np.where(known, left, np.median(left[known]) if known.any() else 1.0)
-        urgencies = (1.0 / np.maximum(left, 1.0)).tolist()
+        steps = [v.left_samples / snapshot.batch_samples[v.kind] for v in snapshot.jobs]
+        left = np.array(steps) * np.array([plans.seconds[-1] for plans in found])
+        runs = np.array([view.current is not None for view in snapshot.jobs], bool)
+        urgencies = urgency_of(left, runs).tolist()
         return [
             replace(plans.options, urgency=urgency)
             for plans, urgency in zip(found, urgencies, strict=True)

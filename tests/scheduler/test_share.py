@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler.candidates import candidates
 from scheduler.grid import GIB
 from scheduler.models import fit_models
-from scheduler.options import WAITING, Options, options
+from scheduler.options import KEPT, WAITING, Options, options, urgency_of
 from scheduler.policy import plan, preference
 from scheduler.predictions import predict
 from scheduler.share import MAX_JOBS, share
@@ -107,6 +107,37 @@ def test_share_of_equal_jobs_favours_the_more_urgent_below_priority() -> None:
     assert share([only, replace(only, urgency=3.0)], BUDGET) == (WAITING, 0)
     first = replace(only, priority=1)
     assert share([replace(only, urgency=100.0), first], BUDGET) == (WAITING, 0)
+
+
+LEFT = st.lists(st.floats(1.0, 1e8), min_size=1, max_size=12)
+
+
+@given(LEFT, st.integers(0, 11))
+def test_urgency_is_the_inverse_of_what_is_left_beside_the_others(
+    left: list[float], place: int
+) -> None:
+    seconds, none = np.array(left), np.zeros(len(left), bool)
+    urgencies = urgency_of(seconds, none)
+    np.testing.assert_allclose(urgencies * seconds, np.median(seconds))
+    runs = np.arange(len(left)) == place
+    np.testing.assert_array_equal(urgency_of(seconds, runs), urgencies * np.where(runs, KEPT, 1.0))
+
+
+def test_urgency_of_what_nobody_knows_is_that_of_most() -> None:
+    none = np.zeros(3, bool)
+    assert urgency_of(np.array([10.0, np.nan, 10.0]), none).tolist() == [1.0, 1.0, 1.0]
+    assert urgency_of(np.array([np.nan] * 3), none).tolist() == [1.0, 1.0, 1.0]
+    assert urgency_of(np.array([0.0, 1.0, 1.0]), none).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("shorter", "first"), [(0.9, 0), (0.7, 1)])
+def test_share_ends_a_job_that_runs_only_for_one_that_is_much_shorter(
+    shorter: float, first: int
+) -> None:
+    only = make([20], [1.0])
+    urgencies = urgency_of(np.array([100.0, 100.0 * shorter]), np.array([True, False]))
+    jobs = [replace(only, urgency=float(urgency)) for urgency in urgencies]
+    assert share(jobs, BUDGET).index(0) == first
 
 
 def test_share_without_room_lets_the_lower_priority_wait() -> None:

@@ -1,0 +1,51 @@
+"""Which job goes first under one budget, and which is left as it is."""
+
+from dataclasses import replace
+
+from scheduler.machine.events import FIRST_RULES, BudgetSet
+from tests.scheduler.machine.bench import Bench
+from tests.scheduler.machine.world import GIB, submitted
+
+ONE = BudgetSet(time_sec=0.0, cpus=2.0, memory_bytes=8 * GIB)
+"""Room for one job."""
+
+
+def verbs(budget: BudgetSet, second: int, priority: int = 0) -> list[tuple[str, str]]:
+    """Return what is done of the jobs when another one comes beside one of 40 segments."""
+    bench = Bench(budget, submitted("first", 40))
+    found = bench.tell(submitted("second", second, f"  priority: {priority}"))
+    return sorted((a.job, a.verb) for a in found if a.verb in ("admit", "wait"))
+
+
+def test_handle_of_a_job_with_much_less_left_lets_it_go_first_and_says_so() -> None:
+    bench = Bench(ONE, submitted("first", 40))
+    bench.built(0)
+    found = bench.tell(submitted("second", 2, time_sec=bench.now))
+    waits = next(a for a in found if (a.job, a.verb) == ("first", "wait"))
+    assert waits.reason.startswith(
+        "jobs of higher priority, or of the same with less time left, need its share of 2 cores"
+    )
+    assert ("second", "admit") in [(a.job, a.verb) for a in found]
+
+
+def test_handle_of_a_job_with_a_little_less_left_keeps_the_one_that_runs() -> None:
+    assert verbs(ONE, 36) == [("second", "wait")]
+    assert verbs(ONE, 20) == [("first", "wait"), ("second", "admit")]
+
+
+def test_handle_of_less_left_never_passes_a_higher_priority() -> None:
+    assert verbs(ONE, 2, priority=-1) == [("second", "wait")]
+    assert verbs(ONE, 400, priority=1) == [("first", "wait"), ("second", "admit")]
+
+
+def test_handle_of_the_first_rules_lets_the_earliest_go_first() -> None:
+    assert verbs(replace(ONE, rules=FIRST_RULES), 2) == [("second", "wait")]
+
+
+def test_handle_that_began_a_shorter_job_does_not_go_back_to_the_longer_one() -> None:
+    bench = Bench(ONE, submitted("first", 40))
+    bench.built(0)
+    bench.tell(submitted("second", 20, time_sec=bench.now))
+    assert bench.state.jobs["second"].phase == "running"
+    again = bench.tell(submitted("third", 60, time_sec=bench.now))
+    assert [(a.job, a.verb) for a in again if a.verb in ("admit", "wait")] == [("third", "wait")]
