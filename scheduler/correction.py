@@ -31,6 +31,8 @@ COOL_DOWN_SEC = 60.0
 """Seconds after the end of a change in which there is no other."""
 HEADROOM = 1.1
 """Memory that is given over what is foreseen."""
+AGAIN = 1.5
+"""Memory after running out of it over that before, at least."""
 
 Pool = Literal["preprocessing", "training"]
 
@@ -139,6 +141,21 @@ def correct(
 def ended(state: Correction, now_sec: float) -> Correction:
     """Return the state after the change in flight was made, or has failed."""
     return replace(state, in_flight=None, ended_sec=now_sec)
+
+
+def after_oom(had_bytes: float, needed_bytes: float, most_bytes: float) -> float:
+    """Return the bytes that a process gets whose like was killed for memory.
+
+    Args:
+        had_bytes: what that one had.
+        needed_bytes: what its readings foresee; 0 where they tell nothing.
+        most_bytes: what the budget leaves.
+
+    Returns:
+        What it had where there is no more.
+    """
+    wanted = max(AGAIN * had_bytes, HEADROOM * needed_bytes)
+    return max(had_bytes, min(wanted, most_bytes))
 
 
 def is_urgent(watch: MemoryWatch) -> bool:

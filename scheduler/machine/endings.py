@@ -9,6 +9,7 @@ import numpy as np
 from scheduler.cells import observe
 from scheduler.grid import Grid
 from scheduler.machine.events import Ended
+from scheduler.machine.oom import larger
 from scheduler.machine.state import Action, JobState, Process, State, Trouble
 from scheduler.model import SegmentSetting
 from scheduler.models import fit_models, segment_setting
@@ -36,7 +37,7 @@ def on_ended(job: JobState, event: Ended, state: State) -> Handled:
         return _finished(job, event)
     if event.outcome in ("done", "left") or process.status == "leaving":
         return job, []
-    return _in_trouble(job, process, event)
+    return _in_trouble(job, process, event, state)
 
 
 def _built(job: JobState, process: Process, event: Ended, beside: int) -> JobState:
@@ -69,20 +70,30 @@ def _finished(job: JobState, event: Ended) -> Handled:
     return job, [action]
 
 
-def _in_trouble(job: JobState, process: Process, event: Ended) -> Handled:
+def _how(job: JobState, process: Process, event: Ended, state: State) -> tuple[JobState, bool, str]:
+    """Return the job with more memory where that was lacking, whether nothing helps, and why."""
+    if event.outcome == "oom" and process.memory_bytes:
+        job, grew, how = larger(job, process, state)
+        return job, not grew, how
+    said = f": {event.detail}" if event.detail else ""
+    if event.outcome == "failed":
+        return job, True, f"failed{said}"
+    return job, False, f"is gone{said}"
+
+
+def _in_trouble(job: JobState, process: Process, event: Ended, state: State) -> Handled:
     """Start it again later, or give the job up when it says again and again that it cannot."""
     place = process.place
     old = job.troubles.get(place, Trouble())
-    failed = old.failed + (event.outcome == "failed")
-    lost = old.lost + (event.outcome in ("lost", "oom"))
+    job, cannot, how = _how(job, process, event, state)
+    failed, lost = old.failed + cannot, old.lost + (not cannot)
     wait = min(MAX_RETRY_SEC, FIRST_RETRY_SEC * 2.0 ** min(failed + lost - 1, MAX_DOUBLINGS))
     trouble = Trouble(failed=failed, lost=lost, retry_sec=event.time_sec + wait)
     job = replace(job, troubles={**job.troubles, place: trouble})
-    said = f": {event.detail}" if event.detail else ""
     if failed >= MAX_FAILED:
+        said = how.removeprefix("failed") if event.outcome == "failed" else f": it {how}"
         reason = f"{place} cannot do its work, {failed} times{said}"
         after = replace(job, phase="failed", sizes=None)
         return after, [Action(verb="fail", job=job.name, process=process.name, reason=reason)]
-    how = "failed" if event.outcome == "failed" else "is gone"
-    reason = f"it {how}{said}; another one takes its place in {wait:g} s"
+    reason = f"it {how}; another one takes its place in {wait:g} s"
     return job, [Action(verb="replace", job=job.name, process=process.name, reason=reason)]

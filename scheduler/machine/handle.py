@@ -83,9 +83,10 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
     return state, [*actions, *found]
 
 
-def _claims(state: State) -> tuple[BudgetConfig, list[str]]:
+def _claims(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
     """Return the budget and the jobs among which it is shared."""
-    return state.budget, [job.name for job in state.by_priority if job.phase != "draining"]
+    asking = [job for job in state.by_priority if job.phase != "draining"]
+    return state.budget, [(job.name, job.outgrown) for job in asking]
 
 
 def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
@@ -135,6 +136,7 @@ def _submit(state: State, event: Submitted) -> State:
         num_segments=event.num_segments,
         worker_memory=config.preprocessing.worker.memory,
         replica_memory=config.training.replica.memory,
+        store_memory=config.training.store.memory,
     )
     return replace(state, jobs={**state.jobs, event.job: fresh})
 

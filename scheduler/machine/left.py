@@ -85,6 +85,7 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
         training=replace(
             second,
             replica=replace(second.replica, memory=job.replica_memory),
+            store=replace(second.store, memory=job.store_memory),
             max_stores=stores,
         ),
     )

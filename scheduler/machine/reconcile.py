@@ -147,7 +147,7 @@ def needs(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
     if pool == "segment":
         return workers * config.preprocessing.worker.cpus, workers * job.worker_memory
     if pool == "store":
-        return config.training.store.cpus, config.training.store.memory
+        return config.training.store.cpus, job.store_memory
     if pool == "lead" and job.grouped:
         return 0.0, 0
     return config.training.replica.cpus, job.replica_memory

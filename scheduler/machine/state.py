@@ -101,6 +101,10 @@ class JobState:
     """Bytes of one pipeline worker."""
     replica_memory: int
     """Bytes of one replica."""
+    store_memory: int
+    """Bytes of one store."""
+    outgrown: int = 0
+    """Times that it needed more memory than its share, as a process was killed for it."""
     processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
     """Live ones, by name."""
     built: frozenset[int] = frozenset()

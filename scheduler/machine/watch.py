@@ -130,7 +130,7 @@ def memory_watches(
         if not process.readings or process.memory_bytes == 0:
             continue
         now = process.readings[-1][0]
-        seen = _forecast(job, process, max(last_step, now), process.memory_bytes)
+        seen = foreseen(job, process, last_step)
         extra = free // max(1, len([p for p in trainers if p.memory_bytes]))
         found.append(
             MemoryWatch(
@@ -146,9 +146,9 @@ def memory_watches(
         if not process.readings:
             continue
         now = process.readings[-1][0]
-        end = max(now, int(segment_sec(job, left, process)[0]))
+        end = int(segment_sec(job, left, process)[0])
         each = process.memory_bytes // process.workers
-        seen = _forecast(None, process, end, process.memory_bytes)
+        seen = foreseen(None, process, end)
         extra = free // max(1, sum(p.workers for p in segments))
         found.append(
             MemoryWatch(
@@ -163,14 +163,21 @@ def memory_watches(
     return found
 
 
-def _forecast(job: JobState | None, process: Process, end: int, limit_bytes: int) -> Forecast:
+def foreseen(job: JobState | None, process: Process, end: int) -> Forecast:
+    """Return what a process that was read will need.
+
+    Args:
+        job: whose rows are touched as it trains; None for a segment job.
+        process: with a reading at least.
+        end: its last step or second, as far as that is known.
+    """
     steps, values = zip(*process.readings, strict=True)
-    load = None
+    end, load = max(end, steps[-1]), None
     if job is not None and job.load is not None and end < job.load.num_steps:
         known = np.array(job.load.touched_rows, np.float64)
         places = np.linspace(0, job.load.num_steps, len(known) + 1)
         load = np.interp(np.arange(end + 1), places, np.concatenate([[0.0], known]))
-    return forecast(steps, values, end_step=end, limit_bytes=limit_bytes, load=load)
+    return forecast(steps, values, end_step=end, limit_bytes=process.memory_bytes, load=load)
 
 
 def _per(seen: Forecast, workers: int) -> Forecast:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from scheduler.cores import Headroom, Reading, headroom_of
-from scheduler.correction import HEADROOM, MemoryWatch, is_urgent
+from scheduler.correction import HEADROOM, MemoryWatch, after_oom, is_urgent
 from scheduler.model import Floats
 from scheduler.simulator.kinds import MIN_ROWS, Kind, fit_ours, kind_of
 from scheduler.simulator.knowledge import Knowledge
@@ -28,8 +28,6 @@ MAX_GROUPS = 64
 """Jobs of a kind that tell of its bursts, the first ones: a kind does not age."""
 MOVED = 1.02
 """Headroom of a kind over that before, or before over it, from which plans are made anew."""
-AGAIN = 1.5
-"""Memory after running out of it, over that before, at least."""
 
 
 @dataclass(slots=True)
@@ -173,7 +171,7 @@ class Estimates:
         readings = snapshot.readings(view.job)
         wanted = _foreseen(readings, given[0], passed, give_back=self.parts.give_back)
         if killed and self.parts.grow_after_oom:
-            wanted = max(wanted or 0.0, AGAIN * given[0])
+            wanted = max(wanted or 0.0, after_oom(given[0], 0.0, np.inf))
         if wanted is not None:
             needs.memory = wanted, wanted * readings.tables_share
             needs.version += 1

@@ -38,5 +38,5 @@ OFF = Parts(
     move_stores=False,
 )
 """None of them: time x cost, by priority and then by arrival."""
-LIVE = replace(OFF, haste=HASTE, urgent=True)
+LIVE = replace(OFF, haste=HASTE, urgent=True, grow_after_oom=True)
 """What the machine does, too."""

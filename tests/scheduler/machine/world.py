@@ -96,7 +96,7 @@ class World:
         chance = rng.random()
         if not calm and chance < 0.1:
             del self.children[job, name]
-            return Ended(**who, outcome="lost", detail="signal 9")
+            return Ended(**who, outcome="oom" if chance < 0.03 else "lost", detail="signal 9")
         if child.leaving:
             del self.children[job, name]
             return Ended(**who, outcome="left")

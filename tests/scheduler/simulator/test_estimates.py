@@ -11,7 +11,7 @@ from scheduler.simulator.draw import GIB, PEAK
 from scheduler.simulator.estimates import Estimates, Needs
 from scheduler.simulator.kinds import fit_ours
 from scheduler.simulator.knowledge import MIN_CELLS, SAMPLED, Knowledge, setting_of, sizes_of
-from scheduler.simulator.parts import ALL, LIVE
+from scheduler.simulator.parts import ALL, LIVE, OFF
 from scheduler.simulator.short import Cores, bursts, fitted, heard
 from scheduler.simulator.tables import Table
 from scheduler.simulator.views import Capacity, JobView, Measured, Readings, Sizes, Snapshot
@@ -220,17 +220,17 @@ def test_knowledge_is_fitted_again_however_often_one_size_was_measured() -> None
 
 
 MEMORY = {
-    "memory that is not needed": (0.2 * GIB, 0, (0.22, 1.0)),
-    "more, while it is not urgent": (0.95 * GIB, 0, (1.045, 1.0)),
-    "after it ran out": (1.0 * GIB, 1, (1.5, 1.1)),
+    "memory that is not needed": (0.2 * GIB, 0, (0.22, 1.0, 1.0)),
+    "more, while it is not urgent": (0.95 * GIB, 0, (1.045, 1.0, 1.0)),
+    "after it ran out": (1.0 * GIB, 1, (1.5, 1.5, 1.1)),
 }
 
 
 @pytest.mark.parametrize(("peak", "killed", "wanted"), MEMORY.values(), ids=MEMORY.keys())
 def test_memory_of_a_job_is_what_its_parts_say(
-    peak: float, killed: int, wanted: tuple[float, float]
+    peak: float, killed: int, wanted: tuple[float, float, float]
 ) -> None:
-    for parts, share in zip((ALL, LIVE), wanted, strict=True):
+    for parts, share in zip((ALL, LIVE, OFF), wanted, strict=True):
         estimates = Estimates(parts)
         here = replace(view(0, TIGHT), num_oom=killed)
         estimates.take_in(snapshot([here], peak=peak))
