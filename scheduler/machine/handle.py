@@ -86,7 +86,7 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
 def _claims(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
     """Return the budget and the jobs among which it is shared."""
     asking = [job for job in state.by_priority if job.phase != "draining"]
-    return state.budget, [(job.name, job.outgrown) for job in asking]
+    return state.budget, [(job.name, job.outgrown + job.spared) for job in asking]
 
 
 def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:

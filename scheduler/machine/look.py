@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.correction import Verdict, correct
+from scheduler.machine.events import FIRST_RULES
 from scheduler.machine.left import left_of, room_of, values_of, words
+from scheduler.machine.spare import give_back
 from scheduler.machine.state import Action, JobState, State
 from scheduler.machine.watch import (
     LEAD_SEC,
@@ -66,6 +68,11 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
     watches = memory_watches(job, left, state.now_sec, room, step_sec)
     verdict = correct(job.correction, state.now_sec, seen, watches)
     job, changes = _change(replace(job, correction=verdict.state), verdict, seen)
+    if state.rules > FIRST_RULES and job.correction.in_flight is None:
+        job, given = give_back(job, sizes, left, watches)
+        waits = any(other.phase == "waiting" for other in state.jobs.values())
+        job = replace(job, spared=job.spared + (waits and bool(given)))
+        changes += given
     return job, found + changes
 
 

@@ -6,6 +6,7 @@ still runs, and no place (a segment, a replica) ever has two processes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from scheduler.correction import ended
@@ -27,11 +28,18 @@ class Pass:
     runner: Runner
     booked_workers: int
     resizes: bool = False
+    lacks_memory: bool = False
     actions: list[Action] = field(default_factory=list[Action])
 
     def fits(self, cpus: float, memory_bytes: int) -> bool:
         """Tell whether so much is free."""
         return cpus <= self.cpus + 1e-9 and memory_bytes <= self.memory_bytes
+
+    def has_room(self, cpus: float, memory_bytes: int) -> bool:
+        """Tell the same, and note where nothing but memory lacks."""
+        found = self.fits(cpus, memory_bytes)
+        self.lacks_memory |= not found and self.fits(cpus, 0)
+        return found
 
     def bound(self, job: JobState) -> Bound:
         """Return the workers that the next segment job of a job gets where it runs."""
@@ -81,7 +89,7 @@ class Pass:
         taken = any(p.place == place for p in job.processes.values())
         cpus, memory_bytes = needs(job, pool, found.workers)
         early = trouble is not None and self.now_sec < trouble.retry_sec
-        if taken or early or not self.fits(cpus, memory_bytes):
+        if taken or early or not self.has_room(cpus, memory_bytes):
             return job
         attempt = job.attempts.get(place, 0) + 1
         process = Process(
@@ -135,7 +143,25 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
             jobs[job.name] = _end_all(job, done, f"the job has {job.phase}")
     for job in state.by_priority:
         jobs[job.name] = _settle(_reconcile_job(job, done), state.now_sec)
-    return replace(state, jobs=jobs), done.actions
+    found = _spare_given(jobs, done) if done.lacks_memory else jobs
+    return replace(state, jobs=found), done.actions
+
+
+def _spare_given(jobs: Mapping[str, JobState], done: Pass) -> Mapping[str, JobState]:
+    """Let one trainer that has more than it is to have leave, for one that has less.
+
+    One at a time, and only where nothing leaves anyway. Segment jobs are left alone: what
+    is ended keeps nothing.
+    """
+    if any(p.status == "leaving" for job in jobs.values() for p in job.processes.values()):
+        return jobs
+    for job in jobs.values():
+        for process in (*job.of_pool("lead"), *job.of_pool("replica")):
+            more = process.memory_bytes - job.replica_memory
+            if more > 0 and process.status == "running":
+                why = f"it has {more:,} bytes more than its next one gets, and others need them"
+                return {**jobs, job.name: done.leave(job, process, why)}
+    return jobs
 
 
 def needs(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
@@ -192,7 +218,7 @@ def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
             job = _lacking_slots(job, number, found, done)
             break
         job = replace(job, lacks_slots=False)
-        if not done.fits(*needs(job, "segment", found.workers)):
+        if not done.has_room(*needs(job, "segment", found.workers)):
             break
         before = len(job.processes)
         job = _build(job, number, found, done)

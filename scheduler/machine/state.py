@@ -105,6 +105,10 @@ class JobState:
     """Bytes of one store."""
     outgrown: int = 0
     """Times that it needed more memory than its share, as a process was killed for it."""
+    spared: int = 0
+    """Times that it gave memory back that others may wait for."""
+    spare: Mapping[str, int] = field(default_factory=empty)
+    """Looks in a row at which a pool had memory to spare."""
     processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
     """Live ones, by name."""
     built: frozenset[int] = frozenset()
@@ -195,6 +199,7 @@ Verb = Literal[
     "replace",
     "hand back",
     "give memory",
+    "give back",
     "finish",
     "fail",
 ]
