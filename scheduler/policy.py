@@ -11,7 +11,7 @@ it waits for segments, so a plan in which one pool waits for the other loses.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, overload
 
 import numpy as np
 
@@ -30,7 +30,6 @@ SEED = 0
 """Of the search among more candidates than can be enumerated."""
 TOLERANCE = 0.01
 """Relative difference below which two plans are equally good: no prediction is better than that."""
-Numbers = TypeVar("Numbers", float, Floats)
 HASTE = 8.0
 """What `budget.haste` is where nobody says: cores that stand idle help nobody. Measured with
 `benchmarks.policies` (`presage-live`, philly, 2026-11-22): 8 takes 17 % off the mean completion
@@ -102,7 +101,11 @@ def haste_of(budget: BudgetConfig) -> float:
     return HASTE if budget.haste is None else budget.haste
 
 
-def weigh(seconds: Numbers, cost: Numbers, haste: float) -> Numbers:
+@overload
+def weigh(seconds: float, cost: float, haste: float) -> float: ...
+@overload
+def weigh(seconds: Floats, cost: Floats, haste: float) -> Floats: ...
+def weigh(seconds: Any, cost: Any, haste: float) -> Any:
     """Return what is small where time^haste x cost is: time x cost as a mean that haste weighs.
 
     The power keeps a share of it meaning the same, whatever the haste: where time and cost
