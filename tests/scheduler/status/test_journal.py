@@ -63,7 +63,7 @@ def test_incidents_are_the_ends_without_work_and_what_came_into_their_place(seed
         (event.job, event.process)
         for before, event, _, _ in seen.events
         if isinstance(event, Ended)
-        and event.outcome == "lost"
+        and event.outcome in ("lost", "oom")
         and before.jobs[event.job].processes[event.process].status != "leaving"
     )
     lost = [one for one in view.incidents if one.kind == "lost"]
