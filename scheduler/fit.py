@@ -38,6 +38,8 @@ ASSUMED_SPREAD = 0.7
 measurements, until there are MIN_CELLS settings."""
 NOTHING = 1e-6
 """A prediction below this share of the measurement counts as this share, to stay finite."""
+LEAST_SIZE = 1 / 16
+"""What a size of nothing counts as, where sizes are compared by their ratio: a share of a core."""
 MAX_SPREAD = 0.5
 """A prediction whose interval is wider, to either side, is not acted upon: one that is off by
 a tenth may be trusted for one doubling."""
@@ -63,10 +65,24 @@ class Fit:
     """Smallest value measured of each field of a setting."""
     highest: tuple[float, ...] = ()
     """Largest value of each."""
+    least_sec: float = 0.0
+    """Smallest measured seconds, of the settings' medians."""
 
     def seconds(self, setting: Setting) -> Floats:
-        """Return (n,) predicted seconds."""
-        return setting.design() @ np.array(self.coefficients)
+        """Return (n,) predicted seconds.
+
+        However few terms a fit has left, no doubling or halving of a size or a load makes what was
+        measured more than twice as fast.
+        """
+        found = setting.design() @ np.array(self.coefficients)
+        if not self.num_cells:
+            return found
+        columns = np.maximum(setting.columns(), LEAST_SIZE)
+        near = np.clip(
+            columns, np.maximum(self.lowest, LEAST_SIZE), np.maximum(self.highest, LEAST_SIZE)
+        )
+        away = np.abs(np.log2(columns / near)).sum(axis=1)
+        return np.maximum(found, self.least_sec * np.exp2(-away))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +160,7 @@ def fit_window(
         growth=_growth(columns[:, kind.NUM_LOADS :], design * start, medians, weights, spread),
         lowest=tuple(columns.min(axis=0).tolist()),
         highest=tuple(columns.max(axis=0).tolist()),
+        least_sec=float(medians.min()),
     )
 
 

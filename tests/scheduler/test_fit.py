@@ -69,6 +69,36 @@ def test_fit_window_without_measurements_is_the_prior_and_not_confident() -> Non
         fit_window(Window(), TrainingSetting)
 
 
+def test_fit_never_predicts_that_a_step_takes_no_time() -> None:
+    """All that was measured is the time of stores, and the prior gives nothing else a share."""
+    served = SIZES[(SIZES[:, 4] > 0) & (SIZES[:, 3] > 1)]
+    only_stores = replace(TRUTH, coefficients=(0.0,) * 5 + (1e-4, 1e-9) + (0.0,) * 2)
+    setting = TrainingSetting.of_columns(served)
+    window = observe(Window(), setting, only_stores.seconds(setting), 0.0)
+    fit = fit_window(window, TrainingSetting, only_stores.coefficients)
+    np.testing.assert_allclose(fit.seconds(setting), only_stores.seconds(setting), rtol=0.02)
+    alone = TrainingSetting(num_replicas=np.array([1.0, 2.0]), batch_samples=256.0)
+    assert (only_stores.seconds(alone) == 0).all()
+    assert (predict_seconds(fit, alone).low > 0).all()
+
+
+@given(st.sampled_from(range(SIZES.shape[1])), st.floats(0.01, 100.0))
+def test_bound_of_a_prediction_is_below_all_that_halves_with_a_size(
+    axis: int, times: float
+) -> None:
+    """Compute alone, which is divided by replicas and cores: no time that is right is raised."""
+    compute = replace(TRUTH, coefficients=(0.003,) + (0.0,) * 8)
+    fit = fit_window(
+        observe(Window(), at := TrainingSetting.of_columns(SIZES), compute.seconds(at), 0.0),
+        TrainingSetting,
+        compute.coefficients,
+    )
+    sizes = SIZES.copy()
+    sizes[:, axis] *= times
+    setting = TrainingSetting.of_columns(sizes)
+    np.testing.assert_allclose(fit.seconds(setting), compute.seconds(setting), rtol=1e-6)
+
+
 @given(
     arrays(float, (8, 3), elements=st.floats(0.0625, 2, width=32)),
     arrays(float, 8, elements=st.floats(0.0625, 2, width=32)),
