@@ -59,11 +59,11 @@ demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/repor
 	@echo "open demo/report.html"
 
 test: .venv/synced ## every test, the slow ones too, but for the long fault injection
-	python -m pytest -n 1 --dist loadfile $(ON_A_CLUSTER)
-	python -m pytest -n $(JOBS) --dist loadfile -m "not chaos" $(addprefix --ignore=,$(ON_A_CLUSTER))
+	python -m pytest -n 1 --dist loadfile --no-loadscope-reorder $(ON_A_CLUSTER)
+	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not chaos" $(addprefix --ignore=,$(ON_A_CLUSTER))
 
 test-quick: .venv/synced ## the tests without those marked slow
-	python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not chaos"
+	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not chaos"
 
 check: .venv/synced ## format, lint, types and import directions
 	ruff format --check .

@@ -1,6 +1,7 @@
 """Fixtures that every test may use, and the profile of hypothesis."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,12 @@ def shared_data() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the first build of a cluster its time; skip what is marked `gpu` without a driver."""
+    """Put files with many slow tests first, so that workers end together.
+
+    Also give the first build of a cluster its time, and skip what is marked `gpu` without a driver.
+    """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(BUILD_TIMEOUT_SEC))
