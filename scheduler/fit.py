@@ -38,8 +38,6 @@ ASSUMED_SPREAD = 0.7
 measurements, until there are MIN_CELLS settings."""
 NOTHING = 1e-6
 """A prediction below this share of the measurement counts as this share, to stay finite."""
-LEAST_SIZE = 1 / 16
-"""What a size of nothing counts as, where sizes are compared by their ratio: a share of a core."""
 MAX_SPREAD = 0.5
 """A prediction whose interval is wider, to either side, is not acted upon: one that is off by
 a tenth may be trusted for one doubling."""
@@ -69,20 +67,17 @@ class Fit:
     """Smallest measured seconds, of the settings' medians."""
 
     def seconds(self, setting: Setting) -> Floats:
-        """Return (n,) predicted seconds.
-
-        However few terms a fit has left, no doubling or halving of a size or a load makes what was
-        measured more than twice as fast.
-        """
+        """Return (n,) predicted seconds: the least that were measured, where no term is left."""
         found = setting.design() @ np.array(self.coefficients)
-        if not self.num_cells:
-            return found
-        columns = np.maximum(setting.columns(), LEAST_SIZE)
-        near = np.clip(
-            columns, np.maximum(self.lowest, LEAST_SIZE), np.maximum(self.highest, LEAST_SIZE)
-        )
-        away = np.abs(np.log2(columns / near)).sum(axis=1)
-        return np.maximum(found, self.least_sec * np.exp2(-away))
+        return np.where(found > 0.0, found, self.least_sec)
+
+    def knows(self, setting: Setting) -> np.ndarray:
+        """Return (n,) whether a term is left that takes time there.
+
+        Measurements may leave none but terms that vanish at other sizes: those of stores, of which
+        a plan without stores has none.
+        """
+        return setting.design() @ np.array(self.coefficients) > 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +88,7 @@ class Prediction:
         seconds: (n,) predicted.
         low: (n,) lower end.
         high: (n,) upper end.
-        confident: (n,) whether the interval is narrow enough to act upon.
+        confident: (n,) whether it is no guess, and its interval narrow enough to act upon.
     """
 
     seconds: Floats
@@ -106,7 +101,8 @@ def predict_seconds(fit: Fit, setting: Setting) -> Prediction:
     """Return what a fit predicts; there is a number however little was measured."""
     seconds = fit.seconds(setting)
     half = fit.spread + fit.growth * doublings_outside(fit, setting)
-    return Prediction(seconds, seconds * np.exp(-half), seconds * np.exp(half), half <= MAX_SPREAD)
+    confident = (half <= MAX_SPREAD) & fit.knows(setting)
+    return Prediction(seconds, seconds * np.exp(-half), seconds * np.exp(half), confident)
 
 
 def doublings_outside(fit: Fit, setting: Setting) -> Floats:

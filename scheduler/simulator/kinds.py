@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 
 from scheduler.cells import Window
 from scheduler.cores import Headroom
-from scheduler.fit import fit_window, predict_seconds
+from scheduler.fit import fit_window
 from scheduler.model import Floats, TrainingSetting
 from scheduler.outlook import REACH
 from scheduler.simulator.knowledge import setting_of, sizes_of
@@ -35,16 +35,16 @@ def fit_ours(window: Window, allowed: np.ndarray, batch_samples: float) -> Float
     """Return seconds of a step at each size; nan where they are none, or out of reach."""
     replicas, stores = sizes_of(allowed)
     fit = fit_window(window, TrainingSetting)
-    found = predict_seconds(fit, setting_of(replicas, stores, batch_samples))
+    setting = setting_of(replicas, stores, batch_samples)
     most_replicas, most_stores = window.columns()[:, 3:5].max(axis=0)
-    seconds = found.seconds.copy()
+    # Few measurements may leave no term that counts at the smallest sizes.
+    seconds = np.where(fit.knows(setting), fit.seconds(setting), np.nan)
     # What was measured needs no model.
     for cell in window.cells.values():
         here = (replicas == round(cell.columns[3])) & (stores == round(cell.columns[4]))
         seconds[here] = np.median(cell.seconds)
     near = (replicas <= REACH * most_replicas) & (stores <= REACH * most_stores)
-    # Few measurements may leave no term that counts at the smallest sizes.
-    return np.where(near & (seconds > 0.0), seconds, np.nan)
+    return np.where(near, seconds, np.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
