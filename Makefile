@@ -83,13 +83,15 @@ chaos: .venv/synced ## the long fault-injection run
 	python -m pytest -m chaos
 
 # torchrec asks for the CUDA build of fbgemm by name: the override drops that from the CPU locks.
-COMPILE = $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes --no-emit-index-url --no-emit-find-links \
-  --python-version 3.11 --python-platform x86_64-manylinux_2_28 $(UPGRADE) pyproject.toml
+PIN = $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes --no-emit-index-url --no-emit-find-links \
+  --python-version 3.11 --python-platform x86_64-manylinux_2_28 $(UPGRADE)
+COMPILE = $(PIN) pyproject.toml
 
-lock: | $(BIN)/uv ## compile the three locks; UPGRADE=--upgrade takes newer versions
+lock: | $(BIN)/uv ## compile the locks; UPGRADE=--upgrade takes newer versions
 	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
 	$(COMPILE) --extra pipelines --constraints requirements.lock --output-file requirements-pipelines.lock
 	$(COMPILE) --extra pipelines --extra gpu --extra scheduler --extra dev --constraints requirements.lock --output-file requirements-gpu.lock
+	$(PIN) deploy/airflow/requirements.in --output-file deploy/airflow/requirements.lock
 
 clean: ## remove .venv, demo and caches
 	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis

@@ -84,7 +84,7 @@ def test_golden_files_stay_small(tracked: list[Path]) -> None:
     assert {path: size for path, size in golden.items() if size >= MAX_GOLDEN_BYTES} == {}
 
 
-@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize("name", [*LOCKS, "deploy/airflow/requirements.lock"])
 def test_lock_pins_each_package_with_hashes_and_names_no_url(repository: Path, name: str) -> None:
     text = (repository / name).read_text()
     entries = re.split(r"\n(?=\S)", text.strip())
