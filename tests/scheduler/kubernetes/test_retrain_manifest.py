@@ -38,7 +38,7 @@ def test_shipped_cron_job_is_taken_with_every_key(
 
 
 @pytest.mark.parametrize(("status", "tries"), [(REFUSED, 1), (1, 2)])
-def test_job_of_the_shipped_cron_job_is_tried_again_unless_the_day_was_refused(
+def test_its_job_is_tried_again_unless_the_day_was_refused(
     status: int, tries: int, cluster: Cluster, namespace: str, manifest: dict[str, Any]
 ) -> None:
     spec = manifest["spec"]["jobTemplate"]["spec"] | {"backoffLimit": 1}
