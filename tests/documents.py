@@ -9,6 +9,7 @@ FENCE = re.compile(r"^```(?P<info>[^`\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | 
 OPTIONS = re.compile(
     r"^(?P<language>console|python)(?: (?P<slow>slow))?(?: norun=(?P<reason>.+))?$"
 )
+HEREDOC = re.compile(r"<<'(\w+)'")
 FIRST_WORDS = ("console", "python")
 
 
@@ -61,7 +62,8 @@ def blocks(text: str) -> list[Block]:
 def commands(body: str) -> list[tuple[str, str]]:
     """Split a console block into commands and what each is said to print.
 
-    A command starts with `$ ` and goes on after a backslash at the end of a line.
+    A command starts with `$ ` and goes on after a backslash at the end of a line. After `<<'WORD'`
+    it goes on to the line that is the word.
     """
     found: list[tuple[str, str]] = []
     lines = iter(body.splitlines())
@@ -70,6 +72,11 @@ def commands(body: str) -> list[tuple[str, str]]:
             command = line[2:]
             while command.endswith("\\"):
                 command = command[:-1] + next(lines).strip()
+            if (heredoc := HEREDOC.search(command)) is not None:
+                ends = False
+                while not ends:
+                    text = next(lines)
+                    command, ends = f"{command}\n{text}", text == heredoc[1]
             found.append((command, ""))
         elif not found:
             raise ValueError(
@@ -94,3 +101,13 @@ def named_paths(text: str, folders: set[str]) -> list[str]:
     links = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
     quoted = re.findall(r"`([\w.-]+(?:/[\w.-]+)*\.(?:md|pbtxt|proto|py|sql|toml|yaml))`", text)
     return links + [path for path in quoted if Path(path).parts[0] in folders and "/" in path]
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """List the tests that a document names in backticks, as `FILE::FUNCTION`: file and function.
+
+    Example:
+        >>> named_tests("shown by `tests/test_a.py::test_b` and `tests/test_a.py`")
+        [('tests/test_a.py', 'test_b')]
+    """
+    return re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import Block, arguments, blocks, commands, named_paths
+from tests.documents import Block, arguments, blocks, commands, named_paths, named_tests
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipelines", "scheduler", "trainer")
@@ -151,6 +151,22 @@ def test_document_names_only_files_that_exist(name: str) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_document_names_only_tests_that_exist(name: str) -> None:
+    missing = [
+        f"{path}::{test}"
+        for path, test in named_tests((REPOSITORY / name).read_text())
+        if not (REPOSITORY / path).is_file()
+        or f"def {test}(" not in (REPOSITORY / path).read_text()
+    ]
+    assert missing == []
+
+
+def test_named_tests_are_found_and_plain_files_are_not() -> None:
+    text = "shown by `tests/test_a.py::test_b` and `tests/test_a.py`"
+    assert named_tests(text) == [("tests/test_a.py", "test_b")]
+
+
 def test_documents_are_found() -> None:
     assert {"README.md", "schemas/README.md", "docs/README.md"} <= set(DOCUMENTS)
 
@@ -160,6 +176,12 @@ def test_run_console_of_failing_and_wrong_commands_names_both(tmp_path: Path) ->
     text = "```console\n$ echo one \\\n    two\none ...\n$ false\n$ echo three\nfour\n```\n"
     problems = run_console(blocks(text)[0], tmp_path)
     assert problems == ["false exits with 1:\n", "echo three prints\nthree\ninstead of\nfour\n"]
+
+
+def test_commands_with_a_text_of_lines_end_at_its_word() -> None:
+    body = "$ cat <<'END' > a\n$ one\n  two\\\nEND\nprinted\n$ cat a\n"
+    first = "cat <<'END' > a\n$ one\n  two\\\nEND"
+    assert commands(body) == [(first, "printed\n"), ("cat a", "")]
 
 
 def test_run_python_of_wrong_doctest_names_it(tmp_path: Path) -> None:

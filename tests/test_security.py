@@ -1,0 +1,286 @@
+"""What docs/security.md says of the code: found in its syntax trees, and in processes that run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+
+import apache_beam as beam
+import duckdb
+import pytest
+
+import pipelines.__main__
+import scheduler.__main__
+import trainer.__main__
+from pipelines.beam.runner import run_pipeline
+from pipelines.samples.sql import connect
+from scheduler.drivers.process.stores import prepare_stores, token_of
+from scheduler.drivers.process.workplace import Workplace
+from tests.cluster.sockets import sockets_of
+from tests.conftest import REPOSITORY
+from tests.documents import blocks, commands
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import children_of, ended, num_steps, started, until
+from tests.trainer.runs import SEGMENTS
+from tests.trainer.stores import running, start_store
+from trainer.replicas.faults import Faults
+from trainer.stores.token import write_token
+
+PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
+LOOPBACK = {"127.0.0.1", "::1", "00000000000000000000000001000000"}
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load"}
+SERVERS = re.compile(
+    r"(?:FlightServerBase|HTTPServer|create_server|LighthouseServer|TCPStore|create_device"
+    r"|add_insecure_port|add_secure_port|grpc\.server|\.bind)$"
+)
+SERVER_FILES = {
+    "scheduler/drivers/process/ports.py",  # looks for free ports of loopback, and lets them go
+    "scheduler/status/server.py",
+    "trainer/replicas/group.py",
+    "trainer/replicas/membership.py",
+    "trainer/replicas/peer.py",
+    "trainer/replicas/relay.py",  # for injected faults, on loopback
+    "trainer/stores/flight_server.py",
+}
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    """Give the path and the syntax tree of each source file of the packages."""
+    for package in PACKAGES:
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            yield path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Return the top-level modules that a file imports, also within functions."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    """Give each call and the text of what is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def keyword(call: ast.Call, name: str) -> object:
+    """Return the constant that a call gives by a keyword, None where it gives none."""
+    given = [k.value for k in call.keywords if k.arg == name]
+    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+
+
+def test_pickle_is_imported_by_two_modules_of_the_build_alone() -> None:
+    found = {path for path, tree in trees() if imported(tree) & UNSAFE_MODULES}
+    assert found == {"pipelines/beam/runner.py", "pipelines/parts/part.py"}
+
+
+def test_nothing_that_runs_data_as_code_is_called() -> None:
+    found = [
+        f"{path}:{call.lineno}: {name}"
+        for path, tree in trees()
+        for name, call in calls(tree)
+        if name in UNSAFE_CALLS or keyword(call, "shell") is not None
+    ]
+    assert found == []
+
+
+def test_calls_and_imports_find_what_they_look_for() -> None:
+    code = "def f():\n    from pickle import loads\n    run('x', shell=True)\n    torch.load('x')\n"
+    tree = ast.parse(code)
+    assert imported(tree) == {"pickle"}
+    assert {name for name, _ in calls(tree)} == {"run", "torch.load"}
+    assert [keyword(call, "shell") for _, call in calls(tree)] == [True, None]
+
+
+def test_arrays_are_read_without_pickle() -> None:
+    reads = [
+        keyword(call, "allow_pickle")
+        for _, tree in trees()
+        for name, call in calls(tree)
+        if name in ("np.load", "numpy.load")
+    ]
+    assert len(reads) > 2
+    assert set(reads) == {False}
+
+
+def test_servers_are_made_in_known_files_only() -> None:
+    found = set[str]()
+    for path, tree in trees():
+        bases = [
+            ast.unparse(base)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for base in node.bases
+        ]
+        if any(SERVERS.search(name) for name in (*bases, *(name for name, _ in calls(tree)))):
+            found.add(path)
+    assert found == SERVER_FILES
+
+
+def options_of(parser: ArgumentParser) -> Iterator[tuple[str, object]]:
+    """Give each option of a parser and of its commands, with its default."""
+    for action in parser._actions:
+        for option in action.option_strings:
+            yield option, action.default
+        if isinstance(action.choices, dict):
+            for command in action.choices.values():
+                yield from options_of(command)
+
+
+def all_options() -> list[tuple[str, object]]:
+    mains = (pipelines.__main__, scheduler.__main__, trainer.__main__)
+    return [option for main in mains for option in options_of(main.build_parser())]
+
+
+def test_hosts_are_loopback_unless_said() -> None:
+    hosts = [default for option, default in all_options() if option == "--host"]
+    assert len(hosts) >= 3
+    assert set(hosts) == {"127.0.0.1"}
+    fields = {
+        (path, ast.unparse(node.value))
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "host" and node.value
+    }
+    assert fields
+    assert {default for _, default in fields} == {"'127.0.0.1'"}
+
+
+def test_no_option_takes_a_secret_itself() -> None:
+    words = ("token", "password", "secret", "credential")
+    found = {option for option, _ in all_options() if any(word in option for word in words)}
+    assert found == {"--token-file"}
+
+
+def test_tokens_are_written_for_their_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        secret = write_token(tmp_path / "token")
+        place = Workplace(REPOSITORY / "schemas" / "demo" / "job.yaml", tmp_path / "demo", 1)
+        prepare_stores(place, 2)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert token_of(place).stat().st_mode & 0o777 == 0o600
+    assert len({secret, token_of(place).read_text(), write_token(tmp_path / "token")}) == 3
+
+
+def test_sql_of_a_job_reads_no_file(tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("a\n1\n")
+    connection = connect()
+    with pytest.raises(duckdb.Error, match="disabled by configuration"):
+        connection.execute(f"SELECT * FROM read_csv('{tmp_path / 'secret.csv'}')")
+    with pytest.raises(duckdb.Error, match="locked"):
+        connection.execute("SET enable_external_access = true")
+
+
+def test_installs_ask_for_hashes() -> None:
+    lines = (REPOSITORY / "Makefile").read_text().splitlines()
+    installs = [line for line in lines if re.search(r"\bpip (?:install|sync)\b", line)]
+    assert len(installs) == 2
+    assert all("--require-hashes" in line for line in installs)
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    shown = [
+        command
+        for page in pages
+        for block in blocks(page.read_text())
+        if block.language == "console"
+        for command, _ in commands(block.body)
+    ]
+    assert not [c for c in shown if "pip install" in c and "--require-hashes" not in c]
+
+
+def listening() -> list[str]:
+    """Return the hosts at which this process listens, told from within a worker of Beam."""
+    return sorted({host for host, _ in sockets_of([os.getpid()]).listening})
+
+
+@pytest.mark.parametrize(("workers", "hosts"), [(1, []), (2, ["::"])])
+def test_beam_listens_on_all_interfaces_with_several_workers_and_nowhere_with_one(
+    workers: int, hosts: list[str], tmp_path: Path
+) -> None:
+    before = sockets_of([os.getpid()]).listening
+
+    def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        asked = pipeline | beam.Create([0])
+        return {"hosts": asked | beam.Map(lambda _: listening())}
+
+    (tmp_path / "results").mkdir()
+    arguments = [f"--direct_num_workers={workers}", "--direct_running_mode=multi_threading"]
+    outcome = run_pipeline(make, arguments[: 2 if workers > 1 else 1], tmp_path)
+    assert outcome.values["hosts"] == [sorted({*hosts, *(host for host, _ in before)})]
+
+
+def family_of(pid: int) -> dict[int, list[str]]:
+    """Return the processes below one, with their command lines."""
+    found = children_of(pid)
+    for child in list(found):
+        found |= family_of(child)
+    return found
+
+
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_store_tells_its_token_to_nobody_and_listens_on_loopback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secret = write_token(tmp_path / "made")
+    with running(start_store(tmp_path / "store", token=secret)) as (store,):
+        pid = store.process.pid
+        assert secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert secret.encode() not in environment_of(pid)
+        hosts = {host for host, _ in sockets_of([pid]).listening}
+        assert hosts
+        assert hosts <= LOOPBACK
+        store.process.terminate()
+        assert store.process.stdout is not None
+        said = store.process.stdout.read() + "".join(capfd.readouterr())
+    assert secret not in said
+    assert files_with(secret, tmp_path / "store") == []
+
+
+def files_with(text: str, folder: Path) -> list[str]:
+    """Return the files below a folder that hold a text."""
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and text.encode() in path.read_bytes()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_run_with_stores_and_replicas_leaves_tokens_in_their_files_alone(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", lookahead="2", every_steps="12")
+    dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
+    run, slowly = tmp_path / "run", Faults().pause(0, 0.1).pause(1, 0.1)
+    more = ("--embedding", "cached", "--stores", "1", "--faults", slowly.to_json())
+    process = started(job, dataset, run, "--replicas", "2", *more)
+    until(process, lambda: num_steps(run) >= 3)
+    secrets = {path: (run / path).read_text().strip() for path in ("token", "store/token")}
+    family = family_of(process.pid)
+    assert len(family) >= 3
+    told = [" ".join(command).encode() + environment_of(pid) for pid, command in family.items()]
+    hosts = {host for host, _ in sockets_of([process.pid, *family]).listening}
+    status, said = ended(process)
+    assert status == 0, said
+    assert hosts
+    assert hosts <= LOOPBACK
+    for path, secret in secrets.items():
+        assert (run / path).stat().st_mode & 0o777 == 0o600
+        assert not any(secret.encode() in text for text in told)
+        assert secret not in said
+        assert files_with(secret, run) == [path]
