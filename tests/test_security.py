@@ -8,6 +8,7 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import apache_beam as beam
 import duckdb
@@ -212,7 +213,7 @@ def test_beam_listens_on_all_interfaces_with_several_workers_and_nowhere_with_on
 ) -> None:
     before = sockets_of([os.getpid()]).listening
 
-    def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+    def make(pipeline: beam.Pipeline) -> dict[str, Any]:
         asked = pipeline | beam.Create([0])
         return {"hosts": asked | beam.Map(lambda _: listening())}
 
