@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.columns import comparable, is_list, jagged_of, numpy_of, one_chunk
+from schemas.columns import comparable, numpy_of, one_chunk
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError, nearest
+from schemas.feature_columns import bags_of, factors_of, in_range, numbers_of
+from schemas.features import FeatureSet
 from schemas.jagged import Array, Jagged, hash_keys, offsets_of
-from schemas.job import TableConfig
+from schemas.job import DataConfig, TableConfig
 from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
-from schemas.rows import rows_of_ids
 
 _RANGES = {"label": (0.0, 1.0), "weight": (0.0, np.inf)}
 
@@ -74,7 +74,30 @@ def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSp
     Raises:
         SchemaError: a sparse feature has no table, or one of `kept` is no column.
     """
-    features, data = dataset.features, dataset.job.data
+    data = dataset.job.data
+    return spec_of_columns(dataset.features, data, dtype, kept, data.group_of_column)
+
+
+def spec_of_columns(
+    features: FeatureSet,
+    data: DataConfig,
+    dtype: str,
+    kept: tuple[str, ...] = (),
+    owner: Mapping[str, str] | None = None,
+) -> BatchSpec:
+    """Return what a batch of some columns is made of.
+
+    Args:
+        features: declared columns.
+        data: tables, and which features look into them.
+        dtype: float32 or float64.
+        kept: further columns, for evaluation.
+        owner: column to its dedup group; None where nothing is deduplicated.
+
+    Raises:
+        SchemaError: as `spec_of`.
+    """
+    owner = owner or {}
     sparse = features.with_role("sparse")
     for feature in sparse:
         if feature not in data.table_of_feature:
@@ -93,21 +116,21 @@ def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSp
         weight=stored or (weights[0] if weights else None),
         dense=features.with_role("dense"),
         sparse=sparse,
-        weighted=tuple(f for f in sparse if _has_weights(dataset, f)),
+        weighted=tuple(f for f in sparse if _has_weights(features, owner, f)),
         kept=kept,
-        owner=data.group_of_column,
+        owner=owner,
         tables=data.tables,
         table_of=data.table_of_feature,
         dtype=dtype,
     )
 
 
-def _has_weights(dataset: Dataset, feature: str) -> bool:
+def _has_weights(features: FeatureSet, owner: Mapping[str, str], feature: str) -> bool:
     """Tell whether the entries of a list feature have weights; these lie where the lists do."""
     name = weights_column(feature)
-    if name not in dataset.features:
+    if name not in features:
         return False
-    owner, found = dataset.job.data.group_of_column, dataset.features[name]
+    found = features[name]
     if not (found.is_list and found.type == "FLOAT" and found.role == "kept"):
         raise SchemaError(
             f"weights of list entries must be a FLOAT list of role kept, got {name!r} of type "
@@ -212,8 +235,8 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         return values if owner == SAMPLES else values[inverse[owner]]
 
     def numbers(name: str) -> Array:
-        values = per_sample(name, lambda column: _numbers(column, spec.dtype))
-        return _in_range(values, name, *_RANGES.get(roles.get(name, ""), (-np.inf, np.inf)))
+        values = per_sample(name, lambda column: numbers_of(column, spec.dtype))
+        return in_range(values, name, *_RANGES.get(roles.get(name, ""), (-np.inf, np.inf)))
 
     roles = {spec.label: "label", spec.weight: "weight"}
 
@@ -221,7 +244,11 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         return one_chunk(tables[spec.owner.get(name, SAMPLES)][name])
 
     num_samples = int(counts.samples.sum())
-    sparse = {name: _bags(column_of(name), name, spec) for name in spec.sparse}
+    table_of = {name: spec.table_of[name] for name in spec.sparse}
+    sparse = {
+        name: bags_of(column_of(name), table, spec.tables[table])
+        for name, table in table_of.items()
+    }
     dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
     for index, name in enumerate(spec.dense):
         dense[:, index] = numbers(name)
@@ -235,7 +262,7 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         inverse=inverse,
         sparse=sparse,
         factors={
-            f: _factors(column_of(weights_column(f)), f, sparse[f], spec.dtype)
+            f: factors_of(column_of(weights_column(f)), f, sparse[f], spec.dtype)
             for f in spec.weighted
         },
     )
@@ -264,27 +291,6 @@ def _inverse(column: pa.ChunkedArray, counts: BlockCounts, group: str) -> NDArra
     return inverse + np.repeat(offsets_of(uniques)[:-1], counts.samples)
 
 
-def _numbers(column: pa.Array, dtype: str) -> Array:
-    if is_list(column.type):
-        raise SchemaError(
-            f"dense feature must be one number, got {column.type}; make scalars of it in SQL"
-        )
-    if column.null_count:
-        column = pc.fill_null(column, pa.scalar(0).cast(column.type))
-    return numpy_of(column).astype(dtype)
-
-
-def _in_range(values: Array, name: str, low: float, high: float) -> Array:
-    """Refuse what would make a loss that means nothing."""
-    bad = ~np.isfinite(values) | (values < low) | (values > high)
-    if bad.any():
-        raise SchemaError(
-            f"column {name!r} must hold finite numbers from {low} to {high}, got "
-            f"{values[bad][0]}; give it a domain or correct it in the job's SQL"
-        )
-    return values
-
-
 def _keys(column: pa.Array) -> Array:
     """Return values that are equal when the keys are; a null is a key of its own."""
     if not column.null_count:
@@ -293,25 +299,3 @@ def _keys(column: pa.Array) -> Array:
         if pa.types.is_integer(column.type):
             return numpy_of(column).astype(np.int64)
     return hash_keys(comparable(column)).view(np.int64)
-
-
-def _bags(column: pa.Array, feature: str, spec: BatchSpec) -> Jagged:
-    """Return the rows that each value of a sparse feature looks up; nulls are empty bags."""
-    if is_list(column.type):
-        bags = jagged_of(column)
-    else:
-        valid = column.is_valid().to_numpy(zero_copy_only=False)
-        bags = Jagged(numpy_of(column.drop_null()), offsets_of(valid.astype(np.int64)))
-    table = spec.table_of[feature]
-    return Jagged(rows_of_ids(bags.values, table, spec.tables[table]), bags.offsets)
-
-
-def _factors(column: pa.Array, feature: str, bags: Jagged, dtype: str) -> Array:
-    """Return the weight of each entry of a list feature."""
-    name, found = weights_column(feature), jagged_of(column)
-    if not np.array_equal(found.offsets, bags.offsets):
-        raise SchemaError(
-            f"column {name!r} must have one entry per entry of {feature!r}, got lists of other "
-            "lengths; make both of the same list in the job's SQL"
-        )
-    return _in_range(found.values.astype(dtype), name, -np.inf, np.inf)
