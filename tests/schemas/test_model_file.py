@@ -1,0 +1,251 @@
+"""A model file gives back what was written; one that is not whole or not safe is refused."""
+
+import hashlib
+import io
+import json
+import pickle
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.first_values import initial_rows
+from schemas.job import TableConfig
+from schemas.layout import MANIFEST
+from schemas.manifest import hash_of
+from schemas.model_file import (
+    PROGRAM,
+    Lineage,
+    ModelManifest,
+    open_model,
+    rows_paths,
+    write_model,
+)
+from schemas.model_inputs import FEWEST_SAMPLES, FILLING, ModelInputs, inputs_of
+
+INPUTS = ModelInputs(
+    dense=("price",),
+    sparse={"clicked": "items", "item": "items", "user": "users"},
+    weighted=("clicked",),
+    tables={
+        "items": TableConfig(features=("clicked", "item"), num_rows=50),
+        "users": TableConfig(features=("user",), num_rows=100, rows="identity"),
+    },
+    history="clicked",
+    max_history=2,
+    dtype="float32",
+)
+ROWS = {"items": np.arange(0, 50, 2), "users": np.array([3, 5])}
+SAMPLES = pa.table(
+    {
+        "price": pa.array([1, None, 3], pa.float32()),
+        "clicked": pa.array([[1, 2, 3], [], None], pa.list_(pa.int64())),
+        "clicked_weights": pa.array([[0.5, 1, 2], [], None], pa.list_(pa.float32())),
+        "item": [7, 8, 9],
+        "user": [3, None, 5],
+    }
+)
+"""Samples as a dataset has them: a null number, a null id, an empty list and a null one."""
+
+
+def npy(array: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def archive(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as made:
+        for name, data in members.items():
+            made.writestr(name, data)
+    return out.getvalue()
+
+
+GRAPH = {"target": "torch.ops.aten.add.Tensor", "size": {"expr_str": "Max(1, 2*s7 + 1)"}}
+HARMLESS = {
+    "made/archive_format": b"pt2",
+    "made/models/model.json": json.dumps([GRAPH]).encode(),
+    "made/data/weights/model_weights_config.json": b'{"config": {"w": {"use_pickle": false}}}',
+    "made/data/sample_inputs/model.pt": b"",
+}
+
+
+def values_of(table: str) -> np.ndarray:
+    return np.arange(len(ROWS[table]) * 4, dtype=np.float32).reshape(-1, 4)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model whose program nobody runs."""
+    manifest = ModelManifest(
+        name="small",
+        model="dlrm",
+        inputs=INPUTS,
+        label="clicked_flag",
+        dim=4,
+        seed=1,
+        batch_samples=64,
+        lineage=Lineage(run="run", train_step=3, checkpoint_sha256="ab", segments_sha256=("cd",)),
+        parts={},
+    )
+    members: dict[str, Path | bytes] = {PROGRAM: archive(HARMLESS), "job.yaml": b"name: small"}
+    for table, rows in ROWS.items():
+        contents = (npy(rows), npy(values_of(table)))
+        members |= dict(zip(rows_paths(table), contents, strict=True))
+    write_model(tmp_path / "written", manifest, members)
+    return tmp_path / "written"
+
+
+def test_written_model_is_read_back(model: Path) -> None:
+    found = open_model(model)
+    assert found.manifest.inputs == INPUTS
+    assert found.manifest.lineage.segments_sha256 == ("cd",)
+    assert found.read("job.yaml") == b"name: small"
+    for table, rows in ROWS.items():
+        assert [a.tolist() for a in found.stored_rows(table)] == [
+            rows.tolist(),
+            values_of(table).tolist(),
+        ]
+    assert not list(model.parent.glob(".*")), "nothing is left half-written"
+
+
+def test_rows_that_are_not_stored_have_their_first_values(model: Path) -> None:
+    found = open_model(model).rows_of("users", np.array([3, 4, 5, 99]))
+    first = initial_rows(np.array([4, 99]), table="users", seed=1, dim=4, dtype="float32")
+    assert np.array_equal(found[[0, 2]], values_of("users"))
+    assert np.array_equal(found[[1, 3]], first)
+    assert open_model(model).rows_of("users", np.array([], np.int64)).shape == (0, 4)
+
+
+def test_inputs_look_up_what_the_samples_say() -> None:
+    found = inputs_of(INPUTS, SAMPLES, lambda _, rows: rows[:, None].astype(np.float32))
+    assert found["dense"].shape == (FEWEST_SAMPLES, 1)
+    assert found["dense"][:3, 0].tolist() == [1, 0, 3]
+    assert found["lengths/clicked"].tolist() == [3] + [0] * (FEWEST_SAMPLES - 1)
+    assert found["lengths/user"][:3].tolist() == [1, 0, 1]
+    users = found["rows/users"][found["positions/user"][:-FILLING], 0]
+    assert users.tolist() == [3, 5]
+    assert found["factors/clicked"].tolist() == [0.5, 1, 2] + [0] * FILLING
+    clicked = found["positions/clicked"][:3]
+    assert found["history"].shape == (FEWEST_SAMPLES, 2)
+    assert found["history"][0].tolist() == [clicked[2], clicked[1]], "the newest first"
+    assert not found["history"][1:].any()
+    assert list(found) == sorted(found)
+
+
+def test_inputs_of_a_slice_are_those_of_its_samples() -> None:
+    def rows_of(_: str, rows: np.ndarray) -> np.ndarray:
+        return rows[:, None]
+
+    cut = inputs_of(INPUTS, SAMPLES.slice(1, 2), rows_of)
+    copied = inputs_of(INPUTS, SAMPLES.take([1, 2]), rows_of)
+    assert {n: a.tolist() for n, a in cut.items()} == {n: a.tolist() for n, a in copied.items()}
+
+
+def test_model_with_a_changed_byte_is_refused_or_means_the_same(
+    model: Path, tmp_path: Path
+) -> None:
+    data, found = model.read_bytes(), open_model(model)
+    members = {name: found.read(name) for name in found.manifest.parts}
+    messages, places = list[str](), range(0, len(data), 7)
+    for place in places:
+        changed = bytearray(data)
+        changed[place] ^= 1 << place % 8
+        (tmp_path / "model").write_bytes(changed)
+        try:
+            opened = open_model(tmp_path / "model")
+        except SchemaError as error:
+            messages.append(str(error))
+            continue
+        assert opened.manifest == found.manifest
+        assert {name: opened.read(name) for name in opened.manifest.parts} == members
+    assert all("export the run again" in message for message in messages)
+    assert len(messages) > 0.7 * len(places), "only headers of the archive may change unseen"
+
+
+def test_model_that_is_cut_or_missing_is_refused(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    message = f"model must exist, got none in {path}; make it with python -m trainer export"
+    with pytest.raises(SchemaError) as error:
+        open_model(path)
+    assert str(error.value) == message
+    path.write_bytes(model.read_bytes()[:-100])
+    with pytest.raises(SchemaError, match="model must be a whole archive"):
+        open_model(path)
+
+
+def rewritten(source: Path, to: Path, **members: bytes) -> Path:
+    """Write a model with other members, whose manifest is right about them."""
+    with zipfile.ZipFile(source) as old:
+        held = {name: old.read(name) for name in old.namelist()} | members
+    body = json.loads(held.pop(MANIFEST))
+    del body["checksum"]
+    body |= json.loads(members.get("changes", b"{}"))
+    held.pop("changes", None)
+    sums = {n: hashlib.sha256(data).hexdigest() for n, data in held.items()}
+    body["parts"] = {n: {"num_bytes": len(held[n]), "sha256": s} for n, s in sums.items()}
+    held[MANIFEST] = json.dumps({**body, "checksum": hash_of(body)}).encode()
+    with zipfile.ZipFile(to, "w") as new:
+        for name, data in held.items():
+            new.writestr(name, data)
+    return to
+
+
+def test_model_of_another_format_is_refused(model: Path, tmp_path: Path) -> None:
+    path = rewritten(model, tmp_path / "model", changes=b'{"format": 2}')
+    message = "model must have format 1, got 2"
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        open_model(path)
+
+
+def with_member(program: bytes, name: str, data: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(program)) as old, zipfile.ZipFile(out, "w") as new:
+        root = old.namelist()[0].split("/")[0]
+        for each in old.namelist():
+            if each != f"{root}/{name}":
+                new.writestr(each, old.read(each))
+        new.writestr(f"{root}/{name}", data)
+    return out.getvalue()
+
+
+class Harm:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (pytest.fail, ("it was unpickled",))
+
+
+HARM = pickle.dumps(Harm())
+UNSAFE = {
+    "example inputs": ("data/sample_inputs/model.pt", HARM),
+    "a custom object": ("data/constants/custom_obj_0", HARM),
+    "a pickled weight": (
+        "data/weights/model_weights_config.json",
+        b'{"config": {"w": {"path_name": "weight_0", "use_pickle": true}}}',
+    ),
+    "code in a size": ("models/model.json", b'{"expr_str": "exec(chr(49))"}'),
+    "another operator": ("models/model.json", b'{"target": "os.system"}'),
+    "a graph of nothing": ("models/model.json", b"["),
+}
+
+
+@pytest.mark.parametrize(("name", "data"), UNSAFE.values(), ids=UNSAFE.keys())
+def test_program_that_would_be_unpickled_is_refused(
+    name: str, data: bytes, model: Path, tmp_path: Path
+) -> None:
+    program = open_model(model).program
+    harmful = with_member(program, name, data)
+    path = rewritten(model, tmp_path / "model", **{PROGRAM: harmful})
+    with pytest.raises(SchemaError, match=r"program must hold plain tensors and torch's own"):
+        open_model(path)
+
+
+def test_samples_without_a_column_are_refused_by_name(model: Path) -> None:
+    renamed = SAMPLES.rename_columns(["itm" if n == "item" else n for n in SAMPLES.column_names])
+    message = "samples must have column 'item', got none; did you mean 'itm'?"
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        open_model(model).inputs(renamed)
