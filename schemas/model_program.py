@@ -17,16 +17,16 @@ from typing import Any, cast
 from schemas.errors import SchemaError
 
 _MEMBERS = re.compile(
-    r"[^/]+/(archive_format|archive_version|byteorder|version|\.data/serialization_id"
+    r"[^/]+/(archive_format|archive_version|byteorder|version|\.data/\w+"
     r"|\.format_version|\.storage_alignment"
     r"|models/model\.json"
     r"|data/weights/(weight_\d+|model_weights_config\.json)"
     r"|data/constants/(tensor_\d+|model_constants_config\.json)"
     r"|data/sample_inputs/model\.pt)"
 )
-_EXPRESSION = re.compile(
-    r"(?:[su]\d+|[0-9]+|Max|Min|Eq|Ne|Gt|Ge|Lt|Le|FloorDiv|Mod|[-+*/(), <>=])*"
-)
+_NAMES = "Add|Mul|Integer|Max|Min|Eq|Ne|Gt|Ge|Lt|Le|FloorDiv|Mod"
+_SYMBOL = r"Symbol\('[su]\d+'(?:, (?:positive|nonnegative|integer)=True)*\)"
+_EXPRESSION = re.compile(rf"(?:{_SYMBOL}|[su]\d+|\d+|{_NAMES}|[-+*/(), <>])*")
 _TARGET = re.compile(r"torch\.ops\.aten\.\w+\.\w+|_operator\.\w+|torch\.sym_\w+|math\.\w+")
 
 

@@ -66,7 +66,8 @@ def archive(members: dict[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-GRAPH = {"target": "torch.ops.aten.add.Tensor", "size": {"expr_str": "Max(1, 2*s7 + 1)"}}
+SIZE = "Add(Symbol('s7', positive=True, integer=True), Integer(1))"
+GRAPH = {"target": "torch.ops.aten.add.Tensor", "size": {"expr_str": SIZE}}
 HARMLESS = {
     "made/archive_format": b"pt2",
     "made/models/model.json": json.dumps([GRAPH]).encode(),
@@ -228,6 +229,10 @@ UNSAFE = {
         b'{"config": {"w": {"path_name": "weight_0", "use_pickle": true}}}',
     ),
     "code in a size": ("models/model.json", b'{"expr_str": "exec(chr(49))"}'),
+    "code in a symbol": (
+        "models/model.json",
+        b'{"expr_str": "Symbol(exec(chr(49)), integer=True)"}',
+    ),
     "another operator": ("models/model.json", b'{"target": "os.system"}'),
     "a graph of nothing": ("models/model.json", b"["),
 }
