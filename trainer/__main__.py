@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "evaluate": _evaluate,
         "verify": _verify,
         "equal": _equal,
+        "export": _of_model,
+        "publish": _of_model,
+        "apply": _of_model,
         "store": _store,
         "migrate-slots": _migrate_slots,
         "kill-store": _tell_store,
@@ -204,6 +207,14 @@ def _equal(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0 if found.difference is None else 1
+
+
+def _of_model(arguments: argparse.Namespace) -> int:
+    from trainer.export_commands import COMMANDS
+
+    found = COMMANDS[arguments.command](arguments)
+    _show(arguments, json.dumps(asdict(found), sort_keys=True))
+    return 0
 
 
 def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.export_options import add_export
 from trainer.serving_options import TLS_NAME, add_replica, add_store, not_negative, positive
 
 
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     equal = commands.add_parser("equal", help="whether two runs left the same bits")
     equal.add_argument("run", type=Path, help="run folder")
     equal.add_argument("other", type=Path, help="run folder")
+    add_export(commands)
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores that serve a run")
     move.add_argument(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from schemas.dataset import Dataset
+from schemas.dataset import Dataset, verified_version
 from schemas.errors import SchemaError
 from schemas.events import (
     IDENTITY,
@@ -28,7 +28,7 @@ from schemas.events import (
 )
 from schemas.job import TableConfig
 from schemas.job_train import TrainConfig
-from schemas.layout import JOB
+from schemas.layout import JOB, SCHEMA
 from schemas.manifest import canonical_json, replace_bytes
 from trainer.ledger import write_expected
 
@@ -148,6 +148,8 @@ def write_dataset(
 ) -> None:
     """Write what the run has to train, and then what it is: again when the dataset has grown."""
     write_expected(run, dataset, config.epochs)
+    schema = verified_version(dataset.directory / SCHEMA, dataset.manifest.schema_sha256)
+    replace_bytes(run / SCHEMA, schema.read_bytes())
     found = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
     replace_bytes(run / IDENTITY, canonical_json(asdict(found)).encode())
 

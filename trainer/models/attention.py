@@ -155,7 +155,10 @@ class TargetAttention(nn.Module):
         read = [
             # (rows, 1, width, dim) against (rows, 1, H, dim)
             F.scaled_dot_product_attention(
-                q.view(len(k), 1, -1, dim), k[:, None], v[:, None], attn_mask=m[:, None, None, :]
+                q.view(k.shape[0], 1, -1, dim),
+                k[:, None],
+                v[:, None],
+                attn_mask=m[:, None, None, :],
             ).reshape(-1, dim)
             for q, k, v, m in zip(
                 places.split(buckets.place_counts),
@@ -240,7 +243,11 @@ class AttentionModel(nn.Module):
 
 
 def build(
-    config: TrainConfig, features: tuple[str, ...], num_dense: int, embedding: nn.Module
+    config: TrainConfig,
+    features: tuple[str, ...],
+    num_dense: int,
+    embedding: nn.Module,
+    kind: type[AttentionModel] = AttentionModel,
 ) -> AttentionModel:
     """Build the attention model over an embedding module.
 
@@ -250,6 +257,7 @@ def build(
         features: the sparse features in the order in which their vectors are concatenated.
         num_dense: number of dense features; with 0 there is no bottom MLP.
         embedding: a `SequenceEmbedding` in `config.dtype`.
+        kind: the class to build.
 
     Returns:
         A module from a batch to (B,) logits.
@@ -265,4 +273,4 @@ def build(
             )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(config.seed)
-        return AttentionModel(config, features, num_dense, embedding)
+        return kind(config, features, num_dense, embedding)

@@ -40,13 +40,17 @@ class CheckpointStore:
         )
         state = np.zeros((len(rows), layout.state_width), layout.dtype)
         for part in reversed(self._parts):
-            at = np.searchsorted(part.rows, rows)
-            known = np.zeros(len(rows), bool)
-            inside = at < len(part.rows)
-            known[inside] = part.rows[at[inside]] == rows[inside]
+            known, at = _found(part, rows)
             values[known] = part.records.values[at[known]]
             state[known] = part.records.state[at[known]]
         return Records(values, state)
+
+    def holds(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which rows were ever trained."""
+        held = np.zeros(len(rows), bool)
+        for part in self._parts:
+            held |= _found(part, rows)[0]
+        return held
 
     def write(self, rows: NDArray[np.int64], records: Records) -> None:
         """Refuse: a checkpoint is never changed."""
@@ -55,3 +59,12 @@ class CheckpointStore:
     def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows, ascending, and their records, in parts."""
         return newest([RowPart(folder).pieces() for folder in self._folders])
+
+
+def _found(part: RowPart, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which rows a part has, and where."""
+    at = np.searchsorted(part.rows, rows)
+    known = np.zeros(len(rows), bool)
+    inside = at < len(part.rows)
+    known[inside] = part.rows[at[inside]] == rows[inside]
+    return known, at

@@ -1,0 +1,160 @@
+"""Changed rows on the export of one checkpoint give the export of the next, bit for bit."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from schemas.changed_rows import changed_path, open_changes
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
+from trainer.__main__ import main
+from trainer.export import export_run
+from trainer.flash.manifest import (
+    file_sum,
+    folder_of,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
+from trainer.publish import apply_changes, publish
+
+STEPS = (4, 8, 12, 16, 20)
+TABLES = ("users", "items", "pages")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("publish")
+    job = write_job(folder / "job", every_steps="4")
+    dataset = make_dataset(folder / "dataset", job, SEGMENTS)
+    run_job(job, dataset, folder / "run", steps=20)
+    return folder / "run"
+
+
+def by_row(checkpoint: Path, table: str) -> dict[int, bytes]:
+    """Return the bits of each row of a checkpoint, read without the code under test."""
+    held = rows_in(checkpoint)
+    rows, values = held[f"{table}/rows.npy"], held[f"{table}/values.npy"]
+    return {row: value.tobytes() for row, value in zip(rows.tolist(), values, strict=True)}
+
+
+@pytest.mark.parametrize(("since", "to"), [(4, 8), (4, 20), (8, 20), (16, 20), (12, 12)])
+def test_applied_rows_give_the_newer_export_bit_for_bit(
+    since: int, to: int, run: Path, tmp_path: Path
+) -> None:
+    export_run(run, tmp_path / "old", since)
+    export_run(run, tmp_path / "new", to)
+    found = publish(run, tmp_path / "changes", since, to)
+    assert (found.since_step, found.train_step) == (since, to)
+    applied = apply_changes(tmp_path / "old", tmp_path / "changes", tmp_path / "applied")
+    assert applied.num_changed == found.num_changed
+    assert (tmp_path / "applied").read_bytes() == (tmp_path / "new").read_bytes()
+    assert ((tmp_path / "old").read_bytes() == (tmp_path / "new").read_bytes()) == (since == to)
+
+
+@pytest.mark.parametrize(("since", "to"), [(4, 8), (8, 20)])
+def test_published_rows_are_those_whose_bits_differ_and_no_other(
+    since: int, to: int, run: Path, tmp_path: Path
+) -> None:
+    found = publish(run, tmp_path / "changes", since, to)
+    for table in TABLES:
+        old, new = (by_row(checkpoint_at(run, step), table) for step in (since, to))
+        wanted = {row: value for row, value in new.items() if old.get(row) != value}
+        rows = pq.read_table(tmp_path / "changes" / changed_path(table))
+        vectors = np.array(rows["vector"].to_pylist())
+        got = {r: v.tobytes() for r, v in zip(rows["row"].to_pylist(), vectors, strict=True)}
+        assert got == wanted
+        assert list(got) == sorted(got)
+        assert found.num_changed[table] == len(wanted) > 0
+        assert found.num_dropped[table] == 0
+    assert any(found.num_changed[t] < len(by_row(checkpoint_at(run, to), t)) for t in TABLES)
+
+
+def drop_rows(run: Path, train_step: int, table: str) -> list[int]:
+    """Write a table of a checkpoint anew, every third row left out; return these."""
+    checkpoint = checkpoint_at(run, train_step)
+    manifest = read_checkpoint_manifest(checkpoint)
+    held = rows_in(checkpoint)
+    part = f"{folder_of(train_step)}/{table}-less"
+    (checkpoint.parent / part).mkdir()
+    keep = np.arange(len(held[f"{table}/rows.npy"])) % 3 > 0
+    files = dict(manifest.files)
+    for name in ("rows", "values", "state"):
+        path = checkpoint.parent / part / f"{name}.npy"
+        np.save(path, held[f"{table}/{name}.npy"][keep])
+        files[f"{part}/{name}.npy"] = file_sum(path)
+    fields = {n: getattr(manifest, n) for n in manifest.__dataclass_fields__}
+    parts = {**manifest.parts, table: (part,)}
+    changed = type(manifest)(**{**fields, "parts": parts, "files": files})
+    write_checkpoint_manifest(checkpoint, changed)
+    return held[f"{table}/rows.npy"][~keep].tolist()
+
+
+def test_dropped_rows_are_published_and_dropped(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    dropped = drop_rows(copy, 12, "items")
+    export_run(copy, tmp_path / "old", 8)
+    export_run(copy, tmp_path / "new", 12)
+    publish(copy, tmp_path / "changes", 8, 12)
+    held = by_row(checkpoint_at(run, 8), "items")
+    wanted = sorted(set(dropped) & set(held))
+    got = pq.read_table(tmp_path / "changes" / "dropped" / "items.parquet")["row"].to_pylist()
+    assert got == wanted
+    assert wanted, "some of the dropped rows were there before"
+    apply_changes(tmp_path / "old", tmp_path / "changes", tmp_path / "applied")
+    assert (tmp_path / "applied").read_bytes() == (tmp_path / "new").read_bytes()
+
+
+def test_commands_of_published_rows_say_what_they_made(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, changes, new = (str(tmp_path / n) for n in ("old", "changes", "new"))
+    assert main(["export", str(run), "--checkpoint", "8", "--output", old, "--json"]) == 0
+    assert main(["publish", str(run), "--since", "8", "--output", changes, "--json"]) == 0
+    assert main(["apply", old, "--changes", changes, "--output", new, "--json"]) == 0
+    made, published, applied = map(json.loads, capsys.readouterr().out.splitlines())
+    assert made["train_step"] == published["since_step"] == 8
+    assert published["num_changed"] == applied["num_changed"]
+    assert applied["train_step"] == 20
+
+
+def test_rows_of_another_model_are_refused(run: Path, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "old", 4)
+    publish(run, tmp_path / "changes", 8)
+    message = "model must be that of step 8 and checkpoint"
+    with pytest.raises(SchemaError, match=message):
+        apply_changes(tmp_path / "old", tmp_path / "changes", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_folder_that_is_changed_or_not_one_is_refused(run: Path, tmp_path: Path) -> None:
+    publish(run, tmp_path / "changes", 8)
+    path = tmp_path / "changes" / changed_path("items")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(SchemaError, match="file must have sha256"):
+        open_changes(tmp_path / "changes")
+    manifest = tmp_path / "changes" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"since_step":8', '"since_step":9'))
+    with pytest.raises(SchemaError, match="manifest must have format 1 and its checksum"):
+        open_changes(tmp_path / "changes")
+    message = "folder must hold published rows, got FileNotFoundError"
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        open_changes(tmp_path)
+
+
+def test_publish_since_a_later_step_or_into_files_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="--since must be at most the newer checkpoint's step 4"):
+        publish(run, tmp_path / "changes", 8, 4)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SchemaError, match="output must be a new or empty folder"):
+        publish(run, tmp_path, 4, 8)
+    message = f"run must have a checkpoint of step 5, got {list(STEPS)} in {run}; use one of these"
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        publish(run, tmp_path / "changes", 5)

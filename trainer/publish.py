@@ -1,0 +1,201 @@
+"""Rows that changed between two checkpoints of a run, and the newer model made of them.
+
+Parts of a checkpoint that the older one has, too, hold the same rows: only the others are read.
+Of these, rows are published whose bits differ; a part may repeat a row that is as it was.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from schemas.changed_rows import (
+    ChangesManifest,
+    changed_batch,
+    changed_path,
+    changed_schema,
+    dropped_path,
+    dropped_schema,
+    open_changes,
+    read_changed,
+    read_dropped,
+    write_changes_manifest,
+)
+from schemas.checked import sha256_of
+from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
+from schemas.model_file import PROGRAM, TEXTS, manifest_from, open_model, rows_paths, write_model
+from trainer.export import Source, manifest_of, open_source, program_of, texts_of, write_rows
+from trainer.flash.row_parts import RowPart, RowsAndRecords, newest
+from trainer.stores.store import ROWS_AT_ONCE, Records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What was published, or applied."""
+
+    output: str
+    """Where."""
+    since_step: int
+    """Steps of the older checkpoint."""
+    train_step: int
+    """Steps of the newer one."""
+    num_changed: Mapping[str, int]
+    """Changed and new rows by table."""
+    num_dropped: Mapping[str, int]
+    """Rows by table that the newer checkpoint lacks."""
+
+
+def publish(run: Path, output: Path, since_step: int, train_step: int | None = None) -> Published:
+    """Write the rows that changed between two checkpoints of a run, and the newer program.
+
+    Args:
+        run: run folder.
+        output: new or empty folder.
+        since_step: of the older checkpoint.
+        train_step: of the newer one; None takes the newest.
+
+    Raises:
+        SchemaError: a checkpoint is missing or damaged, or the folder is not empty.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise SchemaError(
+            "output must be a new or empty folder, got one with files; name another",
+            file=str(output),
+        )
+    older, newer = open_source(run, since_step), open_source(run, train_step)
+    if older.manifest.train_step > newer.manifest.train_step:
+        raise SchemaError(
+            f"--since must be at most the newer checkpoint's step {newer.manifest.train_step}, got "
+            f"{since_step}; give an older one",
+            file=str(run),
+        )
+    for name in ("rows", "dropped"):
+        (output / name).mkdir(parents=True)
+    counts = {t: _write_changes(older, newer, t, output) for t in newer.inputs.features_of}
+    for name, content in {PROGRAM: program_of(newer), **texts_of(newer)}.items():
+        (output / name).write_bytes(content)
+    files = sorted(p for p in output.rglob("*") if p.is_file())
+    manifest = ChangesManifest(
+        since_step=older.manifest.train_step,
+        since_sha256=sha256_of(older.checkpoint / MANIFEST),
+        model=asdict(manifest_of(newer)),
+        files={p.relative_to(output).as_posix(): sha256_of(p) for p in files},
+        num_changed={t: changed for t, (changed, _) in counts.items()},
+        num_dropped={t: dropped for t, (_, dropped) in counts.items()},
+    )
+    write_changes_manifest(output, manifest)
+    return _published(output, manifest, newer.manifest.train_step)
+
+
+def apply_changes(model: Path, changes: Path, output: Path) -> Published:
+    """Write the newer model of an older one and what was published since.
+
+    Args:
+        model: export of the older checkpoint.
+        changes: folder from `publish`.
+        output: the file.
+
+    Raises:
+        SchemaError: a file is missing or changed, or the rows were published since another model.
+    """
+    if output.is_dir():
+        raise SchemaError(f"output must be a file, got folder {output}; name a file in it")
+    older, manifest = open_model(model), open_changes(changes)
+    lineage = older.manifest.lineage
+    if lineage.checkpoint_sha256 != manifest.since_sha256:
+        raise SchemaError(
+            f"model must be that of step {manifest.since_step} and checkpoint "
+            f"{manifest.since_sha256[:12]}, got step {lineage.train_step} and "
+            f"{lineage.checkpoint_sha256[:12]}; take that one, or publish since this one",
+            file=str(model),
+        )
+    newer = manifest_from(manifest.model)
+    with tempfile.TemporaryDirectory(dir=output.absolute().parent) as folder:
+        members: dict[str, Path | bytes] = {n: changes / n for n in (PROGRAM, *TEXTS)}
+        for table in newer.inputs.features_of:
+            merged = _merged(older.stored_rows(table), changes, table)
+            paths = [Path(folder) / f"{table}.{n}.npy" for n in ("rows", "values")]
+            write_rows(merged, paths, newer.dim, newer.inputs.dtype)
+            members |= dict(zip(rows_paths(table), paths, strict=True))
+        write_model(output, newer, members)
+    return _published(output, manifest, newer.lineage.train_step)
+
+
+def _published(output: Path, manifest: ChangesManifest, train_step: int) -> Published:
+    return Published(
+        output=str(output),
+        since_step=manifest.since_step,
+        train_step=train_step,
+        num_changed=manifest.num_changed,
+        num_dropped=manifest.num_dropped,
+    )
+
+
+def _write_changes(older: Source, newer: Source, table: str, output: Path) -> tuple[int, int]:
+    """Write the changed and the dropped rows of a table; return how many each."""
+    schema = changed_schema(newer.job.train.embedding_dim, newer.spec.dtype)
+    num_changed, num_dropped = 0, 0
+    with (
+        pq.ParquetWriter(output / changed_path(table), schema, compression="zstd") as changed,
+        pq.ParquetWriter(
+            output / dropped_path(table), dropped_schema(), compression="zstd"
+        ) as gone,
+    ):
+        for rows, values, dropped in _changes(older, newer, table):
+            num_changed, num_dropped = num_changed + len(rows), num_dropped + len(dropped)
+            if len(rows):
+                changed.write_batch(changed_batch(rows, values, schema))
+            if len(dropped):
+                gone.write_batch(pa.record_batch([pa.array(dropped)], dropped_schema()))
+    return num_changed, num_dropped
+
+
+def _changes(
+    older: Source, newer: Source, table: str
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.floating], NDArray[np.int64]]]:
+    """Yield changed rows, their new values, and dropped rows, all ascending, some at a time."""
+    before, now = older.rows(table), newer.rows(table)
+    parts = [set(s.manifest.parts.get(table, ())) for s in (older, newer)]
+    folders = [newer.checkpoint.parent / part for part in sorted(parts[0] ^ parts[1])]
+    if not folders:
+        return
+    for rows, _ in newest([RowPart(folder).pieces() for folder in folders]):
+        old, new = before.fetch(rows).values, now.fetch(rows).values
+        had, has = before.holds(rows), now.holds(rows)
+        bits = f"u{new.itemsize}"
+        same = had & np.all(old.view(bits) == new.view(bits), axis=1)
+        chosen = has & ~same
+        yield rows[chosen], new[chosen], rows[had & ~has]
+
+
+def _merged(
+    stored: tuple[NDArray[np.int64], NDArray[np.floating]], changes: Path, table: str
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.floating]]]:
+    """Yield the rows of the newer model, ascending, and their values."""
+    dropped = read_dropped(changes / dropped_path(table))
+
+    def old() -> Iterator[RowsAndRecords]:
+        rows, values = stored
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            keep = np.isin(rows[part], dropped, invert=True, assume_unique=True)
+            yield rows[part][keep], _records(values[part][keep])
+
+    def new() -> Iterator[RowsAndRecords]:
+        for rows, values in read_changed(changes / changed_path(table)):
+            yield rows, _records(values)
+
+    for rows, records in newest([new(), old()]):
+        yield rows, records.values
+
+
+def _records(values: NDArray[np.floating]) -> Records:
+    return Records(values, values[:, :0])
