@@ -39,8 +39,13 @@ def exported(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("model", MODELS)
+SLOW = [pytest.param(m, "float64", marks=pytest.mark.slow) for m in ("dcn", "deepfm", "wide_deep")]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [*((m, "float32") for m in MODELS), ("dlrm", "float64"), ("attention", "float64"), *SLOW],
+)
 def test_exported_model_has_the_bits_of_the_trainers_expanded_evaluation(
     model: str, dtype: str, dataset: Path, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def by_row(checkpoint: Path, table: str) -> dict[int, bytes]:
     return {row: value.tobytes() for row, value in zip(rows.tolist(), values, strict=True)}
 
 
-@pytest.mark.parametrize(("since", "to"), [(4, 8), (4, 20), (8, 20), (16, 20), (12, 12)])
+@pytest.mark.parametrize(("since", "to"), [(4, 8), (4, 20), (12, 12)])
 def test_applied_rows_give_the_newer_export_bit_for_bit(
     since: int, to: int, run: Path, tmp_path: Path
 ) -> None:
