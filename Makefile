@@ -88,7 +88,7 @@ PIN = $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes 
 COMPILE = $(PIN) pyproject.toml
 
 lock: | $(BIN)/uv ## compile the locks; UPGRADE=--upgrade takes newer versions
-	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
+	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra score --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
 	$(COMPILE) --extra pipelines --constraints requirements.lock --output-file requirements-pipelines.lock
 	$(COMPILE) --extra pipelines --extra gpu --extra scheduler --extra dev --constraints requirements.lock --output-file requirements-gpu.lock
 	$(PIN) deploy/airflow/requirements.in --output-file deploy/airflow/requirements.lock

@@ -32,7 +32,7 @@ REFUSED = 3
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; what builds and `oracle` do not know goes to Beam."""
+    """Return the parser of all commands; what those of `_WITH_BEAM` do not know goes there."""
     parser = argparse.ArgumentParser(prog="python -m pipelines", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -100,6 +100,14 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--html", type=Path, required=True, metavar="FILE.html")
     command.add_argument("--runs", type=Path, metavar="DIR", help="directory of trained runs")
 
+    command = commands.add_parser("score", help="score samples by an exported model")
+    command.add_argument("model", type=Path, metavar="MODEL", help="from `trainer export`")
+    command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR")
+    command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
+    command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days; all")
+    command.add_argument("--json", action="store_true")
+
     command = commands.add_parser("oracle", help="what the cache will do, and other indexes")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--reindex", action="store_true", help="build an index for these settings")
@@ -144,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     arguments, beam_args = parser.parse_known_args(argv)
-    if beam_args and arguments.command not in ("build", "append", "rewrite", "oracle"):
+    if beam_args and arguments.command not in _WITH_BEAM:
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
         return _COMMANDS[arguments.command](arguments, beam_args)
@@ -297,6 +305,25 @@ def _report(arguments: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
+def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    try:
+        module = importlib.import_module("pipelines.score")  # brings torch: only here
+    except ModuleNotFoundError as error:
+        raise SchemaError(
+            f"extra `score` must be installed, got no {error.name}; use requirements.lock"
+        ) from error
+    request = module.ScoreRequest(
+        model=arguments.model,
+        dataset=arguments.dataset,
+        output=arguments.output,
+        split=arguments.split,
+        segments=arguments.segments,
+        beam_args=beam_args,
+    )
+    _say(arguments, module.score(request))
+    return 0
+
+
 def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     _say(arguments, oracle(arguments, beam_args, uuid.uuid4().hex[:12]))
     return 0
@@ -312,5 +339,8 @@ _COMMANDS = {
     "verify": _verify,
     "expand": _expand,
     "report": _report,
+    "score": _score,
     "oracle": _oracle,
 }
+_WITH_BEAM = ("build", "append", "rewrite", "score", "oracle")
+"""Commands that hand options which they do not know to Beam."""
