@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -15,6 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from scheduler.doctor import command as doctor
+from scheduler.doctor.examine import examine
+from scheduler.doctor.finding import as_json as findings_as_json
+from scheduler.doctor.finding import line_of
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.platforms import check_driver
 from scheduler.drivers.process.command import RunRequest, inputs_of, plan_jobs, run_jobs
@@ -123,6 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("log", type=Path, metavar="LOG", help="log of a scheduler")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_replay)
+    command = commands.add_parser("doctor", help="what this machine lacks, and how to mend it")
+    doctor.add_arguments(command)
+    command.set_defaults(run=_doctor)
     return parser
 
 
@@ -258,6 +267,20 @@ def _replay(arguments: argparse.Namespace) -> None:
     )
     for job in found.state.jobs.values():
         print(f"{job.name}: {pools_in_words(job)}")
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    place = doctor.place_of(arguments, os.environ, sys.path, sys.version_info[:2])
+    findings = examine(place, time.time())
+    if arguments.json:
+        print(json.dumps(findings_as_json(findings)))
+    else:
+        for finding in findings:
+            print(line_of(finding))
+    if lacking := [finding.name for finding in findings if finding.state == "lacks"]:
+        raise PlanError(
+            f"machine must have all that is needed, got no {', '.join(lacking)}; see the findings"
+        )
 
 
 if __name__ == "__main__":
