@@ -10,11 +10,14 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from pipelines.build import build
+from pipelines.forget.at_once import ForgetRequest, forget
+from pipelines.forget.rewriting import RewriteRequest as WithoutForgotten
+from pipelines.forget.rewriting import rewrite as rewrite_forgotten
 from pipelines.gate.judge import GateError
 from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.oracle.command import oracle
@@ -24,6 +27,7 @@ from pipelines.rewrite.command import RewriteRequest, rewrite
 from pipelines.segments.finish import finish
 from pipelines.segments.prune import prune
 from pipelines.segments.verify import verify
+from schemas.declare import parse_duration
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 
@@ -84,6 +88,20 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--session", metavar="COLUMN", help="session key; guessed by its name")
     command.add_argument("--time", metavar="COLUMN", help="order in a session; guessed by its name")
     command.add_argument("--label", metavar="COLUMN", help="make a star schema to train on")
+    command.add_argument("--json", action="store_true")
+
+    command = commands.add_parser("forget", help="give samples weight 0, or write them out")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--ids", type=Path, metavar="FILE", help="text or Parquet file of ids")
+    command.add_argument("--column", metavar="NAME", help="of the ids; the session key by default")
+    command.add_argument("--rewrite", action="store_true", help="remove them from all files")
+    command.add_argument(
+        "--older-than",
+        type=parse_duration,
+        default=timedelta(),
+        metavar="TIME",
+        help="rewrite what was forgotten so long ago",
+    )
     command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("verify", help="recompute counts and checksums")
@@ -284,6 +302,32 @@ def _prune(arguments: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
+def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    if arguments.ids is None and not arguments.rewrite:
+        raise ValueError("forget must have --ids or --rewrite, got neither; name a file of ids")
+    now = datetime.now(UTC)
+    found: dict[str, Any] = {}
+    if arguments.ids is not None:
+        request = ForgetRequest(
+            dataset=arguments.dataset, ids=arguments.ids, column=arguments.column, at=now
+        )
+        found["forgotten"] = forget(request)
+    if arguments.rewrite:
+        rewriting = WithoutForgotten(
+            dataset=arguments.dataset,
+            older_than=arguments.older_than,
+            ids=arguments.ids,
+            column=arguments.column,
+            at=now,
+            beam_args=beam_args,
+            attempt=uuid.uuid4().hex[:12],
+            say=_progress,
+        )
+        found["rewritten"] = rewrite_forgotten(rewriting)
+    _say(arguments, found)
+    return 0
+
+
 def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     result = verify(arguments.dataset)
     _say(arguments, result)
@@ -336,11 +380,12 @@ _COMMANDS = {
     "finish": _finish,
     "prune": _prune,
     "rewrite": _rewrite,
+    "forget": _forget,
     "verify": _verify,
     "expand": _expand,
     "report": _report,
     "score": _score,
     "oracle": _oracle,
 }
-_WITH_BEAM = ("build", "append", "rewrite", "score", "oracle")
+_WITH_BEAM = ("build", "append", "rewrite", "forget", "score", "oracle")
 """Commands that hand options which they do not know to Beam."""

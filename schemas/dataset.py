@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from schemas.manifest import (
 )
 from schemas.oracle import from_gaps
 from schemas.order import Order
+from schemas.tombstones import no_tombstones, of_segment, read_tombstones, rows_of_places
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class Segment:
         manifest: what it holds.
         files: path to entry, of every file in it.
         blocks: one row per block in training order, columns of `layout.blocks_schema`.
+        tombstones: places of its samples that count no more, `schemas.tombstones`.
     """
 
     directory: Path
     manifest: SegmentManifest
     files: dict[str, FileEntry]
     blocks: pa.Table
+    tombstones: pa.Table = field(default_factory=no_tombstones)
 
     def file(self, path: str) -> CheckedFile:
         """Return a file of the segment, verified as it is read.
@@ -85,6 +88,17 @@ class Segment:
     def block_names(self) -> NDArray[np.int64]:
         """Block ids in training order."""
         return self.column(BLOCK)
+
+    def forgotten_rows(self, file_index: int, row_group: int) -> NDArray[np.int64]:
+        """Return the samples of a row group that count no more, by their place in it, ascending.
+
+        They have weight 0 and are left out wherever samples are handed out one by one.
+        """
+        if not self.tombstones.num_rows:
+            return np.empty(0, np.int64)
+        chosen = (self.column("file") == file_index) & (self.column("row_group") == row_group)
+        starts = offsets_of(self.column("num_samples")[chosen])[:-1]
+        return rows_of_places(self.tombstones, self.block_names[chosen], starts)
 
     def access_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's access lists, in the order of the training blocks.
@@ -293,11 +307,21 @@ def verified_version(path: Path, sha256: str) -> Path:
     return verified(version_of(path, sha256), sha256)
 
 
-def open_segment(directory: Path, manifest: SegmentManifest) -> Segment:
-    """Open a segment whose manifest has been verified."""
+def open_segment(
+    directory: Path, manifest: SegmentManifest, tombstones: pa.Table | None = None
+) -> Segment:
+    """Open a segment whose manifest has been verified.
+
+    Args:
+        directory: where it lies.
+        manifest: what it holds.
+        tombstones: of its samples; none when None.
+    """
     files = read_files(verified(directory / FILES, manifest.files_sha256))
     blocks = pq.read_table(verified(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
-    return Segment(directory, manifest, files, blocks)
+    return Segment(
+        directory, manifest, files, blocks, no_tombstones() if tombstones is None else tombstones
+    )
 
 
 def open_dataset(path: str | Path) -> Dataset:
@@ -310,8 +334,13 @@ def open_dataset(path: str | Path) -> Dataset:
     manifest = read_dataset(root)
     job = load_job(verified_version(root / JOB, manifest.job_sha256))
     features = load_features(verified_version(root / SCHEMA, manifest.schema_sha256))
+    tombstones = read_tombstones(root, manifest.tombstones_sha256)
     segments = tuple(
-        open_segment(root / SEGMENTS / r.id, read_segment(root / SEGMENTS / r.id, r))
+        open_segment(
+            root / SEGMENTS / r.id,
+            read_segment(root / SEGMENTS / r.id, r),
+            of_segment(tombstones, r.id),
+        )
         for r in manifest.segments
     )
     indexes: list[Index] = []

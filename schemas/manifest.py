@@ -20,7 +20,7 @@ from schemas.errors import SchemaError
 from schemas.layout import FORMAT_VERSION, MANIFEST
 
 T = TypeVar("T")
-_ABSENT_WHERE_NONE = ("day",)
+_ABSENT_WHERE_NONE = ("day", "tombstones_sha256")
 """Keys that came later: manifests without them are what they always were, byte for byte."""
 
 
@@ -156,6 +156,8 @@ class DatasetManifest:
     """Where the dataset came from: names and hashes, free form."""
     finished: bool = False
     """Whether no segment follows: training that follows the pipeline ends with the last one."""
+    tombstones_sha256: str | None = None
+    """Hash of the file of samples that count no more; None where there is none."""
     format: int = FORMAT_VERSION
     """Format version."""
 

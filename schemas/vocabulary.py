@@ -60,7 +60,8 @@ class Vocabulary:
     """Values in the order of their rows; look-ups need 12 bytes an entry besides the values.
 
     Attributes:
-        values: (num_entries,) int64 or string, distinct; entry i has row `oov_rows + i`.
+        values: (num_entries,) int64 or string, distinct; entry i has row `oov_rows + i`. A null is
+            an entry whose value was forgotten: nothing has its row.
         oov_rows: rows shared by all other values, at least 1.
     """
 
@@ -69,9 +70,10 @@ class Vocabulary:
 
     @cached_property
     def _sorted(self) -> tuple[NDArray[np.int64] | NDArray[np.uint64], NDArray[np.int32]]:
-        keys = _keys(self.values)
-        order = np.argsort(keys, kind="stable").astype(np.int32)
-        return keys[order], order
+        entries = np.flatnonzero(self.values.is_valid().to_numpy(zero_copy_only=False))
+        keys = _keys(self.values.drop_null())
+        order = np.argsort(keys, kind="stable")
+        return keys[order], entries[order].astype(np.int32)
 
     def rows_of(self, values: pa.Array) -> pa.Array:
         """Return the row of each value, null for a null.
@@ -153,7 +155,11 @@ def _without_collisions(vocabulary: Vocabulary, new: pa.Table) -> pa.Table:
 def encode_version(entries: pa.Table, version: int) -> bytes:
     """Return a version as the bytes of its file."""
     column = pa.array(np.full(entries.num_rows, version, np.int32))
-    table = entries.append_column("version", column)
+    return encode_table(entries.append_column("version", column))
+
+
+def encode_table(table: pa.Table) -> bytes:
+    """Return the columns of `vocabulary_schema` as the bytes of a version's file."""
     schema = vocabulary_schema(table.schema.field("value").type)
     sink = pa.BufferOutputStream()
     pq.write_table(table.cast(schema), sink, compression="zstd", write_page_checksum=True)
@@ -186,7 +192,8 @@ def join_versions(versions: Sequence[pa.Table], oov_rows: int, kind: pa.DataType
             "restore its files or rebuild the dataset"
         )
     values = one_chunk(table["value"].combine_chunks())
-    if len(values.unique()) != len(values):
+    known = values.drop_null()
+    if len(known.unique()) != len(known):
         raise SchemaError(
             "value of a vocabulary must have one row, got two; restore its files or rebuild"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -184,6 +184,14 @@ class RowGroup:
     inverse: Mapping[str, NDArray[np.int64]]
     sparse: Mapping[str, Jagged]
     factors: Mapping[str, Array]
+
+    def without(self, rows: NDArray[np.int64]) -> RowGroup:
+        """Return the row group with weight 0 for some samples, by their place in it."""
+        if not len(rows):
+            return self
+        weights = self.weights.copy()
+        weights[rows] = 0
+        return replace(self, weights=weights)
 
     @property
     def num_bytes(self) -> int:

@@ -39,6 +39,11 @@ class Partial:
     dense: torch.Tensor
     rows: RowSums
 
+    @property
+    def divisor(self) -> float:
+        """What sums are divided by: the weight, or 1 where no sample counts and all are 0."""
+        return self.weight or 1.0
+
 
 def added(kernels: Kernels, left: Partial, right: Partial) -> Partial:
     """Return the sum of two parts of a step."""
@@ -108,7 +113,7 @@ class LeafWork:
         Args:
             total: of all its leaves.
         """
-        mean = total.dense / total.weight
+        mean = total.dense / total.divisor
         sizes = [p.numel() for p in self._parameters]
         for parameter, gradient in zip(self._parameters, mean.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)

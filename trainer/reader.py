@@ -181,7 +181,9 @@ class Reader:
 
             return read_with_absent(stored, columns, self._absent[segment])
 
-        decoded = decode(self._spec, self._segments[segment].counts(file, row_group), read)
+        blocks = self._segments[segment]
+        decoded = decode(self._spec, blocks.counts(file, row_group), read)
+        decoded = decoded.without(blocks.segment.forgotten_rows(file, row_group))
         self._decoded[place] = decoded
         while len(self._decoded) > 1 and (
             sum(d.num_bytes for d in self._decoded.values()) > CACHE_BYTES

@@ -65,6 +65,8 @@ def _no_seconds() -> dict[str, float]:
 def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the weighted mean of the logistic loss: sums over the batch, divided once.
 
+    It is 0 where no sample counts: all are forgotten.
+
     Args:
         logits: (num_samples,).
         batch: labels and weights.
@@ -72,7 +74,8 @@ def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     losses = F.binary_cross_entropy_with_logits(
         logits, batch.labels, weight=batch.weights, reduction="sum"
     )
-    return losses / batch.weights.sum()
+    weight = batch.weights.sum()
+    return losses / torch.where(weight == 0, torch.ones_like(weight), weight)
 
 
 def train_step(
@@ -117,7 +120,7 @@ def train_leaves(
         total = work.compute(leaves).total()
     with timer("update"):
         update_by(total, work, embedding, optimizer)
-    return total.loss / total.weight
+    return total.loss / total.divisor
 
 
 def update_by(
@@ -126,7 +129,7 @@ def update_by(
     """Update all that is trained by the sum of all leaves of the open step."""
     work.set_gradients(total)
     optimizer.step()
-    embedding.update(total.rows.over(total.weight))
+    embedding.update(total.rows.over(total.divisor))
 
 
 def check_loss(loss: float, train_step: int) -> float:

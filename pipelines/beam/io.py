@@ -21,7 +21,7 @@ from pipelines.beam.transforms import REJECTS, SAMPLES
 from pipelines.build import segment_of_rows
 from pipelines.build_options import shuffle_of
 from pipelines.learned.files import learned_so_far, stage_learned
-from pipelines.parts.expand import expanded_tables, joined_row_group, row_groups, sample_columns
+from pipelines.parts.expand import expanded_tables, remembered_row_group, row_groups, sample_columns
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.sources.folder import folder_of
 from pipelines.sources.given_rows import CONTENT, GivenContext, TypeRows, listing_of, sum_content
@@ -184,7 +184,7 @@ class _ReadRowGroup(beam.DoFn):
         dataset = self.dataset
         segment = dataset.segments[index]
         absent = absent_columns(dataset, segment)
-        table = joined_row_group(segment, file_index, row_group, dataset.job.data, absent)
+        table = remembered_row_group(segment, file_index, row_group, dataset.job.data, absent)
         yield table.select(sample_columns(dataset, self.model_inputs))
 
 

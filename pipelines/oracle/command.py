@@ -116,6 +116,7 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
                         [*manifest.indexes, reference],
                         finished=manifest.finished,
                         lineage=manifest.lineage,
+                        tombstones_sha256=manifest.tombstones_sha256,
                     )
                 return open_chosen(root, ids)
         dataset = open_chosen(root, ids)

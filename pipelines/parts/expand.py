@@ -62,6 +62,21 @@ def joined_row_group(
     return pa.table({**columns, **younger})
 
 
+def remembered_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    absent: Mapping[str, pa.Scalar] | None = None,
+) -> pa.Table:
+    """Return what `joined_row_group` does, without the samples that were forgotten."""
+    joined = joined_row_group(segment, file_index, row_group, data, absent)
+    forgotten = segment.forgotten_rows(file_index, row_group)
+    if not len(forgotten):
+        return joined
+    return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), forgotten)))
+
+
 def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
     """Return the columns of the samples in the order of the schema."""
     made = dataset.job.data.made_columns
@@ -69,13 +84,16 @@ def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
 
 
 def expanded_tables(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
-    """Yield the samples of each row group, all segments and splits, in training order."""
+    """Yield the samples of each row group, all segments and splits, in training order.
+
+    Samples that were forgotten are left out.
+    """
     columns = sample_columns(dataset, model_inputs)
     for segment in dataset.segments:
         absent = absent_columns(dataset, segment)
         for file_index, row_group in row_groups(segment):
-            joined = joined_row_group(segment, file_index, row_group, dataset.job.data, absent)
-            yield joined.select(columns)
+            found = remembered_row_group(segment, file_index, row_group, dataset.job.data, absent)
+            yield found.select(columns)
 
 
 def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.parts.encodings import COMPRESSION, COMPRESSION_LEVEL, choose, open_writer
-from pipelines.parts.expand import joined_row_group, row_groups, sample_columns
+from pipelines.parts.expand import remembered_row_group, row_groups, sample_columns
 from schemas.absent import absent_columns
 from schemas.dataset import Dataset, Segment
 
@@ -65,11 +65,11 @@ def flat_rows(dataset: Dataset, max_bytes: int = MAX_BYTES) -> FlatRows:
 
     def rows(segment: Segment, file_index: int, row_group: int) -> pa.Table:
         younger = absent[segment.manifest.id]
-        return joined_row_group(segment, file_index, row_group, data, younger).select(columns)
+        return remembered_row_group(segment, file_index, row_group, data, younger).select(columns)
 
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
     taken = [rows(*places[0])]
-    total_bytes = taken[0].nbytes / taken[0].num_rows * num_samples
+    total_bytes = taken[0].nbytes / max(1, taken[0].num_rows) * num_samples
     stride = max(1, -(-int(total_bytes) // max_bytes))
     taken.extend(rows(*p) for p in places[stride::stride])
     return FlatRows(pa.concat_tables(taken).combine_chunks(), num_samples)

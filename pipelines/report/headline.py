@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipelines.oracle.policies import TableReport
+from pipelines.parts.expand import row_groups
 from pipelines.report.baselines import SHUFFLED
 from pipelines.report.html import Tile, paragraph
 from pipelines.report.numbers import count, digits, percent, ratio, size
@@ -32,8 +33,20 @@ def facts(dataset: Dataset) -> str:
         f"{len(manifests)} {'segment' if len(manifests) == 1 else 'segments'}",
         f"{count(sum(m.num_rejects for m in manifests))} rejects",
         f"raw input {size(sum(m.input_bytes for m in manifests))}",
+        *_forgotten(dataset),
     ]
     return paragraph("; ".join(parts), "facts")
+
+
+def _forgotten(dataset: Dataset) -> list[str]:
+    """Say how many samples count no more; nothing when all do."""
+    found = sum(
+        len(segment.forgotten_rows(file_index, row_group))
+        for segment in dataset.segments
+        if segment.tombstones.num_rows
+        for file_index, row_group in row_groups(segment)
+    )
+    return [f"{count(found)} samples forgotten, of weight 0 until they are rewritten"] * bool(found)
 
 
 def headline(

@@ -220,6 +220,7 @@ def commit_root(
     *,
     finished: bool = False,
     lineage: Mapping[str, str] | None = None,
+    tombstones_sha256: str | None = None,
 ) -> DatasetManifest:
     """Replace the root manifest, so that it finds the two files that it names at every moment.
 
@@ -241,6 +242,7 @@ def commit_root(
         indexes=tuple(indexes),
         lineage=dict(lineage or {}),
         finished=finished,
+        tombstones_sha256=tombstones_sha256,
     )
     write_manifest(dataset, manifest)
     for path, data in changed.items():

@@ -216,8 +216,16 @@ def replace_root(
             if not (final / MANIFEST).exists():
                 shutil.rmtree(final, ignore_errors=True)
                 (stage / index.id).rename(final)
-        job, schema = proposal.job, proposal.schema
-        commit_root(dataset, proposal.name, job, schema, segments, indexes, lineage=lineage)
+        commit_root(
+            dataset,
+            proposal.name,
+            proposal.job,
+            proposal.schema,
+            segments,
+            indexes,
+            lineage=lineage,
+            tombstones_sha256=seen.tombstones_sha256 if seen else None,
+        )
         write_view(dataset)
         remove_indexes(dataset, keep={i.id for i in (*indexes, *(seen.indexes if seen else ()))})
     return True

@@ -27,6 +27,7 @@ from schemas.layout import (
     window_columns,
 )
 from schemas.manifest import replace_bytes
+from schemas.tombstones import tombstones_path
 
 VIEW = "view.sql"
 
@@ -71,12 +72,14 @@ def _of_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> s
         for c in columns
     ]
     wanted = [c for c in columns if c not in absent]
-    return "\n".join([f"SELECT {', '.join(selected)}", *_tables(dataset, segment, wanted)])
+    lines = [f"SELECT {', '.join(selected)}", *_tables(dataset, segment, wanted)]
+    return "\n".join([*lines, *_without_forgotten(dataset, segment)])
 
 
 def _tables(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
     """Yield the FROM clause and one JOIN a line, of the groups that some column lies in."""
-    yield f"FROM {_files(segment, 'samples')} AS {_quoted('s')}"
+    numbered = bool(segment.tombstones.num_rows)
+    yield f"FROM {_files(segment, 'samples', numbered=numbered)} AS {_quoted('s')}"
     owner = dataset.job.data.group_of_column
     for group in dataset.job.data.groups:
         members = [c for c in columns if owner.get(c) == group]
@@ -100,6 +103,18 @@ def _tables(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Itera
                     f"LEFT JOIN {_files(segment, 'buffers', column)} AS {buffers} ON "
                     f"{buffers}.{BUFFER_INDEX} = {place}.{_quoted(window_columns(column)[0])}"
                 )
+
+
+def _without_forgotten(dataset: Dataset, segment: Segment) -> list[str]:
+    """Return the condition that leaves forgotten samples out, by their row in their file."""
+    sha256 = dataset.manifest.tombstones_sha256
+    if sha256 is None or not segment.tombstones.num_rows:
+        return []
+    return [
+        f"WHERE NOT EXISTS (FROM read_parquet({_literal(tombstones_path(sha256))}) AS x "
+        f"WHERE x.segment = {_literal(segment.manifest.id)} AND x.block = s.{BLOCK} "
+        "AND x.file_row = s.file_row_number)"
+    ]
 
 
 def _stored(segment: Segment, group: str | None, column: str) -> str:
@@ -126,9 +141,9 @@ def _has(segment: Segment, *folders: str) -> bool:
     return any(path.startswith(prefix) for path in segment.files)
 
 
-def _files(segment: Segment, *folders: str) -> str:
+def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:
     path = "/".join((SEGMENTS, segment.directory.name, *map(_plain, folders), "*.parquet"))
-    return f"read_parquet({_literal(path)})"
+    return f"read_parquet({_literal(path)}{', file_row_number = true' if numbered else ''})"
 
 
 def _plain(name: str) -> str:

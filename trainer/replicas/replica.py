@@ -279,7 +279,7 @@ class Replica:
         owners: Mapping[str, list[int]],
     ) -> None:
         self._injector.at("exchanged", self.step)
-        loss = check_loss(total.loss / total.weight, self.step)
+        loss = check_loss(total.loss / total.divisor, self.step)
         self._computing.update(total)
         entries = [self.setting.entry(self.step, n, own) for n, own in owners.items() if own]
         num_samples = self.setting.num_samples(self.step)

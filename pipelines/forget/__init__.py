@@ -1,0 +1,1 @@
+"""Samples of some ids: without weight at once, and in no byte after the next rewriting."""

@@ -1,0 +1,282 @@
+"""The segments of a dataset written again without what was forgotten, in one replacement.
+
+Everything is made beside the dataset first: segments, then a staged dataset of
+links in which all indexes are built. Under the dataset's lock, if its root is
+still the one that was seen, all gets its name and the root is replaced; then
+the old files go. Whatever dies before leaves the dataset as it was, and what
+dies after is cleared by the next rewriting.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.forget.at_once import remove_tombstones, write_tombstones
+from pipelines.forget.clearing import clear, refuse_held
+from pipelines.forget.ids import column_of, id_type, read_ids
+from pipelines.forget.segment import (
+    Rewriting,
+    link_segment,
+    named_anew,
+    rewrite_segment,
+    texts_of,
+)
+from pipelines.forget.vocabularies import NewVersions, place_versions, without_forgotten
+from pipelines.gate.pass_gate import pass_gate, schema_of
+from pipelines.oracle.index import build_index
+from pipelines.parts.expand import row_groups
+from pipelines.parts.sessions import sample_column
+from pipelines.segments.commit import commit_root, relabel
+from pipelines.segments.lock import locked, workplace
+from pipelines.segments.publish import default_order, link, other_orders
+from pipelines.segments.view import write_view
+from schemas.columns import is_list
+from schemas.dataset import Dataset, Segment, open_dataset, verified_version
+from schemas.errors import SchemaError
+from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
+from schemas.manifest import Reference, position_of, read_dataset, write_manifest
+from schemas.tombstones import read_tombstones
+
+WORKPLACES = ".forget.*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewriteRequest:
+    """What is to be written again.
+
+    Attributes:
+        dataset: directory of the dataset.
+        older_than: least age of a tombstone for its segment to be written again.
+        ids: text or Parquet file of ids that must leave rejects and late events, too, or None.
+        column: what these are values of; the session key when None.
+        at: now, UTC.
+        beam_args: Beam options.
+        attempt: name of this attempt, unique among those that may run at once.
+        say: told what is going on, one line at a time.
+    """
+
+    dataset: Path
+    older_than: timedelta
+    ids: Path | None
+    column: str | None
+    at: datetime
+    beam_args: list[str]
+    attempt: str
+    say: Callable[[str], None] = lambda _: None
+
+
+def rewrite(request: RewriteRequest) -> dict[str, Any]:
+    """Write the touched segments of a dataset again and remove every old file.
+
+    Returns:
+        `segments`: old id to new one, null for one of which nothing is left; `num_samples` that are
+        gone; `removed`: how many files and directories that no manifest names.
+
+    Raises:
+        SchemaError: somebody trains on the dataset, or no sample would be left.
+    """
+    while True:
+        dataset = open_dataset(request.dataset)
+        refuse_held(dataset)
+        due = due_segments(dataset, request)
+        renamed: dict[str, str | None] = {}
+        if due:
+            done = _rewritten(dataset, due, request)
+            if done is None:
+                continue  # another process was faster
+            renamed = done
+        gone = sum(s.manifest.num_samples for s in dataset.segments) if due else 0
+        left = open_dataset(request.dataset)
+        if due:
+            gone -= sum(s.manifest.num_samples for s in left.segments)
+        return {"segments": renamed, "num_samples": gone, "removed": clear(request.dataset)}
+
+
+def due_segments(dataset: Dataset, request: RewriteRequest) -> list[Segment]:
+    """Return the segments with a tombstone that is old enough, or with an id in their rejects."""
+    limit = pa.scalar((request.at - request.older_than).replace(tzinfo=None), pa.timestamp("us"))
+    texts = _given_texts(dataset, request)
+
+    def is_due(segment: Segment) -> bool:
+        times = segment.tombstones["forgotten_at"]
+        return bool(pc.any(pc.less_equal(times, limit)).as_py()) or _says(segment, texts)
+
+    return [segment for segment in dataset.segments if is_due(segment)]
+
+
+def _given_texts(dataset: Dataset, request: RewriteRequest) -> frozenset[str]:
+    if request.ids is None:
+        return frozenset()
+    column = column_of(dataset, request.column)
+    return texts_of(read_ids(request.ids, column, id_type(dataset, column)).to_pylist())
+
+
+def _says(segment: Segment, texts: frozenset[str]) -> bool:
+    """Tell whether one of some texts stands in the rejects or late events of a segment."""
+    if not texts:
+        return False
+    for path in segment.files:
+        if path.startswith(("rejects/", "late/")):
+            table = segment.file(path).read()
+            lines = [*table["value"].to_pylist(), *table["reason"].to_pylist()]
+            if any(text in line for line in lines for text in texts):
+                return True
+    return False
+
+
+def forgotten_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
+    """Return the values, as texts, by which the samples of a segment were forgotten.
+
+    Of a list nobody knows any more which entry it was: there the ids must be given.
+    """
+    found: set[str] = set()
+    for column in sorted(set(segment.tombstones["reason"].to_pylist())):
+        for place in row_groups(segment):
+            rows = segment.forgotten_rows(*place)
+            values = sample_column(segment, *place, dataset.job.data, column)
+            if not is_list(values.type):
+                found |= texts_of(pc.unique(values.take(pa.array(rows))).to_pylist())
+    return frozenset(found)
+
+
+def _rewritten(
+    dataset: Dataset, due: list[Segment], request: RewriteRequest
+) -> dict[str, str | None] | None:
+    """Write segments again and replace the root; None when that has changed meanwhile."""
+    place = request.dataset / SEGMENTS / f".forget.{request.attempt}"
+    with workplace(place, WORKPLACES):
+        versions = without_forgotten(dataset)
+        made = _segments(dataset, due, versions, place, request)
+        references = [r for r in made.values() if r is not None]
+        if not references:
+            raise SchemaError(
+                "dataset must keep a sample, got none that is not forgotten; remove the dataset",
+                file=str(request.dataset),
+            )
+        place_versions(request.dataset, versions)
+        indexes = _indexes(dataset, references, place, request)
+        if not _replace(dataset, due, references, indexes, place):
+            return None
+    return {
+        old: None if new is None else new.id
+        for old, new in made.items()
+        if new is None or new.id != old
+    }
+
+
+def _segments(
+    dataset: Dataset,
+    due: list[Segment],
+    versions: NewVersions,
+    place: Path,
+    request: RewriteRequest,
+) -> dict[str, Reference | None]:
+    """Write what is due, in order; return old id to the segment in its place."""
+    names = {s.manifest.id for s in due}
+    given = _given_texts(dataset, request)
+    gate = dataset.job.data.gate and replace(dataset.job.data.gate, action="warn")
+    schema = schema_of(_schema_bytes(dataset))
+    found: dict[str, Reference | None] = {}
+    earlier: Path | None = None
+    for segment, reference in zip(dataset.segments, dataset.manifest.segments, strict=True):
+        before, building = segment.manifest, place / segment.manifest.id
+        learned = versions.renamed(before.learned)
+        if before.id in names:
+            request.say(f"segment {before.id}: writing it again")
+            texts = given | forgotten_texts(dataset, segment)
+            rewriting = Rewriting(segment, building, texts, learned, request.beam_args)
+            if not rewrite_segment(dataset, rewriting):
+                found[before.id] = None
+                continue
+            aside = place / "refused"
+            text = pass_gate(building, earlier, schema, gate, aside, request.say)
+            relabel(building, before.id, text)
+        elif learned != dict(before.learned):
+            link_segment(segment, building)
+        else:
+            found[before.id], earlier = reference, segment.directory
+            continue
+        made = named_anew(before, building, learned)
+        building.rename(place / made.id)
+        found[before.id], earlier = made, place / made.id
+    return found
+
+
+def _schema_bytes(dataset: Dataset) -> bytes:
+    root = dataset.directory
+    return verified_version(root / SCHEMA, dataset.manifest.schema_sha256).read_bytes()
+
+
+def _job_bytes(dataset: Dataset) -> bytes:
+    root = dataset.directory
+    return verified_version(root / JOB, dataset.manifest.job_sha256).read_bytes()
+
+
+def _indexes(
+    dataset: Dataset, references: list[Reference], place: Path, request: RewriteRequest
+) -> list[Reference]:
+    """Build every index of the dataset over its segments as they will be."""
+    stage = place / "dataset"
+    (stage / SEGMENTS).mkdir(parents=True)
+    for reference in references:
+        new = place / reference.id
+        old = dataset.directory / SEGMENTS / reference.id
+        link(stage / SEGMENTS / reference.id, new if new.exists() else old)
+    name = dataset.manifest.name
+    commit_root(stage, name, _job_bytes(dataset), _schema_bytes(dataset), references, ())
+    staged = open_dataset(stage)
+    orders = dict.fromkeys([default_order(staged), *other_orders(staged, dataset)])
+    building = stage / ".index.building"
+    return [build_index(staged, order, building, request.beam_args) for order in orders]
+
+
+def _replace(
+    dataset: Dataset,
+    due: list[Segment],
+    references: list[Reference],
+    indexes: list[Reference],
+    place: Path,
+) -> bool:
+    """Give everything its name and replace the root, unless that has changed meanwhile."""
+    root = dataset.directory
+    with locked(root):
+        if read_dataset(root) != dataset.manifest:
+            return False
+        for name, target, made in [
+            *((r.id, root / SEGMENTS / r.id, place / r.id) for r in references),
+            *((i.id, root / i.id, place / "dataset" / i.id) for i in indexes),
+        ]:
+            if made.exists() and not (target / MANIFEST).exists():
+                assert name == target.name, "a directory is named by its id"
+                shutil.rmtree(target, ignore_errors=True)  # a killed attempt's
+                made.rename(target)
+        names = pa.array([s.manifest.id for s in due])
+        table = read_tombstones(root, dataset.manifest.tombstones_sha256)
+        kept = table.filter(pc.invert(pc.is_in(table["segment"], value_set=names)))
+        sha256 = write_tombstones(root, kept)
+        manifest = replace(
+            dataset.manifest,
+            segments=tuple(references),
+            indexes=tuple(indexes),
+            lineage=_lineage(dataset, references),
+            tombstones_sha256=sha256,
+        )
+        write_manifest(root, manifest)
+        write_view(root)
+        remove_tombstones(root, {sha256})
+    return True
+
+
+def _lineage(dataset: Dataset, references: list[Reference]) -> dict[str, str]:
+    """Return where the dataset came from, with the segments' names as they are now."""
+    now = {position_of(r.id): r.id for r in references}
+    renamed = {r.id: now.get(position_of(r.id), r.id) for r in dataset.manifest.segments}
+    return {key: renamed.get(value, value) for key, value in dataset.manifest.lineage.items()}

@@ -1,0 +1,332 @@
+"""Forgetting: weight 0 at once, no byte left after the rewriting, one dataset or the other."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.parts.expand import expanded_tables
+from pipelines.segments.lock import locked
+from pipelines.segments.verify import verify
+from schemas.dataset import open_dataset
+from schemas.layout import SEGMENTS
+from schemas.manifest import read_dataset
+from tests.forgetting import found_in
+from tests.pipelines.appending import addition
+from tests.pipelines.logs import bytes_of, copy_of, raw_rows, request, write_job
+
+ID = 7_305_946_128
+USER = ID * 7 + 3
+JOB_CHANGES = (
+    ("groups: {user", "vocabularies: {seen: {columns: [history], num_rows: 500}}\n  groups: {user"),
+    (
+        "len(history))}}",
+        "len(history)), rows: {vocabulary: {name: seen, column: history}}}}",
+    ),
+    (
+        "items: {features: [item, history], rows: identity, num_rows: 1000}",
+        "items: {features: [item], rows: identity, num_rows: 1000}\n"
+        "    seen: {features: [rows], rows: identity, num_rows: 500}\n"
+        "    sessions: {features: [session], rows: identity, num_rows: 9223372036854775807}",
+    ),
+)
+
+
+def log_with(directory: Path, seed: int, drop: tuple[int, ...] = ()) -> Path:
+    """Write a log in which session 4 is a distinctive one, some sessions dropped, one bad row."""
+    rows = raw_rows(240, seed)
+    session = np.where(rows["session"].to_numpy() == 4, ID, rows["session"].to_numpy())
+    history = [
+        [ID + 1, *h] if s == ID else h
+        for s, h in zip(session.tolist(), rows["history"].to_pylist(), strict=True)
+    ]
+    rows = rows.set_column(0, "session", pa.array(session))
+    rows = rows.set_column(2, "user", pa.array(session * 7 + 3))
+    rows = rows.set_column(3, "history", pa.array(history, pa.list_(pa.int64())))
+    bad = rows.slice(0, 1).to_pylist()[0] | {"session": ID, "items": [5000]}  # out of its table
+    if ID not in drop:
+        rows = pa.concat_tables([rows, pa.Table.from_pylist([bad], schema=rows.schema)])
+    rows = rows.filter(pc.invert(pc.is_in(rows["session"], value_set=pa.array(drop, pa.int64()))))
+    directory.mkdir(parents=True)
+    pq.write_table(rows, directory / "log.parquet", row_group_size=50)
+    return directory
+
+
+def job_of(directory: Path) -> Path:
+    """Write a job with a vocabulary, and the session key looked up in a table of identity."""
+    job = write_job(directory)
+    text = job.read_text()
+    for old, new in JOB_CHANGES:
+        assert old in text
+        text = text.replace(old, new)
+    job.write_text(text)
+    schema = (directory / "schema.pbtxt").read_text()
+    for name, old, new in (("session", "kept", "sparse"), ("history", "sparse", "kept")):
+        head, found, tail = schema.partition(f'"{name}" type')
+        assert found
+        schema = head + found + tail.replace(f'"{old}"', f'"{new}"', 1)
+    rows = (
+        'feature { name: "rows" type: INT value_count { min: 0 } annotation { tag: "sparse" } }\n'
+    )
+    (directory / "schema.pbtxt").write_text(schema + rows)
+    return job
+
+
+def two_segments(directory: Path, drop: tuple[int, ...] = ()) -> Path:
+    """Build a dataset of two segments, without some sessions."""
+    job = job_of(directory / "job")
+    dataset = directory / "dataset"
+    build(request(job, log_with(directory / "log-0", 0, drop), dataset))
+    build(addition(job, log_with(directory / "log-1", 1, drop), dataset))
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of two segments that know the id, not to be changed."""
+    return two_segments(tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dataset of the same logs without the id's rows, not to be changed."""
+    return two_segments(tmp_path_factory.mktemp("without"), drop=(ID,))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
+    """Run `forget` and return what it prints."""
+    assert main(["forget", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def ids_file(directory: Path, *ids: object) -> str:
+    """Write ids as text, one a line."""
+    path = directory / "ids.txt"
+    path.write_text("".join(f"{i}\n" for i in ids))
+    return str(path)
+
+
+def sessions(dataset: Path) -> list[int]:
+    """Return the session of each sample that the dataset hands out."""
+    tables = pa.concat_tables(expanded_tables(open_dataset(dataset)))
+    return tables["session"].to_pylist()
+
+
+def rows_of(dataset: Path) -> pa.Table:
+    """Return all samples with the columns of transforms, but for rows of vocabularies."""
+    tables = pa.concat_tables(expanded_tables(open_dataset(dataset), model_inputs=True))
+    return tables.drop_columns(["rows"])
+
+
+def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    before, kept = bytes_of(dataset), [s for s in sessions(two) if s != ID]
+    found = run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID, 999_999))["forgotten"]
+    assert found["num_samples"] == len(sessions(two)) - len(kept) > 0
+    assert sessions(dataset) == kept
+    assert verify(dataset)["problems"] == []
+    after = bytes_of(dataset)
+    assert {p for p in before if after[p] != before[p]} == {"MANIFEST.json", "view.sql"}
+    (added,) = after.keys() - before.keys()
+    assert added.startswith("tombstones/")
+    assert found_in(dataset / "tombstones", ID) == []
+    assert run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))["forgotten"]["num_ids"] == 1
+    assert bytes_of(dataset) == after
+
+
+def test_view_leaves_forgotten_samples_out(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    monkeypatch.chdir(dataset)
+    with duckdb.connect() as connection:
+        connection.execute((dataset / "view.sql").read_text())
+        found = connection.execute("SELECT session FROM samples").fetchall()
+    assert sorted(row[0] for row in found) == sorted(sessions(dataset))
+    assert len(found) < len(sessions(two))
+
+
+def test_forget_finds_ids_in_lists_and_in_parquet(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    ids = tmp_path / "ids.parquet"
+    pq.write_table(pa.table({"history": pa.array([ID + 1])}), ids)
+    found = run(capsys, str(dataset), "--ids", str(ids), "--column", "history")["forgotten"]
+    assert found["num_samples"] == sessions(two).count(ID)
+    assert ID not in sessions(dataset)
+
+
+def test_append_keeps_tombstones_in_force(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    job = two.parent / "job" / "job.yaml"
+    build(addition(job, log_with(tmp_path / "log-2", 2, drop=(ID,)), dataset))
+    assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", "--json"]) == 0
+    assert ID not in sessions(dataset)
+
+
+def test_rewritten_dataset_holds_the_id_in_no_byte(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    for value in (ID, ID + 1, USER):
+        assert found_in(dataset, value)
+    for part in ("groups", "statistics", "vocabularies", "edges", "rejects"):
+        names = {name for value in (ID, ID + 1) for name in found_in(dataset, value)}
+        assert any(part in name for name in names), (part, names)
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    assert found_in(dataset, ID)
+    found = run(capsys, str(dataset), "--rewrite")["rewritten"]
+    assert len(found["segments"]) == 2
+    assert verify(dataset)["problems"] == []
+    for value in (ID, ID + 1, USER):
+        assert found_in(dataset, value) == []
+    assert read_dataset(dataset).tombstones_sha256 is None
+    after = bytes_of(dataset)
+    again = run(capsys, str(dataset), "--rewrite")["rewritten"]
+    assert again == {"segments": {}, "num_samples": 0, "removed": 0}
+    assert bytes_of(dataset) == after
+
+
+def test_rewritten_segment_has_the_bytes_of_one_built_without_the_id(
+    two: Path, without: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID), "--rewrite")
+    assert rows_of(dataset).equals(rows_of(without))
+    pairs = zip(open_dataset(dataset).segments, open_dataset(without).segments, strict=True)
+    for ours, theirs in pairs:
+        mine, wanted = bytes_of(ours.directory), bytes_of(theirs.directory)
+        assert mine.keys() == wanted.keys()
+        same = {path for path in mine if mine[path] == wanted[path]}
+        assert {
+            p for p in mine if p.startswith(("samples/", "access/items", "edges/items"))
+        } <= same
+
+
+def test_rewriting_waits_for_the_age_of_tombstones(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    before = bytes_of(dataset)
+    assert (
+        run(capsys, str(dataset), "--rewrite", "--older-than", "7d")["rewritten"]["segments"] == {}
+    )
+    assert bytes_of(dataset) == before
+
+
+def test_rewriting_drops_a_segment_of_which_nothing_is_left(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    first, _ = open_dataset(dataset).segments
+    gone = pa.concat_tables(expanded_tables(open_dataset(dataset)))["session"].to_pylist()
+    head = set(gone[: first.manifest.num_samples])
+    left = len([s for s in gone[first.manifest.num_samples :] if s not in head])
+    ids = ids_file(tmp_path, *sorted(head))
+    found = run(capsys, str(dataset), "--ids", ids, "--rewrite")["rewritten"]
+    assert found["segments"][first.manifest.id] is None
+    assert len(open_dataset(dataset).segments) == bool(left)
+    assert len(sessions(dataset)) == left
+
+
+def test_rewriting_of_a_dataset_that_is_read_is_refused(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    before, (index,) = bytes_of(dataset), open_dataset(dataset).indexes
+    with locked(index.directory):
+        assert main(["forget", str(dataset), "--rewrite"]) == 1
+    assert capsys.readouterr().err == (
+        f"error: dataset must not be in use while it is rewritten, got {index.manifest.id}, which "
+        f"a run holds in {dataset}; end the run, or try again when it is done\n"
+    )
+    assert bytes_of(dataset) == before
+
+
+REFUSED = {
+    "neither ids nor rewriting": ([], "forget must have --ids or --rewrite, got neither; .*"),
+    "no such column": (["--ids", "IDS", "--column", "sesion"], ".* did you mean 'session'?"),
+    "a label": (["--ids", "IDS", "--column", "label"], "--column must name the session key, .*"),
+    "no number": (["--ids", "BAD"], "ids must be values of 'session', which is int64, got .*"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_forget_refuses_what_does_not_fit(
+    arguments: list[str], message: str, two: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "bad.txt").write_text("x\n")
+    places = {"IDS": ids_file(tmp_path, 3), "BAD": str(tmp_path / "bad.txt")}
+    assert main(["forget", str(two), *(places.get(a, a) for a in arguments)]) == 1
+    assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
+
+
+DRIVER = """
+import os, signal, sys
+from importlib import import_module
+module = import_module("pipelines.forget.{module}")
+from pipelines.commands import main
+
+real, calls = module.{function}, []
+
+def killed(*arguments, **options):
+    calls.append(1)
+    if len(calls) > {before}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **options)
+
+module.{function} = killed
+sys.exit(main(sys.argv[1:]))
+"""
+
+POINTS = {
+    "between two segments": ("rewriting", "rewrite_segment", 1),
+    "before the index": ("rewriting", "build_index", 0),
+    "before the root": ("rewriting", "write_manifest", 0),
+    "after the root, before old files go": ("rewriting", "clear", 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], point: str
+) -> None:
+    dataset = copy_of(two, tmp_path / "dataset")
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    module, function, before = POINTS[point]
+    script = DRIVER.format(module=module, function=function, before=before)
+    command = [sys.executable, "-c", script, "forget", str(dataset), "--rewrite"]
+    killed = subprocess.run(command, env=os.environ, capture_output=True, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert verify(dataset)["problems"] == []
+    assert ID not in sessions(dataset)
+    run(capsys, str(dataset), "--rewrite")
+    assert verify(dataset)["problems"] == []
+    for value in (ID, ID + 1):
+        assert found_in(dataset, value) == []
+    assert sorted(p.name for p in (dataset / SEGMENTS).iterdir()) == sorted(
+        s.id for s in read_dataset(dataset).segments
+    )
