@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "export": _of_model,
         "publish": _of_model,
         "apply": _of_model,
+        "forget": _forget,
         "store": _store,
         "migrate-slots": _migrate_slots,
         "kill-store": _tell_store,
@@ -214,6 +215,14 @@ def _of_model(arguments: argparse.Namespace) -> int:
 
     found = COMMANDS[arguments.command](arguments)
     _show(arguments, json.dumps(asdict(found), sort_keys=True))
+    return 0
+
+
+def _forget(arguments: argparse.Namespace) -> int:
+    from trainer.forgetting import forget_rows, read_ids
+
+    found = forget_rows(arguments.run, read_ids(arguments.ids), arguments.table)
+    _show(arguments, json.dumps(found))
     return 0
 
 

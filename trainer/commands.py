@@ -70,6 +70,10 @@ def build_parser() -> argparse.ArgumentParser:
     equal.add_argument("run", type=Path, help="run folder")
     equal.add_argument("other", type=Path, help="run folder")
     add_export(commands)
+    gone = commands.add_parser("forget", help="drop rows of some ids from all that a run keeps")
+    gone.add_argument("run", type=Path, help="run folder")
+    gone.add_argument("--ids", type=Path, required=True, help="text file, one id a line")
+    gone.add_argument("--table", required=True, help="embedding table that they look into")
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores that serve a run")
     move.add_argument(
@@ -91,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     agent.add_argument("--file", type=int, required=True, help="number of that open file")
     agent.add_argument("--keep", type=positive, required=True, help="checkpoints that remain")
     agent.add_argument("--parent", type=positive, required=True, help="process id of the trainer")
-    for command in (run, score, check, equal, move, kill, again):
+    for command in (run, score, check, equal, gone, move, kill, again):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 

@@ -1,0 +1,224 @@
+"""Rows of forgotten ids: in no byte of a run, which trains on; forgotten samples weigh nothing."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
+from schemas.events import CHECKPOINTS
+from schemas.job import load_job
+from schemas.manifest import write_manifest
+from schemas.rows import rows_of_ids
+from schemas.tombstones import encode_tombstones, joined_tombstones, tombstones_path
+from tests.forgetting import found_in
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS, reader_of, rows_in, run_job
+from trainer import forgetting
+from trainer.__main__ import main
+from trainer.checkpoint import verified
+from trainer.flash.manifest import complete, read_checkpoint_manifest
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job, a dataset and a run of several checkpoints; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    memory = folder / "memory"
+    memory.mkdir()
+    settings = {"every_steps": "5", "checkpoint": f", copy_to: {memory}"}
+    job = write_job(folder / "job", dtype="float32", **settings)
+    dataset = make_dataset(folder / "dataset", job, SEGMENTS)
+    run_job(job, dataset, folder / "run", embedding="cached")
+    return folder
+
+
+def copied(trained: Path, folder: Path) -> Path:
+    """Return a copy of the run."""
+    return Path(shutil.copytree(trained / "run", folder / "run"))
+
+
+def table_and_ids(trained: Path) -> tuple[str, list[int]]:
+    """Return a hashed table and some ids that have rows in the newest checkpoint."""
+    job = load_job(trained / "run" / "job.yaml")
+    name = next(n for n, t in job.data.tables.items() if t.rows == "hash")
+    rows = set(rows_of(complete(trained / "run" / CHECKPOINTS)[-1], name).tolist())
+    ids = [i for i in range(2000) if row_of(trained, name, i) in rows]
+    return name, ids[:3]
+
+
+def rows_of(checkpoint: Path, table: str) -> np.ndarray:
+    """Return the rows of a table that a checkpoint has."""
+    return rows_in(checkpoint)[f"{table}/rows.npy"]
+
+
+def row_of(trained: Path, table: str, value: int) -> int:
+    """Return the row that an id looks up."""
+    config = load_job(trained / "run" / "job.yaml").data.tables[table]
+    return int(rows_of_ids(np.array([value]), table, config)[0])
+
+
+def forget(run: Path, ids: list[int], table: str, capsys: pytest.CaptureFixture[str]) -> dict:
+    """Run the command and return what it prints."""
+    path = run.parent / "ids.txt"
+    path.write_text("".join(f"{i}\n" for i in ids))
+    assert main(["forget", str(run), "--ids", str(path), "--table", table, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_forgotten_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (table, ids) = copied(trained, tmp_path), table_and_ids(trained)
+    gone = np.unique([row_of(trained, table, i) for i in ids])
+    before = {f.name: rows_of(f, table) for f in complete(run / CHECKPOINTS)}
+    assert len(before) > 1
+    found = forget(run, ids, table, capsys)
+    assert found["num_rows"] == len(gone)
+    after = {f.name: rows_of(f, table) for f in complete(run / CHECKPOINTS)}
+    assert after.keys() == before.keys()
+    for name, rows in before.items():
+        assert np.array_equal(after[name], np.setdiff1d(rows, gone))
+        assert verified(run / CHECKPOINTS / name, None).train_step == int(name)
+    for row in gone.tolist():
+        assert any(np.isin(row, rows) for rows in before.values())
+        places = found_in(run / CHECKPOINTS, row)
+        assert [p for p in places if p.endswith(".npy") and f"/{table}" in p] == []
+    assert not (run / "store").exists()
+    again = forget(run, ids, table, capsys)
+    assert again["checkpoints"] == {}
+
+
+def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
+    trained: Path, tmp_path: Path
+) -> None:
+    run, (table, _) = copied(trained, tmp_path), table_and_ids(trained)
+    big, checkpoints = 7_305_946_128, run / CHECKPOINTS
+    part = read_checkpoint_manifest(complete(checkpoints)[-1]).parts[table][0]
+    rows = np.load(checkpoints / part / "rows.npy")
+    rows[-1] = big
+    np.save(checkpoints / part / "rows.npy", rows)
+    assert found_in(run, big)
+    new, count = forgetting.write_without(checkpoints, part, table, np.array([big]))
+    assert count == 1
+    assert found_in(checkpoints / new, big) == []
+
+
+def test_run_goes_on_after_rows_were_forgotten(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (table, ids) = tmp_path / "run", table_and_ids(trained)
+    job, dataset = trained / "job" / "job.yaml", trained / "dataset"
+    run_job(job, dataset, run, embedding="cached", steps=12)
+    forget(run, ids, table, capsys)
+    summary = run_job(job, dataset, run, embedding="cached", resume=True)
+    whole = run_job(job, dataset, tmp_path / "whole", embedding="plain")
+    assert summary.num_steps == whole.num_steps
+
+
+def test_damaged_part_is_not_given_a_new_checksum(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, (table, _) = copied(trained, tmp_path), table_and_ids(trained)
+    newest = complete(run / CHECKPOINTS)[-1]
+    part = read_checkpoint_manifest(newest).parts[table][-1]
+    path = run / CHECKPOINTS / part / "values.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(SchemaError, match="file must have sha256"):
+        forgetting.forget_rows(run, np.arange(2000), table)
+
+
+def test_run_that_is_trained_is_refused(trained: Path, tmp_path: Path) -> None:
+    run, (table, ids) = copied(trained, tmp_path), table_and_ids(trained)
+    code = "import time; print(flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code, "trainer", "train", "--output", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            with pytest.raises(
+                SchemaError,
+                match=re.escape(
+                    f"run must not be trained while rows are forgotten, got process {other.pid}"
+                ),
+            ):
+                forgetting.forget_rows(run, np.array(ids), table)
+        finally:
+            other.kill()
+
+
+def test_unknown_table_and_ids_that_are_none_are_refused(trained: Path, tmp_path: Path) -> None:
+    table, _ = table_and_ids(trained)
+    with pytest.raises(SchemaError, match="--table must be one of the run, got 'x'"):
+        forgetting.forget_rows(trained / "run", np.array([1]), "x")
+    (tmp_path / "ids.txt").write_text("12\nx\n")
+    with pytest.raises(SchemaError, match="ids must be whole numbers of 64 bits, one a line"):
+        forgetting.read_ids(tmp_path / "ids.txt")
+
+
+def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, int]:
+    """Copy a dataset, all samples of some blocks of its first segment forgotten; say how many."""
+    shutil.copytree(dataset, target)
+    opened = open_dataset(target)
+    segment = opened.segments[0]
+    counts = segment.column("num_samples")
+    rows = [
+        {
+            "segment": segment.manifest.id,
+            "block": int(segment.block_names[p]),
+            "sample_index": i,
+            "file_row": 0,
+            "reason": "session",
+            "forgotten_at": datetime(2026, 1, 1),
+        }
+        for p in positions
+        for i in range(int(counts[p]))
+    ]
+    table = joined_tombstones([])
+    table = joined_tombstones([pa.Table.from_pylist(rows, schema=table.schema)])
+    data, sha256 = encode_tombstones(table)
+    path = target / tombstones_path(sha256)
+    path.parent.mkdir()
+    path.write_bytes(data)
+    write_manifest(target, replace(opened.manifest, tombstones_sha256=sha256))
+    return target, len(rows)
+
+
+def test_forgotten_samples_have_weight_0_and_all_else_is_as_it_was(
+    trained: Path, tmp_path: Path
+) -> None:
+    job = trained / "job" / "job.yaml"
+    first = reader_of(job, trained / "dataset").read(0).step.positions[:1].tolist()
+    dataset, count = entombed(trained / "dataset", tmp_path / "dataset", first)
+    before, after = (reader_of(job, d).read(0) for d in (trained / "dataset", dataset))
+    assert count > 0
+    assert int((before.weights != after.weights).sum()) == count
+    assert after.weights[:count].tolist() == [0.0] * count
+    assert np.array_equal(before.labels.numpy(), after.labels.numpy())
+    assert np.array_equal(before.sparse.values().numpy(), after.sparse.values().numpy())
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["leaf by leaf", "whole steps"])
+def test_step_whose_samples_are_all_forgotten_has_loss_0(
+    trained: Path, tmp_path: Path, fast: bool
+) -> None:
+    job = trained / "job" / "job.yaml"
+    step = reader_of(job, trained / "dataset").read(0).step
+    assert step.segment == 0
+    dataset, _ = entombed(trained / "dataset", tmp_path / "dataset", step.positions.tolist())
+    summary = run_job(job, dataset, tmp_path / "run", steps=2, fast=fast)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert summary.num_steps == len(losses) == 2
+    assert losses[0] == 0.0 < losses[1]
