@@ -159,7 +159,6 @@ def test_run_that_is_trained_is_refused(trained: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_table_and_ids_that_are_none_are_refused(trained: Path, tmp_path: Path) -> None:
-    table, _ = table_and_ids(trained)
     with pytest.raises(SchemaError, match="--table must be one of the run, got 'x'"):
         forgetting.forget_rows(trained / "run", np.array([1]), "x")
     (tmp_path / "ids.txt").write_text("12\nx\n")
