@@ -211,7 +211,8 @@ class Following:
                     self._check(dataset)
                 span = self._span_of(dataset)
                 indexes = [] if span is None else self._indexes(span)
-                self._held(*indexes)
+                segments = () if span is None else span.dataset.segments
+                self._held(*indexes, *(s.directory for s in segments))
             except SchemaError:
                 if read_dataset(self._path) == root:
                     raise

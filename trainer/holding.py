@@ -1,4 +1,4 @@
-"""Holding a folder of the dataset while it is read: pipelines remove no index that is held."""
+"""Holding a folder of the dataset while it is read: pipelines remove none that is held."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ def refuse_held(dataset: Dataset) -> None:
     """Refuse to take files away from somebody who trains on them.
 
     Raises:
-        SchemaError: an index of the dataset is held.
+        SchemaError: a segment or an index of the dataset is held, or the filesystem has no locks.
     """
-    for index in dataset.indexes:
+    for folder in [part.directory for part in (*dataset.indexes, *dataset.segments)]:
         try:
-            with locked(index.directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 pass
         except BlockingIOError as error:
             raise SchemaError(
-                f"dataset must not be in use while it is rewritten, got {index.manifest.id}, which "
+                f"dataset must not be in use while it is rewritten, got {folder.name}, which "
                 "a run holds; end the run, or try again when it is done",
                 file=str(dataset.directory),
             ) from error

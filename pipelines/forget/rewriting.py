@@ -250,6 +250,7 @@ def _replace(
     with locked(root):
         if read_dataset(root) != dataset.manifest:
             return False
+        refuse_held(dataset)  # a run may have begun meanwhile
         for name, target, made in [
             *((r.id, root / SEGMENTS / r.id, place / r.id) for r in references),
             *((i.id, root / i.id, place / "dataset" / i.id) for i in indexes),

@@ -1,5 +1,6 @@
 """Forgetting: weight 0 at once, no byte left after the rewriting, one dataset or the other."""
 
+import fcntl
 import json
 import os
 import re
@@ -254,13 +255,14 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
-    before, (index,) = bytes_of(dataset), open_dataset(dataset).indexes
-    with locked(index.directory):
-        assert main(["forget", str(dataset), "--rewrite"]) == 1
-    assert capsys.readouterr().err == (
-        f"error: dataset must not be in use while it is rewritten, got {index.manifest.id}, which "
-        f"a run holds in {dataset}; end the run, or try again when it is done\n"
-    )
+    before, opened = bytes_of(dataset), open_dataset(dataset)
+    for part in (opened.indexes[0], opened.segments[1]):
+        with locked(part.directory, fcntl.LOCK_SH):
+            assert main(["forget", str(dataset), "--rewrite"]) == 1
+        assert capsys.readouterr().err == (
+            f"error: dataset must not be in use while it is rewritten, got {part.manifest.id}, "
+            f"which a run holds in {dataset}; end the run, or try again when it is done\n"
+        )
     assert bytes_of(dataset) == before
 
 
