@@ -195,6 +195,7 @@ def write_without(checkpoints: Path, part: str, table: str, rows: Rows) -> tuple
     for path in sorted((checkpoints / new).iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
+    sync_directory(checkpoints / new)
     return new, count
 
 
@@ -208,7 +209,9 @@ def _with_parts(
     checkpoints: Path, manifest: CheckpointManifest, table: str, renamed: Mapping[str, str]
 ) -> CheckpointManifest:
     before = manifest.parts.get(table, ())
-    after = tuple(renamed.get(part, part) for part in before)
+    after = tuple(renamed[part] for part in before)
+    if after == tuple(before):
+        return manifest
     files = {n: s for n, s in manifest.files.items() if n.rpartition("/")[0] not in before}
     for old, new in zip(before, after, strict=True):
         files |= _files_of(checkpoints, manifest, old, new)
