@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from schemas.dataset import Dataset, Segment
 from schemas.errors import SchemaError
+from schemas.forgotten import names_before
 from schemas.layout import MANIFEST
 
 
@@ -55,6 +56,14 @@ def choose_hashes(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
 def hashes_of(dataset: Dataset) -> dict[str, str]:
     """Return the hash of the manifest of each segment, by id."""
     return {reference.id: reference.manifest_sha256 for reference in dataset.manifest.segments}
+
+
+def all_hashes_of(dataset: Dataset) -> dict[str, frozenset[str]]:
+    """Return by id those hashes, and the ones from before ids were forgotten in a segment."""
+    lineage = dataset.manifest.lineage
+    return {
+        name: names_before(lineage, name) | {sha256} for name, sha256 in hashes_of(dataset).items()
+    }
 
 
 def _names_of(segment: Segment) -> tuple[str, ...]:

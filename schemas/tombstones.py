@@ -99,7 +99,7 @@ def read_tombstones(root: Path, sha256: str | None) -> pa.Table:
 
 def of_segment(table: pa.Table, segment_id: str) -> pa.Table:
     """Return the tombstones of one segment."""
-    return table.filter(pc.equal(table["segment"], segment_id))
+    return table.filter(pc.call_function("equal", [table["segment"], segment_id]))
 
 
 def rows_of_places(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, timedelta
 
 import numpy as np
@@ -12,6 +12,7 @@ from schemas.absent import looks_up
 from schemas.checked import sha256_of
 from schemas.dataset import Dataset, Segment
 from schemas.errors import SchemaError
+from schemas.forgotten import names_before
 from schemas.layout import MANIFEST
 
 
@@ -46,12 +47,18 @@ def rows_of_days(
     """
     if num_days is None:
         return None
-    before = [s for s in dataset.others if sha256_of(s.directory / MANIFEST) in trained]
+    lineage = dataset.manifest.lineage
+    before = [s for s in dataset.others if not _hashes(s, lineage).isdisjoint(trained)]
     newest = max(_day_of(s) for s in (*dataset.segments, *before))
     first = newest - timedelta(days=num_days - 1)
     everything = (*dataset.segments, *dataset.others)
     last = [s for s in everything if s.manifest.day and first <= _day_of(s) <= newest]
     return rows_used(dataset, last, table)
+
+
+def _hashes(segment: Segment, lineage: Mapping[str, str]) -> frozenset[str]:
+    """Return the hash of a segment's manifest, and those from before ids were forgotten in it."""
+    return names_before(lineage, segment.manifest.id) | {sha256_of(segment.directory / MANIFEST)}
 
 
 def _day_of(segment: Segment) -> date:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.checked import sha256_of
+from schemas.chosen import all_hashes_of
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.events import CHECKPOINTS, IDENTITY
@@ -115,8 +116,8 @@ def not_trained(beginning: Beginning, dataset: Dataset) -> tuple[str, ...]:
             "train it to its end, or name --segments",
             file=str(beginning.checkpoint),
         )
-    trained = beginning.trained
-    left = [r.id for r in dataset.manifest.segments if r.manifest_sha256 not in trained]
+    trained, hashes = frozenset(beginning.trained), all_hashes_of(dataset)
+    left = [r.id for r in dataset.manifest.segments if trained.isdisjoint(hashes[r.id])]
     if not left:
         raise SchemaError(
             f"dataset must have segments that {beginning.old.name} did not train, got none; append "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from pipelines.forget.at_once import remove_tombstones
 from pipelines.forget.vocabularies import remove_versions
 from pipelines.segments.lock import locked, sweep
+from pipelines.segments.prune import removed_bytes, unnamed_folders
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
@@ -19,18 +19,25 @@ def refuse_held(dataset: Dataset) -> None:
     """Refuse to take files away from somebody who trains on them.
 
     Raises:
-        SchemaError: a segment or an index of the dataset is held, or the filesystem has no locks.
+        SchemaError: a segment or an index of the dataset is held, maybe in a version that was
+            replaced, or the filesystem has no locks.
     """
-    for folder in [part.directory for part in (*dataset.indexes, *dataset.segments)]:
+    named = [part.directory for part in (*dataset.indexes, *dataset.segments)]
+    segments, indexes = unnamed_folders(dataset.directory)
+    for folder in (*named, *segments, *indexes):
         try:
             with locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 pass
         except BlockingIOError as error:
-            raise SchemaError(
-                f"dataset must not be in use while it is rewritten, got {folder.name}, which "
-                "a run holds; end the run, or try again when it is done",
-                file=str(dataset.directory),
-            ) from error
+            raise _held(dataset.directory, folder) from error
+
+
+def _held(dataset: Path, folder: Path) -> SchemaError:
+    return SchemaError(
+        f"dataset must not be in use while it is rewritten, got {folder.name}, which "
+        "a run holds; end the run, or try again when it is done",
+        file=str(dataset),
+    )
 
 
 def clear(directory: Path) -> int:
@@ -40,28 +47,23 @@ def clear(directory: Path) -> int:
 
     Returns:
         How many directories were removed.
+
+    Raises:
+        SchemaError: somebody holds one of them since a moment ago; all others are gone.
     """
     with locked(directory):  # whoever gives a segment its name holds it until the root names it
         dataset = open_dataset(directory)
-        unnamed = list(_unnamed(dataset))
-        for path in unnamed:
+        segments, indexes = unnamed_folders(directory)
+        unnamed = [*segments, *indexes]
+        held = [folder for folder in unnamed if removed_bytes(folder) is None]
+        refused = sorted(path for path in directory.glob(".refused-*") if path.is_dir())
+        for path in refused:
             shutil.rmtree(path)
         remove_versions(dataset)
         remove_tombstones(directory, {dataset.manifest.tombstones_sha256})
         sweep(directory, ".index.*")
     with locked(directory / SEGMENTS):
         sweep(directory / SEGMENTS, ".*")
-    return len(unnamed)
-
-
-def _unnamed(dataset: Dataset) -> Iterator[Path]:
-    root = dataset.directory
-    named = {s.id for s in dataset.manifest.segments} | {i.id for i in dataset.manifest.indexes}
-    places = (
-        *(root / SEGMENTS).glob("[!.]*"),
-        *root.glob("index-*"),
-        *root.glob(".refused-*"),
-    )
-    for path in sorted(places):
-        if path.is_dir() and path.name not in named:
-            yield path
+    if held:
+        raise _held(directory, held[0])
+    return len(unnamed) + len(refused)

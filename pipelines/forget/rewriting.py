@@ -10,7 +10,7 @@ dies after is cleared by the next rewriting.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -41,9 +41,10 @@ from pipelines.segments.view import write_view
 from schemas.columns import is_list
 from schemas.dataset import Dataset, Segment, open_dataset, verified_version
 from schemas.errors import SchemaError
+from schemas.forgotten import FORGOTTEN
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.manifest import Reference, position_of, read_dataset, write_manifest
-from schemas.tombstones import read_tombstones
+from schemas.manifest import Reference, read_dataset, write_manifest
+from schemas.tombstones import joined_tombstones, read_tombstones
 
 WORKPLACES = ".forget.*"
 
@@ -163,13 +164,14 @@ def _rewritten(
             )
         place_versions(request.dataset, versions)
         indexes = _indexes(dataset, references, place, request)
-        if not _replace(dataset, due, references, indexes, place):
+        renamed = {
+            old: None if new is None else new.id
+            for old, new in made.items()
+            if new is None or new.id != old
+        }
+        if not _replace(dataset, renamed, due, references, indexes, place):
             return None
-    return {
-        old: None if new is None else new.id
-        for old, new in made.items()
-        if new is None or new.id != old
-    }
+    return renamed
 
 
 def _segments(
@@ -240,6 +242,7 @@ def _indexes(
 
 def _replace(
     dataset: Dataset,
+    renamed: Mapping[str, str | None],
     due: list[Segment],
     references: list[Reference],
     indexes: list[Reference],
@@ -259,15 +262,12 @@ def _replace(
                 assert name == target.name, "a directory is named by its id"
                 shutil.rmtree(target, ignore_errors=True)  # a killed attempt's
                 made.rename(target)
-        names = pa.array([s.manifest.id for s in due])
-        table = read_tombstones(root, dataset.manifest.tombstones_sha256)
-        kept = table.filter(pc.invert(pc.is_in(table["segment"], value_set=names)))
-        sha256 = write_tombstones(root, kept)
+        sha256 = write_tombstones(root, _tombstones_left(dataset, due, renamed))
         manifest = replace(
             dataset.manifest,
             segments=tuple(references),
             indexes=tuple(indexes),
-            lineage=_lineage(dataset, references),
+            lineage=_lineage(dataset, renamed),
             tombstones_sha256=sha256,
         )
         write_manifest(root, manifest)
@@ -276,8 +276,27 @@ def _replace(
     return True
 
 
-def _lineage(dataset: Dataset, references: list[Reference]) -> dict[str, str]:
-    """Return where the dataset came from, with the segments' names as they are now."""
-    now = {position_of(r.id): r.id for r in references}
-    renamed = {r.id: now.get(position_of(r.id), r.id) for r in dataset.manifest.segments}
-    return {key: renamed.get(value, value) for key, value in dataset.manifest.lineage.items()}
+def _tombstones_left(
+    dataset: Dataset, due: list[Segment], renamed: Mapping[str, str | None]
+) -> pa.Table:
+    """Return the tombstones of what was not written again, under their segments' names as now."""
+    table = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
+    gone = {s.manifest.id for s in due}
+    stays = [name not in gone for name in table["segment"].to_pylist()]
+    left = table.filter(pa.array(stays, pa.bool_()))
+    now = [renamed.get(name) or name for name in left["segment"].to_pylist()]
+    return joined_tombstones([left.set_column(0, "segment", pa.array(now, pa.string()))])
+
+
+def _lineage(dataset: Dataset, renamed: Mapping[str, str | None]) -> dict[str, str]:
+    """Return where the dataset came from, with the segments' names as they are now.
+
+    What they were called before stays (`schemas/forgotten.py`): who knows them by it finds them.
+    """
+    now = {old: new or "" for old, new in renamed.items()}
+    found = {key: now.get(value, value) for key, value in dataset.manifest.lineage.items()}
+    for reference in dataset.manifest.segments:
+        if reference.id in now:
+            for name in (reference.id, reference.manifest_sha256):
+                found[f"{FORGOTTEN}{name}"] = now[reference.id]
+    return {key: value for key, value in found.items() if value or key.startswith(FORGOTTEN)}

@@ -17,6 +17,7 @@ from pipelines.segments.days import (
     segment_of_day,
 )
 from pipelines.segments.finish import refuse_finished
+from pipelines.segments.forgotten import check_replaceable
 from pipelines.segments.pinned import check_pinned, check_types
 from pipelines.segments.publish import Proposal, free_position, root_of, with_key
 from schemas.dataset import Dataset, open_dataset
@@ -64,6 +65,8 @@ def admit(
         if same_files(version[1].listing, listing):
             return version[0]
         refuse_other_files(request.dataset, version[1])
+    if version is not None:
+        check_replaceable(request.dataset, root, version[1], listing)
     replaced = None if version is None else version[0]
     refuse_finished(root, request.dataset)
     others = [s for s in root.segments if s != replaced]

@@ -16,8 +16,7 @@ from schemas.manifest import read_dataset
 def prune(dataset: Path) -> dict[str, Any]:
     """Remove segments and indexes that the root does not name.
 
-    Builds that are under way have hidden names and stay; so do indexes that somebody holds. Nobody
-    holds segments: who trains on a version that was replaced has to be done with it.
+    Builds that are under way have hidden names and stay; so does what somebody holds who trains.
 
     Args:
         dataset: directory of the dataset.
@@ -30,13 +29,8 @@ def prune(dataset: Path) -> dict[str, Any]:
     """
     read_dataset(dataset)  # refuses a directory that is no dataset
     with locked(dataset):  # whoever gives a segment its name holds it until the root names it
-        root = read_dataset(dataset)
-        named = {s.id for s in root.segments}, {i.id for i in root.indexes}
-        places = sorted((dataset / SEGMENTS).glob("[!.]*")), sorted(dataset.glob("index-*"))
-        removed = [
-            [(d.name, _removed(d)) for d in found if d.is_dir() and d.name not in names]
-            for found, names in zip(places, named, strict=True)
-        ]
+        unnamed = unnamed_folders(dataset)
+        removed = [[(d.name, removed_bytes(d)) for d in found] for found in unnamed]
     segments, indexes = ([(n, b) for n, b in found if b is not None] for found in removed)
     return {
         "segments": [name for name, _ in segments],
@@ -45,7 +39,19 @@ def prune(dataset: Path) -> dict[str, Any]:
     }
 
 
-def _removed(directory: Path) -> int | None:
+def unnamed_folders(dataset: Path) -> tuple[list[Path], list[Path]]:
+    """Return the segments and the indexes that the root does not name, by name."""
+    root = read_dataset(dataset)
+    named = {s.id for s in root.segments}, {i.id for i in root.indexes}
+    places = sorted((dataset / SEGMENTS).glob("[!.]*")), sorted(dataset.glob("index-*"))
+    segments, indexes = (
+        [d for d in found if d.is_dir() and d.name not in names]
+        for found, names in zip(places, named, strict=True)
+    )
+    return segments, indexes
+
+
+def removed_bytes(directory: Path) -> int | None:
     """Remove a directory that nobody holds; return its bytes, None where it stays."""
     with suppress(BlockingIOError), locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
         num_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())

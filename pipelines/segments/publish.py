@@ -21,12 +21,20 @@ from pathlib import Path
 from pipelines.oracle.index import build_index
 from pipelines.segments.commit import commit_root, reference_of, relabel
 from pipelines.segments.days import refuse_other_files, segment_of_day, with_version
+from pipelines.segments.forgotten import check_replaceable, written_again
 from pipelines.segments.lock import locked, sweep, workplace
 from pipelines.segments.view import write_view
 from schemas.dataset import Dataset, open_dataset, verified_version
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.manifest import DatasetManifest, Reference, position_of, read_dataset, replace_bytes
+from schemas.manifest import (
+    DatasetManifest,
+    Reference,
+    position_of,
+    read_dataset,
+    read_segment,
+    replace_bytes,
+)
 from schemas.order import Order
 
 MAX_POSITION = 99_999
@@ -72,9 +80,15 @@ def root_of(dataset: Path) -> DatasetManifest | None:
 
 
 def with_key(root: DatasetManifest | None, key: str) -> Reference | None:
-    """Return the segment that was built from the same input by the same job."""
-    segments = root.segments if root else ()
-    return next((s for s in segments if s.id.partition("-")[2] == key), None)
+    """Return the segment that was built from the same input by the same job.
+
+    Raises:
+        SchemaError: ids were forgotten in it, and it is not there any more.
+    """
+    if root is None:
+        return None
+    there = next((s for s in root.segments if s.id.partition("-")[2] == key), None)
+    return there or written_again(root, key)
 
 
 def publish(proposal: Proposal) -> Reference:
@@ -119,10 +133,12 @@ def version_there(root: DatasetManifest | None, proposal: Proposal) -> Reference
         SchemaError: there is one, and it is not to be replaced.
     """
     found = proposal.day and segment_of_day(proposal.dataset, root, proposal.day)
-    if not found:
+    if root is None or not found:
         return None
     if not proposal.replaces:
         refuse_other_files(proposal.dataset, found[1])
+    listing = read_segment(proposal.building).listing
+    check_replaceable(proposal.dataset, root, found[1], listing)
     return found[0]
 
 

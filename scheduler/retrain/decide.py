@@ -187,12 +187,21 @@ def _go_on(
     stage = attempt.stage
     if stage is None:
         return _judge(attempt, config)
+    if stale := _renamed(attempt, dataset):
+        reason = f"{', '.join(stale)} of it was written again without what was forgotten"
+        return Close(attempt.run, final=False, status=0, reason=reason)
     lost = _failures(attempt, before, stage)
     if lost and (given_up := _give_up(attempt, lost, config.tries)):
         return given_up
     if stage == "train" and stage not in attempt.started:
         return _first_train(attempt, state, dataset, config)
     return _start(attempt, stage, state, dataset)
+
+
+def _renamed(attempt: Attempt, dataset: Sequence[SegmentFact]) -> list[str]:
+    """Return the segments of a day's stages that have another name since ids were forgotten."""
+    named = {s for started in attempt.started.values() for s in started.segments}
+    return sorted(named & frozenset[str]().union(*(s.before for s in dataset)))
 
 
 def _failures(attempt: Attempt, before: State, stage: Stage) -> list[Failed]:

@@ -19,6 +19,13 @@ class SegmentFact:
     """Its day; None of one that was built without."""
     holds_back: bool
     """Whether it has an evaluation split."""
+    before: frozenset[str] = frozenset()
+    """Names that it had before ids were forgotten in it: what is left of it was trained."""
+
+
+def names_of(segment: SegmentFact) -> frozenset[str]:
+    """Return what a segment is called, and was."""
+    return segment.before | {segment.id}
 
 
 def trained_by(state: State, run: str | None) -> frozenset[str]:
@@ -35,9 +42,10 @@ def base_of(state: State, dataset: Sequence[SegmentFact]) -> str | None:
     """Return the newest promoted run that may be gone on with; None to begin from nothing.
 
     A run that knows a segment which the dataset no longer has, as it was corrected, would bring
-    what was wrong with it into every later one.
+    what was wrong with it into every later one. Forgetting is no correction, unless a segment of
+    which nothing was left has gone.
     """
-    there = {segment.id for segment in dataset}
+    there = frozenset[str]().union(*(names_of(segment) for segment in dataset))
     for run in reversed(state.promoted):
         if run not in state.removed and trained_by(state, run) <= there:
             return run
@@ -62,7 +70,7 @@ def to_train(
     """
     known = trained_by(state, base)
     left_out = _refused(state, day) if refused_days == "skip" else frozenset[str]()
-    return tuple(s.id for s in dataset if s.id not in known and s.id not in left_out)
+    return tuple(s.id for s in dataset if names_of(s).isdisjoint(known | left_out))
 
 
 def held_back(dataset: Sequence[SegmentFact]) -> str | None:
@@ -73,7 +81,7 @@ def held_back(dataset: Sequence[SegmentFact]) -> str | None:
 def newest_day(state: State, dataset: Sequence[SegmentFact], run: str) -> str:
     """Return the newest day whose segment a run knows."""
     known = trained_by(state, run)
-    return max(s.day for s in dataset if s.id in known and s.day is not None)
+    return max(s.day for s in dataset if names_of(s) & known and s.day is not None)
 
 
 def _refused(state: State, day: str) -> frozenset[str]:

@@ -14,6 +14,7 @@ from scheduler.history import BUILD
 from scheduler.retrain.lineage import SegmentFact
 from schemas.errors import SchemaError
 from schemas.events import CHECKPOINTS, IDENTITY
+from schemas.forgotten import names_before
 from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
 from schemas.manifest import (
     canonical_json,
@@ -74,15 +75,17 @@ def facts_of(root: Root) -> tuple[SegmentFact, ...]:
     """
     if not root.has_dataset:
         return ()
+    dataset = read_dataset(root.dataset)
     manifests = (
         read_segment(root.dataset / SEGMENTS / reference.id, reference)
-        for reference in read_dataset(root.dataset).segments
+        for reference in dataset.segments
     )
     return tuple(
         SegmentFact(
             id=manifest.id,
             day=manifest.day,
             holds_back=manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
+            before=names_before(dataset.lineage, manifest.id),
         )
         for manifest in manifests
     )

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from schemas.chosen import choose
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB
+from schemas.manifest import Reference, read_dataset, read_segment, write_manifest
 from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
@@ -95,6 +97,35 @@ def test_run_takes_the_segments_that_are_left(
     assert bits_of(tmp_path / "rest") == bits_of(folder / DATES[-1])
     with pytest.raises(SchemaError, match="segments that rest did not train, got none"):
         run_job(job, dataset, tmp_path / "more", start_from=tmp_path / "rest")
+
+
+def forgotten(dataset: Path, segment_id: str) -> Path:
+    """Give a segment another name and another hash, as `pipelines forget --rewrite` does."""
+    root, place = read_dataset(dataset), dataset / "segments"
+    manifest, name = read_segment(place / segment_id), f"{segment_id.partition('-')[0]}-left"
+    (place / segment_id).rename(place / name)
+    sha256 = write_manifest(place / name, replace(manifest, id=name))
+    new = Reference(id=name, manifest_sha256=sha256)
+    (old,) = [s for s in root.segments if s.id == segment_id]
+    now = {f"forgotten:{each}": name for each in (old.id, old.manifest_sha256)}
+    segments = tuple(new if s == old else s for s in root.segments)
+    write_manifest(dataset, replace(root, segments=segments, lineage={**root.lineage, **now}))
+    return dataset
+
+
+def test_run_does_not_train_again_what_is_left_of_a_segment_after_forgetting(
+    small: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    job, dataset, folder = small
+    left = forgotten(Path(shutil.copytree(dataset, tmp_path / "dataset")), "00000-small")
+    run = tmp_path / "rest"
+    summary = run_job(job, left, run, start_from=folder / DATES[0], expire_days=30)
+    assert summary.start is not None
+    assert summary.start["segments"] == ["00001-small", "00002-small"]
+    assert bits_of(run) == bits_of(folder / DATES[-1])
+    resumed = Path(shutil.copytree(folder / DATES[0], tmp_path / "resumed"))
+    with pytest.raises(SchemaError, match="a new version has replaced it: train a new run"):
+        run_job(job, left, resumed, resume=True)
 
 
 def test_report_counts_rows_as_sets_do(small: tuple[Path, Path, Path]) -> None:

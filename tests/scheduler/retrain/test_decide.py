@@ -274,3 +274,30 @@ def test_law_a_promoted_run_knows_each_segment_of_the_dataset_once_and_no_other(
             own, run = [*attempt.segments, *own], attempt.base
         assert sorted(own) == sorted(world.segments.values())
         assert not known(world) & bad
+
+
+def test_retrain_after_forgetting_goes_on_from_the_last_run_and_trains_nothing_twice() -> None:
+    world = after_days(World(), ONE, TWO)
+    world.forget(ONE)
+    world.forget(ONE)
+    after_days(world, THREE)
+    latest = world.state.attempts[-1]
+    assert (latest.base, latest.segments) == (f"{TWO}.1", (f"{THREE}-v1",))
+    assert newest_day(world.state, world.dataset(), f"{TWO}.1") == TWO
+    world.versions[ONE] = 2
+    world.retrain(ONE, corrected=True)
+    assert world.state.attempts[-1].base is None
+
+
+@given(lives=st.integers(1, 30))
+def test_retrain_that_was_killed_before_a_forgetting_begins_its_day_anew(lives: int) -> None:
+    world = after_days(World(), ONE)
+    with suppress(KilledError):
+        world.retrain(TWO, lives=lives)
+    if TWO in world.segments:
+        world.forget(TWO)
+    assert world.retrain(TWO).status == 0
+    latest = world.state.attempts[-1]
+    assert world.pointer == latest.run
+    assert latest.base == f"{ONE}.1"
+    assert {s.removesuffix("-left") for s in latest.segments} == {f"{TWO}-v1"}

@@ -60,6 +60,8 @@ class World:
     records: list[Record] = field(default_factory=list[Record])
     state: State = field(default_factory=State)
     segments: dict[str, str] = field(default_factory=dict)
+    before: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Names that the segment of a day had before ids were forgotten in it."""
     pointer: str | None = None
     folders: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
@@ -67,9 +69,20 @@ class World:
 
     def dataset(self) -> tuple[SegmentFact, ...]:
         return tuple(
-            SegmentFact(id=self.segments[day], day=day, holds_back=True)
+            SegmentFact(
+                id=self.segments[day],
+                day=day,
+                holds_back=True,
+                before=self.before.get(day, frozenset()),
+            )
             for day in sorted(self.segments)
         )
+
+    def forget(self, day: str) -> None:
+        """Write the segment of a day again without some ids."""
+        old = self.segments[day]
+        self.before[day] = self.before.get(day, frozenset()) | {old}
+        self.segments[day] = f"{old}-left"
 
     def retrain(
         self, day: str, *, corrected: bool = False, again: bool = False, lives: int = MAX_STEPS
@@ -144,14 +157,19 @@ class World:
         if started.process in self.failing:
             status, said = self.failing[started.process]
             return Failed(**common, stage=started.stage, status=status, reason=said)
+        if not set(started.segments) <= set(self.segments.values()):
+            return Failed(**common, stage=started.stage, status=1, reason="no such segment")
         result = {}
         if started.stage == "append":
             version = f"{attempt.day}-v{self.versions.get(attempt.day, 1)}"
             there = self.segments.get(attempt.day)
-            if there not in (None, version) and not attempt.corrected:
+            known = {None, version, there if version in self.before.get(attempt.day, ()) else None}
+            if there not in known and not attempt.corrected:
                 return Failed(**common, stage="append", status=1, reason="another listing")
-            self.segments[attempt.day] = version
-            result = {"segment": version}
+            if version not in self.before.get(attempt.day, ()):
+                self.segments[attempt.day] = version
+                self.before.pop(attempt.day, None)
+            result = {"segment": self.segments[attempt.day]}
         elif started.stage == "train":
             self.folders.add(started.run)
         else:

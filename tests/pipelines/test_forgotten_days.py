@@ -1,0 +1,158 @@
+"""What was forgotten in a day does not come back, and leaves its older versions, too."""
+
+import fcntl
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.segments.lock import locked
+from pipelines.segments.verify import verify
+from schemas.dataset import open_dataset
+from schemas.forgotten import names_before
+from schemas.layout import SEGMENTS
+from schemas.manifest import read_dataset
+from tests.forgetting import found_in
+from tests.pipelines.appending import addition
+from tests.pipelines.logs import bytes_of, copy_of, request
+from tests.pipelines.test_days import FIRST, LAST, LATE
+from tests.pipelines.test_forget import ID, ids_file, job_of, log_with, run, sessions
+
+NEW = f"{LATE}-corrected"
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job and logs of days that know the id, one corrected without it; not to be changed."""
+    folder = tmp_path_factory.mktemp("logs")
+    job_of(folder / "job")
+    for seed, name in enumerate((FIRST, LATE, LAST)):
+        log_with(folder / name, seed)
+    log_with(folder / NEW, 3, drop=(ID,))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def days(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of two days, not to be changed."""
+    dataset = tmp_path_factory.mktemp("days") / "dataset"
+    job = logs / "job" / "job.yaml"
+    build(replace(request(job, logs / FIRST, dataset), day=FIRST))
+    build(replace(addition(job, logs / LATE, dataset), day=LATE))
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def left(days: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two days, written again without the id; not to be changed."""
+    folder = tmp_path_factory.mktemp("left")
+    dataset = copy_of(days, folder / "dataset")
+    assert main(["forget", str(dataset), "--ids", ids_file(folder, ID), "--rewrite"]) == 0
+    return dataset
+
+
+def append(logs: Path, dataset: Path, day: str, files: str, *more: str) -> int:
+    """Append a day; return the exit status."""
+    job = str(logs / "job" / "job.yaml")
+    given = ["append", job, "--dataset", str(dataset), "--input", str(logs / files)]
+    return main([*given, "--day", day, "--json", *more])
+
+
+def test_rewritten_days_are_known_by_their_names_before(days: Path, left: Path) -> None:
+    root = read_dataset(left)
+    for before, now in zip(read_dataset(days).segments, root.segments, strict=True):
+        assert before.id != now.id
+        assert names_before(root.lineage, now.id) == {before.id, before.manifest_sha256}
+    named = {s.manifest.day: s.manifest.id for s in open_dataset(left).segments}
+    assert {day: root.lineage[f"day:{day}"] for day in (FIRST, LATE)} == named
+    assert verify(left)["problems"] == []
+
+
+def test_the_files_of_a_rewritten_day_bring_nothing_back(
+    logs: Path, left: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = bytes_of(left)
+    for more in ([], ["--replace"]):
+        assert append(logs, left, LATE, LATE, *more) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["built"], found["segment"]) == (False, read_dataset(left).segments[1].id)
+    job = logs / "job" / "job.yaml"
+    other = logs / "job" / "other.yaml"
+    text = job.read_text()
+    assert "on_error: reject" in text
+    other.write_text(text.replace("on_error: reject", "on_error: fail"))
+    given = ["--dataset", str(left), "--input", str(logs / LATE), "--day", LATE, "--replace"]
+    status = main(["append", str(other), *given])
+    said = capsys.readouterr().err
+    assert (status, "must be without what was forgotten, got the files of" in said) == (1, True)
+    assert bytes_of(left) == before
+
+
+def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
+    logs: Path, left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(left, tmp_path / "dataset")
+    assert append(logs, dataset, LATE, NEW, "--replace") == 0
+    assert append(logs, dataset, LATE, LATE, "--replace") == 1
+    assert "in which ids were forgotten; remove these from them" in capsys.readouterr().err
+    assert main(["prune", str(dataset)]) == 0
+    assert append(logs, dataset, LAST, NEW) == 1  # its files are in the dataset
+    assert found_in(dataset, ID) == []
+    assert verify(dataset)["problems"] == []
+
+
+def test_day_with_tombstones_is_not_replaced(
+    logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    before, old = bytes_of(dataset), read_dataset(dataset).segments[1].id
+    assert append(logs, dataset, LATE, NEW, "--replace") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: segment must have no tombstones when it is replaced, got some of {old} in "
+        f"{dataset / 'MANIFEST.json'}; run python -m pipelines forget {dataset} --rewrite, and "
+        "remove the ids from the new files"
+    )
+    assert bytes_of(dataset) == before
+    assert append(logs, dataset, LAST, LAST) == 0  # a new day may come
+    assert ID in sessions(dataset)  # and is forgotten by itself
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID), "--rewrite")
+    assert append(logs, dataset, LATE, NEW, "--replace") == 0
+    assert found_in(dataset, ID) == []
+
+
+def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
+    logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    old = dataset / SEGMENTS / read_dataset(dataset).segments[1].id
+    assert append(logs, dataset, LATE, NEW, "--replace") == 0
+    ids = ids_file(tmp_path, ID)
+    with locked(old, fcntl.LOCK_SH):
+        assert main(["prune", str(dataset)]) == 0
+        assert main(["forget", str(dataset), "--ids", ids, "--rewrite"]) == 1
+        assert f"got {old.name}, which a run holds" in capsys.readouterr().err
+    assert found_in(old, ID)
+    run(capsys, str(dataset), "--rewrite")
+    assert not old.exists()
+    assert found_in(dataset, ID) == []
+    assert append(logs, dataset, LATE, LATE, "--replace") == 0  # nothing was forgotten in it
+    run(capsys, str(dataset), "--ids", ids, "--rewrite")
+    assert found_in(dataset, ID) == []
+
+
+def test_day_of_which_nothing_was_left_does_not_come_again(
+    logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    assert append(logs, dataset, LATE, NEW, "--replace") == 0
+    first = open_dataset(dataset).segments[0].manifest
+    gone = sessions(dataset)[: first.num_samples]
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, *sorted(set(gone))), "--rewrite")
+    if len(open_dataset(dataset).segments) == 1:
+        assert f"day:{FIRST}" not in read_dataset(dataset).lineage
+    assert append(logs, dataset, FIRST, FIRST) == 1
+    assert f"got the files of segment {first.id}, in which ids" in capsys.readouterr().err
