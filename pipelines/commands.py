@@ -102,6 +102,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TIME",
         help="rewrite what was forgotten so long ago",
     )
+    command.add_argument(
+        "--rejects-older-than",
+        type=parse_duration,
+        metavar="TIME",
+        help="remove rejects and late events that were written so long ago",
+    )
     command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("verify", help="recompute counts and checksums")
@@ -303,7 +309,8 @@ def _prune(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    if arguments.ids is None and not arguments.rewrite:
+    rewrites = arguments.rewrite or arguments.rejects_older_than is not None
+    if arguments.ids is None and not rewrites:
         raise ValueError("forget must have --ids or --rewrite, got neither; name a file of ids")
     now = datetime.now(UTC)
     found: dict[str, Any] = {}
@@ -312,10 +319,11 @@ def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             dataset=arguments.dataset, ids=arguments.ids, column=arguments.column, at=now
         )
         found["forgotten"] = forget(request)
-    if arguments.rewrite:
+    if rewrites:
         rewriting = WithoutForgotten(
             dataset=arguments.dataset,
-            older_than=arguments.older_than,
+            older_than=arguments.older_than if arguments.rewrite else None,
+            rejects_older_than=arguments.rejects_older_than,
             ids=arguments.ids,
             column=arguments.column,
             at=now,

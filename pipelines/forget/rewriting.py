@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from pipelines.forget.at_once import remove_tombstones, write_tombstones
 from pipelines.forget.clearing import clear, refuse_held
 from pipelines.forget.ids import column_of, id_type, read_ids
+from pipelines.forget.retention import drop_rejects, expired_segments
 from pipelines.forget.segment import (
     Rewriting,
     link_segment,
@@ -55,9 +56,12 @@ class RewriteRequest:
 
     Attributes:
         dataset: directory of the dataset.
-        older_than: least age of a tombstone for its segment to be written again.
+        older_than: least age of a tombstone for its segment to be written again; none is for its
+            tombstones when None.
         ids: text or Parquet file of ids that must leave rejects and late events, too, or None.
         column: what these are values of; the session key when None.
+        rejects_older_than: least age of rejects and late events that go as a whole; none do when
+            None.
         at: now, UTC.
         beam_args: Beam options.
         attempt: name of this attempt, unique among those that may run at once.
@@ -65,9 +69,10 @@ class RewriteRequest:
     """
 
     dataset: Path
-    older_than: timedelta
+    older_than: timedelta | None
     ids: Path | None
     column: str | None
+    rejects_older_than: timedelta | None = None
     at: datetime
     beam_args: list[str]
     attempt: str
@@ -89,8 +94,9 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
         refuse_held(dataset)
         due = due_segments(dataset, request)
         renamed: dict[str, str | None] = {}
-        if due:
-            done = _rewritten(dataset, due, request)
+        expired = _expired(dataset, request)
+        if due or expired:
+            done = _rewritten(dataset, due, expired, request)
             if done is None:
                 continue  # another process was faster
             renamed = done
@@ -103,6 +109,8 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
 
 def due_segments(dataset: Dataset, request: RewriteRequest) -> list[Segment]:
     """Return the segments with a tombstone that is old enough, or with an id in their rejects."""
+    if request.older_than is None:
+        return []
     limit = pa.scalar((request.at - request.older_than).replace(tzinfo=None), pa.timestamp("us"))
     texts = _given_texts(dataset, request)
 
@@ -111,6 +119,13 @@ def due_segments(dataset: Dataset, request: RewriteRequest) -> list[Segment]:
         return bool(pc.any(pc.less_equal(times, limit)).as_py()) or _says(segment, texts)
 
     return [segment for segment in dataset.segments if is_due(segment)]
+
+
+def _expired(dataset: Dataset, request: RewriteRequest) -> frozenset[str]:
+    """Return the ids of the segments whose rejects and late events go."""
+    if request.rejects_older_than is None:
+        return frozenset()
+    return expired_segments(dataset, request.at - request.rejects_older_than)
 
 
 def _given_texts(dataset: Dataset, request: RewriteRequest) -> frozenset[str]:
@@ -149,13 +164,13 @@ def forgotten_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
 
 
 def _rewritten(
-    dataset: Dataset, due: list[Segment], request: RewriteRequest
+    dataset: Dataset, due: list[Segment], expired: frozenset[str], request: RewriteRequest
 ) -> dict[str, str | None] | None:
     """Write segments again and replace the root; None when that has changed meanwhile."""
     place = request.dataset / SEGMENTS / f".forget.{request.attempt}"
     with workplace(place, WORKPLACES):
-        versions = without_forgotten(dataset)
-        made = _segments(dataset, due, versions, place, request)
+        versions = without_forgotten(dataset) if due else NewVersions({}, {}, {})
+        made = _segments(dataset, due, expired, versions, place, request)
         references = [r for r in made.values() if r is not None]
         if not references:
             raise SchemaError(
@@ -177,6 +192,7 @@ def _rewritten(
 def _segments(
     dataset: Dataset,
     due: list[Segment],
+    expired: frozenset[str],
     versions: NewVersions,
     place: Path,
     request: RewriteRequest,
@@ -193,19 +209,23 @@ def _segments(
         learned = versions.renamed(before.learned)
         if before.id in names:
             request.say(f"segment {before.id}: writing it again")
-            texts = given | forgotten_texts(dataset, segment)
+            said = given | forgotten_texts(dataset, segment)
+            texts = None if before.id in expired else said
             rewriting = Rewriting(segment, building, texts, learned, request.beam_args)
             if not rewrite_segment(dataset, rewriting):
                 found[before.id] = None
                 continue
-            aside = place / "refused"
-            text = pass_gate(building, earlier, schema, gate, aside, request.say)
-            relabel(building, before.id, text)
-        elif learned != dict(before.learned):
+        elif before.id in expired or learned != dict(before.learned):
             link_segment(segment, building)
         else:
             found[before.id], earlier = reference, segment.directory
             continue
+        if before.id in expired and before.id not in names:
+            drop_rejects(building)
+        if before.id in expired | names:
+            aside = place / "refused"
+            text = pass_gate(building, earlier, schema, gate, aside, request.say)
+            relabel(building, before.id, text)
         made = named_anew(before, building, learned)
         building.rename(place / made.id)
         found[before.id], earlier = made, place / made.id

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from pipelines.beam.ipc import to_bytes
 from pipelines.beam.runner import run_pipeline
+from pipelines.forget.retention import keep_times
 from pipelines.forget.stored_parts import StoredPart, parts_left, stored_data, stored_features
 from pipelines.oracle.stages import NumberAccesses
 from pipelines.parts.part import build_part, packed, unpacked
@@ -56,14 +57,15 @@ class Rewriting:
     Attributes:
         segment: an open segment.
         building: directory to write to.
-        texts: ids as texts; lines of `rejects/` and `late/` that contain one are left out.
+        texts: ids as texts; lines of `rejects/` and `late/` that contain one are left out; all of
+            them when None.
         learned: files of what transforms learned, path to sha256.
         beam_args: Beam options.
     """
 
     segment: Segment
     building: Path
-    texts: frozenset[str]
+    texts: frozenset[str] | None
     learned: Mapping[str, str]
     beam_args: list[str]
 
@@ -122,12 +124,13 @@ def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
         features,
         rewriting.learned,
     )
+    keep_times(segment, building)
     return True
 
 
-def _left(segment: Segment, path: str, texts: frozenset[str]) -> list[Reject]:
+def _left(segment: Segment, path: str, texts: frozenset[str] | None) -> list[Reject]:
     """Return the lines of a file of rejects or late events in which no forgotten id stands."""
-    if path not in segment.files:
+    if texts is None or path not in segment.files:
         return []
     rows = [Reject(**row) for row in segment.file(path).read().to_pylist()]
     return [r for r in rows if not any(t in r.value or t in r.reason for t in texts)]

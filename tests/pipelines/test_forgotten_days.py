@@ -2,6 +2,8 @@
 
 import fcntl
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from pipelines.segments.lock import locked
 from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from schemas.forgotten import names_before
-from schemas.layout import SEGMENTS
+from schemas.layout import SEGMENTS, rejects_path
 from schemas.manifest import read_dataset
 from tests.forgetting import found_in
 from tests.pipelines.appending import addition
@@ -130,11 +132,12 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     dataset = copy_of(days, tmp_path / "dataset")
     old = dataset / SEGMENTS / read_dataset(dataset).segments[1].id
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
-    ids = ids_file(tmp_path, ID)
+    ids, segments = ids_file(tmp_path, ID), read_dataset(dataset).segments
     with locked(old, fcntl.LOCK_SH):
         assert main(["prune", str(dataset)]) == 0
         assert main(["forget", str(dataset), "--ids", ids, "--rewrite"]) == 1
         assert f"got {old.name}, which a run holds" in capsys.readouterr().err
+    assert read_dataset(dataset).segments == segments
     assert found_in(old, ID)
     run(capsys, str(dataset), "--rewrite")
     assert not old.exists()
@@ -156,3 +159,71 @@ def test_day_of_which_nothing_was_left_does_not_come_again(
         assert f"day:{FIRST}" not in read_dataset(dataset).lineage
     assert append(logs, dataset, FIRST, FIRST) == 1
     assert f"got the files of segment {first.id}, in which ids" in capsys.readouterr().err
+
+
+def rejects_in(dataset: Path) -> list[str]:
+    """Name the files of rejects of each segment that the root names."""
+    return [p for s in open_dataset(dataset).segments for p in s.files if p.startswith("rejects/")]
+
+
+def aged(dataset: Path, place: int, days_ago: float) -> Path:
+    """Let the rejects of a segment be so old; return its directory."""
+    directory = dataset / SEGMENTS / read_dataset(dataset).segments[place].id
+    when = time.time() - days_ago * 86_400
+    os.utime(directory / rejects_path(0), (when, when))
+    return directory
+
+
+def test_rejects_go_after_their_own_time(
+    days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    assert main(["prune", str(dataset)]) == 0
+    for place, days_ago in ((0, 40), (1, 20)):
+        aged(dataset, place, days_ago)
+    capsys.readouterr()
+    before = bytes_of(dataset)
+    found = run(capsys, str(dataset), "--rejects-older-than", "60d")["rewritten"]
+    assert (found["segments"], bytes_of(dataset)) == ({}, before)
+    shown = found_in(dataset, ID)
+    assert any("anomalies" in name for name in shown)
+    samples = sessions(dataset)
+    found = run(capsys, str(dataset), "--rejects-older-than", "30d")["rewritten"]
+    assert list(found["segments"]) == [read_dataset(days).segments[0].id]
+    assert read_dataset(dataset).segments[1] == read_dataset(days).segments[1]
+    first, second = open_dataset(dataset).segments
+    assert not any(
+        "rejects" in name or "anomalies" in name for name in found_in(first.directory, ID)
+    )
+    assert any("rejects" in name for name in found_in(second.directory, ID))
+    assert (sessions(dataset), verify(dataset)["problems"]) == (samples, [])
+
+
+def test_what_is_forgotten_stays_so_when_rejects_go(
+    days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    aged(dataset, 0, 40)
+    run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
+    left = sessions(dataset)
+    assert ID not in left
+    found = run(capsys, str(dataset), "--rejects-older-than", "30d")["rewritten"]
+    assert (len(found["segments"]), found["num_samples"]) == (1, 0)
+    assert sessions(dataset) == left
+    run(capsys, str(dataset), "--rewrite")
+    assert (found_in(dataset, ID), sessions(dataset)) == ([], left)
+
+
+def test_rewritten_rejects_are_as_old_as_before(
+    days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = copy_of(days, tmp_path / "dataset")
+    for place, days_ago in ((0, 40), (1, 20)):
+        aged(dataset, place, days_ago)
+    ids = ids_file(tmp_path, next(s for s in sessions(dataset) if s != ID))
+    run(capsys, str(dataset), "--ids", ids, "--rewrite")
+    assert len(rejects_in(dataset)) == 2
+    run(capsys, str(dataset), "--ids", ids, "--rejects-older-than", "30d")
+    assert len(rejects_in(dataset)) == 1
+    run(capsys, str(dataset), "--rewrite", "--rejects-older-than", "10d")
+    assert (rejects_in(dataset), verify(dataset)["problems"]) == ([], [])
