@@ -40,6 +40,7 @@ SERVERS = re.compile(
     r"|add_insecure_port|add_secure_port|grpc\.server|\.bind)$"
 )
 SERVER_FILES = {
+    "scheduler/doctor/machine.py",  # asks whether a port of loopback is free
     "scheduler/drivers/process/ports.py",  # looks for free ports of loopback, and lets them go
     "scheduler/status/server.py",
     "trainer/replicas/group.py",

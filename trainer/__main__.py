@@ -314,7 +314,8 @@ def _show(arguments: argparse.Namespace, line: str) -> None:
         print(line)
         return
     for name, value in json.loads(line).items():
-        print(f"{name:>20} {value}")
+        if value is not None:
+            print(f"{name:>20} {value}")
 
 
 if __name__ == "__main__":
