@@ -91,6 +91,8 @@ lock: | $(BIN)/uv ## compile the locks; UPGRADE=--upgrade takes newer versions
 	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra score --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
 	$(COMPILE) --extra pipelines --constraints requirements.lock --output-file requirements-pipelines.lock
 	$(COMPILE) --extra pipelines --extra gpu --extra scheduler --extra dev --constraints requirements.lock --output-file requirements-gpu.lock
+	$(COMPILE) --extra pipelines --extra trainer --extra scheduler --constraints requirements.lock --override requirements-override.txt --override deploy/images/override.txt --output-file requirements-jobs.lock
+	$(COMPILE) --extra scheduler --constraints requirements.lock --output-file requirements-scheduler.lock
 	$(PIN) deploy/airflow/requirements.in --output-file deploy/airflow/requirements.lock
 
 clean: ## remove .venv, demo and caches

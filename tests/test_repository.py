@@ -11,6 +11,11 @@ PACKAGES = ("schemas", "pipelines", "trainer", "scheduler", "benchmarks", "tests
 MAX_LINES = 400
 MAX_GOLDEN_BYTES = 100_000
 LOCKS = ("requirements.lock", "requirements-pipelines.lock", "requirements-gpu.lock")
+MORE_LOCKS = (
+    "requirements-jobs.lock",
+    "requirements-scheduler.lock",
+    "deploy/airflow/requirements.lock",
+)
 MACHINE_PATH = re.compile(r"(?<![\w.$}*~])/(?:work|root|home|Users)/\w")
 REGISTRY = re.compile(
     r"\b(?:pypi\.org|pythonhosted\.org|npmjs\.org|proxy\.golang\.org|download\.pytorch\.org"
@@ -84,7 +89,7 @@ def test_golden_files_stay_small(tracked: list[Path]) -> None:
     assert {path: size for path, size in golden.items() if size >= MAX_GOLDEN_BYTES} == {}
 
 
-@pytest.mark.parametrize("name", [*LOCKS, "deploy/airflow/requirements.lock"])
+@pytest.mark.parametrize("name", [*LOCKS, *MORE_LOCKS])
 def test_lock_pins_each_package_with_hashes_and_names_no_url(repository: Path, name: str) -> None:
     text = (repository / name).read_text()
     entries = re.split(r"\n(?=\S)", text.strip())

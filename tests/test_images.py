@@ -1,0 +1,151 @@
+"""The Dockerfiles, without a daemon: their rules hold, and what they install and copy starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+IMAGES = ("worker", "jobs", "scheduler")
+EXACT = re.compile(r"[a-z0-9._/-]+(:[\w.-]*\d+\.\d+\.\d+[\w.-]*|@sha256:[0-9a-f]{64})")
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in sys.argv[1:]:
+    package = importlib.import_module(name)
+    for found in pkgutil.walk_packages(package.__path__, f"{name}."):
+        # Only what the extra `score` brings runs an exported model.
+        if not found.name.endswith("__main__") and "score" not in found.name:
+            importlib.import_module(found.name)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A Dockerfile; instructions in order, arguments with the values of ARG."""
+
+    instructions: tuple[tuple[str, str], ...]
+
+    def all(self, name: str) -> list[str]:
+        return [argument for instruction, argument in self.instructions if instruction == name]
+
+    @property
+    def copied(self) -> list[tuple[str, str]]:
+        """Sources and places of what comes from the source tree."""
+        found = [shlex.split(argument) for argument in self.all("COPY")]
+        return [(words[0], words[1]) for words in found if not words[0].startswith("--")]
+
+    @property
+    def lock(self) -> str:
+        return next(source for source, _ in self.copied if source.endswith(".lock"))
+
+
+def read_image(path: Path) -> Image:
+    lines = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    values, found = dict[str, str](), list[tuple[str, str]]()
+    for line in filter(None, map(str.strip, lines.splitlines())):
+        instruction, argument = line.split(maxsplit=1)
+        for name, value in values.items():
+            argument = argument.replace(f"${{{name}}}", value)
+        if instruction == "ARG":
+            values.update([argument.split("=", 1)])
+        found.append((instruction, argument))
+    return Image(tuple(found))
+
+
+@pytest.fixture(params=IMAGES)
+def image(request: pytest.FixtureRequest, repository: Path) -> Image:
+    return read_image(repository / "deploy" / "images" / f"{request.param}.Dockerfile")
+
+
+def test_no_dockerfile_is_left_out(repository: Path) -> None:
+    found = {path.name for path in (repository / "deploy" / "images").glob("*.Dockerfile")}
+    assert found == {f"{name}.Dockerfile" for name in IMAGES}
+
+
+def test_bases_are_of_one_exact_version(image: Image) -> None:
+    bases = [argument.split()[0] for argument in image.all("FROM")]
+    assert bases
+    assert [base for base in bases if not EXACT.fullmatch(base)] == []
+
+
+def test_processes_are_not_root(image: Image) -> None:
+    place = max(i for i, (name, _) in enumerate(image.instructions) if name == "USER")
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", image.instructions[place][1])
+    assert {"RUN", "COPY"}.isdisjoint(name for name, _ in image.instructions[place:])
+
+
+def test_packages_come_from_a_lock_with_hashes(image: Image) -> None:
+    (install,) = [argument for argument in image.all("RUN") if "pip install" in argument]
+    words = shlex.split(install)
+    assert "--require-hashes" in words
+    place = dict(image.copied)[image.lock]
+    assert words[words.index("--requirement") + 1] == f"{place}{image.lock}"
+
+
+def test_what_is_copied_is_tracked_and_in_the_context(image: Image, repository: Path) -> None:
+    allowed = (repository / ".dockerignore").read_text().splitlines()
+    for source, _ in image.copied:
+        listed = subprocess.run(
+            ["git", "ls-files", source], cwd=repository, capture_output=True, text=True, check=True
+        )
+        assert listed.stdout, source
+        wanted = "requirements-*.lock" if source.endswith(".lock") else source
+        assert f"!{wanted}" in allowed
+
+
+def test_torch_and_beam_are_where_they_are_needed_only(repository: Path) -> None:
+    names = {
+        name: set(re.findall(r"^([a-z0-9._-]+)==", (repository / image.lock).read_text(), re.M))
+        for name in IMAGES
+        for image in [read_image(repository / "deploy" / "images" / f"{name}.Dockerfile")]
+    }
+    assert {n for n, found in names.items() if "torch" in found} == {"jobs"}
+    assert {n for n, found in names.items() if "apache-beam" in found} == {"worker", "jobs"}
+    assert [n for n, found in names.items() if {"pytest", "ruff", "pyright"} & found] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_in_an_image_starts(image: Image, repository: Path, tmp_path: Path) -> None:
+    """Each module is imported, with the packages and the files of the image alone."""
+    python, tree = tmp_path / "venv" / "bin" / "python", tmp_path / "tree"
+    own = repository / ".venv" / "bin"
+    run([own / "uv", "venv", "--quiet", "--python", own / "python", tmp_path / "venv"], tmp_path)
+    sync = ["pip", "sync", "--quiet", "--require-hashes", "--python", python]
+    run([own / "uv", *sync, repository / image.lock], tmp_path)
+    for source, place in image.copied:
+        if (repository / source).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(repository / source, tree / Path(place).name, ignore=ignored)
+    packages = sorted(path.name for path in tree.iterdir())
+    run([python, "-c", IMPORT_ALL, *packages], tmp_path, tree)
+    for package in packages:
+        if (tree / package / "__main__.py").exists():
+            assert "usage" in run([python, "-m", package, "--help"], tmp_path, tree)
+    entry = json.loads(image.all("ENTRYPOINT")[-1])
+    if entry[0] == "python":
+        words = [*entry[1:], *json.loads(image.all("CMD")[-1])]
+        assert "usage" in run([python, *words], tmp_path, tree)
+
+
+def run(words: Sequence[str | Path], folder: Path, tree: Path | None = None) -> str:
+    """Run a command that finds our packages in `tree` only; return what it prints."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=folder,
+        env=kept | ({"PYTHONPATH": str(tree)} if tree else {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
