@@ -55,7 +55,7 @@ def read_image(path: Path) -> Image:
         for name, value in values.items():
             argument = argument.replace(f"${{{name}}}", value)
         if instruction == "ARG":
-            values.update([argument.split("=", 1)])
+            name, _, values[name] = argument.partition("=")
         found.append((instruction, argument))
     return Image(tuple(found))
 
