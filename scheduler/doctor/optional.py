@@ -113,7 +113,7 @@ def kubernetes_finding(cluster: Path | None, output: Path, *, needed: bool) -> F
         ok=ok,
         must="let the scheduler list the Pods of its namespace",
         found=found,
-        fix="name a --cluster file, and give the rights of deploy/kubernetes/rbac.yaml",
+        fix="name a --cluster file, and give the rights of deploy/kubernetes/base/rbac.yaml",
         needed_for="schedule.driver: kubernetes",
         needed=needed,
     )

@@ -76,7 +76,7 @@ class Cluster:
         except (RefusedError, UnreachableError) as error:
             raise PlanError(
                 f"cluster must list Pods of namespace {self._config.namespace!r}, got {error}; "
-                "check the kubeconfig, and the rights in deploy/kubernetes/rbac.yaml"
+                "check the kubeconfig, and the rights in deploy/kubernetes/base/rbac.yaml"
             ) from error
         self._take(Listed(found))
         return self

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 @pytest.fixture
 def manifest(repository: Path, namespace: str) -> dict[str, Any]:
     """The shipped manifest, in another namespace."""
-    path = repository / "deploy" / "kubernetes" / "retrain.yaml"
+    path = repository / "deploy" / "kubernetes" / "retrain" / "cronjob.yaml"
     body = yaml.safe_load(path.read_text())
     body["metadata"]["namespace"] = namespace
     return body

@@ -25,7 +25,7 @@ GIVEN = {
 
 def give_rights(repository: Path, cluster: Cluster, namespace: str) -> None:
     """Do what `kubectl apply` does with the shipped file, in another namespace."""
-    text = (repository / "deploy" / "kubernetes" / "rbac.yaml").read_text()
+    text = (repository / "deploy" / "kubernetes" / "base" / "rbac.yaml").read_text()
     moved = text.replace("namespace: presage\n", f"namespace: {namespace}\n")
     account, role, binding = yaml.safe_load_all(moved)
     cluster.core().create_namespaced_service_account(namespace, account)

@@ -204,7 +204,9 @@ def test_processes_of_pods_see_their_address_and_what_is_their_jobs(
 def test_the_shipped_network_policy_is_one_and_holds_for_every_pod(
     repository: Path, cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
-    policy = yaml.safe_load((repository / "deploy" / "kubernetes" / "network.yaml").read_text())
+    policy = yaml.safe_load(
+        (repository / "deploy" / "kubernetes" / "base" / "network.yaml").read_text()
+    )
     (rule,) = policy["spec"]["ingress"]
     selected = policy["spec"]["podSelector"]["matchLabels"]
     assert rule == {"from": [{"podSelector": {"matchLabels": selected}}]}

@@ -19,7 +19,9 @@ def words_of(text: str) -> list[str]:
 
 
 def manifest(repository: Path) -> dict[str, Any]:
-    return yaml.safe_load((repository / "deploy" / "kubernetes" / "retrain.yaml").read_text())
+    return yaml.safe_load(
+        (repository / "deploy" / "kubernetes" / "retrain" / "cronjob.yaml").read_text()
+    )
 
 
 def test_crontab_calls_the_command_for_the_day_before(repository: Path) -> None:
