@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 IMAGES = ("worker", "jobs", "scheduler")
 EXACT = re.compile(r"[a-z0-9._/-]+(:[\w.-]*\d+\.\d+\.\d+[\w.-]*|@sha256:[0-9a-f]{64})")
@@ -112,6 +113,21 @@ def test_torch_and_beam_are_where_they_are_needed_only(repository: Path) -> None
     assert [n for n, found in names.items() if {"pytest", "ruff", "pyright"} & found] == []
 
 
+def test_workers_beside_flink_run_what_their_image_holds(repository: Path) -> None:
+    path = repository / "deploy" / "kubernetes" / "flink" / "session.yaml"
+    spec = yaml.safe_load(path.read_text())["spec"]
+    (workers,) = spec["taskManager"]["podTemplate"]["spec"]["containers"]
+    image = read_image(repository / "deploy" / "images" / "worker.Dockerfile")
+    places = {f"{place}{Path(source).name}" for source, place in image.copied}
+    assert workers["command"][2] in places
+    version = re.search(
+        r"beam-runners-flink-([\d.]+)", (repository / "deploy/flink/pom.xml").read_text()
+    )
+    assert version is not None
+    assert spec["image"].startswith(f"flink:{version[1]}.")
+    assert spec["flinkVersion"] == f"v{version[1].replace('.', '_')}"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_is_in_an_image_starts(image: Image, repository: Path, tmp_path: Path) -> None:
@@ -126,6 +142,10 @@ def test_what_is_in_an_image_starts(image: Image, repository: Path, tmp_path: Pa
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(repository / source, tree / Path(place).name, ignore=ignored)
     packages = sorted(path.name for path in tree.iterdir())
+    for source, _ in image.copied:
+        if source.endswith(".py"):
+            shutil.copy(repository / source, tree)
+            run([python, "-c", f"import {Path(source).stem}"], tmp_path, tree)
     run([python, "-c", IMPORT_ALL, *packages], tmp_path, tree)
     for package in packages:
         if (tree / package / "__main__.py").exists():

@@ -2,7 +2,8 @@
 
 Beam's own (`apache_beam.runners.worker.worker_pool_main`) listens on all interfaces, starts the
 first `python` on the path, and never reads what its workers print, so that a talkative one stops.
-This one listens on the loopback interface at a port of the system's choice, which it prints.
+This one listens on the loopback interface at a port of the system's choice, or at the one that it
+is given, and prints it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def main() -> None:
         signal.signal(number, stop)
     pool, server = WorkerPool(), grpc.server(ThreadPoolExecutor(8))
     beam_fn_api_pb2_grpc.add_BeamFnExternalWorkerPoolServicer_to_server(pool, server)
-    port = server.add_insecure_port("localhost:0")
+    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    port = server.add_insecure_port(f"localhost:{wanted}")
     server.start()
     sys.stdout.write(f"localhost:{port}\n")
     sys.stdout.flush()

@@ -11,6 +11,8 @@ RUN python -m pip install --no-cache-dir --require-hashes --no-deps \
 COPY --from=beam /opt/apache/beam /opt/apache/beam
 COPY schemas /opt/presage/schemas
 COPY pipelines /opt/presage/pipelines
+# Instead of `boot`, beside a task manager of Flink.
+COPY deploy/flink/worker_pool.py /opt/presage/
 ENV PYTHONPATH=/opt/presage PYTHONDONTWRITEBYTECODE=1 DO_NOT_TRACK=1
 USER 10001:10001
 WORKDIR /tmp
