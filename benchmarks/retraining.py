@@ -1,0 +1,160 @@
+"""What warm starts are worth: KuaiRand day by day, from the last day's model or from nothing.
+
+`python -m benchmarks.retraining [--json] [--days N] [--users N] [--shared-data DIR]`
+
+Each day is a folder of its own, which `python -m scheduler retrain` appends, trains from the last
+promoted run, and promotes (the gate has no limits here). The peer is trained on the same segment
+of the same dataset from nothing. Both are scored by `python -m trainer evaluate` on the last four
+hours of the day, which neither has trained. `ours` and `peer` are the mean NE over all days but the
+first, where both are the same; `rounds` has the ratio of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from benchmarks.storage import REPOSITORY, SHARED_DATA, job_path
+
+LOG = ("val.parquet", "test.parquet")
+SIDES = ("user_features.parquet", "user_sequences.parquet")
+CHANGES = {
+    "split: {evaluation_from: 2022-05-07}": "split: {evaluation_last: 4h}\n  block_samples: 256",
+    "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 256}",
+    "\n  batch_samples: 4096": "\n  batch_samples: 256",
+}
+SCHEDULE = """
+schedule:
+  training: {max_replicas: 1}
+  retrain:
+    input: logs/{date}
+    output: root
+    keep: null
+    gate: {max_ne: null, min_auc: null, max_calibration_error: null, max_ne_increase: null,
+           max_auc_decrease: null, max_calibration_drift: null}
+"""
+
+
+def write_job(folder: Path) -> Path:
+    """Write KuaiRand's job with small batches, a held-back end of each day, and no limits."""
+    shipped = job_path("kuairand")
+    (folder / "schema.pbtxt").write_bytes((shipped.parent / "schema.pbtxt").read_bytes())
+    text = shipped.read_text()
+    for old, new in CHANGES.items():
+        assert text.count(old) == 1, f"the shipped job has {old!r} once"
+        text = text.replace(old, new)
+    (folder / "job.yaml").write_text(text.rstrip() + SCHEDULE)
+    return folder / "job.yaml"
+
+
+def write_days(source: Path, folder: Path, num_days: int, users: int | None) -> list[str]:
+    """Cut the log into a folder for each day.
+
+    Args:
+        source: the shared log.
+        folder: gets the folders.
+        num_days: of the log's first days.
+        users: how many in a thousand are kept, by their id; all when None.
+
+    Returns:
+        The days, in order.
+    """
+    rows = pa.concat_tables([pq.read_table(source / name) for name in LOG])
+    if users is not None:
+        rows = rows.filter(pa.array(rows["user_id"].to_numpy() % 1000 < users))
+    dates = sorted(pc.unique(rows["date"]).to_pylist())[:num_days]
+    days: list[str] = []
+    for date in dates:
+        day = f"{date // 10000}-{date // 100 % 100:02d}-{date % 100:02d}"
+        (folder / day).mkdir(parents=True)
+        pq.write_table(rows.filter(pc.equal(rows["date"], date)), folder / day / LOG[0])
+        for name in SIDES:
+            (folder / day / name).symlink_to((source / name).resolve())
+        days.append(day)
+    return days
+
+
+def run(*words: str) -> dict[str, Any]:
+    """Run a command and return the object that it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--json"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def measure(job: Path, day: str, scratch: Path) -> dict[str, Any]:
+    """Train both sides on one day and return what each is worth."""
+    root = scratch / "root"
+    ours = run("scheduler", "retrain", str(job), "--date", day)["promoted"]["metrics"]
+    cold = scratch / "cold" / day
+    common = (str(job), "--dataset", str(root / "dataset"), "--segments", day)
+    trained = run("trainer", "train", *common, "--output", str(cold))
+    peer = run("trainer", "evaluate", *common, "--run", str(cold))
+    assert ours["num_samples"] == peer["num_samples"], "both are evaluated on the same samples"
+    names = ("ne", "auc", "calibration")
+    return {
+        "day": day,
+        "num_samples": trained["num_samples"],
+        "num_evaluated": ours["num_samples"],
+        "warm": {name: ours[name] for name in names},
+        "cold": {name: peer[name] for name in names},
+    }
+
+
+def headline(days: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean NE of both sides over all days but the first."""
+    later = days[1:]
+    ours, peer = ([day[side]["ne"] for day in later] for side in ("warm", "cold"))
+    ratios = [b / a for a, b in zip(ours, peer, strict=True)]
+    return {
+        "ours": round(statistics.mean(ours), 5),
+        "peer": round(statistics.mean(peer), 5),
+        "ratio": round(statistics.mean(ratios), 4),
+        "unit": "NE of a day's last hours: from the last day's model against from nothing",
+        "rounds": [round(ratio, 4) for ratio in ratios],
+        "days": list(days),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.retraining")
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--days", type=int, default=5)
+    parser.add_argument("--users", type=int, metavar="N", help="of a thousand; all by default")
+    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
+    options = parser.parse_args(argv)
+    source = options.shared_data / "kuairand_pure_part"
+    if not source.is_dir():
+        parser.error(f"--shared-data must hold {source.name}, got none in {options.shared_data}")
+    if options.days < 2:
+        parser.error(f"--days must be at least 2, got {options.days}: the first has no day before")
+    with tempfile.TemporaryDirectory(prefix="presage-retraining-") as name:
+        scratch = Path(name)
+        job = write_job(scratch)
+        found: list[dict[str, Any]] = []
+        for day in write_days(source, scratch / "logs", options.days, options.users):
+            found.append(measure(job, day, scratch))
+            sys.stderr.write(f"{json.dumps(found[-1])}\n")
+    sys.stdout.write(json.dumps(headline(found), indent=None if options.json else 2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""The benchmark of warm starts: its days, its job, its headline."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from benchmarks.retraining import LOG, headline, write_days, write_job
+from schemas.job import load_job
+
+
+def test_write_days_cuts_the_log_into_days_that_share_no_row(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    source = shared_data / "kuairand_pure_part"
+    days = write_days(source, tmp_path, 14, None)
+    assert (days[0], days[-1], len(days)) == ("2022-04-25", "2022-05-08", 14)
+    rows = [pq.read_table(tmp_path / day / LOG[0], columns=["date"])["date"] for day in days]
+    assert sum(map(len, rows)) == sum(pq.read_metadata(source / name).num_rows for name in LOG)
+    for day, dates in zip(days, rows, strict=True):
+        assert set(dates.to_pylist()) == {int(day.replace("-", ""))}
+
+
+def test_write_job_holds_the_end_of_each_day_back_and_has_no_limits(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path))
+    assert job.data.split.evaluation_last is not None
+    assert job.schedule.retrain.gate.max_ne is None
+    assert job.train.batch_samples == job.data.oracle.batch_samples == 256
+
+
+def test_headline_leaves_the_first_day_out() -> None:
+    days = [
+        {"warm": {"ne": warm}, "cold": {"ne": cold}}
+        for warm, cold in [(9, 9), (0.8, 1.0), (0.5, 1)]
+    ]
+    found = headline(days)
+    assert (found["ours"], found["peer"]) == (0.65, 1.0)
+    assert (found["ratio"], found["rounds"]) == (1.625, [1.25, 2.0])
