@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from benchmarks.storage import REPOSITORY, SHARED_DATA, job_path
@@ -60,7 +60,7 @@ def write_job(folder: Path) -> Path:
 
 
 def write_days(source: Path, folder: Path, num_days: int, users: int | None) -> list[str]:
-    """Cut the log into a folder for each day.
+    """Cut the log into a folder for each day in UTC, which its times are in; its dates are China's.
 
     Args:
         source: the shared log.
@@ -74,16 +74,15 @@ def write_days(source: Path, folder: Path, num_days: int, users: int | None) -> 
     rows = pa.concat_tables([pq.read_table(source / name) for name in LOG])
     if users is not None:
         rows = rows.filter(pa.array(rows["user_id"].to_numpy() % 1000 < users))
-    dates = sorted(pc.unique(rows["date"]).to_pylist())[:num_days]
-    days: list[str] = []
-    for date in dates:
-        day = f"{date // 10000}-{date // 100 % 100:02d}-{date % 100:02d}"
-        (folder / day).mkdir(parents=True)
-        pq.write_table(rows.filter(pc.equal(rows["date"], date)), folder / day / LOG[0])
+    dates = rows["time_ms"].to_numpy().astype("datetime64[ms]").astype("datetime64[D]")
+    days = np.unique(dates)[:num_days]
+    for date in days:
+        place = folder / str(date)
+        place.mkdir(parents=True)
+        pq.write_table(rows.filter(pa.array(dates == date)), place / LOG[0])
         for name in SIDES:
-            (folder / day / name).symlink_to((source / name).resolve())
-        days.append(day)
-    return days
+            (place / name).symlink_to((source / name).resolve())
+    return days.astype(str).tolist()
 
 
 def run(*words: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from benchmarks.retraining import LOG, headline, write_days, write_job
@@ -12,12 +13,13 @@ def test_write_days_cuts_the_log_into_days_that_share_no_row(
     shared_data: Path, tmp_path: Path
 ) -> None:
     source = shared_data / "kuairand_pure_part"
-    days = write_days(source, tmp_path, 14, None)
-    assert (days[0], days[-1], len(days)) == ("2022-04-25", "2022-05-08", 14)
-    rows = [pq.read_table(tmp_path / day / LOG[0], columns=["date"])["date"] for day in days]
+    days = write_days(source, tmp_path, 15, None)
+    assert (days[0], days[-1], len(days)) == ("2022-04-24", "2022-05-08", 15)
+    rows = [pq.read_table(tmp_path / day / LOG[0], columns=["time_ms"])["time_ms"] for day in days]
     assert sum(map(len, rows)) == sum(pq.read_metadata(source / name).num_rows for name in LOG)
-    for day, dates in zip(days, rows, strict=True):
-        assert set(dates.to_pylist()) == {int(day.replace("-", ""))}
+    for day, times in zip(days, rows, strict=True):
+        first = np.datetime64(day, "ms").astype(int)
+        assert (times.to_numpy() // 86_400_000 * 86_400_000 == first).all()
 
 
 def test_write_job_holds_the_end_of_each_day_back_and_has_no_limits(tmp_path: Path) -> None:
