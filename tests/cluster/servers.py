@@ -32,6 +32,11 @@ LAST_CHARACTERS = 2000
 """Of a log, in the message of a failure."""
 STARTED_SEC = 180.0
 """A cold API server on two cores that others use has begun by then."""
+ANSWER_SEC = (3.0, 20.0)
+"""To connect and to read: who took the API server's port and says nothing is asked no longer.
+
+A pair, as the client leaves out one number that is no integer and then waits for ever.
+"""
 STOP_SEC = 5
 """A server that was asked to end is killed after this."""
 
@@ -234,7 +239,10 @@ class Cluster:
             return False
         try:
             anything: Any = self.client()
-            return anything.call_api("/readyz", "GET", auth_settings=["BearerToken"])[1] == 200
+            answer = anything.call_api(
+                "/readyz", "GET", auth_settings=["BearerToken"], _request_timeout=ANSWER_SEC
+            )
+            return answer[1] == 200
         except (ApiException, HTTPError, OSError):
             return False
 
