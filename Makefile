@@ -90,6 +90,7 @@ COMPILE = $(PIN) pyproject.toml
 lock: | $(BIN)/uv ## compile the locks; UPGRADE=--upgrade takes newer versions
 	$(COMPILE) --extra pipelines --extra yaml --extra trainer --extra score --extra scheduler --extra dev --override requirements-override.txt --output-file requirements.lock
 	$(COMPILE) --extra pipelines --constraints requirements.lock --output-file requirements-pipelines.lock
+	$(COMPILE) --extra pipelines --extra dataflow --constraints requirements.lock --output-file requirements-dataflow.lock
 	$(COMPILE) --extra pipelines --extra gpu --extra scheduler --extra dev --constraints requirements.lock --output-file requirements-gpu.lock
 	$(COMPILE) --extra pipelines --extra trainer --extra scheduler --constraints requirements.lock --override requirements-override.txt --override deploy/images/override.txt --output-file requirements-jobs.lock
 	$(COMPILE) --extra scheduler --constraints requirements.lock --output-file requirements-scheduler.lock

@@ -12,6 +12,7 @@ MAX_LINES = 400
 MAX_GOLDEN_BYTES = 100_000
 LOCKS = ("requirements.lock", "requirements-pipelines.lock", "requirements-gpu.lock")
 MORE_LOCKS = (
+    "requirements-dataflow.lock",
     "requirements-jobs.lock",
     "requirements-scheduler.lock",
     "deploy/airflow/requirements.lock",

@@ -165,10 +165,26 @@ def _counters(result: PipelineResult) -> dict[str, int]:
 
 
 def pipeline_options(beam_args: list[str]) -> PipelineOptions:
+    """Parse the Beam options of a build whose launcher commits.
+
+    Raises:
+        SchemaError: as `parsed_options`, or a template is asked for.
+    """
+    options = parsed_options(beam_args)
+    template = options.view_as(GoogleCloudOptions).template_location
+    if template is not None:
+        raise SchemaError(
+            f"template_location must not be set, got {template!r}; "
+            "a build is committed by its launcher: run the job instead, or see deploy/dataflow"
+        )
+    return options
+
+
+def parsed_options(beam_args: list[str]) -> PipelineOptions:
     """Parse Beam options; what Beam does not know is an error.
 
     Raises:
-        SchemaError: an option is unknown, asks for a template, or for less than no workers.
+        SchemaError: an option is unknown, or asks for less than no workers.
     """
     options = PipelineOptions(beam_args)
     unknown = _unknown(options, beam_args)
@@ -178,12 +194,6 @@ def pipeline_options(beam_args: list[str]) -> PipelineOptions:
     if workers < 0:
         raise SchemaError(
             f"direct_num_workers must not be negative, got {workers}; 0 means all processors"
-        )
-    template = options.view_as(GoogleCloudOptions).template_location
-    if template is not None:
-        raise SchemaError(
-            f"template_location must not be set, got {template!r}; "
-            "a build is committed by its launcher: run the job instead"
         )
     options.view_as(SetupOptions).save_main_session = False
     return options

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import shutil
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.binary import cache_folder
+from tests.environments import environment_of
 from tests.integration.days import DAYS, make_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -21,32 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 def airflow(repository: Path) -> Path:
     """Folder of the programs of the locked Airflow, installed once for each state of its lock."""
     lock = repository / "deploy" / "airflow" / "requirements.lock"
-    folder = cache_folder() / f"airflow-{hashlib.sha256(lock.read_bytes()).hexdigest()[:16]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if not (folder / "installed").exists():
-            _install(repository / ".venv" / "bin", lock, folder / "venv")
-            (folder / "installed").touch()
-    return folder / "venv" / "bin"
-
-
-def _install(own: Path, lock: Path, folder: Path) -> None:
-    """Install what is locked.
-
-    Raises:
-        Skipped: packages cannot be had; not on CI.
-        RuntimeError: likewise, on CI.
-    """
-    uv, python = own / "uv", folder / "bin" / "python"
-    made = ["venv", "--quiet", "--clear", "--python", str(own / "python"), str(folder)]
-    synced = ["pip", "sync", "--quiet", "--require-hashes", "--python", str(python), str(lock)]
-    for words in (made, synced):
-        done = subprocess.run([str(uv), *words], capture_output=True, text=True, check=False)
-        if done.returncode and os.environ.get("CI"):
-            raise RuntimeError(f"Airflow must be installed, got: {done.stderr[-1000:]}")
-        if done.returncode:
-            pytest.skip(f"needs Airflow, which cannot be installed: {done.stderr[-300:]}")
+    return environment_of("airflow", lock, repository / ".venv" / "bin")
 
 
 def test_dag_runs_for_one_day_by_a_real_airflow(

@@ -99,7 +99,7 @@ def test_wrong_options_are_found_before_anything_is_sent(old: str, new: str, pro
 def test_classic_template_is_refused() -> None:
     message = (
         "template_location must not be set, got 'gs://shop-presage/build'; "
-        "a build is committed by its launcher: run the job instead"
+        "a build is committed by its launcher: run the job instead, or see deploy/dataflow"
     )
     with pytest.raises(SchemaError, match=re.escape(message)):
         pipeline_options([*beam_options(), "--template_location=gs://shop-presage/build"])

@@ -1,0 +1,149 @@
+"""The flex template: its parameters, and the graph that its launcher sends, run to the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pipelines.build_options import SHUFFLES
+from tests.environments import environment_of
+from tests.pipelines.storage import Storage, storage
+
+BUCKET = "shop-presage"
+RUN = """
+import sys
+from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.portability import python_urns
+from apache_beam.portability.api import beam_runner_api_pb2
+from apache_beam.runners.portability.fn_api_runner import FnApiRunner
+
+graph = beam_runner_api_pb2.Pipeline.FromString(open(sys.argv[1], "rb").read())
+for environment in graph.components.environments.values():
+    environment.urn, environment.payload = python_urns.EMBEDDED_PYTHON, b""
+FnApiRunner().run_via_runner_api(graph, PipelineOptions([])).wait_until_finish()
+"""
+"""What Dataflow does with a graph, in one process instead of containers."""
+
+
+@pytest.fixture
+def template(repository: Path) -> ModuleType:
+    path = repository / "deploy" / "dataflow" / "template.py"
+    found = util.spec_from_file_location("template", path)
+    assert found is not None
+    assert found.loader is not None
+    module = util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def parameters(repository: Path) -> dict[str, dict[str, object]]:
+    path = repository / "deploy" / "dataflow" / "template.json"
+    return {p["name"]: p for p in json.loads(path.read_text())["parameters"]}
+
+
+def test_metadata_names_the_parameters_that_the_launcher_takes(
+    template: ModuleType, repository: Path
+) -> None:
+    ours = {
+        action.dest: not action.required
+        for action in template.parser()._actions
+        if action.dest != "help"
+    }
+    said = {name: bool(p.get("isOptional")) for name, p in parameters(repository).items()}
+    assert said == ours | {"shuffle_by": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("job", ["/opt/job.yaml", "/mnt/a/b.yml"], ["gs://bucket/job.yaml", "/opt/job"]),
+        ("input", ["/mnt/log", "gs://bucket/log"], ["log", "s3://bucket/log"]),
+        ("output", ["/mnt/dataset"], ["gs://bucket/dataset", "dataset"]),
+        ("append", ["true", "false"], ["yes", "True"]),
+        ("shuffle_by", list(SHUFFLES), ["value"]),
+    ],
+)
+def test_metadata_refuses_what_a_launcher_would(
+    name: str, good: list[str], bad: list[str], repository: Path
+) -> None:
+    regexes = parameters(repository)[name]["regexes"]
+    assert isinstance(regexes, list)
+    for value in [*good, *bad]:
+        assert all(re.search(regex, value) for regex in regexes) == (value in good), value
+
+
+def test_launcher_says_what_is_wrong_in_one_line(repository: Path, tmp_path: Path) -> None:
+    template = repository / "deploy" / "dataflow" / "template.py"
+    words = [f"--job={tmp_path}/no.yaml", f"--input={tmp_path}", f"--output={tmp_path}/dataset"]
+    done = subprocess.run(
+        [sys.executable, template, *words],
+        env=os.environ | {"PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: .*no\.yaml; check the path", done.stderr.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Beam's own Dataflow client makes and stages it; the log is read from `gs://`."""
+    lock = repository / "requirements-dataflow.lock"
+    python = environment_of("dataflow", lock, repository / ".venv" / "bin") / "python"
+    shipped = repository / "deploy" / "beam_yaml"
+    log = tmp_path / "buckets" / BUCKET / "log"
+    shutil.copytree(shipped / "log", log)
+    dataset, options = tmp_path / "by-template", repository / "deploy" / "dataflow" / "options.txt"
+    words = [
+        f"--job={shipped / 'job.yaml'}",
+        f"--input=gs://{BUCKET}/log",
+        f"--output={dataset}",
+        f"--template_location={tmp_path / 'job.json'}",  # as Google's launcher adds
+        *options.read_text().split(),
+    ]
+    with storage(tmp_path / "buckets", tmp_path) as bucket:
+        run(repository, bucket, python, repository / "deploy" / "dataflow" / "template.py", *words)
+        (staged,) = [name for name in bucket.names(BUCKET) if name.endswith("/pipeline.pb")]
+        (tmp_path / "pipeline.pb").write_bytes(bucket.read(BUCKET, staged))
+        sent = json.loads((tmp_path / "job.json").read_text())
+        image = next(o for o in options.read_text().split() if o.startswith("--sdk_container_im"))
+        (pool,) = sent["environment"]["workerPools"]
+        assert pool["workerHarnessContainerImage"] == image.partition("=")[2]
+        assert not (dataset / "MANIFEST.json").exists()
+        run(repository, bucket, python, "-c", RUN, tmp_path / "pipeline.pb")
+    build = ["build", shipped / "job.yaml", "--input", log, "--output", tmp_path / "by-command"]
+    run(repository, None, sys.executable, "-m", "pipelines", *build)
+    assert content(dataset) == content(tmp_path / "by-command")
+
+
+def run(repository: Path, bucket: Storage | None, *words: str | Path) -> None:
+    known = bucket.environment if bucket else {}
+    done = subprocess.run(
+        [str(word) for word in words],
+        env=os.environ | known | {"PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def content(dataset: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(dataset).as_posix(): path.read_bytes()
+        for path in sorted(dataset.rglob("*"))
+        if path.is_file()
+    }
