@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.model import Floats
-from schemas.job_schedule import BudgetConfig, ScheduleConfig
+from schemas.job_schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 
 Ints = NDArray[np.int64]
 GIB = 1 << 30
@@ -53,6 +53,22 @@ class Grid:
         return self.segment_jobs * self.workers_per_job
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted(WorkerConfig):
+    """A process that is booked with fewer cores than its file says, as its steps need no more.
+
+    Predictions go on by `cpus`, at which its steps are as long.
+    """
+
+    booked: float
+    """Cores."""
+
+
+def booked_cpus(process: WorkerConfig) -> float:
+    """Return the cores that are booked for a process."""
+    return process.booked if isinstance(process, Fitted) else process.cpus
+
+
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What pools are given, one entry per candidate.
@@ -80,7 +96,7 @@ def preprocessing_resources(grid: Grid, config: ScheduleConfig) -> Resources:
 def training_resources(grid: Grid, config: ScheduleConfig) -> Resources:
     """Return what the training pool is given."""
     replica, store = config.training.replica, config.training.store
-    cpus = grid.num_replicas * replica.cpus + grid.num_stores * store.cpus
+    cpus = grid.num_replicas * booked_cpus(replica) + grid.num_stores * booked_cpus(store)
     memory = grid.num_replicas * replica.memory + grid.num_stores * store.memory
     return Resources(np.asarray(cpus, np.float64), memory)
 

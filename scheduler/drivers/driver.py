@@ -236,11 +236,11 @@ class Driver:
             )
 
     def _poll_resizes(self, name: str) -> None:
-        """Tell how changes of memory have ended; asked for at first, they are begun."""
+        """Tell how changes of running processes have ended; asked for at first, they are begun."""
         for process in list(self.state.jobs[name].processes.values()):
-            if process.memory_before is None:
+            if not process.is_changing:
                 continue
-            done = self._children[name].resize(process.name, process.memory_bytes)
+            done = self._children[name].resize(process.name, process.cpus, process.memory_bytes)
             if done is not None:
                 self._tell(
                     Resized(time_sec=time.time(), job=name, process=process.name, resized=done)

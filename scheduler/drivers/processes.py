@@ -132,8 +132,8 @@ class Processes(Protocol):
         """Return the processes that are to be taken away, with the seconds until then."""
         ...
 
-    def resize(self, name: str, memory_bytes: int) -> bool | None:
-        """Give a running process another limit of memory; asked again and again.
+    def resize(self, name: str, cpus: float, memory_bytes: int) -> bool | None:
+        """Give a running process other limits of cores and memory; asked again and again.
 
         Returns:
             Whether it has it; None while that is not known yet.
@@ -149,7 +149,7 @@ class Platform(Protocol):
     """A place where processes run."""
 
     resizes: bool
-    """Whether the memory of a running process may be changed."""
+    """Whether cores and memory are limits, which may be changed while a process runs."""
     where: str
     """Tells it from others, in a line: who looks elsewhere does not see its processes."""
 

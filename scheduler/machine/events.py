@@ -11,9 +11,10 @@ from scheduler.snapshot import DataFacts
 Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended: its work is done; it left as it was asked; it says that it cannot do its
 work; it is gone without a word, killed or with its node; or it was killed for memory."""
-FIRST_RULES, RULES = 1, 2
+FIRST_RULES, SECOND_RULES, RULES = 1, 2, 3
 """Versions of the rules that decisions follow: what a log says with older ones is decided by those
-again. 1: time x cost, and the earliest first. 2: `budget.haste`, and the shortest first."""
+again. 1: time x cost, and the earliest first. 2: `budget.haste`, and the shortest first. 3: cores
+that processes need, too."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """Which of Beam's runners segment jobs run on; `local` is that of their own processes."""
 
@@ -35,7 +36,7 @@ class BudgetSet(Event):
     memory_bytes: int
     """Memory."""
     resizes: bool = False
-    """Whether the memory of a process may be changed while it runs."""
+    """Whether cores and memory of a process are limits, which may be changed while it runs."""
     haste: float | None = None
     """Of `schedule.budget`, for all jobs; what each of them says when None."""
     rules: int = RULES
@@ -155,7 +156,7 @@ class Preempted(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(ProcessEvent):
-    """A running process has the memory that it was to be given, or cannot get it."""
+    """A running process has the cores and the memory that it was to have, or cannot get them."""
 
     resized: bool
     """Whether it has."""

@@ -137,6 +137,8 @@ def _submit(state: State, event: Submitted) -> State:
         worker_memory=config.preprocessing.worker.memory,
         replica_memory=config.training.replica.memory,
         store_memory=config.training.store.memory,
+        replica_cpus=config.training.replica.cpus,
+        store_cpus=config.training.store.cpus,
     )
     return replace(state, jobs={**state.jobs, event.job: fresh})
 

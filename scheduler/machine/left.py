@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from scheduler.decision import counted
-from scheduler.grid import Grid, preprocessing_resources, training_resources
+from scheduler.grid import Fitted, Grid, preprocessing_resources, training_resources
 from scheduler.machine.runner import Runner
 from scheduler.machine.state import JobState, State
 from scheduler.models import Models, fit_models
 from scheduler.outlook import Sizes
 from scheduler.snapshot import Snapshot
-from schemas.job_schedule import BudgetConfig, ScheduleConfig
+from schemas.job_schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Left:
     snapshot: Snapshot
     """With the samples that are left."""
     config: ScheduleConfig
-    """With the memory that its processes have by now, and the time that is left."""
+    """With the cores and the memory that its processes have by now, and the time that is left."""
     models: Models
     """Fitted to all that was measured."""
     largest_job: int | None
@@ -84,11 +84,17 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
         preprocessing=replace(first, worker=replace(first.worker, memory=job.worker_memory)),
         training=replace(
             second,
-            replica=replace(second.replica, memory=job.replica_memory),
-            store=replace(second.store, memory=job.store_memory),
+            replica=_booked(second.replica, job.replica_memory, job.replica_cpus),
+            store=_booked(second.store, job.store_memory, job.store_cpus),
             max_stores=stores,
         ),
     )
+
+
+def _booked(process: WorkerConfig, memory_bytes: int, cpus: float) -> WorkerConfig:
+    if cpus == process.cpus:
+        return replace(process, memory=memory_bytes)
+    return Fitted(cpus=process.cpus, memory=memory_bytes, booked=cpus)
 
 
 def _within(config: ScheduleConfig, runner: Runner, num_segments: int) -> ScheduleConfig:

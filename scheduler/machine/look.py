@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.correction import Verdict, correct
-from scheduler.machine.events import FIRST_RULES
+from scheduler.machine.events import FIRST_RULES, SECOND_RULES
+from scheduler.machine.fitting import fit_to_need
 from scheduler.machine.left import left_of, room_of, values_of, words
 from scheduler.machine.spare import give_back
 from scheduler.machine.state import Action, JobState, State
@@ -70,6 +71,11 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
     job, changes = _change(replace(job, correction=verdict.state), verdict, seen)
     if state.rules > FIRST_RULES and job.correction.in_flight is None:
         job, given = give_back(job, sizes, left, watches)
+        waits = any(other.phase == "waiting" for other in state.jobs.values())
+        job = replace(job, spared=job.spared + (waits and bool(given)))
+        changes += given
+    if state.rules > SECOND_RULES and job.correction.in_flight is None:
+        job, given = fit_to_need(job, room)
         waits = any(other.phase == "waiting" for other in state.jobs.values())
         job = replace(job, spared=job.spared + (waits and bool(given)))
         changes += given

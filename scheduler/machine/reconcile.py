@@ -75,6 +75,24 @@ class Pass:
         grown = replace(process, memory_bytes=memory_bytes, memory_before=before)
         return replace(job, processes={**job.processes, process.name: grown})
 
+    def fit(self, job: JobState, process: Process, cpus: float) -> JobState:
+        """Book other cores for a process as it runs, as far as there are more; it stays."""
+        more = cpus - process.cpus
+        if process.status != "running" or process.fixed or not more or not self.fits(more, 0):
+            return job
+        self.cpus -= more
+        fitted = replace(process, cpus=cpus)
+        if self.resizes:  # elsewhere cores are no limit, but what is booked
+            values = {"cpus": cpus}
+            reason = f"it is to have {cpus:.2f} cores instead of {process.cpus:.2f}"
+            action = Action(
+                verb="resize", job=job.name, process=process.name, reason=reason, values=values
+            )
+            self.actions.append(action)
+            before = process.cpus if process.cpus_before is None else process.cpus_before
+            fitted = replace(fitted, cpus_before=before)
+        return replace(job, processes={**job.processes, process.name: fitted})
+
     def start(
         self,
         job: JobState,
@@ -173,10 +191,10 @@ def needs(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
     if pool == "segment":
         return workers * config.preprocessing.worker.cpus, workers * job.worker_memory
     if pool == "store":
-        return config.training.store.cpus, job.store_memory
+        return job.store_cpus, job.store_memory
     if pool == "lead" and job.grouped:
         return 0.0, 0
-    return config.training.replica.cpus, job.replica_memory
+    return job.replica_cpus, job.replica_memory
 
 
 def _reconcile_job(job: JobState, done: Pass) -> JobState:
@@ -185,7 +203,16 @@ def _reconcile_job(job: JobState, done: Pass) -> JobState:
         return job if job.processes else replace(job, phase="drained")
     if job.sizes is None:
         return _end_all(job, done, "the job waits for room")
-    return _segments(_training(job, job.sizes, done), job.sizes, done)
+    return _segments(_fit(_training(job, job.sizes, done), done), job.sizes, done)
+
+
+def _fit(job: JobState, done: Pass) -> JobState:
+    """Book for trainers and stores the cores that the next ones get."""
+    for process in (*job.of_pool("lead"), *job.of_pool("replica"), *job.of_pool("store")):
+        computes = process.pool != "lead" or process.cpus > 0  # a lead beside replicas does not
+        if computes:
+            job = done.fit(job, process, needs(job, process.pool)[0])
+    return job
 
 
 def _end_all(job: JobState, done: Pass, reason: str) -> JobState:
@@ -304,7 +331,7 @@ def is_settled(job: JobState) -> bool:
 
 def _is_short(job: JobState, process: Process) -> bool:
     """Tell whether a process has less memory than it is to have, or not yet."""
-    if process.memory_before is not None:
+    if process.is_changing:
         return True
     wanted = {"segment": process.workers * job.worker_memory, "replica": job.replica_memory}
     return process.memory_bytes < wanted.get(process.pool, 0)

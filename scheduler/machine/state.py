@@ -12,6 +12,7 @@ from scheduler.correction import Correction
 from scheduler.machine.events import RULES, LoadKnown
 from scheduler.machine.runner import Runner
 from scheduler.outlook import Sizes
+from scheduler.pools import Cores, Place
 from scheduler.snapshot import Snapshot
 from schemas.job_schedule import BudgetConfig
 
@@ -58,8 +59,15 @@ class Process:
     """Looks in a row at which it was slow."""
     memory_before: int | None = None
     """What it had before a change of its memory that is in flight."""
+    cpus_before: float | None = None
+    """Cores that it had before a change of them that is in flight."""
     fixed: bool = False
-    """Whether its memory cannot be changed while it runs."""
+    """Whether neither can be changed while it runs."""
+
+    @property
+    def is_changing(self) -> bool:
+        """Tell whether a change of its cores or its memory is in flight."""
+        return self.memory_before is not None or self.cpus_before is not None
 
     @property
     def place(self) -> str:
@@ -77,6 +85,20 @@ class Trouble:
     """Times that it was gone, since its job last made progress."""
     retry_sec: float = 0.0
     """Before this time it is not started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What trainers and stores did since their number or their cores changed last."""
+
+    at: Place = (0, 0)
+    """Processes that train, and stores."""
+    cpus: tuple[float, ...] = ()
+    """Cores of each trainer and, where there are stores, of each of them."""
+    busy: tuple[tuple[float, ...], ...] = ()
+    """By look, those that they kept busy, in the mean of each pool."""
+    steps: tuple[float, ...] = ()
+    """Seconds of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +125,16 @@ class JobState:
     """Bytes of one replica."""
     store_memory: int
     """Bytes of one store."""
+    replica_cpus: float
+    """Cores of one replica."""
+    store_cpus: float
+    """Cores of one store."""
+    seen: Seen = field(default_factory=Seen)
+    """Of the reading that is on its way."""
+    cores: Cores = field(default_factory=Cores)
+    """Readings of cores and steps."""
+    doubted: bool = False
+    """Whether its steps are longer for want of cores, or may be: nothing is learned of them."""
     outgrown: int = 0
     """Times that it needed more memory than its share, as a process was killed for it."""
     spared: int = 0
@@ -166,7 +198,7 @@ class State:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Of all jobs together."""
     resizes: bool = False
-    """Whether the memory of a process may be changed while it runs."""
+    """Whether cores and memory of a process are limits, which may be changed while it runs."""
     rules: int = RULES
     """By which is decided."""
     runner: Runner = field(default_factory=Runner)
@@ -200,6 +232,7 @@ Verb = Literal[
     "hand back",
     "give memory",
     "give back",
+    "fit cores",
     "finish",
     "fail",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 from scheduler.cells import observe
 from scheduler.grid import Grid
 from scheduler.machine.events import LoadKnown, Moved, Read, Resized, Started, Stepped
+from scheduler.machine.fitting import with_steps
 from scheduler.machine.slots import first_owners
 from scheduler.machine.state import Action, JobState, State
 from scheduler.models import training_setting
@@ -46,13 +47,17 @@ def on_read(job: JobState, event: Read, state: State) -> Handled:
 
 
 def on_resized(job: JobState, event: Resized, state: State) -> Handled:
-    """A process has its new memory; or it never will, and has what it had."""
+    """A process has its new cores and memory; or it never will, and has what it had."""
     process = job.processes[event.process]
-    if event.resized or process.memory_before is None:
-        process = replace(process, memory_before=None)
-    else:
-        before = process.memory_before
-        process = replace(process, memory_bytes=before, memory_before=None, fixed=True)
+    if not event.resized and process.is_changing:
+        memory, cpus = process.memory_before, process.cpus_before
+        process = replace(
+            process,
+            memory_bytes=process.memory_bytes if memory is None else memory,
+            cpus=process.cpus if cpus is None else cpus,
+            fixed=True,
+        )
+    process = replace(process, memory_before=None, cpus_before=None)
     return replace(job, processes={**job.processes, process.name: process}), []
 
 
@@ -61,7 +66,7 @@ def on_stepped(job: JobState, event: Stepped, state: State) -> Handled:
     config: ScheduleConfig = job.snapshot.job.schedule
     stores = job.num_stores or 0
     steps = job.steps
-    if event.seconds:
+    if event.seconds and not job.doubted:
         grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)] * len(event.seconds)))
         setting = training_setting(job.snapshot, config, grid)
         steps = observe(steps, setting, event.seconds, event.time_sec - job.since_sec)
@@ -73,6 +78,7 @@ def on_stepped(job: JobState, event: Stepped, state: State) -> Handled:
         next_step=event.next_step,
         num_trained=event.num_samples,
         troubles=troubles if event.next_step > job.next_step else job.troubles,
+        seen=with_steps(job.seen, event),
     )
     return after, []
 

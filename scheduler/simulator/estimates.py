@@ -15,10 +15,10 @@ import numpy as np
 from scheduler.cores import Headroom, Reading, headroom_of
 from scheduler.correction import HEADROOM, MemoryWatch, after_oom, is_urgent
 from scheduler.model import Floats
+from scheduler.pools import Both, Cores, Given, Place, bursts, fitted, heard
 from scheduler.simulator.kinds import MIN_ROWS, Kind, fit_ours, kind_of
 from scheduler.simulator.knowledge import Knowledge
 from scheduler.simulator.parts import Parts
-from scheduler.simulator.short import Cores, Given, Place, bursts, fitted, heard
 from scheduler.simulator.views import JobView, Measured, Readings, Sizes, Snapshot
 from scheduler.trend import forecast
 
@@ -92,10 +92,11 @@ class Estimates:
     def _measured(self, measured: Measured, view: JobView) -> None:
         needs = self.needs[measured.job]
         needs.version += 1
-        needs.cores = heard(needs.cores, measured, view.current or view.request)
+        at = measured.num_replicas, measured.num_stores
+        needs.cores = heard(needs.cores, at, readings_of(measured, view.current or view.request))
         told = self.bursts.setdefault(measured.kind, {})
         found = bursts(needs.cores.here())
-        if found and self.parts.fit_cores and len(told) < MAX_GROUPS:
+        if found and self.parts.fit_cores and self.parts.kin and len(told) < MAX_GROUPS:
             told[measured.job, needs.cores.at] = found
             self._burst(measured.kind)
 
@@ -133,6 +134,10 @@ class Estimates:
         """
         request, known = view.request, self.needs[view.job].cores
         asked = request.replica_cpus, request.store_cpus
+        if not self.parts.kin:
+            own = self.fitted(view.job, view.kind)
+            cpus = asked if own is None else map(min, own.cpus, asked)
+            return tuple(np.full(len(kind.replica_busy), one) for one in cpus)
         units = asked if kind.relative else (1.0, 1.0)
         usual = units[0] * kind.replica_busy, units[1] * kind.store_busy
         given, at = self.fitted(view.job, view.kind), kind.place(*known.at)
@@ -185,6 +190,19 @@ class Estimates:
         memory = self.memory(view)
         sampled = self.sample(view, allowed) if view.current is None else view.current
         return replace(sampled or view.request, replica_memory=memory[0], tables_memory=memory[1])
+
+
+def readings_of(measured: Measured, given: Sizes) -> Both:
+    """Return what was measured of a job's pools.
+
+    Args:
+        measured: the measurement.
+        given: what the job had.
+    """
+    return (
+        Reading(given.replica_cpus, measured.replica_busy, measured.step_sec),
+        Reading(given.store_cpus, measured.store_busy, measured.step_sec),
+    )
 
 
 def _foreseen(readings: Readings, given: float, passed: int, *, give_back: bool) -> float | None:

@@ -17,6 +17,8 @@ class Parts:
     """Whether jobs with less left go first, and gain more."""
     fit_cores: bool = True
     """Whether processes get the cores that they keep busy, not those of the request."""
+    kin: bool = True
+    """Whether jobs of a kind tell each other what cores they need, at each of their sizes."""
     give_back: bool = True
     """Whether memory that is not needed is given back, and more is given before it is urgent."""
     grow_after_oom: bool = True
@@ -32,11 +34,12 @@ OFF = Parts(
     haste=1.0,
     urgent=False,
     fit_cores=False,
+    kin=False,
     give_back=False,
     grow_after_oom=False,
     sample=False,
     move_stores=False,
 )
 """None of them: time x cost, by priority and then by arrival."""
-LIVE = replace(OFF, haste=HASTE, urgent=True, grow_after_oom=True)
+LIVE = replace(OFF, haste=HASTE, urgent=True, fit_cores=True, grow_after_oom=True)
 """What the machine does, too."""

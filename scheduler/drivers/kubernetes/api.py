@@ -276,6 +276,16 @@ def connect(config: ClusterConfig) -> Api:
     return Api(ApiClient(configuration), config.namespace)
 
 
+def millicores(text: str) -> int:
+    """Return the thousandths of a core that a quantity of Kubernetes means.
+
+    Example:
+        >>> millicores("1"), millicores("250m")
+        (1000, 250)
+    """
+    return round(1000 * parse_quantity(text))
+
+
 def quantity(text: str) -> int:
     """Return the bytes that a quantity of Kubernetes means.
 

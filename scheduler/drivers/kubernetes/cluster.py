@@ -21,13 +21,13 @@ from scheduler.drivers.kubernetes.api import (
     connect,
 )
 from scheduler.drivers.kubernetes.follow import Away, Changed, Follower, Listed, News
-from scheduler.drivers.kubernetes.manifest import Task, memory_patch, pod_of
+from scheduler.drivers.kubernetes.manifest import Task, pod_of, resize_patch
 from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, pod_name, secret_name
 from scheduler.drivers.kubernetes.pod import is_over
 from scheduler.drivers.kubernetes.secret import reach_of, secret_of
 from scheduler.drivers.kubernetes.settings import ClusterConfig
 from scheduler.drivers.kubernetes.tracked import STOP_SEC, Tracked
-from scheduler.drivers.processes import Ending, Reach
+from scheduler.drivers.processes import Ending, Needs, Reach
 from schemas.errors import PlanError
 
 AGAIN_SEC = 2.0
@@ -178,13 +178,13 @@ class Cluster:
             tracked.since["refused"] = time.monotonic()
         self._answers("calls")
 
-    def resize(self, tracked: Tracked, memory_bytes: int) -> bool:
-        """Tell the API server of another limit of memory, if it answers; False where it refuses."""
+    def resize(self, tracked: Tracked, needs: Needs) -> bool:
+        """Tell the API server of other limits, if it answers; False where it refuses."""
         if time.monotonic() < self._quiet_until:
             return True  # it is asked again
         try:
-            tracked.seen = self._api.resize(tracked.name, memory_patch(memory_bytes))
-            tracked.given_bytes = memory_bytes
+            tracked.seen = self._api.resize(tracked.name, resize_patch(needs))
+            tracked.given = needs
         except UnreachableError as error:
             self._unanswered(error)
             return True

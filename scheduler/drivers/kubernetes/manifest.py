@@ -94,11 +94,9 @@ def resources_of(needs: Needs) -> dict[str, Any]:
     return {"requests": booked, "limits": dict(booked)}
 
 
-def memory_patch(memory_bytes: int) -> dict[str, Any]:
-    """Return the change of a running Pod to another limit of memory."""
-    memory = {"memory": str(memory_bytes)}
-    resources = {"requests": memory, "limits": memory}
-    return {"spec": {"containers": [{"name": CONTAINER, "resources": resources}]}}
+def resize_patch(needs: Needs) -> dict[str, Any]:
+    """Return the change of a running Pod to other limits."""
+    return {"spec": {"containers": [{"name": CONTAINER, "resources": resources_of(needs)}]}}
 
 
 def _container(config: ClusterConfig, task: Task, reach: Reach | None) -> dict[str, Any]:

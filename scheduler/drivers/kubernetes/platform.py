@@ -15,7 +15,7 @@ class Kubernetes:
     """Has a Pod for each process."""
 
     resizes = True
-    """A container's memory may be changed while it runs."""
+    """A container's cores and memory may be changed while it runs."""
 
     def __init__(self, cluster: Cluster) -> None:
         """Remember whom to ask."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from scheduler.drivers.kubernetes.api import quantity
-from scheduler.drivers.processes import Ending
+from scheduler.drivers.kubernetes.api import millicores, quantity
+from scheduler.drivers.processes import Ending, Needs
 
 Pod = Mapping[str, Any]
 SIGNALLED = 128
@@ -127,14 +127,18 @@ def last_message(pod: Pod) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def resized(pod: Pod, memory_bytes: int) -> bool | None:
-    """Tell whether a container has got this limit of memory; None while it is open."""
+def resized(pod: Pod, needs: Needs) -> bool | None:
+    """Tell whether a container has got these limits; None while it is open."""
     pending = _condition(pod, "PodResizePending", "True")
     if pending and pending.get("reason") == "Infeasible":
         return False
     statuses: Any = pod.get("status", {}).get("containerStatuses") or [{}]
     limits = (statuses[0].get("resources") or {}).get("limits") or {}
-    return True if "memory" in limits and quantity(limits["memory"]) == memory_bytes else None
+    has = limits.get("memory"), limits.get("cpu")
+    if None in has:
+        return None
+    same = quantity(limits["memory"]) == needs.memory_bytes
+    return True if same and millicores(limits["cpu"]) == round(1000 * needs.cpus) else None
 
 
 def _taken_by(pod: Pod, ended: Mapping[str, Any], asked: bool) -> str:

@@ -112,15 +112,16 @@ class Pods:
         found = {name: t.notice_sec for name, t in self._cluster.all_of(self._job).items()}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
-    def resize(self, name: str, memory_bytes: int) -> bool | None:
-        """Give a container more memory in place; None until its node has, or had the time."""
+    def resize(self, name: str, cpus: float, memory_bytes: int) -> bool | None:
+        """Give a container other limits in place; None until its node has, or had the time."""
         tracked = self._cluster.tracked(self._job, name)
         if tracked is None or tracked.seen is None or not tracked.lives:
             return False
-        if tracked.given_bytes != memory_bytes:
+        needs = Needs(cpus=cpus, memory_bytes=memory_bytes)
+        if tracked.given != needs:
             tracked.since["resizing"] = time.monotonic()
-            return None if self._cluster.resize(tracked, memory_bytes) else False
-        done = resized(tracked.seen, memory_bytes)
+            return None if self._cluster.resize(tracked, needs) else False
+        done = resized(tracked.seen, needs)
         late = time.monotonic() - tracked.since["resizing"] > RESIZE_SEC
         return False if done is None and late else done
 

@@ -14,7 +14,7 @@ from scheduler.drivers.kubernetes.pod import (
     notice_of,
     waiting_of,
 )
-from scheduler.drivers.processes import Ending
+from scheduler.drivers.processes import Ending, Needs
 
 STOP_SEC = 1
 """Time of a process that is ended; 0 would take its object away before its node has ended it."""
@@ -51,8 +51,8 @@ class Tracked:
     """When something was first seen that must not last, by its word."""
     needs_secret_of: str | None = None
     """Job whose Secret it is to see; None where it sees none, or is there already."""
-    given_bytes: int | None = None
-    """Limit of memory that the server was told last."""
+    given: Needs | None = None
+    """Limits that the server was told last, since it began."""
 
     @property
     def uid(self) -> str:

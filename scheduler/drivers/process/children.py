@@ -175,7 +175,7 @@ class Children:
         """Return nothing: nobody takes a child away with notice."""
         return {}
 
-    def resize(self, name: str, memory_bytes: int) -> bool | None:
+    def resize(self, name: str, cpus: float, memory_bytes: int) -> bool | None:
         """Change nothing: there is no limit to change."""
         return False
 

@@ -14,7 +14,8 @@ class ThisMachine:
     """Starts the processes of every job as children."""
 
     resizes = False
-    """No limit of memory is kept here: who is to have more is started again with it."""
+    """No limit is kept here: who is to have more memory is started again with it, and cores are
+    what is booked."""
     where = "process"
     """Children of any scheduler that had this folder are found by their locks in it."""
 

@@ -175,7 +175,7 @@ def test_while_calls_hang_no_other_one_is_begun(
     monkeypatch.setattr(asked, "AGAIN_SEC", 600.0)
     server.fails["resize"] = SILENT
     for name in ("lead-0.1", "store-0.1", "lead-0.1"):
-        assert pods.resize(name, 1 << 30) is None, "it is asked again"
+        assert pods.resize(name, 0.5, 1 << 30) is None, "it is asked again"
     assert server.calls.count("resize") == 1
 
 

@@ -1,5 +1,6 @@
 """What a Pod means for its process, from the objects that API servers and nodes leave."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from scheduler.drivers.kubernetes.pod import (
     waiting_of,
 )
 from scheduler.drivers.kubernetes.tracked import Tracked
-from scheduler.drivers.processes import Ending
+from scheduler.drivers.processes import Ending, Needs
 
 
 def pod(
@@ -127,13 +128,16 @@ def test_last_message_is_the_last_line_that_a_container_left() -> None:
 
 def test_resized_is_what_the_container_has_not_what_it_is_to_have() -> None:
     seen = pod("Running", {"running": {}})
-    assert resized(seen, 1 << 20) is None
-    seen["status"]["containerStatuses"][0]["resources"] = {"limits": {"memory": "1Mi"}}
-    assert resized(seen, 1 << 20) is True
-    assert resized(seen, 2 << 20) is None
+    small, large = (Needs(cpus=0.5, memory_bytes=mib << 20) for mib in (1, 2))
+    assert resized(seen, small) is None
+    limits = {"memory": "1Mi", "cpu": "500m"}
+    seen["status"]["containerStatuses"][0]["resources"] = {"limits": limits}
+    assert resized(seen, small) is True
+    assert resized(seen, replace(small, cpus=0.4)) is None
+    assert resized(seen, large) is None
     for reason, expected in (("Deferred", None), ("Infeasible", False)):
         pending = {"type": "PodResizePending", "status": "True", "reason": reason}
-        assert resized({**seen, "status": {"conditions": [pending]}}, 2 << 20) is expected
+        assert resized({**seen, "status": {"conditions": [pending]}}, large) is expected
 
 
 @pytest.mark.parametrize(

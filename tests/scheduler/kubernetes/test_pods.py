@@ -104,12 +104,14 @@ def test_a_running_process_gets_more_memory_in_place_or_is_said_not_to(
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
         made.pods.start("lead-0.1", SLEEPS, NEEDS)
         made.until_up("lead-0.1")
-        made.until(lambda: made.pods.resize("lead-0.1", 256 << 20))
+        made.until(lambda: made.pods.resize("lead-0.1", 0.05, 256 << 20))
         (pod,) = cluster.core().list_namespaced_pod(namespace).items
         assert pod.status.container_statuses[0].restart_count == 0
-        assert pod.spec.containers[0].resources.limits["memory"] == str(256 << 20)
+        limits = {"cpu": "50m", "memory": str(256 << 20)}
+        assert pod.spec.containers[0].resources.limits == limits
+        assert pod.status.container_statuses[0].resources.limits == limits
         assert made.pods.lives("lead-0.1")
-        made.until(lambda: made.pods.resize("lead-0.1", 1 << 40) is False)
+        made.until(lambda: made.pods.resize("lead-0.1", 0.05, 1 << 40) is False)
         assert made.pods.lives("lead-0.1")
         assert any("cannot be resized: " in line for line in made.said), made.said
 

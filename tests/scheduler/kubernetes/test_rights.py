@@ -57,7 +57,7 @@ def test_the_shipped_rights_are_enough(
     with bench(settings, tmp_path) as made:
         made.pods.start("lead-0.1", LEAVES, NEEDS)
         made.until_up("lead-0.1")
-        made.until(lambda: made.pods.resize("lead-0.1", 256 << 20))
+        made.until(lambda: made.pods.resize("lead-0.1", 0.1, 256 << 20))
         assert made.pods.resident_bytes("lead-0.1") == 0
         made.pods.start("segment-0.1", LEAVES, NEEDS)
         made.until_up("segment-0.1")

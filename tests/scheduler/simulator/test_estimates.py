@@ -7,12 +7,13 @@ import pytest
 
 from scheduler.cells import LATEST, Window, observe
 from scheduler.cores import APART, HEADROOM, MORE, Headroom, Reading
+from scheduler.pools import Cores, bursts, fitted
+from scheduler.pools import heard as heard_at
 from scheduler.simulator.draw import GIB, PEAK
-from scheduler.simulator.estimates import Estimates, Needs
+from scheduler.simulator.estimates import Estimates, Needs, readings_of
 from scheduler.simulator.kinds import fit_ours
 from scheduler.simulator.knowledge import MIN_CELLS, SAMPLED, Knowledge, setting_of, sizes_of
 from scheduler.simulator.parts import ALL, LIVE, OFF
-from scheduler.simulator.short import Cores, bursts, fitted, heard
 from scheduler.simulator.tables import Table
 from scheduler.simulator.views import Capacity, JobView, Measured, Readings, Sizes, Snapshot
 from tests.scheduler.simulator.made import table
@@ -47,6 +48,11 @@ def snapshot(
         {"made": 1.0},
         lambda _job: readings,
     )
+
+
+def heard(known: Cores, found: Measured, given: Sizes) -> Cores:
+    at = found.num_replicas, found.num_stores
+    return heard_at(known, at, readings_of(found, given))
 
 
 def again(sizes: Sizes, known: Cores, headroom: Headroom | None = None) -> Sizes:

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.cores import APART, MORE, Headroom, Reading, fit_cores, relative
-from scheduler.simulator.views import Measured, Sizes
 
 Place = tuple[int, int]
 """Replicas and stores."""
-Both = tuple[Reading, Reading]
-"""Of one replica and of one store, at once."""
+Both = tuple[Reading, ...]
+"""Of one replica and, where there are stores, of one of them, at once."""
+KEPT = 64
+"""Readings at one size that are kept, the latest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +44,28 @@ class Given:
     """What a job is to get at the sizes where it was measured.
 
     Attributes:
-        cpus: cores of one replica and of one store.
+        cpus: cores of one replica and, where there are stores, of one of them.
         trying: whether these are more than it had, to see whether that helps.
         slower: whether it is slowed down by what it has.
         limited: whether fewer cores than some that it had were seen to slow it down.
     """
 
-    cpus: tuple[float, float]
+    cpus: tuple[float, ...]
     trying: bool
     slower: bool
     limited: bool
 
 
-def heard(known: Cores, measured: Measured, given: Sizes) -> Cores:
+def heard(known: Cores, at: Place, both: Both) -> Cores:
     """Return what was measured of a job, with one measurement more.
 
     Args:
         known: before it.
-        measured: the measurement.
-        given: what the job had.
+        at: the sizes at which it was measured.
+        both: of its pools.
     """
-    at = measured.num_replicas, measured.num_stores
-    both = (
-        Reading(given.replica_cpus, measured.replica_busy, measured.step_sec),
-        Reading(given.store_cpus, measured.store_busy, measured.step_sec),
-    )
-    return Cores(at, {**known.readings, at: (*known.readings.get(at, ()), both)})
+    here = (*known.readings.get(at, ()), both)[-KEPT:]
+    return Cores(at, {**known.readings, at: here})
 
 
 def fitted(known: Cores, headroom: Headroom) -> Given | None:
@@ -76,9 +73,9 @@ def fitted(known: Cores, headroom: Headroom) -> Given | None:
     here = known.here()
     if not here:
         return None
-    pools = [fit_cores([both[pool] for both in here], headroom) for pool in (0, 1)]
+    pools = [fit_cores([both[pool] for both in here], headroom) for pool in range(len(here[-1]))]
     trying = [pool.why == "more may help" for pool in pools]
-    replica, store = (
+    cpus = tuple(
         pool.cpus * (MORE if any(trying) and not mine else 1.0)
         for pool, mine in zip(pools, trying, strict=True)
     )
@@ -88,7 +85,7 @@ def fitted(known: Cores, headroom: Headroom) -> Given | None:
         for need, both in zip(needs, here[-1], strict=True)
     ]
     limited = any(need.slower for need in needs)
-    return Given((replica, store), any(trying), any(slower), limited)
+    return Given(cpus, any(trying), any(slower), limited)
 
 
 def bursts(here: Sequence[Both]) -> list[Reading]:
@@ -96,7 +93,8 @@ def bursts(here: Sequence[Both]) -> list[Reading]:
 
     Of each the pool with less headroom counts, as the step is that one's.
     """
-    pools = [relative([both[pool] for both in here]) for pool in (0, 1)]
+    count = len(here[-1]) if here else 0
+    pools = [relative([both[pool] for both in here]) for pool in range(count)]
     found = [min(both, key=lambda reading: reading.cpus) for both in zip(*pools, strict=True)]
     cpus = [reading.cpus for reading in found]
     return found if max(cpus) > APART * APART * min(cpus) else []

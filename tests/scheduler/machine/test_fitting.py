@@ -1,0 +1,192 @@
+"""Cores that no step needs are booked no more; those that a step needs are given back."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from scheduler.cores import HEADROOM, SPARE
+from scheduler.machine.events import SECOND_RULES, BudgetSet, Ended, Read, Resized
+from scheduler.machine.fitting import CORE_LOOKS, FEWEST
+from scheduler.machine.left import left_of
+from scheduler.machine.reconcile import is_settled
+from scheduler.machine.state import Action
+from scheduler.models import training_setting
+from tests.scheduler.machine.bench import Bench
+from tests.scheduler.machine.world import BUDGET, GIB, check_laws, submitted
+
+LARGE = """\
+  training: {replica: {cpus: 4}, max_replicas: 1, max_stores: 0}
+  preprocessing: {max_workers: 1}
+"""
+SMALL = """\
+  training: {replica: {cpus: 4}, max_replicas: 1, max_stores: 0}
+  preprocessing: {max_workers: 1}
+"""
+
+
+@dataclass
+class Trainer:
+    """A trainer that computes in bursts.
+
+    Attributes:
+        bench: where its job is the first.
+        work_sec: core seconds of a step.
+        need: cores of its bursts.
+        limits: whether what is booked is a limit.
+    """
+
+    bench: Bench
+    work_sec: float
+    need: float
+    limits: bool = True
+
+    def trains(self, num_looks: int) -> list[Action]:
+        """Let it train, with a look each 5 s."""
+        found: list[Action] = []
+        for _ in range(num_looks):
+            (lead,) = self.bench.job.of_pool("lead")
+            cpus = lead.cpus if self.limits else 1e9
+            step_sec = max(1.0, self.need / cpus)
+            found += self.bench.stepped(2, step_sec)
+            busy = self.work_sec / step_sec
+            found += self.bench.at(Read, lead.name, position=self.bench.job.next_step,
+                                   resident_bytes=GIB, busy_cores=busy)  # fmt: skip
+            found += self.bench.looks(1, 5.0)
+            check_laws(self.bench.state)
+        return found
+
+
+def begun(budget: BudgetSet = BUDGET, schedule: str = LARGE) -> Bench:
+    """Return a job that trains alone."""
+    bench = Bench(budget, submitted("first", 400, schedule))
+    bench.built(0)
+    return bench
+
+
+def fits(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if action.verb == "fit cores"]
+
+
+def cpus_of(bench: Bench) -> float:
+    (lead,) = bench.job.of_pool("lead")
+    return lead.cpus
+
+
+def test_look_at_cores_that_nothing_needs_books_fewer_and_ends_nobody() -> None:
+    bench = begun()
+    trainer = Trainer(bench, work_sec=1.0, need=1.2)
+    before = bench.state.used[0]
+    assert fits(trainer.trains(CORE_LOOKS - 1)) == [], "not long enough"
+    found = trainer.trains(2)
+    (fit,) = fits(found)
+    assert fit.reason.startswith("1.00 of 4.00 cores of a trainer are busy, it gets 1.30: the rest")
+    assert [a for a in found if a.verb in ("drain", "stop", "resize", "replace")] == []
+    assert cpus_of(bench) == fit.values["replica_cpus"] == HEADROOM
+    assert bench.state.used[0] == pytest.approx(before - 4.0 + HEADROOM)
+    assert fits(trainer.trains(5 * CORE_LOOKS)) == [], "it is slower with none of them"
+    assert cpus_of(bench) == HEADROOM
+
+
+def test_look_at_longer_steps_gives_back_the_cores_that_bursts_need() -> None:
+    bench = begun()
+    trainer = Trainer(bench, work_sec=1.0, need=3.0)
+    found = trainer.trains(8 * CORE_LOOKS)
+    first, *others = fits(found)
+    assert first.values["replica_cpus"] == HEADROOM
+    assert others, "steps became more than twice as long"
+    assert 3.0 <= cpus_of(bench) <= 1.2 * SPARE * 3.0
+    assert fits(trainer.trains(6 * CORE_LOOKS)) == [], "once is enough"
+
+
+def test_look_gives_no_more_cores_than_the_file_does() -> None:
+    bench = begun()
+    trainer = Trainer(bench, work_sec=5.0, need=6.0)
+    assert fits(trainer.trains(6 * CORE_LOOKS)) == []
+    assert cpus_of(bench) == 4.0
+
+
+def test_look_gives_an_idle_process_some_cores() -> None:
+    bench = begun()
+    Trainer(bench, work_sec=0.01, need=0.01).trains(2 * CORE_LOOKS)
+    assert cpus_of(bench) == FEWEST
+
+
+def test_look_without_readings_of_cores_changes_nothing() -> None:
+    bench = begun()
+    for _ in range(3 * CORE_LOOKS):
+        assert fits(bench.stepped(2, 1.0) + bench.looks(1, 5.0)) == []
+
+
+def test_look_of_older_rules_fits_no_cores() -> None:
+    bench = begun(replace(BUDGET, rules=SECOND_RULES))
+    assert fits(Trainer(bench, work_sec=1.0, need=1.2).trains(3 * CORE_LOOKS)) == []
+
+
+def test_cores_that_are_limits_are_changed_in_place() -> None:
+    bench = begun(replace(BUDGET, resizes=True))
+    trainer = Trainer(bench, work_sec=1.0, need=1.2)
+    found = trainer.trains(CORE_LOOKS + 1)
+    (resize,) = [a for a in found if a.verb == "resize"]
+    assert (resize.process, resize.values) == ("lead-0.1", {"cpus": HEADROOM})
+    assert resize.reason == "it is to have 1.30 cores instead of 4.00"
+    assert bench.job.processes["lead-0.1"].is_changing
+    assert not is_settled(bench.job)
+    assert bench.at(Resized, "lead-0.1", resized=True) == []
+    assert not bench.job.processes["lead-0.1"].is_changing
+    assert cpus_of(bench) == HEADROOM
+
+
+def test_process_whose_cores_cannot_be_changed_keeps_them_and_is_left_alone() -> None:
+    bench = begun(replace(BUDGET, resizes=True))
+    trainer = Trainer(bench, work_sec=1.0, need=1.2)
+    trainer.trains(CORE_LOOKS + 1)
+    bench.at(Resized, "lead-0.1", resized=False)
+    assert cpus_of(bench) == 4.0
+    assert bench.job.replica_cpus == HEADROOM, "of the next one"
+    found = trainer.trains(3 * CORE_LOOKS)
+    assert [a for a in found if a.verb in ("resize", "drain", "fit cores")] == []
+
+
+def test_cores_that_nothing_needs_go_to_a_job_that_waits_for_them() -> None:
+    bench = begun()
+    waits = bench.tell(submitted("second", 800, SMALL, bench.now))
+    assert [(a.job, a.verb) for a in waits] == [("second", "wait")]
+    found = Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    assert ("second", "admit") in [(a.job, a.verb) for a in found]
+
+
+def test_cores_that_are_needed_again_and_that_others_have_are_shared_anew() -> None:
+    bench = begun()
+    trainer = Trainer(bench, work_sec=1.0, need=3.0)
+    bench.tell(submitted("second", 800, SMALL, bench.now))
+    trainer.trains(CORE_LOOKS + 2)
+    assert cpus_of(bench) == HEADROOM
+    assert bench.state.jobs["second"].sizes is not None
+    found = trainer.trains(CORE_LOOKS + 2)
+    assert [a.job for a in fits(found)] == ["first"]
+    assert ("second", "wait") in [(a.job, a.verb) for a in found]
+    assert bench.job.replica_cpus > 3.0
+    for process in list(bench.state.jobs["second"].processes):
+        event = Ended(time_sec=bench.now, job="second", process=process, outcome="left")
+        bench.tell(event)
+    assert cpus_of(bench) == bench.job.replica_cpus
+
+
+def test_predictions_go_on_by_the_cores_at_which_steps_were_measured() -> None:
+    bench = begun()
+    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    left = left_of(bench.job, bench.now, bench.state.budget, bench.state.runner)
+    assert bench.job.sizes is not None
+    setting = training_setting(left.snapshot, left.config, bench.job.sizes.grid)
+    assert setting.replica_cpus == 4.0
+
+
+def test_nothing_is_learned_of_steps_that_lack_cores() -> None:
+    bench = begun()
+    trainer = Trainer(bench, work_sec=1.0, need=3.0)
+    trainer.trains(2 * CORE_LOOKS)
+    assert cpus_of(bench) == HEADROOM, "its steps are 2.3 times as long"
+    left = left_of(bench.job, bench.now, bench.state.budget, bench.state.runner)
+    assert bench.job.sizes is not None
+    setting = training_setting(left.snapshot, left.config, bench.job.sizes.grid)
+    assert left.models.training.seconds(setting)[0] == pytest.approx(1.0, rel=0.05)
