@@ -6,6 +6,7 @@ is booked with other cores, which on a cluster are its limit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, median
@@ -34,12 +35,15 @@ def with_steps(seen: Seen, event: Stepped) -> Seen:
     return replace(seen, steps=(*seen.steps, *event.seconds)[-MOST_STEPS:])
 
 
-def fit_to_need(job: JobState, room: BudgetConfig) -> tuple[JobState, list[Action]]:
+def fit_to_need(
+    job: JobState, room: BudgetConfig, *, limits: bool
+) -> tuple[JobState, list[Action]]:
     """Take in one look at a job's trainers and stores; after enough their cores may change.
 
     Args:
         job: with nothing on its way.
         room: what it may have.
+        limits: whether processes cannot use more than is booked.
     """
     seen = _looked(job)
     job = replace(job, seen=seen)
@@ -55,15 +59,10 @@ def fit_to_need(job: JobState, room: BudgetConfig) -> tuple[JobState, list[Actio
     given = fitted(known, Headroom())
     assert given is not None, "it was measured"
     job = replace(job, doubted=given.slower)
-    declared = job.snapshot.job.schedule.training
-    most = (declared.replica.cpus, declared.store.cpus)
+    most = _most(job, seen, room, limits=limits)
     wanted = [
         had if had / APART < cpus < had * APART else cpus
-        for had, cpus in zip(
-            seen.cpus,
-            (_bounded(*pair) for pair in zip(given.cpus, most, strict=False)),
-            strict=True,
-        )
+        for had, cpus in zip(seen.cpus, map(_bounded, given.cpus, most), strict=True)
     ]
     if wanted in (list(seen.cpus), [job.replica_cpus, job.store_cpus][: len(wanted)]):
         return job, []  # it is so, or is to be as soon as there is room
@@ -71,8 +70,27 @@ def fit_to_need(job: JobState, room: BudgetConfig) -> tuple[JobState, list[Actio
 
 
 def _bounded(cpus: float, most: float) -> float:
-    """Return cores of which no process has more threads than it was given by its file."""
-    return round(min(most, max(FEWEST, cpus)), 3)
+    """Return cores within their bounds, in thousandths."""
+    return math.floor(1000 * min(most, max(FEWEST, cpus)) + 1e-6) / 1000
+
+
+def _most(job: JobState, seen: Seen, room: BudgetConfig, *, limits: bool) -> tuple[float, ...]:
+    """Return the cores that a process of each pool may have at most.
+
+    More than the job file says only where cores are limits, so that more of them help, as far as
+    nobody else has them; and a trainer no more than it has threads.
+    """
+    config = job.snapshot.job
+    declared = (config.schedule.training.replica.cpus, config.schedule.training.store.cpus)
+    if not limits:
+        return declared[: len(seen.cpus)]
+    free = min(room.cpus, config.schedule.budget.cpus) - booked(job, job.sizes)[0]
+    each = max(0.0, free) / max(1, sum(seen.at))
+    threads = (config.train.num_threads or math.inf, math.inf)
+    return tuple(
+        max(file, min(had + each, most))
+        for had, file, most in zip(seen.cpus, declared, threads, strict=False)
+    )
 
 
 def _looked(job: JobState) -> Seen:
@@ -115,11 +133,13 @@ def _booked_anew(
         f"{one.busy:.2f} of {one.cpus:.2f} cores of a {name} are busy, it gets {cpus:.2f}"
         for name, one, cpus in zip(("trainer", "store"), both, wanted, strict=False)
     ]
-    why = "steps were longer with fewer" if back and more else "the rest helps no step"
+    why = "the rest helps no step"
+    if more:
+        why = "steps were longer with fewer" if back else "more may help"
     action = Action(
         verb="fit cores",
         job=job.name,
-        reason=f"{'; '.join(parts)}: {why}, which take {both[0].step_sec:.3g} s",
+        reason=f"{'; '.join(parts)}: {why}; a step takes {both[0].step_sec:.3g} s",
         values={"replica_cpus": replica, **({"store_cpus": stores[0]} if stores else {})},
     )
     return job, [action]

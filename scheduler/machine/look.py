@@ -75,7 +75,7 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
         job = replace(job, spared=job.spared + (waits and bool(given)))
         changes += given
     if state.rules > SECOND_RULES and job.correction.in_flight is None:
-        job, given = fit_to_need(job, room)
+        job, given = fit_to_need(job, room, limits=state.resizes)
         waits = any(other.phase == "waiting" for other in state.jobs.values())
         job = replace(job, spared=job.spared + (waits and bool(given)))
         changes += given

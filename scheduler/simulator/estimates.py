@@ -136,7 +136,7 @@ class Estimates:
         asked = request.replica_cpus, request.store_cpus
         if not self.parts.kin:
             own = self.fitted(view.job, view.kind)
-            cpus = asked if own is None else map(min, own.cpus, asked)
+            cpus = asked if own is None else own.cpus
             return tuple(np.full(len(kind.replica_busy), one) for one in cpus)
         units = asked if kind.relative else (1.0, 1.0)
         usual = units[0] * kind.replica_busy, units[1] * kind.store_busy

@@ -98,11 +98,33 @@ def test_look_at_longer_steps_gives_back_the_cores_that_bursts_need() -> None:
     assert fits(trainer.trains(6 * CORE_LOOKS)) == [], "once is enough"
 
 
-def test_look_gives_no_more_cores_than_the_file_does() -> None:
+def test_look_gives_no_more_cores_than_the_file_does_where_they_are_no_limits() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=5.0, need=6.0)
     assert fits(trainer.trains(6 * CORE_LOOKS)) == []
     assert cpus_of(bench) == 4.0
+
+
+def test_look_gives_more_cores_than_the_file_does_where_they_are_limits() -> None:
+    bench = begun(replace(BUDGET, resizes=True))
+    trainer = Trainer(bench, work_sec=5.0, need=6.0)
+    found: list[Action] = []
+    for _ in range(8 * CORE_LOOKS):
+        found += trainer.trains(1)
+        for process in bench.job.processes.values():
+            if process.is_changing:
+                bench.at(Resized, process.name, resized=True)
+    assert "more may help" in fits(found)[0].reason
+    assert 6.0 <= cpus_of(bench) <= 7.0, "8 cores, one of them for the segment job"
+    assert fits(trainer.trains(4 * CORE_LOOKS)) == []
+
+
+def test_look_gives_no_trainer_more_cores_than_threads() -> None:
+    bench = begun(replace(BUDGET, resizes=True))
+    train = replace(bench.job.snapshot.job.train, num_threads=4)
+    snapshot = replace(bench.job.snapshot, job=replace(bench.job.snapshot.job, train=train))
+    bench.state = replace(bench.state, jobs={"first": replace(bench.job, snapshot=snapshot)})
+    assert fits(Trainer(bench, work_sec=5.0, need=6.0).trains(3 * CORE_LOOKS)) == []
 
 
 def test_look_gives_an_idle_process_some_cores() -> None:
