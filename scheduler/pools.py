@@ -16,8 +16,6 @@ Place = tuple[int, int]
 """Replicas and stores."""
 Both = tuple[Reading, ...]
 """Of one replica and, where there are stores, of one of them, at once."""
-KEPT = 64
-"""Readings at one size that are kept, the latest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ def heard(known: Cores, at: Place, both: Both) -> Cores:
         at: the sizes at which it was measured.
         both: of its pools.
     """
-    here = (*known.readings.get(at, ()), both)[-KEPT:]
+    here = (*known.readings.get(at, ()), both)
     return Cores(at, {**known.readings, at: here})
 
 

@@ -241,10 +241,12 @@ class Driver:
             if not process.is_changing:
                 continue
             done = self._children[name].resize(process.name, process.cpus, process.memory_bytes)
-            if done is not None:
-                self._tell(
-                    Resized(time_sec=time.time(), job=name, process=process.name, resized=done)
-                )
+            if done is None:
+                continue
+            self._tell(Resized(time_sec=time.time(), job=name, process=process.name, resized=done))
+            now = self.state.jobs[name].processes.get(process.name)
+            if not done and now is not None:  # what was asked for must not come true later
+                self._children[name].resize(now.name, now.cpus, now.memory_bytes)
 
     def _poll_stores(self, name: str) -> None:
         """Tell what the oracle knows of new segments, and how a move of slots has ended."""
@@ -340,7 +342,9 @@ class Driver:
             prepare_stores(place, job.num_stores or 0, reach)
             command = store_command(place, process.number, job.num_stores or 0, reach)
         else:
-            command = replica_command(place, process.number, max(1, int(process.cpus)), reach)
+            # As many threads as its peers, whatever is booked for it by now.
+            threads = max(1, int(job.snapshot.job.schedule.training.replica.cpus))
+            command = replica_command(place, process.number, threads, reach)
         needs = Needs(cpus=process.cpus, memory_bytes=process.memory_bytes)
         children.start(process.name, command, needs)
 

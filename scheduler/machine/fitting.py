@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import median
 
-from scheduler.cores import APART, Headroom, Reading
+from scheduler.cores import APART, MORE, Headroom, Reading
 from scheduler.machine.events import Stepped
 from scheduler.machine.left import booked
-from scheduler.machine.state import Action, JobState, Process, Seen
-from scheduler.pools import fitted, heard
+from scheduler.machine.state import Action, JobState, Seen
+from scheduler.pools import Both, Cores, Given, fitted, heard
 from schemas.job_schedule import BudgetConfig
 
 CORE_LOOKS = 12
@@ -24,15 +24,19 @@ CORE_STEPS = 20
 """Steps that were made in them."""
 MOST_STEPS = 512
 """Steps of a reading that are kept, the latest ones."""
-FEWEST = 0.1
-"""Cores that a process gets at least."""
+SAME = 8
+"""Readings at the same cores that are kept, the latest ones."""
+FEWEST = 0.5
+"""Cores that a process gets at least, if its file has as many: it must begin, too."""
+IDLE = 0.001
+"""Cores that one keeps busy that keeps none busy."""
 
 
 def with_steps(seen: Seen, event: Stepped) -> Seen:
     """Return what was seen, with steps that so many processes made."""
-    if event.num_replicas != seen.at[0]:
+    if event.num_replicas != seen.at[0] or not event.seconds:
         return seen
-    return replace(seen, steps=(*seen.steps, *event.seconds)[-MOST_STEPS:])
+    return replace(seen, steps=(*seen.steps, *event.seconds)[-MOST_STEPS:], fresh=True)
 
 
 def fit_to_need(
@@ -54,72 +58,112 @@ def fit_to_need(
         Reading(cpus, median(look[pool] for look in seen.busy), step_sec)
         for pool, cpus in enumerate(seen.cpus)
     )
-    known = heard(job.cores, seen.at, both)
+    known = _kept(heard(job.cores, seen.at, both))
     job = replace(job, cores=known, seen=Seen(at=seen.at, cpus=seen.cpus))
     given = fitted(known, Headroom())
     assert given is not None, "it was measured"
     job = replace(job, doubted=given.slower)
     most = _most(job, seen, room, limits=limits)
+    cpus = _tried(job, known, given.cpus)
     wanted = [
         had if had / APART < cpus < had * APART else cpus
-        for had, cpus in zip(seen.cpus, map(_bounded, given.cpus, most), strict=True)
+        for had, cpus in zip(seen.cpus, map(_bounded, cpus, most), strict=True)
     ]
-    if wanted in (list(seen.cpus), [job.replica_cpus, job.store_cpus][: len(wanted)]):
-        return job, []  # it is so, or is to be as soon as there is room
-    return _booked_anew(job, room, both, wanted, given.limited)
+    if wanted == list(seen.cpus):  # maybe less than it was to have, had there been room
+        replica, *stores = wanted
+        store = stores[0] if stores else job.store_cpus
+        return replace(job, replica_cpus=replica, store_cpus=store), []
+    if wanted == [job.replica_cpus, job.store_cpus][: len(wanted)]:
+        return job, []  # it is to be so as soon as there is room
+    return _booked_anew(job, room, both, wanted, given)
 
 
-def _bounded(cpus: float, most: float) -> float:
-    """Return cores within their bounds, in thousandths."""
-    return math.floor(1000 * min(most, max(FEWEST, cpus)) + 1e-6) / 1000
+def _kept(known: Cores) -> Cores:
+    """Return readings without the oldest one at the latest cores, where there are many of them.
+
+    Readings at other cores stay: they tell what fewer, or more, did to steps.
+    """
+    here = known.here()
+    same = [n for n, both in enumerate(here) if _cpus(both) == _cpus(here[-1])]
+    if len(same) <= SAME:
+        return known
+    kept = here[: same[0]] + here[same[0] + 1 :]
+    return replace(known, readings={**known.readings, known.at: kept})
 
 
-def _most(job: JobState, seen: Seen, room: BudgetConfig, *, limits: bool) -> tuple[float, ...]:
-    """Return the cores that a process of each pool may have at most.
+def _cpus(both: Both) -> tuple[float, ...]:
+    return tuple(reading.cpus for reading in both)
+
+
+def _tried(job: JobState, known: Cores, wanted: Sequence[float]) -> tuple[float, ...]:
+    """Return the cores that are wanted; more than before, where they were never tried.
+
+    Processes at new sizes have the cores of the sizes before. Whether these are too few for them
+    shows only with more: what is busy, of too few, would let them shrink without end.
+    """
+    file = job.snapshot.job.schedule.training
+    found: list[float] = []
+    for pool, (cpus, declared) in enumerate(
+        zip(wanted, (file.replica.cpus, file.store.cpus), strict=False)
+    ):
+        had = [both[pool].cpus for both in known.here()]
+        tried = max(had) * APART >= min(declared, MORE * min(had))
+        found.append(cpus if tried or cpus >= had[-1] else min(declared, MORE * had[-1]))
+    return tuple(found)
+
+
+def _bounded(cpus: float, most: tuple[float, float]) -> float:
+    """Return cores within the file's and the most, in thousandths, rounded down."""
+    file, highest = most
+    least = min(FEWEST, file)
+    return math.floor(1000 * min(highest, max(least, cpus)) + 1e-6) / 1000
+
+
+def _most(
+    job: JobState, seen: Seen, room: BudgetConfig, *, limits: bool
+) -> tuple[tuple[float, float], ...]:
+    """Return the cores of the file, and those that a process of each pool may have at most.
 
     More than the job file says only where cores are limits, so that more of them help, as far as
     nobody else has them; and a trainer no more than it has threads.
     """
     config = job.snapshot.job
-    declared = (config.schedule.training.replica.cpus, config.schedule.training.store.cpus)
+    file = config.schedule.training
+    declared = (file.replica.cpus, file.store.cpus)[: len(seen.cpus)]
     if not limits:
-        return declared[: len(seen.cpus)]
+        return tuple((cpus, cpus) for cpus in declared)
     free = min(room.cpus, config.schedule.budget.cpus) - booked(job, job.sizes)[0]
     each = max(0.0, free) / max(1, sum(seen.at))
-    threads = (config.train.num_threads or math.inf, math.inf)
+    threads = file.replica.cpus if job.grouped else config.train.num_threads or math.inf
     return tuple(
-        max(file, min(had + each, most))
-        for had, file, most in zip(seen.cpus, declared, threads, strict=False)
+        (own, max(own, min(had + each, most)))
+        for had, own, most in zip(seen.cpus, declared, (threads, math.inf), strict=False)
     )
 
 
 def _looked(job: JobState) -> Seen:
-    """Return what was seen with one look more; begun anew where something changed."""
+    """Return what was seen with one look more; begun anew where something changed.
+
+    A look without a step says nothing: whoever waits for data is busy with nothing.
+    """
     trainers = [p for p in (*job.of_pool("lead"), *job.of_pool("replica")) if p.cpus]
     pools = [trainers, *filter(None, [job.of_pool("store")])]
     at = len(trainers), len(job.of_pool("store"))
-    cpus = tuple(_common_cpus(pool) for pool in pools)
-    busy = tuple(_mean_busy(pool) for pool in pools)
-    if not trainers or 0.0 in cpus:
+    if not trainers or not all(p.status == "running" for pool in pools for p in pool):
         return Seen(at=at)
+    if any(p.is_changing for pool in pools for p in pool):
+        return Seen(at=at)
+    cpus = tuple(min(p.cpus for p in pool) for pool in pools)
     seen = job.seen if (job.seen.at, job.seen.cpus) == (at, cpus) else Seen(at=at, cpus=cpus)
-    return seen if 0.0 in busy else replace(seen, busy=(*seen.busy, busy))
-
-
-def _common_cpus(pool: Sequence[Process]) -> float:
-    """Return the cores that each process of a pool runs with, 0 while they differ or change."""
-    found = {p.cpus if p.status == "running" and not p.is_changing else 0.0 for p in pool}
-    return found.pop() if len(found) == 1 else 0.0
-
-
-def _mean_busy(pool: Sequence[Process]) -> float:
-    """Return the cores that a process of a pool keeps busy, 0 where one was not read."""
-    found = [p.busy_cores for p in pool]
-    return 0.0 if None in found or not found else fmean(filter(None, found) or [0.0])
+    found = [[p.busy_cores for p in pool] for pool in pools]
+    if not seen.fresh or any(busy is None for pool in found for busy in pool):
+        return replace(seen, fresh=False)
+    busy = tuple(max(IDLE, *filter(None, pool), IDLE) for pool in found)
+    return replace(seen, busy=(*seen.busy, busy), fresh=False)
 
 
 def _booked_anew(
-    job: JobState, room: BudgetConfig, both: Sequence[Reading], wanted: Sequence[float], back: bool
+    job: JobState, room: BudgetConfig, both: Both, wanted: Sequence[float], given: Given
 ) -> tuple[JobState, list[Action]]:
     """Say what is booked from now on; where that needs more than there is, all share anew."""
     replica, *stores = wanted
@@ -127,7 +171,7 @@ def _booked_anew(
     more = any(now > one.cpus for now, one in zip(wanted, both, strict=True))
     fewer = any(now < one.cpus for now, one in zip(wanted, both, strict=True))
     job = replace(job, doubted=job.doubted or fewer)
-    if more and booked(job, job.sizes)[0] > room.cpus:
+    if more and given.limited and booked(job, job.sizes)[0] > room.cpus:
         job = replace(job, outgrown=job.outgrown + 1)
     parts = [
         f"{one.busy:.2f} of {one.cpus:.2f} cores of a {name} are busy, it gets {cpus:.2f}"
@@ -135,7 +179,7 @@ def _booked_anew(
     ]
     why = "the rest helps no step"
     if more:
-        why = "steps were longer with fewer" if back else "more may help"
+        why = "steps were longer with fewer" if given.limited else "more may help"
     action = Action(
         verb="fit cores",
         job=job.name,

@@ -40,7 +40,7 @@ from scheduler.machine.look import look
 from scheduler.machine.notice import on_preempted
 from scheduler.machine.reconcile import reconcile
 from scheduler.machine.runner import on_runner
-from scheduler.machine.state import ENDED, Action, JobState, State
+from scheduler.machine.state import ENDED, Action, JobState, Seen, State
 from scheduler.machine.taking_in import (
     on_load,
     on_moved,
@@ -49,6 +49,7 @@ from scheduler.machine.taking_in import (
     on_started,
     on_stepped,
 )
+from scheduler.pools import Cores
 from scheduler.snapshot import Snapshot
 from schemas.job import parse_job
 from schemas.job_schedule import BudgetConfig
@@ -127,6 +128,11 @@ def _submit(state: State, event: Submitted) -> State:
             sizes=None,
             troubles={},
             lacks_slots=False,
+            replica_cpus=config.training.replica.cpus,
+            store_cpus=config.training.store.cpus,
+            seen=Seen(),
+            cores=Cores(),
+            doubted=False,
         )
         return replace(state, jobs={**state.jobs, event.job: again})
     fresh = JobState(

@@ -66,6 +66,8 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
         seen = outlook(left.snapshot, left.config, left.models, sizes, PAUSE_SEC, left.largest_job)
     except PlanError:
         return job, found  # nothing fits what is free now, so nothing can be better
+    if job.doubted:  # nobody knows what its steps take
+        seen = replace(seen, best=seen.current, gain=0.0)
     watches = memory_watches(job, left, state.now_sec, room, step_sec)
     verdict = correct(job.correction, state.now_sec, seen, watches)
     job, changes = _change(replace(job, correction=verdict.state), verdict, seen)
@@ -75,9 +77,11 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
         job = replace(job, spared=job.spared + (waits and bool(given)))
         changes += given
     if state.rules > SECOND_RULES and job.correction.in_flight is None:
+        before = job.replica_cpus, job.store_cpus
         job, given = fit_to_need(job, room, limits=state.resizes)
+        fewer = job.replica_cpus < before[0] or job.store_cpus < before[1]
         waits = any(other.phase == "waiting" for other in state.jobs.values())
-        job = replace(job, spared=job.spared + (waits and bool(given)))
+        job = replace(job, spared=job.spared + (waits and fewer))
         changes += given
     return job, found + changes
 

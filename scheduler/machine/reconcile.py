@@ -16,6 +16,8 @@ from scheduler.machine.state import Action, JobState, PoolName, Process, State
 from scheduler.outlook import Sizes
 
 _ONE = Bound(1)
+REFUSED_SEC = 300.0
+"""Time after which a node that refused other cores is asked again."""
 
 
 @dataclass(slots=True)
@@ -76,21 +78,33 @@ class Pass:
         return replace(job, processes={**job.processes, process.name: grown})
 
     def fit(self, job: JobState, process: Process, cpus: float) -> JobState:
-        """Book other cores for a process as it runs, as far as there are more; it stays."""
-        more = cpus - process.cpus
-        if process.status != "running" or process.fixed or not more or not self.fits(more, 0):
+        """Book other cores for a process as it runs, as far as there are more; it stays.
+
+        Where cores are limits, fewer are free for others once its node has taken them.
+        """
+        refused = process.refused_sec
+        early = refused is not None and self.now_sec < refused + REFUSED_SEC
+        if process.status != "running" or cpus == process.cpus or early:
             return job
-        self.cpus -= more
-        fitted = replace(process, cpus=cpus)
+        fitted = replace(process, cpus=cpus, refused_sec=None)
         if self.resizes:  # elsewhere cores are no limit, but what is booked
-            values = {"cpus": cpus}
-            reason = f"it is to have {cpus:.2f} cores instead of {process.cpus:.2f}"
-            action = Action(
-                verb="resize", job=job.name, process=process.name, reason=reason, values=values
-            )
-            self.actions.append(action)
             before = process.cpus if process.cpus_before is None else process.cpus_before
             fitted = replace(fitted, cpus_before=before)
+        more = fitted.held_cpus - process.held_cpus
+        if more > 0.0 and not self.fits(more, 0):
+            return job
+        self.cpus -= more
+        if self.resizes:
+            reason = f"it is to have {cpus:.2f} cores instead of {process.cpus:.2f}"
+            self.actions.append(
+                Action(
+                    verb="resize",
+                    job=job.name,
+                    process=process.name,
+                    reason=reason,
+                    values={"cpus": cpus},
+                )
+            )
         return replace(job, processes={**job.processes, process.name: fitted})
 
     def start(

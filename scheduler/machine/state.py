@@ -62,7 +62,15 @@ class Process:
     cpus_before: float | None = None
     """Cores that it had before a change of them that is in flight."""
     fixed: bool = False
-    """Whether neither can be changed while it runs."""
+    """Whether its memory cannot be changed while it runs."""
+
+    refused_sec: float | None = None
+    """When other cores were refused."""
+
+    @property
+    def held_cpus(self) -> float:
+        """Return the cores that nobody else may have: until fewer are confirmed, those before."""
+        return max(self.cpus, self.cpus_before or 0.0)
 
     @property
     def is_changing(self) -> bool:
@@ -99,6 +107,8 @@ class Seen:
     """By look, those that they kept busy, in the mean of each pool."""
     steps: tuple[float, ...] = ()
     """Seconds of steps."""
+    fresh: bool = False
+    """Whether steps were made since the last look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +226,7 @@ class State:
     def used(self) -> tuple[float, int]:
         """Return the cores and bytes that are booked for live processes."""
         live = [p for job in self.jobs.values() for p in job.processes.values()]
-        return sum(p.cpus for p in live), sum(p.memory_bytes for p in live)
+        return sum(p.held_cpus for p in live), sum(p.memory_bytes for p in live)
 
 
 Verb = Literal[

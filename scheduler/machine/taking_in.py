@@ -55,7 +55,8 @@ def on_resized(job: JobState, event: Resized, state: State) -> Handled:
             process,
             memory_bytes=process.memory_bytes if memory is None else memory,
             cpus=process.cpus if cpus is None else cpus,
-            fixed=True,
+            fixed=process.fixed or memory is not None,
+            refused_sec=None if cpus is None else event.time_sec,
         )
     process = replace(process, memory_before=None, cpus_before=None)
     return replace(job, processes={**job.processes, process.name: process}), []

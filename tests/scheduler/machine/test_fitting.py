@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.cores import HEADROOM, SPARE
-from scheduler.machine.events import SECOND_RULES, BudgetSet, Ended, Read, Resized
-from scheduler.machine.fitting import CORE_LOOKS, FEWEST
+from scheduler.cores import HEADROOM, MORE, SPARE
+from scheduler.machine.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
+from scheduler.machine.fitting import CORE_LOOKS, FEWEST, SAME
 from scheduler.machine.left import left_of
-from scheduler.machine.reconcile import is_settled
-from scheduler.machine.state import Action
+from scheduler.machine.reconcile import REFUSED_SEC, is_settled
+from scheduler.machine.state import Action, Seen
 from scheduler.models import training_setting
+from scheduler.pools import Cores
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, check_laws, submitted
 
@@ -76,7 +77,7 @@ def test_look_at_cores_that_nothing_needs_books_fewer_and_ends_nobody() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
     before = bench.state.used[0]
-    assert fits(trainer.trains(CORE_LOOKS - 1)) == [], "not long enough"
+    assert fits(trainer.trains(CORE_LOOKS)) == [], "not long enough"
     found = trainer.trains(2)
     (fit,) = fits(found)
     assert fit.reason.startswith("1.00 of 4.00 cores of a trainer are busy, it gets 1.30: the rest")
@@ -147,7 +148,7 @@ def test_look_of_older_rules_fits_no_cores() -> None:
 def test_cores_that_are_limits_are_changed_in_place() -> None:
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
-    found = trainer.trains(CORE_LOOKS + 1)
+    found = trainer.trains(CORE_LOOKS + 2)
     (resize,) = [a for a in found if a.verb == "resize"]
     assert (resize.process, resize.values) == ("lead-0.1", {"cpus": HEADROOM})
     assert resize.reason == "it is to have 1.30 cores instead of 4.00"
@@ -158,22 +159,94 @@ def test_cores_that_are_limits_are_changed_in_place() -> None:
     assert cpus_of(bench) == HEADROOM
 
 
-def test_process_whose_cores_cannot_be_changed_keeps_them_and_is_left_alone() -> None:
+def test_process_whose_cores_cannot_be_changed_keeps_them_and_is_asked_again_later() -> None:
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
-    trainer.trains(CORE_LOOKS + 1)
+    trainer.trains(CORE_LOOKS + 2)
     bench.at(Resized, "lead-0.1", resized=False)
     assert cpus_of(bench) == 4.0
     assert bench.job.replica_cpus == HEADROOM, "of the next one"
-    found = trainer.trains(3 * CORE_LOOKS)
+    found = trainer.trains(2 * CORE_LOOKS)
     assert [a for a in found if a.verb in ("resize", "drain", "fit cores")] == []
+    found = trainer.trains(int(REFUSED_SEC / 5))
+    assert [a.process for a in found if a.verb == "resize"] == ["lead-0.1"]
+
+
+def test_cores_are_free_for_others_only_when_the_node_has_taken_them() -> None:
+    bench = begun(replace(BUDGET, resizes=True))
+    bench.tell(submitted("second", 800, SMALL, bench.now))
+    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    assert bench.state.jobs["second"].sizes is not None
+    who = {"job": "second", "process": "segment-0.1", "outcome": "done"}
+    done = Ended(time_sec=bench.now, num_samples=1024, work_sec=5.0, **who)
+    assert not [a for a in bench.tell(done) if a.process == "lead-0.1"], "not 4 and 4 and 1 of 8"
+    check_laws(bench.state)
+    bench.at(Resized, "lead-0.1", resized=False)
+    check_laws(bench.state)
+    assert cpus_of(bench) == 4.0
+
+
+def test_cores_begin_anew_with_a_file_that_says_others() -> None:
+    bench = begun()
+    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    bench.at(Drained)
+    for process in list(bench.job.processes):
+        bench.at(Ended, process, outcome="left")
+    bench.tell(submitted("first", 400, LARGE.replace("4", "2"), bench.now))
+    assert cpus_of(bench) == 2.0
+    assert not bench.job.cores.readings
+
+
+def test_look_at_a_trainer_that_waits_for_data_takes_nothing_away() -> None:
+    bench = begun()
+    (lead,) = bench.job.of_pool("lead")
+    for position in range(100):
+        bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.02)
+        assert fits(bench.looks(1, 5.0)) == []
+    assert fits(Trainer(bench, work_sec=3.0, need=3.9).trains(2 * CORE_LOOKS)) == []
+
+
+def test_look_at_an_idle_store_or_trainer_does_not_fail() -> None:
+    bench = begun()
+    (lead,) = bench.job.of_pool("lead")
+    for position in range(2 * CORE_LOOKS):
+        bench.stepped(2, 1.0)
+        bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.0)
+        bench.looks(1, 5.0)
+    assert cpus_of(bench) == FEWEST
+
+
+def test_look_never_forgets_what_fewer_cores_did() -> None:
+    bench = begun()
+    trainer = Trainer(bench, work_sec=1.0, need=3.0)
+    trainer.trains(8 * CORE_LOOKS)
+    assert fits(trainer.trains(100 * CORE_LOOKS)) == []
+    assert len(bench.job.cores.here()) <= 4 * SAME
+
+
+def test_cores_of_a_file_that_are_no_thousandths_are_never_exceeded() -> None:
+    bench = begun(schedule=LARGE.replace("cpus: 4", "cpus: 1.6667"))
+    Trainer(bench, work_sec=1.0, need=1.6).trains(8 * CORE_LOOKS)
+    assert bench.job.replica_cpus <= 1.6667
+
+
+def test_processes_at_new_sizes_get_more_before_they_get_fewer() -> None:
+    bench = begun()
+    trainer = Trainer(bench, work_sec=1.0, need=1.2)
+    trainer.trains(CORE_LOOKS + 3)
+    job = replace(bench.job, cores=Cores(), seen=Seen())  # as at sizes where nothing was read
+    bench.state = replace(bench.state, jobs={"first": job})
+    trainer.work_sec, trainer.need = 0.5, 0.6
+    (first, *_) = fits(trainer.trains(3 * CORE_LOOKS))
+    assert first.values["replica_cpus"] == pytest.approx(MORE * HEADROOM, rel=0.01)
+    assert cpus_of(bench) == pytest.approx(HEADROOM * 0.5, rel=0.01)
 
 
 def test_cores_that_nothing_needs_go_to_a_job_that_waits_for_them() -> None:
     bench = begun()
     waits = bench.tell(submitted("second", 800, SMALL, bench.now))
     assert [(a.job, a.verb) for a in waits] == [("second", "wait")]
-    found = Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    found = Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 3)
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
 
 
@@ -181,10 +254,10 @@ def test_cores_that_are_needed_again_and_that_others_have_are_shared_anew() -> N
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
     bench.tell(submitted("second", 800, SMALL, bench.now))
-    trainer.trains(CORE_LOOKS + 2)
+    trainer.trains(CORE_LOOKS + 3)
     assert cpus_of(bench) == HEADROOM
     assert bench.state.jobs["second"].sizes is not None
-    found = trainer.trains(CORE_LOOKS + 2)
+    found = trainer.trains(CORE_LOOKS + 3)
     assert [a.job for a in fits(found)] == ["first"]
     assert ("second", "wait") in [(a.job, a.verb) for a in found]
     assert bench.job.replica_cpus > 3.0
@@ -196,7 +269,7 @@ def test_cores_that_are_needed_again_and_that_others_have_are_shared_anew() -> N
 
 def test_predictions_go_on_by_the_cores_at_which_steps_were_measured() -> None:
     bench = begun()
-    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 3)
     left = left_of(bench.job, bench.now, bench.state.budget, bench.state.runner)
     assert bench.job.sizes is not None
     setting = training_setting(left.snapshot, left.config, bench.job.sizes.grid)
