@@ -136,8 +136,9 @@ class Estimates:
         asked = request.replica_cpus, request.store_cpus
         if not self.parts.kin:
             own = self.fitted(view.job, view.kind)
-            cpus = asked if own is None else own.cpus
-            return tuple(np.full(len(kind.replica_busy), one) for one in cpus)
+            replica, store = asked if own is None else own.cpus
+            count = len(kind.replica_busy)
+            return np.full(count, replica), np.full(count, store)
         units = asked if kind.relative else (1.0, 1.0)
         usual = units[0] * kind.replica_busy, units[1] * kind.store_busy
         given, at = self.fitted(view.job, view.kind), kind.place(*known.at)

@@ -177,8 +177,8 @@ def test_cores_are_free_for_others_only_when_the_node_has_taken_them() -> None:
     bench.tell(submitted("second", 800, SMALL, bench.now))
     Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
     assert bench.state.jobs["second"].sizes is not None
-    who = {"job": "second", "process": "segment-0.1", "outcome": "done"}
-    done = Ended(time_sec=bench.now, num_samples=1024, work_sec=5.0, **who)
+    who = {"job": "second", "process": "segment-0.1"}
+    done = Ended(time_sec=bench.now, outcome="done", num_samples=1024, work_sec=5.0, **who)
     assert not [a for a in bench.tell(done) if a.process == "lead-0.1"], "not 4 and 4 and 1 of 8"
     check_laws(bench.state)
     bench.at(Resized, "lead-0.1", resized=False)
