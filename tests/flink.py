@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from trainer.readable import is_readable
 
 START_SEC = 420.0  # with an empty cache; 15 s with a full one
 STOP_SEC = 90.0
@@ -41,8 +42,7 @@ def flink(kind: str, repository: Path, logs: Path, slots: int = 2) -> Iterator[d
     assert launcher.stdout is not None
     about = None
     try:
-        ready, _, _ = select.select([launcher.stdout], [], [], START_SEC)
-        line = launcher.stdout.readline() if ready else ""
+        line = launcher.stdout.readline() if is_readable(launcher.stdout, START_SEC) else ""
         assert line, (logs / "launcher.log").read_text()
         about = json.loads(line)
         yield about

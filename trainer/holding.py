@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from schemas.layout import MANIFEST
 class Held:
     """The folders that are read now.
 
-    A lock belongs to the open folder, so the system drops it with the process. Where a filesystem
-    has no locks nothing is held: an index then lasts until the second segment after it.
+    A lock belongs to the open folder, so the system drops it with the process; it goes with this
+    object, too. Where a filesystem has no locks nothing is held: an index then lasts until the
+    second segment after it.
     """
 
     def __init__(self) -> None:
         """Hold nothing."""
         self._handles: list[int] = []
+        weakref.finalize(self, _close, self._handles)
 
     def __call__(self, *folders: Path) -> None:
         """Hold these folders, and those before no longer.
@@ -28,13 +31,18 @@ class Held:
         Raises:
             SchemaError: a folder is gone, or goes as this is asked.
         """
-        before, self._handles = self._handles, []
+        before = self._handles.copy()
+        self._handles.clear()
         try:
             for folder in folders:
                 self._handles.append(_held(folder))
         finally:
-            for handle in before:
-                os.close(handle)
+            _close(before)
+
+
+def _close(handles: list[int]) -> None:
+    while handles:
+        os.close(handles.pop())
 
 
 def _held(folder: Path) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +22,7 @@ from trainer.flash.manifest import complete
 from trainer.flash.memory import COMMITTED, FAILED, WRITTEN, CopyMemory
 from trainer.flash.persist import persist
 from trainer.flash.snapshot import Snapshot
+from trainer.readable import is_readable
 
 LOOK_SEC = 0.5
 """How often the agent looks whether its parent lives."""
@@ -100,8 +100,7 @@ def _write(run: Path, memory: CopyMemory, keep: int) -> str:
 def _ordered(lines: BinaryIO, parent: int) -> Iterator[bytes]:
     """Yield lines until there are no more, or the parent is gone: others may hold the pipe open."""
     while os.getppid() == parent:
-        ready, _, _ = select.select([lines], [], [], LOOK_SEC)
-        if not ready:
+        if not is_readable(lines, LOOK_SEC):
             continue
         line = lines.readline()
         if not line:

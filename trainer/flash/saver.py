@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import subprocess
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from trainer.child import close_pipes, start_child
 from trainer.flash.changes import Changed
 from trainer.flash.memory import COMMITTED, WRITTEN, CopyMemory, memory_path
 from trainer.flash.snapshot import About, copy_to
+from trainer.readable import is_readable
 from trainer.stores.store import TableLayout
 
 logger = logging.getLogger(__name__)
@@ -228,8 +228,7 @@ class BesideSaver:
         agent = self._agent
         assert agent is not None, "the agent runs while there is something to save"
         assert agent.stdout is not None, "its output is a pipe"
-        ready, _, _ = select.select([agent.stdout], [], [], timeout_sec)
-        if not ready:
+        if not is_readable(agent.stdout, timeout_sec):
             return False
         line = agent.stdout.readline()
         if not line:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import select
 import shutil
 import subprocess
 import threading
@@ -15,6 +14,7 @@ from types import TracebackType
 
 from schemas.errors import SchemaError
 from trainer.child import close_pipes, end_children, start_child
+from trainer.readable import is_readable
 from trainer.stores.claims import text_of
 from trainer.stores.token import write_token
 from trainer.stores.wire import home_of_store
@@ -151,8 +151,7 @@ def check_replicas(replicas: int, count: int) -> None:
 
 def _announced(process: subprocess.Popen[bytes]) -> str:
     assert process.stdout is not None, "a store process announces itself on its output"
-    ready, _, _ = select.select([process.stdout], [], [], _START_SEC)
-    line = process.stdout.readline() if ready else b""
+    line = process.stdout.readline() if is_readable(process.stdout, _START_SEC) else b""
     if not line:
         raise SchemaError(
             f"store process {process.pid} must announce its address within {_START_SEC:g} s, "
