@@ -23,7 +23,7 @@ MANY = 1100
 
 def num_open() -> int:
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture
