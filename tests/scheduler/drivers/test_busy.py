@@ -1,6 +1,7 @@
 """CPU time that is read from the kernel is that which processes took."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -43,14 +44,14 @@ def test_cpu_seconds_count_children_that_live_and_those_that_ended() -> None:
         f"subprocess.Popen([sys.executable, '-c', {SPINS.format(HALF)!r} + 'time.sleep(600)'])\n"
     )
     code = f"import subprocess, sys, time\n{ended}{lives}time.sleep(600)\n"
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
+    with subprocess.Popen([sys.executable, "-c", code], process_group=0) as process:
         before = cpu_seconds(os.getpid())
         until(lambda: cpu_seconds(process.pid) >= 2 * HALF)
         assert cpu_seconds(os.getpid()) >= before + 2 * HALF - 0.1, "its own children count"
         taken = cpu_seconds(process.pid)
         time.sleep(0.2)
         assert cpu_seconds(process.pid) < taken + 0.1, "all sleep"
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
     assert cpu_seconds(process.pid) == 0.0
 
 
