@@ -34,9 +34,9 @@ from typing import Any
 import yaml
 
 from benchmarks.order import built
+from benchmarks.ports import free_ports
 from benchmarks.scaling_sides import Side, Turn, ours, torchrec
 from benchmarks.storage import SHARED_DATA, job_path, raw_log
-from scheduler.drivers.process.ports import free_ports
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, read_metrics
 from schemas.job import load_job

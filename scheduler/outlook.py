@@ -71,6 +71,8 @@ def outlook(
     current: Sizes,
     pause_sec: float,
     largest_job: int | None = None,
+    *,
+    served: bool | None = None,
 ) -> Outlook:
     """Compare a job's sizes with all others whose prediction is narrow enough to act upon.
 
@@ -81,12 +83,15 @@ def outlook(
         current: what runs.
         pause_sec: time that a change costs.
         largest_job: workers of one segment job at most; None where only limits bound it.
+        served: whether there are to be stores; None where that may change.
 
     Raises:
         PlanError: no size fits.
     """
     near = _within_reach(config, current)
     grid = candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
+    if served is not None:
+        grid = grid[(grid.num_stores > 0) == served]
     grid = grid[_trusted(grid, snapshot, config, models)]
     now = _of(current.grid, snapshot, config, models)
     known = bool(_trusted(current.grid, snapshot, config, models)[0])

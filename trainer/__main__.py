@@ -266,12 +266,16 @@ def _store(arguments: argparse.Namespace) -> int:
 
 def _migrate_slots(arguments: argparse.Namespace) -> int:
     from trainer.stores.claims import ranges_from
-    from trainer.stores.manage import migrate_slots
+    from trainer.stores.manage import gather_slots, migrate_slots
 
-    moved = migrate_slots(
-        arguments.giver,
+    givers, slots = arguments.givers.split(","), ranges_from(arguments.slots)
+    if len(givers) > 1 and not arguments.served:
+        raise SchemaError(f"--from must be one store, got {len(givers)}; add --served")
+    move = gather_slots if arguments.served else migrate_slots
+    moved = move(
+        givers if arguments.served else givers[0],
         arguments.to,
-        ranges_from(arguments.slots),
+        slots,
         token_file=arguments.token_file,
         trusted=arguments.trusted,
         certificate_name=arguments.tls_name,

@@ -77,10 +77,16 @@ def build_parser() -> argparse.ArgumentParser:
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores that serve a run")
     move.add_argument(
-        "--from", dest="giver", required=True, help="address of the store that has them"
+        "--from",
+        dest="givers",
+        required=True,
+        help="address of the store that has them",
     )
     move.add_argument("--to", required=True, help="address of who takes them")
     move.add_argument("--slots", required=True, help="START:END of 4,096[,...]")
+    move.add_argument(
+        "--served", action="store_true", help="those that any store of --from ADDRESS[,...] serves"
+    )
     kill = commands.add_parser("kill-store", help="end a store as a failure would; nothing is lost")
     again = commands.add_parser("restart-store", help="start a store anew in its place")
     for command in (kill, again):

@@ -21,7 +21,7 @@ from scheduler.drivers.process.commands import (
     segment_command,
     store_command,
 )
-from scheduler.drivers.process.stores import load_known, prepare_stores
+from scheduler.drivers.process.stores import discard_stores, load_known, prepare_stores
 from scheduler.drivers.process.submit import HISTORY
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Needs, Platform, Processes
@@ -216,6 +216,8 @@ class Driver:
             if process.pool == "replica" and lead_lives and (place.run / SUMMARY).is_file():
                 continue  # the run is finished, as its lead is about to say
             self._tell(ended(place, children, name, process, time.time()))
+        if any(process.pool == "store" for process in gone):
+            self._discard(self.state.jobs[name])
         self._poll_stores(name)
         for process in processes:
             if process.status == "starting" and process not in gone and self._is_up(name, process):
@@ -251,20 +253,19 @@ class Driver:
     def _poll_stores(self, name: str) -> None:
         """Tell what the oracle knows of new segments, and how a move of slots has ended."""
         job, children = self.state.jobs[name], self._children[name]
-        if (job.num_stores or 0) > 1 and self._told_load[name] < len(job.built):
+        if job.num_stores and self._told_load[name] < len(job.built):
             self._told_load[name] = len(job.built)
             known = load_known(self._places[name], name, time.time())
             if known is not None:
                 self._tell(known)
-        if job.moving is None:
+        if not job.moving:
             return
-        move = children.newest(f"move-{job.moving}-to-")
+        move = children.newest(f"move-{job.moving[0]}-to-")
         if move is None or not children.lives(move):
             target = -1 if move is None else int(move.split("-to-")[1].partition(".")[0])
             moved = move is not None and bool(children.output(move))
-            self._tell(
-                Moved(time_sec=time.time(), job=name, slots=job.moving, target=target, moved=moved)
-            )
+            first, now = job.moving[0], time.time()
+            self._tell(Moved(time_sec=now, job=name, slots=first, target=target, moved=moved))
 
     def _is_up(self, job: str, process: Process) -> bool:
         """Tell whether a living process is at work: a lead of replicas, when they may join it."""
@@ -320,13 +321,25 @@ class Driver:
         elif action.verb == "stop":
             children.end(action.process)
         elif action.verb == "migrate":
-            slots, source, target = (int(action.values[k]) for k in ("slots", "source", "target"))
-            name = f"move-{slots}-to-{target}.{int(1000 * self.state.now_sec)}"
-            place, reach = self._places[job.name], children.reach
-            command = move_command(place, slots, source, target, reach)
-            children.start(name, command)
+            self._move(job, action, children)
         elif action.verb == "finish":
             teach(job, self._options.output / HISTORY)
+
+    def _discard(self, job: JobState) -> None:
+        """Remove what stores left that are too many."""
+        if job.stores:
+            live = {process.number for process in job.of_pool("store")}
+            discard_stores(self._places[job.name], live | {*job.stores})
+
+    def _move(self, job: JobState, action: Action, children: Processes) -> None:
+        """Move ranges of slots, from whichever store has them."""
+        source, target = int(action.values["source"]), int(action.values["target"])
+        whole = bool(action.values.get("whole"))
+        running = [p.number for p in job.of_pool("store") if p.status == "running"]
+        givers = [source] if whole else [n for n in running if n != target]
+        name = f"move-{job.moving[0]}-to-{target}.{int(1000 * self.state.now_sec)}"
+        ranges, place = () if whole else job.moving, self._places[job.name]
+        children.start(name, move_command(place, ranges, givers, target, children.reach))
 
     def _start(self, job: JobState, process: Process, action: Action, children: Processes) -> None:
         place, reach = self._places[job.name], children.reach
@@ -337,16 +350,25 @@ class Driver:
             if not children.is_known(process.name):
                 (place.run / TOGETHER).unlink(missing_ok=True)  # of a lead that was killed
             served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
+            if served:
+                prepare_stores(place, _with_slots(job), reach)
             command = lead_command(place, grouped=grouped, served=served, reach=reach)
         elif process.pool == "store":
-            prepare_stores(place, job.num_stores or 0, reach)
-            command = store_command(place, process.number, job.num_stores or 0, reach)
+            prepare_stores(place, _with_slots(job), reach)
+            self._discard(job)
+            count = job.num_homes or job.num_stores or 0
+            command = store_command(place, process.number, count, reach)
         else:
             # As many threads as its peers, whatever is booked for it by now.
             threads = max(1, int(job.snapshot.job.schedule.training.replica.cpus))
             command = replica_command(place, process.number, threads, reach)
         needs = Needs(cpus=process.cpus, memory_bytes=process.memory_bytes)
         children.start(process.name, command, needs)
+
+
+def _with_slots(job: JobState) -> list[int]:
+    """Return the stores that have slots, or will as training begins."""
+    return sorted({*job.owners}) or list(job.stores or range(job.num_stores or 0))
 
 
 def unnamed_jobs(state: State, places: Mapping[str, Workplace]) -> list[str]:

@@ -71,7 +71,8 @@ def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Opt
     rng = np.random.default_rng(SEED)
     grid = candidates(left.snapshot, left.config, left.models, rng, left.largest_job)
     if job.num_stores is not None:
-        same = grid.num_stores == job.num_stores
+        some = grid.num_stores > 0
+        same = some if job.stores else grid.num_stores == job.num_stores
         grid = grid[same] if same.any() else grid
     found = predict(grid, left.snapshot, left.config, left.models)
     preferred = int(preference(grid, found, left.config)[0])

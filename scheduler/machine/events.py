@@ -11,10 +11,10 @@ from scheduler.snapshot import DataFacts
 Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended: its work is done; it left as it was asked; it says that it cannot do its
 work; it is gone without a word, killed or with its node; or it was killed for memory."""
-FIRST_RULES, SECOND_RULES, RULES = 1, 2, 3
+FIRST_RULES, SECOND_RULES, THIRD_RULES, RULES = 1, 2, 3, 4
 """Versions of the rules that decisions follow: what a log says with older ones is decided by those
 again. 1: time x cost, and the earliest first. 2: `budget.haste`, and the shortest first. 3: cores
-that processes need, too."""
+that processes need, too. 4: memory given back in place, and stores that become more and fewer."""
 RunnerName = Literal["local", "flink", "dataflow"]
 """Which of Beam's runners segment jobs run on; `local` is that of their own processes."""
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from scheduler.decision import counted
 from scheduler.grid import Fitted, Grid, preprocessing_resources, training_resources
 from scheduler.machine.runner import Runner
+from scheduler.machine.slots import NUM_RANGES
 from scheduler.machine.state import JobState, State
 from scheduler.models import Models, fit_models
 from scheduler.outlook import Sizes
@@ -73,7 +74,8 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
             cpus=budget.cpus + workers * first.worker.cpus,
             memory=budget.memory + workers * job.worker_memory,
         )
-    stores = second.max_stores if job.num_stores is None else job.num_stores
+    free = job.num_stores is None or bool(job.stores)
+    stores = min(second.max_stores, NUM_RANGES) if free else job.num_stores or 0
     deadline = config.deadline
     if deadline is not None:
         deadline = max(timedelta(seconds=1), deadline - timedelta(seconds=now_sec - job.since_sec))

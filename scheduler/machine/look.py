@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scheduler.correction import Verdict, correct
+from scheduler.machine.elastic import move_slots
 from scheduler.machine.events import FIRST_RULES, SECOND_RULES
 from scheduler.machine.fitting import fit_to_need
 from scheduler.machine.left import left_of, room_of, values_of, words
@@ -46,7 +47,11 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
     step_sec = max(1e-3, float(left.models.training.seconds(setting)[0]))
     found: list[Action] = []
     if left.models.training.num_cells:  # ahead in steps needs the time of one
-        job, moves = _move_slots(job, int(LEAD_SEC / step_sec))
+        ahead_steps = int(LEAD_SEC / step_sec)
+        if job.stores:
+            job, moves = move_slots(job, sizes, ahead_steps, state.now_sec)
+        else:
+            job, moves = _move_slots(job, ahead_steps)
         found += moves
     slow = straggler(job) or late_segment(job, left, state.now_sec)
     if slow is not None:
@@ -63,7 +68,15 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
         found.append(Action(verb=verb, job=job.name, process=process.name, reason=why))
         return job, found
     try:
-        seen = outlook(left.snapshot, left.config, left.models, sizes, PAUSE_SEC, left.largest_job)
+        seen = outlook(
+            left.snapshot,
+            left.config,
+            left.models,
+            sizes,
+            PAUSE_SEC,
+            left.largest_job,
+            served=bool(job.num_stores) if job.stores else None,
+        )
     except PlanError:
         return job, found  # nothing fits what is free now, so nothing can be better
     if job.doubted:  # nobody knows what its steps take
@@ -126,4 +139,4 @@ def _move_slots(job: JobState, ahead_steps: int) -> tuple[JobState, list[Action]
         reason=f"range {slots} of the slots moves to store {target}: {reason}",
         values={"slots": float(slots), "source": float(job.owners[slots]), "target": float(target)},
     )
-    return replace(job, moving=slots), [action]
+    return replace(job, moving=(slots,)), [action]

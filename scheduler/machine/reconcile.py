@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from scheduler.correction import ended
 from scheduler.decision import counted
+from scheduler.machine.elastic import is_level, is_served, with_members
+from scheduler.machine.events import THIRD_RULES
 from scheduler.machine.runner import Bound, Runner, bound
 from scheduler.machine.state import Action, JobState, PoolName, Process, State
 from scheduler.outlook import Sizes
@@ -30,6 +32,7 @@ class Pass:
     runner: Runner
     booked_workers: int
     resizes: bool = False
+    elastic: bool = False
     lacks_memory: bool = False
     actions: list[Action] = field(default_factory=list[Action])
 
@@ -166,6 +169,7 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
         cpus=state.budget.cpus - cpus,
         memory_bytes=state.budget.memory - memory,
         resizes=state.resizes,
+        elastic=state.rules > THIRD_RULES,
         runner=state.runner,
         booked_workers=sum(p.workers for j in state.jobs.values() for p in j.of_pool("segment")),
     )
@@ -297,8 +301,7 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
         return job
     if job.num_stores is None:
         job = replace(job, num_stores=sizes.num_stores)
-    for number in range(job.num_stores or 0):
-        job = done.start(job, "store", number, "rows need a store")
+    job = _stores(job, sizes, done)
     lead = next(iter(job.of_pool("lead")), None)
     if lead is not None and job.grouped and lead.cpus > 0:
         return done.leave(job, lead, "several replicas take over; it saves, and one begins anew")
@@ -310,7 +313,8 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
         for process in replicas:  # they know another lead
             job = done.leave(job, process, "its lead is gone", stop=True)
         return job
-    served = job.num_stores == len([p for p in job.of_pool("store") if p.status == "running"])
+    running = [p for p in job.of_pool("store") if p.status == "running"]
+    served = is_served(job) if job.stores else job.num_stores == len(running)
     if lead is None and served:
         job = done.start(job, "lead", 0, "a segment is there to train on")
     if not job.grouped or lead is None or lead.status != "running":
@@ -327,6 +331,18 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
     return job
 
 
+def _stores(job: JobState, sizes: Sizes, done: Pass) -> JobState:
+    """Run the stores; by newer rules as many as the sizes say."""
+    if done.elastic:
+        job = with_members(job, sizes)
+    for number in job.stores or range(job.num_stores or 0):
+        job = done.start(job, "store", number, "rows need a store")
+    for process in job.of_pool("store") if job.stores else ():
+        if process.number not in job.stores:
+            job = done.leave(job, process, "it has no slots any more, the others are enough")
+    return job
+
+
 def is_settled(job: JobState) -> bool:
     """Tell whether the pools are what they are to be, and every process runs."""
     if job.sizes is None:
@@ -339,6 +355,8 @@ def is_settled(job: JobState) -> bool:
         return False
     if not job.built:
         return True
+    if job.stores and not is_level(job, job.sizes):
+        return False
     replicas = job.sizes.num_replicas if job.grouped else 0
     return len(job.of_pool("lead")) == 1 and len(job.of_pool("replica")) == replicas
 

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
 from schemas.hashing import NUM_SLOTS
 
 NUM_RANGES = 16
-"""Ranges of the 4,096 slots."""
+"""Ranges of the 4,096 slots; as many stores can hold some."""
+HOT = 1.25
+"""Load of the busiest store over the mean, above which ranges of slots are moved."""
+WORTH = 0.1
+"""Share of the busiest store's load that a move must take off it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Ranges that go from one store to another at once.
+
+    Attributes:
+        ranges: which, in order.
+        source: store that has them.
+        target: store that gets them.
+    """
+
+    ranges: tuple[int, ...]
+    source: int
+    target: int
 
 
 def first_owners(num_stores: int) -> tuple[int, ...]:
@@ -38,3 +60,93 @@ def slots_of(number: int) -> tuple[int, int]:
     """
     size = NUM_SLOTS // NUM_RANGES
     return number * size, (number + 1) * size
+
+
+def loads_of(
+    owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
+) -> dict[int, float]:
+    """Return what each store is asked for.
+
+    Args:
+        owners: store of each range.
+        counts: what each range is asked for.
+        stores: those that may own none, too.
+    """
+    found = dict.fromkeys(sorted({*stores, *owners}), 0.0)
+    for owner, count in zip(owners, counts, strict=True):
+        found[owner] += count
+    return found
+
+
+def emptying(
+    owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
+) -> Move | None:
+    """Return the next move by which stores lose all their ranges that are not to stay.
+
+    The last such store first; the heaviest of its ranges goes to the store with the least load,
+    with all others that go there in the same way.
+
+    Args:
+        owners: store of each range.
+        counts: what each range is asked for.
+        stores: those that stay and are there.
+    """
+    surplus = [owner for owner in owners if owner not in stores]
+    if not surplus or not stores:
+        return None
+    source = max(surplus)
+    everywhere = loads_of(owners, counts, stores)
+    loads = {store: load for store, load in everywhere.items() if store in stores}
+    targets: dict[int, int] = {}
+    mine = [number for number, owner in enumerate(owners) if owner == source]
+    for number in sorted(mine, key=lambda n: (-counts[n], n)):
+        targets[number] = min(loads, key=lambda store: (loads[store], store))
+        loads[targets[number]] += counts[number]
+    target = next(iter(targets.values()))
+    return Move(tuple(n for n in mine if targets[n] == target), source, target)
+
+
+def levelling(
+    owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
+) -> Move | None:
+    """Return the move that takes most off the busiest store; None where it is hardly too busy.
+
+    Args:
+        owners: store of each range, all of `stores`.
+        counts: what each range is asked for.
+        stores: those that are there, also those without a range.
+    """
+    loads = loads_of(owners, counts, stores)
+    mean = sum(loads.values()) / max(1, len(loads))
+    busiest = max(loads, key=lambda store: (loads[store], store))
+    idlest = min(loads, key=lambda store: (loads[store], store))
+    if len(loads) < 2 or (loads[busiest] <= HOT * mean and idlest in owners):
+        return None
+    before, taken = loads[busiest], list[int]()
+    mine = [number for number, owner in enumerate(owners) if owner == busiest]
+
+    def after(number: int) -> float:
+        return max(loads[busiest] - counts[number], loads[idlest] + counts[number])
+
+    while len(mine) > 1 and after(best := min(mine, key=after)) < loads[busiest]:
+        loads[busiest] -= counts[best]
+        loads[idlest] += counts[best]
+        mine.remove(best)
+        taken.append(best)
+    if not taken or max(loads[busiest], loads[idlest]) > (1.0 - WORTH) * before:
+        return None
+    return Move(tuple(sorted(taken)), busiest, idlest)
+
+
+def shared_out(owners: Sequence[int], stores: Collection[int]) -> tuple[int, ...]:
+    """Return owners where all ranges of stores that are not there are dealt to those that are.
+
+    Example:
+        >>> shared_out((0, 0, 1, 1, 2, 2), (0, 2))
+        (0, 0, 0, 2, 2, 2)
+    """
+    found = list(owners)
+    while (move := emptying(found, [1.0] * len(found), stores)) is not None:
+        for number in move.ranges:
+            found[number] = move.target
+    return tuple(found)

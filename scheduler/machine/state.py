@@ -177,10 +177,16 @@ class JobState:
     """What the oracle tells."""
     num_stores: int | None = None
     """Stores that hold its rows, from the first step on; None before training begins."""
+    stores: tuple[int, ...] = ()
+    """Their numbers, the first that come and the last that go first; none by older rules."""
+    num_homes: int = 0
+    """Stores that it began with: those of lower numbers had slots from the start."""
     owners: tuple[int, ...] = ()
     """Number of the store of each range of slots, once it is known."""
-    moving: int | None = None
-    """Range of slots that is on its way."""
+    moving: tuple[int, ...] = ()
+    """Ranges of slots that are on their way, from one store to another."""
+    unmoved_sec: float | None = None
+    """When a move of slots failed last."""
 
     @property
     def left_segments(self) -> int:
@@ -192,6 +198,11 @@ class JobState:
         """Steps of all epochs, as far as sizes are known."""
         facts, train = self.snapshot.facts, self.snapshot.job.train
         return -(-facts.num_train_samples * train.epochs // train.batch_samples)
+
+    @property
+    def num_serving(self) -> int:
+        """Stores that have slots."""
+        return len(set(self.owners)) if self.stores and self.owners else self.num_stores or 0
 
     def of_pool(self, pool: PoolName) -> list[Process]:
         """Return the live processes of one pool, by number."""

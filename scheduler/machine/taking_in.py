@@ -28,7 +28,7 @@ def on_started(job: JobState, event: Started, state: State) -> Handled:
         process = replace(process, status="running", began_sec=event.time_sec)
     job = replace(job, processes={**job.processes, process.name: process})
     if process.pool == "store" and not job.owners and job.num_stores:
-        job = replace(job, owners=first_owners(job.num_stores))
+        job = replace(job, owners=first_owners(job.num_homes or job.num_stores))
     return job, []
 
 
@@ -65,8 +65,7 @@ def on_resized(job: JobState, event: Resized, state: State) -> Handled:
 def on_stepped(job: JobState, event: Stepped, state: State) -> Handled:
     """Steps were committed: whoever trained is not in trouble."""
     config: ScheduleConfig = job.snapshot.job.schedule
-    stores = job.num_stores or 0
-    steps = job.steps
+    stores, steps = job.num_serving, job.steps
     if event.seconds and not job.doubted:
         grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)] * len(event.seconds)))
         setting = training_setting(job.snapshot, config, grid)
@@ -90,8 +89,10 @@ def on_load(job: JobState, event: LoadKnown, state: State) -> Handled:
 
 
 def on_moved(job: JobState, event: Moved, state: State) -> Handled:
-    """A range of slots has its new store, or stays where it was."""
+    """Ranges of slots have their new store, or stay where they were."""
     owners = list(job.owners)
-    if event.moved and event.slots < len(owners):
-        owners[event.slots] = event.target
-    return replace(job, moving=None, owners=tuple(owners)), []
+    for number in job.moving or (event.slots,):
+        if event.moved and number < len(owners):
+            owners[number] = event.target
+    unmoved_sec = None if event.moved else event.time_sec
+    return replace(job, moving=(), owners=tuple(owners), unmoved_sec=unmoved_sec), []

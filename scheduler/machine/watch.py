@@ -11,6 +11,7 @@ from scheduler.correction import MemoryWatch
 from scheduler.fit import predict_seconds
 from scheduler.grid import Grid
 from scheduler.machine.left import Left
+from scheduler.machine.slots import HOT, WORTH
 from scheduler.machine.state import JobState, Process
 from scheduler.models import segment_setting
 from scheduler.trend import Forecast, forecast
@@ -23,10 +24,6 @@ SLOW_LOOKS = 3
 """Looks in a row at which it must be so."""
 LATE = 2.0
 """A segment job that takes so many times the upper end of its interval is replaced, once."""
-HOT = 1.25
-"""Load of the busiest store over the mean, above which a range of slots is moved."""
-WORTH = 0.1
-"""Share of the busiest store's load that a move must take off it."""
 LEAD_SEC = 60.0
 """Seconds ahead that load and memory are looked at: to start a process and let it join takes 10 to
 30 of them here."""
@@ -79,14 +76,14 @@ def segment_sec(job: JobState, left: Left, process: Process) -> tuple[float, flo
 
 
 def hot_range(job: JobState, ahead_steps: int) -> tuple[int, int, str] | None:
-    """Return the range of slots to move, its new store, and why.
+    """Return the range of slots to move by older rules, its new store, and why.
 
     Args:
         job: whose load is known.
         ahead_steps: steps from now at which loads are looked at.
     """
     load, stores = job.load, sorted(set(job.owners))
-    if load is None or len(stores) < 2 or job.moving is not None or not load.num_steps:
+    if load is None or len(stores) < 2 or job.moving or not load.num_steps:
         return None
     step = min(job.next_step + ahead_steps, load.num_steps - 1)
     counts = np.array(load.slots[step * len(load.slots) // load.num_steps], np.float64)

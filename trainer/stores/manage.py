@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import SchemaError
-from trainer.stores.claims import Ranges
+from trainer.stores.claims import Ranges, mask_of, ranges_of
 from trainer.stores.departures import Moved
 from trainer.stores.failures import MapChangedError, StoreGoneError
 from trainer.stores.peer import Access, Peer, unreachable
+from trainer.stores.slot_map import described
 from trainer.stores.tls import read_trusted
 from trainer.stores.token import read_token
-from trainer.stores.wire import KILL, MOVE, RESTART
+from trainer.stores.wire import DESCRIBE, KILL, MOVE, RESTART
 
 _MOVE_SEC = 3600.0
 _TELL_SEC = 10.0
@@ -45,6 +47,52 @@ def migrate_slots(
     body = {"to": taker, "slots": slots}
     access = _access(token_file, trusted, certificate_name)
     return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"])
+
+
+def gather_slots(
+    givers: Sequence[str],
+    taker: str,
+    slots: Ranges,
+    *,
+    token_file: Path,
+    trusted: Path | None = None,
+    certificate_name: str | None = None,
+) -> Moved:
+    """Move those of some slots that stores serve to one that does not, whoever of them it is.
+
+    Who does not know for sure who serves what asks for it so, and again: what is there already
+    is left alone.
+
+    Args:
+        givers: addresses of stores; the taker may be among them.
+        taker: as in `migrate_slots`.
+        slots: ranges; those that none of the givers serves stay where they are.
+        token_file: as in `migrate_slots`.
+        trusted: as in `migrate_slots`.
+        certificate_name: as in `migrate_slots`.
+
+    Returns:
+        All moves together; their longest pause.
+
+    Raises:
+        SchemaError: a store refuses or cannot be reached; moves up to then stay.
+    """
+    access = _access(token_file, trusted, certificate_name)
+    wanted, moves = mask_of(slots), list[Moved]()
+    for giver in dict.fromkeys(givers):
+        if giver == taker:
+            continue
+        serves = described(_asked(giver, DESCRIBE, {}, _TELL_SEC, access)).claims.served
+        if not (mine := wanted & serves).any():
+            continue
+        body = {"to": taker, "slots": ranges_of(mine)}
+        moves.append(Moved(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"]))
+    return Moved(
+        num_rows=sum(one.num_rows for one in moves),
+        num_rounds=max((one.num_rounds for one in moves), default=0),
+        copy_sec=sum(one.copy_sec for one in moves),
+        pause_sec=max((one.pause_sec for one in moves), default=0.0),
+    )
 
 
 def kill_store(

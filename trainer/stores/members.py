@@ -16,7 +16,14 @@ from schemas.errors import SchemaError
 from trainer.stores.claims import text_of
 from trainer.stores.failures import MapChangedError, StoreGoneError, StoreLostError
 from trainer.stores.peer import Access, Peer, unreachable
-from trainer.stores.slot_map import Described, SlotMap, described, placement, resolve
+from trainer.stores.slot_map import (
+    Described,
+    SlotMap,
+    covers,
+    described,
+    placement,
+    resolve,
+)
 from trainer.stores.store import TableLayout
 from trainer.stores.wire import DESCRIBE, FENCE, OPEN
 
@@ -91,8 +98,7 @@ class Members:
         Raises:
             SchemaError: one refuses or cannot be reached, or they do not serve every slot.
         """
-        first = {a: described(self.peer(a).action(DESCRIBE, {})) for a in self.addresses}
-        found = {a: store for a, store in self._with_takers(first).items() if store is not None}
+        found = self._there()
         version, claims = placement(found, self.replicas, self.session)
         body: dict[str, Any] = {"owner": owner, "session": self.session, "version": version}
         body |= {"reset": reset, "layouts": [asdict(layout) for layout in layouts.values()]}
@@ -101,6 +107,19 @@ class Members:
                 self.peer(address).action(OPEN, body | {"claims": mine.to_json()})
         self._learn(None)
         return min(store.message_bytes for store in found.values())
+
+    def _there(self) -> dict[str, Described]:
+        """Return what stores say; one that is away is waited for, unless it has no slot any more.
+
+        Of copies it may have the newer one, so then all are waited for.
+        """
+        found = self.describe_all()
+        there = {address: store for address, store in found.items() if store is not None}
+        if self.replicas == 1 and covers(there, self.replicas):
+            return there
+        first = {a: described(self.peer(a).action(DESCRIBE, {})) for a in self.addresses}
+        found = self._with_takers(first)
+        return {address: store for address, store in found.items() if store is not None}
 
     def learn_anew(self, before: SlotMap) -> None:
         """Find out who serves what, after a store refused or was gone under a map.

@@ -183,6 +183,9 @@ def placement(
 ) -> tuple[int, dict[str, Claims]]:
     """Return who shall serve what in a new session: as it is, or as stores were started.
 
+    A slot of a run that nobody serves any more, as its store has lost its directory, is served by
+    who was started with it; where that store has left, too, by one with few slots.
+
     Args:
         found: address to what its store says.
         replicas: stores that serve each slot.
@@ -197,14 +200,38 @@ def placement(
     stores = list(found.values())
     version = max((store.version for store in stores), default=0) + 1
     tag = int.from_bytes(session.encode()[:7], "little")
-    versions, _ = _claims_of(stores)
-    newest = versions.max(0, initial=-1)
-    held = (versions == newest) & (newest >= 0)
+    held = _held(stores)
     if not (held.sum(0) == replicas).all():
-        held = np.stack([store.home for store in stores])
-        _check_covered(held.sum(0), replicas, tuple(found))
+        home = np.stack([store.home for store in stores])
+        if replicas == 1 and held.any():
+            held = _filled(held, home)
+        else:
+            held = home
+            _check_covered(held.sum(0), replicas, tuple(found))
     claims = (_one_claim(mask, version, tag) for mask in held)
     return version, dict(zip(found, claims, strict=True))
+
+
+def covers(found: Mapping[str, Described], replicas: int) -> bool:
+    """Tell whether stores say that they serve each slot so often."""
+    return bool((_held(list(found.values())).sum(0) == replicas).all())
+
+
+def _held(stores: Sequence[Described]) -> NDArray[np.bool_]:
+    """Return (num_stores, NUM_SLOTS) whose claim on a slot is in force."""
+    versions, _ = _claims_of(stores)
+    newest = versions.max(0, initial=-1)
+    return (versions == newest) & (newest >= 0)
+
+
+def _filled(held: NDArray[np.bool_], home: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return (num_stores, NUM_SLOTS) with one store for each slot."""
+    first = held & (held.cumsum(0) == 1)
+    missing = ~first.any(0)
+    first |= home & (home.cumsum(0) == 1) & missing
+    missing = ~first.any(0)
+    first[int(first.sum(1).argmin())] |= missing
+    return first
 
 
 def _claims_of(stores: Sequence[Described]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -11,6 +11,7 @@ from scheduler.drivers.process.stores import address_of, store_folder, token_of
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Reach
 from scheduler.machine.slots import first_slots, slots_of
+from schemas.hashing import NUM_SLOTS
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -68,24 +69,47 @@ def lead_command(
 def store_command(
     place: Workplace, number: int, count: int, reach: Reach | None = None
 ) -> list[str]:
-    """Return the command of one of several stores."""
-    first, end = first_slots(number, count)
+    """Return the command of one of several stores.
+
+    Args:
+        place: of the job.
+        number: of the store.
+        count: stores that began with slots; one of a higher number begins without.
+        reach: how processes reach each other; None where all share one loopback.
+    """
+    slots = "{}:{}".format(*first_slots(number, count)) if number < count else "none"
     store = [*module("trainer"), "store", "--directory", str(store_folder(place, number))]
-    store += ["--slots", f"{first}:{end}"]
-    if reach is not None:
-        return [*store, *_served(reach)]
-    port = address_of(place, number).rpartition(":")[2]
-    return [*store, "--port", port, "--token-file", str(token_of(place))]
+    store += ["--slots", slots]
+    return [*store, *(_of_loopback(place) if reach is None else _served(reach))]
 
 
 def move_command(
-    place: Workplace, slots: int, source: int, target: int, reach: Reach | None = None
+    place: Workplace,
+    ranges: Sequence[int],
+    givers: Sequence[int],
+    taker: int,
+    reach: Reach | None = None,
 ) -> list[str]:
-    """Return the command that moves a range of slots from one store to another."""
-    first, end = slots_of(slots)
-    move = [*module("trainer"), "migrate-slots", "--slots", f"{first}:{end}"]
-    move += ["--from", address_of(place, source), "--to", address_of(place, target)]
-    return [*move, *(["--token-file", str(token_of(place))] if reach is None else _trusting(reach))]
+    """Return the command that moves ranges of slots to a store, whichever of some has them.
+
+    Args:
+        place: of the job.
+        ranges: numbers of ranges; none for all that the givers have.
+        givers: stores that run.
+        taker: store.
+        reach: how processes reach each other; None where all share one loopback.
+    """
+    slots = [slots_of(number) for number in ranges] or [(0, NUM_SLOTS)]
+    move = [*module("trainer"), "migrate-slots", "--served"]
+    move += ["--slots", ",".join(f"{first}:{end}" for first, end in slots)]
+    move += ["--from", ",".join(address_of(place, number) for number in givers)]
+    move += ["--to", address_of(place, taker)]
+    return [*move, *(_of_loopback(place) if reach is None else _trusting(reach))]
+
+
+def _of_loopback(place: Workplace) -> list[str]:
+    """Return what a process is told whose stores share its loopback."""
+    return ["--token-file", str(token_of(place))]
 
 
 def replica_command(

@@ -1,14 +1,15 @@
-"""Stores of a job: their folder, addresses and token, and the job file that names them."""
+"""Stores of a job: their folders, addresses and token, and the job file that names them."""
 
 from __future__ import annotations
 
 import secrets
+import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from scheduler.drivers.process.ports import free_ports
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Reach
 from scheduler.lookahead import look_ahead
@@ -21,49 +22,57 @@ from schemas.job import load_job
 from schemas.manifest import replace_bytes
 
 
-def prepare_stores(place: Workplace, count: int, reach: Reach | None = None) -> None:
-    """Choose addresses, and write the job file that has them, once.
+def prepare_stores(place: Workplace, numbers: Sequence[int], reach: Reach | None = None) -> None:
+    """Write the job file with the addresses of stores, unless it says the same already.
 
-    It is written last, so that half of it all is done again; and anew for another platform.
+    Each address is a file in which its store says where it listens, wherever it is started again.
 
     Args:
         place: of the job.
-        count: stores.
+        numbers: of the stores that have slots.
         reach: how processes reach each other; None where all share one loopback.
     """
-    if place.served_job.exists():
-        known = load_job(place.served_job).train.stores
-        if (None if reach is None else reach.name) == known.certificate_name:
-            return
     place.stores.mkdir(parents=True, exist_ok=True)
-    found = _on_loopback(place, count) if reach is None else _by_files(place, count, reach)
+    found: dict[str, object] = {"addresses": [address_of(place, number) for number in numbers]}
+    if reach is None:
+        found["token_file"] = str(_with_token(place))
+    else:
+        found |= {"token_file": reach.token, "certificates": reach.chain}
+        found["certificate_name"] = reach.name
     body: Any = yaml.safe_load(place.job_file.read_text(encoding="utf-8"))
     schema = load_job(place.job_file).data.schema
     body["data"]["schema"] = str((place.job_file.parent / schema).resolve())
     train = body["train"] = body.get("train") or {}
     kept = {k: v for k, v in (train.get("stores") or {}).items() if k in ("timeout", "replicas")}
     train["stores"] = {**kept, **found}
-    replace_bytes(place.served_job, yaml.safe_dump(body, sort_keys=False).encode())
+    text = yaml.safe_dump(body, sort_keys=False).encode()
+    if not place.served_job.exists() or place.served_job.read_bytes() != text:
+        replace_bytes(place.served_job, text)
 
 
-def _on_loopback(place: Workplace, count: int) -> dict[str, object]:
-    """Return ports that are free now, and a new token."""
+def _with_token(place: Workplace) -> Path:
+    """Return the file of the token that stores of one loopback ask for; written once."""
     token = token_of(place)
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32) + "\n")
-    addresses = [f"grpc://127.0.0.1:{port}" for port in free_ports(count)]
-    return {"addresses": addresses, "token_file": str(token)}
+    if not token.exists():
+        new = token.with_suffix(".new")
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(32) + "\n")
+        new.replace(token)
+    return token
 
 
-def _by_files(place: Workplace, count: int, reach: Reach) -> dict[str, object]:
-    """Return the files in which stores say where they are, wherever they are started again."""
-    folders = [store_folder(place, number) for number in range(count)]
-    return {
-        "addresses": [f"file://{folder / STORE_ADDRESS}" for folder in folders],
-        "token_file": reach.token,
-        "certificates": reach.chain,
-        "certificate_name": reach.name,
-    }
+def discard_stores(place: Workplace, numbers: Collection[int]) -> None:
+    """Remove what stores left that have no slots any more and run no more.
+
+    Above all their addresses, which another store may come to listen at.
+
+    Args:
+        place: of the job.
+        numbers: of the stores that belong to it.
+    """
+    for folder in place.stores.iterdir() if place.stores.is_dir() else ():
+        if folder.is_dir() and folder.name.isdigit() and int(folder.name) not in numbers:
+            shutil.rmtree(folder)
 
 
 def store_folder(place: Workplace, number: int) -> Path:
@@ -78,7 +87,7 @@ def token_of(place: Workplace) -> Path:
 
 def address_of(place: Workplace, number: int) -> str:
     """Return the address of a store; it stays when the store is started again."""
-    return load_job(place.served_job).train.stores.addresses[number]
+    return f"file://{store_folder(place, number) / STORE_ADDRESS}"
 
 
 def load_known(place: Workplace, job: str, time_sec: float) -> LoadKnown | None:

@@ -15,8 +15,13 @@ from scheduler.drivers.process.commands import (
     segment_command,
     store_command,
 )
-from scheduler.drivers.process.ports import GIVEN
-from scheduler.drivers.process.stores import address_of, prepare_stores
+from scheduler.drivers.process.stores import (
+    address_of,
+    discard_stores,
+    prepare_stores,
+    store_folder,
+    token_of,
+)
 from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.processes import Reach
 from schemas.features import load_features
@@ -29,7 +34,7 @@ from trainer.__main__ import build_parser as trainer_parser
 def place(tmp_path: Path) -> Workplace:
     """A job of three segments whose rows lie in two stores."""
     found = Workplace(write_job(tmp_path), tmp_path / "small", 3)
-    prepare_stores(found, 2)
+    prepare_stores(found, (0, 1))
     return found
 
 
@@ -45,21 +50,24 @@ def test_commands_of_trainers_parse(place: Workplace) -> None:
     assert (replica.run, replica.number, replica.threads) == (place.run, 2, 3)
     store = parser.parse_args(store_command(place, 1, 2)[3:])
     assert store.slots == "2048:4096"
-    assert address_of(place, 1) == f"grpc://127.0.0.1:{store.port}"
-    move = parser.parse_args(move_command(place, 3, 0, 1)[3:])
-    assert (move.slots, move.giver, move.to) == (
-        "768:1024",
-        address_of(place, 0),
+    assert address_of(place, 1) == f"file://{store.directory}/address"
+    assert parser.parse_args(store_command(place, 2, 2)[3:]).slots == "none"
+    move = parser.parse_args(move_command(place, (3, 5), (0, 2), 1)[3:])
+    assert (move.slots, move.givers, move.to) == (
+        "768:1024,1280:1536",
+        f"{address_of(place, 0)},{address_of(place, 2)}",
         address_of(place, 1),
     )
+    assert move.served
     assert move.token_file == store.token_file
+    assert parser.parse_args(move_command(place, (), (2,), 1)[3:]).slots == "0:4096"
 
 
 REACH = Reach(host="$(HOST)", folder="/run/job", name="job.presage")
 
 
 def test_commands_of_trainers_with_networks_of_their_own_parse(place: Workplace) -> None:
-    prepare_stores(place, 2, REACH)
+    prepare_stores(place, (0, 1), REACH)
     stores = load_job(place.served_job).train.stores
     assert stores.addresses == tuple(f"file://{place.stores / str(n)}/address" for n in (0, 1))
     assert (stores.token_file, stores.certificates) == ("/run/job/token", "/run/job/tls.crt")
@@ -81,22 +89,24 @@ def test_commands_of_trainers_with_networks_of_their_own_parse(place: Workplace)
     store = served[1]
     assert (store.directory / "address") == Path(stores.addresses[1].removeprefix("file://"))
     assert store.port == 0
-    move = parser.parse_args(move_command(place, 3, 0, 1, REACH)[3:])
-    assert (move.giver, move.to) == stores.addresses
+    move = parser.parse_args(move_command(place, (3,), (0,), 1, REACH)[3:])
+    assert (move.givers, move.to) == stores.addresses
     assert (move.tls_name, move.token_file.name) == ("job.presage", "token")
 
 
-def test_prepare_stores_chooses_anew_on_another_platform(place: Workplace) -> None:
+def test_prepare_stores_says_anew_how_they_are_reached_on_another_platform(
+    place: Workplace,
+) -> None:
     before = load_job(place.served_job).train.stores
-    prepare_stores(place, 2, REACH)
+    prepare_stores(place, (0, 1), REACH)
     between = place.served_job.read_bytes()
-    prepare_stores(place, 2, REACH)
+    prepare_stores(place, (0, 1), REACH)
     assert place.served_job.read_bytes() == between
-    prepare_stores(place, 2)
+    prepare_stores(place, (0, 1))
     after = load_job(place.served_job).train.stores
     assert after.token_file == before.token_file
     assert (after.certificates, after.certificate_name) == (None, None)
-    assert all(address.startswith("grpc://127.0.0.1:") for address in after.addresses)
+    assert after == before
 
 
 def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
@@ -119,15 +129,17 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
     assert (made.command, made.output) == ("generate", place.folder)
 
 
-def test_prepare_stores_chooses_ports_that_no_connection_is_given_before_a_store_has_them(
-    tmp_path: Path,
-) -> None:
-    place = Workplace(write_job(tmp_path), tmp_path / "small", 3)
-    prepare_stores(place, 16)
-    ports = {int(address_of(place, number).rpartition(":")[2]) for number in range(16)}
-    first, last = map(int, GIVEN.read_text().split())
-    assert len(ports) == 16
-    assert not ports & set(range(first, last + 1))
+def test_stores_that_have_slots_are_named_and_what_others_left_goes(place: Workplace) -> None:
+    for number in (0, 1, 3):
+        store_folder(place, number).mkdir()
+        (store_folder(place, number) / "address").write_text("grpc://127.0.0.1:1\n")
+    token = token_of(place).read_bytes()
+    prepare_stores(place, (0, 3))
+    addresses = load_job(place.served_job).train.stores.addresses
+    assert addresses == (address_of(place, 0), address_of(place, 3))
+    discard_stores(place, {0, 3})
+    assert sorted(p.name for p in place.stores.iterdir()) == ["0", "3", "job.yaml", "token"]
+    assert token_of(place).read_bytes() == token
 
 
 def test_prepare_stores_changes_nothing_but_where_rows_lie(place: Workplace) -> None:
@@ -139,5 +151,5 @@ def test_prepare_stores_changes_nothing_but_where_rows_lie(place: Workplace) -> 
     token = Path(served.train.stores.token_file or "")
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     before = place.served_job.read_bytes(), token.read_bytes()
-    prepare_stores(place, 2)
+    prepare_stores(place, (0, 1))
     assert (place.served_job.read_bytes(), token.read_bytes()) == before

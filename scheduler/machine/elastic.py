@@ -1,0 +1,146 @@
+"""Stores that become more and fewer while a job trains: who belongs, and what moves between them.
+
+A new store begins without slots and gets ranges of them from the others, as they go on; one that
+is too many gives all of its ranges away and then leaves. Numbers are never given again, and the
+first store always stays: by it whoever begins anew finds the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scheduler.machine.slots import NUM_RANGES, Move, emptying, levelling, loads_of, shared_out
+from scheduler.machine.state import Action, JobState
+from scheduler.outlook import Sizes
+
+RETRY_SEC = 30.0
+"""Time after which a move that failed is tried again: whoever trains may not have begun."""
+
+
+def wanted_stores(sizes: Sizes) -> int:
+    """Return how many stores a job that has some is to have."""
+    return max(1, min(NUM_RANGES, sizes.num_stores))
+
+
+def with_members(job: JobState, sizes: Sizes) -> JobState:
+    """Return a job with the stores that belong to it at its sizes.
+
+    Those that are too many belong to it until they have no range. Where nothing trains and no
+    store runs they go at once: whoever begins reads the rows from its checkpoint.
+    """
+    if not job.num_stores:
+        return job
+    if not job.stores:
+        job = replace(job, stores=tuple(range(job.num_stores)), num_homes=job.num_stores)
+    wanted = wanted_stores(sizes)
+    if not any(job.of_pool(pool) for pool in ("lead", "replica", "store")):
+        kept = job.stores[:wanted]
+        job = replace(job, stores=kept, owners=shared_out(job.owners, kept), moving=())
+    stores = list(job.stores)
+    while len(stores) < wanted:
+        stores.append(1 + max(*stores, *_numbers(job), 0))
+    if job.owners and not job.moving:
+        stores = stores[:wanted] + [n for n in stores[wanted:] if n in job.owners]
+    return replace(job, stores=tuple(stores), num_stores=len(stores))
+
+
+def _numbers(job: JobState) -> list[int]:
+    """Return the numbers that stores have had."""
+    return [int(p.removeprefix("store-")) for p in job.attempts if p.startswith("store-")]
+
+
+def is_served(job: JobState) -> bool:
+    """Tell whether all stores run that have slots."""
+    running = {p.number for p in job.of_pool("store") if p.status == "running"}
+    return running >= set(job.owners or job.stores)
+
+
+def is_level(job: JobState, sizes: Sizes) -> bool:
+    """Tell whether the stores are those that are to be, and only they have slots."""
+    return len(job.stores) == wanted_stores(sizes) and set(job.owners) <= set(job.stores)
+
+
+def move_slots(
+    job: JobState, sizes: Sizes, ahead_steps: int, now_sec: float
+) -> tuple[JobState, list[Action]]:
+    """Begin the next move of slots: off a store that is too many, or off one with too much load.
+
+    Args:
+        job: that trains.
+        sizes: what it is to have.
+        ahead_steps: steps from now at which loads are looked at.
+        now_sec: the time.
+    """
+    running = {p.number for p in job.of_pool("store") if p.status == "running"}
+    early = job.unmoved_sec is not None and now_sec < job.unmoved_sec + RETRY_SEC
+    trains = any(p.status == "running" for p in job.of_pool("lead"))
+    if job.moving or early or not trains or not set(job.owners) <= running:
+        return job, []
+    counts, step = counts_of(job, ahead_steps)
+    staying = running & set(job.stores[: wanted_stores(sizes)])
+    move = emptying(job.owners, counts, staying)
+    if move is not None:
+        whole = len(move.ranges) == job.owners.count(move.source)
+        return _moved(job, move, f"{len(staying)} are enough", {"whole": float(whole)})
+    move = levelling(job.owners, counts, staying)
+    if move is None:
+        return job, []
+    mean = sum(counts) / len(staying)
+    mine = loads_of(job.owners, counts, staying)[move.source]
+    left = mine - sum(counts[number] for number in move.ranges)
+    known = f" at step {step}, as the oracle knows" if job.load is not None else ""
+    why = (
+        f"store {move.source} is to answer {mine / mean:.2f} times the mean{known}; the move "
+        f"leaves {left / mean:.2f}"
+    )
+    return _moved(job, move, why, {})
+
+
+def counts_of(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int]:
+    """Return what each range is to be asked for, and at which step; the same where nobody knows.
+
+    Args:
+        job: whose load is known, or not.
+        ahead_steps: steps from now.
+    """
+    load, step = job.load, job.next_step + ahead_steps
+    if load is None or not load.num_steps:
+        return [1.0] * len(job.owners), step
+    step = min(step, load.num_steps - 1)
+    return load.slots[step * len(load.slots) // load.num_steps], step
+
+
+def _moved(
+    job: JobState, move: Move, why: str, values: dict[str, float]
+) -> tuple[JobState, list[Action]]:
+    one = len(move.ranges) == 1
+    what = (
+        f"range {move.ranges[0]} of the slots moves"
+        if one
+        else (f"ranges {_text(move.ranges)} of the slots move")
+    )
+    action = Action(
+        verb="migrate",
+        job=job.name,
+        reason=f"{what} from store {move.source} to store {move.target}: {why}",
+        values={
+            "slots": float(move.ranges[0]),
+            "source": float(move.source),
+            "target": float(move.target),
+            **values,
+        },
+    )
+    return replace(job, moving=move.ranges), [action]
+
+
+def _text(ranges: Sequence[int]) -> str:
+    """Return numbers in words.
+
+    Example:
+        >>> _text((0, 1, 2, 5))
+        '0-2, 5'
+    """
+    starts = [n for n in ranges if n - 1 not in ranges]
+    ends = [n for n in ranges if n + 1 not in ranges]
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
