@@ -1,0 +1,115 @@
+"""A job's stores become three and one again while it trains, as real processes, and bits stay."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scheduler.drivers.driver import Driver, DriverOptions
+from scheduler.drivers.platforms import open_platform
+from scheduler.drivers.process.submit import submit
+from scheduler.machine.log import LOG, Log, recover
+from scheduler.machine.state import JobState
+from tests.integration.test_scheduled import command, num_lines, send, write_jobs
+
+ONE_STORE = "store: {memory: 600MiB}\n    max_stores: 3"
+
+
+class Run:
+    """A driver whose job is told how many stores it wants."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.num_stores: int | None = None
+
+    @property
+    def job(self) -> JobState:
+        return self.driver.state.jobs["demo"]
+
+    def until(self, condition: Callable[[], object], limit_sec: float = 300.0) -> None:
+        """Go on until a condition holds; the number of stores stays what it is to be."""
+        end = time.monotonic() + limit_sec
+        while not condition():
+            assert time.monotonic() < end, f"in time, got {self.job}"
+            sizes = self.job.sizes
+            if self.num_stores is not None and sizes is not None:
+                job = replace(self.job, sizes=replace(sizes, num_stores=self.num_stores))
+                self.driver.state = replace(self.driver.state, jobs={"demo": job})
+            self.driver.poll()
+            time.sleep(0.05)
+
+
+@contextmanager
+def stopped(output: Path, name: str) -> Iterator[None]:
+    """Stop a trainer for a while."""
+    send(output, "demo", name, signal.SIGSTOP)
+    yield
+    send(output, "demo", name, signal.SIGCONT)
+
+
+@contextmanager
+def ended_at_last(folder: Path) -> Iterator[None]:
+    """End what still runs."""
+    try:
+        yield
+    finally:
+        for file in folder.glob("*.pid"):
+            with suppress(ProcessLookupError, ValueError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
+    repository: Path, tmp_path: Path
+) -> None:
+    demo, _ = write_jobs(repository, tmp_path)
+    text = demo.read_text()
+    assert text.count("store: {memory: 200MiB}\n    max_stores: 2") == 1
+    text = text.replace("store: {memory: 200MiB}\n    max_stores: 2", ONE_STORE)
+    demo.write_text(text.replace("num_samples: 12000", "num_samples: 60000"))
+    output = tmp_path / "out"
+    output.mkdir()
+    said: list[str] = []
+    submitted, place = submit(demo, {}, output, time.time())
+    steps = place.run / "metrics.jsonl"
+    with (
+        Log(output / LOG) as log,
+        open_platform(None, output, said.append) as platform,
+        ended_at_last(place.processes),
+    ):
+        options = DriverOptions(output=output, look_sec=1.0, say=said.append)
+        driver = Driver(options, platform, log, recover(output / LOG), {"demo": place})
+        driver.begin([submitted], 8.0, 16 << 30)
+        run = Run(driver)
+        run.num_stores = 1
+        run.until(lambda: num_lines(steps) >= 2)
+        assert run.job.stores == (0,)
+        with stopped(output, "lead-0.1"):  # so that the run does not end before
+            run.num_stores = 3
+            run.until(lambda: set(run.job.owners) == {0, 1, 2} and not run.job.moving)
+        before = num_lines(steps)
+        run.until(lambda: num_lines(steps) >= before + 2)
+        send(output, "demo", "lead-0.1")  # who begins anew finds rows where they have gone
+        run.until(lambda: num_lines(steps) > before + 4 and "lead-0.2" in run.job.processes)
+        with stopped(output, "lead-0.2"):
+            run.num_stores = 1
+            run.until(lambda: [p.number for p in run.job.of_pool("store")] == [0])
+            assert set(run.job.owners) == {0}
+            assert [p.name for p in place.stores.iterdir() if p.is_dir()] == ["0"]
+        assert not driver.is_done
+        run.until(lambda: driver.is_done)
+    assert driver.state.jobs["demo"].phase == "finished", said[-5:]
+    verified = command(repository, "trainer", "verify", str(place.run))
+    assert verified.returncode == 0, verified.stderr
+    again = tmp_path / "undisturbed"
+    words = ("train", str(demo), "--dataset", str(place.dataset), "--output", str(again))
+    trained = command(repository, "trainer", *words)
+    assert trained.returncode == 0, trained.stderr
+    equal = command(repository, "trainer", "equal", str(place.run), str(again))
+    assert equal.returncode == 0, equal.stdout + equal.stderr
