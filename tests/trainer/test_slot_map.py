@@ -22,7 +22,7 @@ from trainer.stores.claims import (
 )
 from trainer.stores.members import Members
 from trainer.stores.repair import next_fill
-from trainer.stores.slot_map import Described, SlotMap, placement, resolve
+from trainer.stores.slot_map import Described, SlotMap, covers, placement, resolve
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 SESSION = "process"
@@ -164,6 +164,15 @@ def test_new_session_takes_slots_as_they_are_or_as_stores_were_started() -> None
     version, claims = placement(torn, 1, "other")
     assert {a: ranges_of(c.served) for a, c in claims.items()} == {"a": ALL, "b": ()}
     assert len({int(t) for c in claims.values() for t in c.tags[c.served]}) == 1
+    # the store that was started with the rest has left, and that which had it has lost it
+    left = {"a": store(((0, 3000),), 3, home=LOW), "c": store((), 0, home=())}
+    _, claims = placement(left, 1, "other")
+    assert {a: ranges_of(c.served) for a, c in claims.items()} == {
+        "a": ((0, 3000),),
+        "c": ((3000, 4096),),
+    }
+    assert not covers(left, 1)
+    assert covers(moved, 1)
     message = (
         "stores must serve each of 4096 slots twice, got slot 0 served 1 times by a, b; "
         "start them with other --slots"

@@ -28,7 +28,7 @@ from trainer.__main__ import main
 from trainer.stores.departures import Moved
 from trainer.stores.failures import StoreGoneError
 from trainer.stores.flight_client import FlightGroup, FlightStore
-from trainer.stores.manage import kill_store, migrate_slots, restart_store
+from trainer.stores.manage import gather_slots, kill_store, migrate_slots, restart_store
 from trainer.stores.peer import Peer
 from trainer.stores.slot_map import described
 from trainer.stores.store import WriteBack
@@ -125,6 +125,43 @@ def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) ->
         assert back.num_rows == (slot_of_row(rows) < 2048).sum()
         assert whole(later)[0].tolist() == rows.tolist()
         assert served(later.group)[one.address] == 4096
+
+
+def test_slots_are_gathered_from_whoever_has_them_and_a_store_without_any_may_go(
+    tmp_path: Path,
+) -> None:
+    one = start_store(tmp_path / "one", "--slots", "0:2048")
+    two = start_store(tmp_path / "two", "--slots", "2048:4096")
+    three = start_store(tmp_path / "three", "--slots", "none")
+    stores, token = [s.address for s in (one, two, three)], token_of(tmp_path / "one")
+    with running(one, two, three):
+        writer = Writer(group_over(one.address, two.address)["items"])
+        writer.write_step()
+        middle = ((1024, 3072),)
+        moved = gather_slots(stores, three.address, middle, token_file=token)
+        assert moved.num_rows == ((slots_of_all() >= 1024) & (slots_of_all() < 3072)).sum() > 0
+        again = gather_slots(stores, three.address, middle, token_file=token)
+        assert (again.num_rows, again.num_rounds) == (0, 0)
+        writer.write_step()
+        assert served(writer.store.group) == dict(zip(stores, (1024, 1024, 2048), strict=True))
+        gather_slots((two.address,), one.address, ((0, 4096),), token_file=token)
+        assert served(writer.store.group)[two.address] == 0
+        two.kill()
+        writer.write_step()
+        writer.check()
+        # who knows the run by the address of the store that has gone, too, does not wait for it
+        begun = time.monotonic()
+        joined = group_over(*stores[:2], session="process", reset=False)["items"]
+        rows = whole(writer.store)[0].tolist()
+        assert whole(joined)[0].tolist() == rows
+        assert time.monotonic() - begun < ACCESS.timeout_sec
+        later = group_over(one.address, session="later", reset=False)["items"]
+        assert whole(later)[0].tolist() == rows
+
+
+def slots_of_all() -> np.ndarray:
+    """Return the slot of each row that the first step writes."""
+    return slot_of_row(np.flatnonzero(np.random.default_rng(0).random(NUM_ROWS) < 0.2))
 
 
 def test_versions_of_uncommitted_steps_move_with_their_rows(tmp_path: Path) -> None:
