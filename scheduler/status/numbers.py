@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from scheduler.grid import GIB, MIB
@@ -75,6 +76,19 @@ def percent(share: float) -> str:
         ('83 %', '120 %')
     """
     return f"{100 * share:.0f} %"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers, neighbours together.
+
+    Example:
+        >>> spans([0, 1, 2, 3, 9, 11, 12]), spans([])
+        ('0-3, 9, 11-12', 'none')
+    """
+    firsts = [n for n in numbers if n - 1 not in numbers]
+    lasts = [n for n in numbers if n + 1 not in numbers]
+    both = zip(firsts, lasts, strict=True)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in both) or "none"
 
 
 def visible(text: str) -> str:

@@ -1,0 +1,117 @@
+"""Who holds which rows: a job's stores, their ranges of slots, and how much they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler.machine.left import Left
+from scheduler.machine.state import ENDED, JobState
+from scheduler.machine.watch import accesses_at, loads_of, step_sec_of, steps_ahead
+from scheduler.status.processes import ProcessView, process_view
+from schemas.events import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreView:
+    """One store: it has ranges, a process, or both."""
+
+    number: int
+    """Of the store."""
+    process: ProcessView | None
+    """None while none lives."""
+    ranges: tuple[int, ...]
+    """Ranges of slots that are its own."""
+    share: float | None
+    """Of all accesses of the steps around now, those to its ranges; None while nobody knows."""
+    share_ahead: float | None
+    """The same as far ahead as hot ranges are looked for, if no range moves until then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A range of slots that is on its way."""
+
+    slots: int
+    """Number of the range."""
+    source: int
+    """The store whose it is until it has arrived."""
+    target: int | None
+    """The store that is to have it; None where the decision is too long ago to be kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """All stores of a job."""
+
+    stores: tuple[StoreView, ...]
+    """By number; numbers may be missing."""
+    owners: tuple[int, ...]
+    """Number of the store of each range; none before the first store ran."""
+    move: Move | None
+    """None while no range moves."""
+    step: int
+    """The step of now."""
+    step_ahead: int | None
+    """The step at which hot ranges are looked for; None where nobody knows."""
+
+
+def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -> Stores | None:
+    """Return who holds a job's rows; None where it has no stores, or none any more.
+
+    Args:
+        job: as it stands.
+        left: of it, None unless it runs.
+        decisions: on the job, oldest first.
+    """
+    processes = {process.number: process for process in job.of_pool("store")}
+    owners = () if job.phase in ENDED else job.owners
+    numbers = sorted(processes.keys() | set(owners))
+    if not numbers:
+        return None
+    ahead = _step_ahead(job, left)
+    shares = _shares(job, numbers, job.next_step)
+    shares_ahead = {} if ahead is None else _shares(job, numbers, ahead)
+    return Stores(
+        stores=tuple(
+            StoreView(
+                number=number,
+                process=process_view(processes[number]) if number in processes else None,
+                ranges=tuple(i for i, owner in enumerate(owners) if owner == number),
+                share=shares.get(number),
+                share_ahead=shares_ahead.get(number),
+            )
+            for number in numbers
+        ),
+        owners=owners,
+        move=_move(job, owners, decisions),
+        step=job.next_step,
+        step_ahead=ahead,
+    )
+
+
+def _step_ahead(job: JobState, left: Left | None) -> int | None:
+    if job.load is None or not job.load.num_steps or left is None or job.sizes is None:
+        return None
+    ahead = steps_ahead(left, step_sec_of(left, job.sizes))
+    return None if ahead is None else min(job.next_step + ahead, job.load.num_steps - 1)
+
+
+def _shares(job: JobState, numbers: Sequence[int], step: int) -> Mapping[int, float]:
+    """Return each store's share of the accesses around a step; none while nobody knows."""
+    if job.load is None or not job.load.num_steps or not job.owners:
+        return {}
+    loads = loads_of(accesses_at(job.load, step), job.owners, numbers)
+    whole = sum(loads.values())
+    return {store: load / whole for store, load in loads.items()} if whole else {}
+
+
+def _move(job: JobState, owners: Sequence[int], decisions: Sequence[Decision]) -> Move | None:
+    slots = job.moving
+    if slots is None or slots >= len(owners):
+        return None
+    moves = [d.values for d in decisions if d.action == "migrate"]
+    known = bool(moves) and moves[-1]["slots"] == slots
+    return Move(
+        slots=slots, source=owners[slots], target=int(moves[-1]["target"]) if known else None
+    )
