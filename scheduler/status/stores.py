@@ -50,8 +50,8 @@ class Stores:
     """Number of the store of each range; none before the first store ran."""
     move: Move | None
     """None while no range moves."""
-    step: int
-    """The step of now."""
+    step: int | None
+    """The step of now; None where the oracle told nothing."""
     step_ahead: int | None
     """The step at which hot ranges are looked for; None where nobody knows."""
 
@@ -69,9 +69,9 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
     numbers = sorted(processes.keys() | set(owners))
     if not numbers:
         return None
-    ahead = _step_ahead(job, left)
-    shares = _shares(job, numbers, job.next_step)
-    shares_ahead = {} if ahead is None else _shares(job, numbers, ahead)
+    now = job.next_step if job.load is not None and job.load.num_steps else None
+    ahead = None if now is None else _step_ahead(job, left)
+    shares, shares_ahead = (_shares(job, numbers, step) for step in (now, ahead))
     return Stores(
         stores=tuple(
             StoreView(
@@ -85,21 +85,24 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
         ),
         owners=owners,
         move=_move(job, owners, decisions),
-        step=job.next_step,
+        step=now,
         step_ahead=ahead,
     )
 
 
 def _step_ahead(job: JobState, left: Left | None) -> int | None:
-    if job.load is None or not job.load.num_steps or left is None or job.sizes is None:
+    if job.load is None or left is None or job.sizes is None:
         return None
     ahead = steps_ahead(left, step_sec_of(left, job.sizes))
     return None if ahead is None else min(job.next_step + ahead, job.load.num_steps - 1)
 
 
-def _shares(job: JobState, numbers: Sequence[int], step: int) -> Mapping[int, float]:
+def _shares(job: JobState, numbers: Sequence[int], step: int | None) -> Mapping[int, float]:
     """Return each store's share of the accesses around a step; none while nobody knows."""
-    if job.load is None or not job.load.num_steps or not job.owners:
+    whose = set(job.owners)
+    if len(whose) == 1:  # the oracle is not asked: all is answered by one
+        return {number: float(number in whose) for number in numbers}
+    if step is None or job.load is None or not whose:
         return {}
     loads = loads_of(accesses_at(job.load, step), job.owners, numbers)
     whole = sum(loads.values())

@@ -93,8 +93,11 @@ def _share(share: float | None) -> str:
 def _explained(stores: Stores) -> str:
     told = (
         f"A row lies in one of {NUM_SLOTS:,} slots, and these in {NUM_RANGES} ranges, which move "
-        "as a whole. Accesses are those that the oracle knows of, "
+        "as a whole."
     )
+    if stores.step is None:
+        return told
+    told += f" Accesses are those that the oracle knows of, around step {stores.step:,}"
     if stores.step_ahead is None:
-        return f"{told}around step {stores.step:,}."
-    return f"{told}around step {stores.step:,} now and step {stores.step_ahead:,} then."
+        return f"{told}."
+    return f"{told} now and around step {stores.step_ahead:,} then."

@@ -121,10 +121,9 @@ def test_page_has_a_cell_for_each_range_and_says_which_one_moves() -> None:
     assert "No range is moving." in shown
     owners = [int(n) for n in re.findall(r"range [0-9]+: store ([0-9]+)", shown)]
     assert tuple(owners) == stored.job.owners
-    tones = dict(
-        zip(owners, (li["class"] for li in document.all("li") if "class" in li), strict=True)
-    )
-    assert len(set(tones.values())) == len(tones), "few stores look different, each one alike"
+    tones = [li["class"] for li in document.all("li") if "class" in li]
+    looks = set(zip(owners, tones, strict=True))
+    assert len(looks) == len(set(owners)) == len(set(tones)), "each store has a look of its own"
 
 
 def test_a_move_that_was_decided_long_ago_is_shown_without_its_end() -> None:
@@ -154,6 +153,12 @@ def test_a_store_without_ranges_and_one_without_a_process_are_shown() -> None:
     assert "first: stores 0: 8 ranges; 1: 8 ranges, no process; 2: 0 ranges\n" in terminal
 
 
+def test_a_store_that_is_alone_with_all_ranges_answers_all_without_an_oracle() -> None:
+    stores = stores_of(Stored(1).view(owners=(1,) * NUM_RANGES))
+    assert [store.share for store in stores.stores] == [0.0, 1.0, 0.0]
+    assert [store.share_ahead for store in stores.stores] == [0.0, 1.0, 0.0]
+
+
 def test_what_nobody_knows_yet_is_not_told() -> None:
     stored = Stored(1)
     zeros = LoadKnown(time_sec=1.0, job="first", num_steps=4, slots=((0,) * 16,), touched_rows=(0,))
@@ -161,6 +166,7 @@ def test_what_nobody_knows_yet_is_not_told() -> None:
     for load in (None, zeros, none):
         view = stored.view(load=load)
         assert {store.share for store in stores_of(view).stores} == {None}
+        assert (stores_of(view).step is None) == (load is not zeros)
         assert "access_share{" not in metrics_text(view).decode()
         assert "% of accesses" not in in_terminal(view)
     stored.knows()
