@@ -71,7 +71,7 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
         return None
     now = job.next_step if job.load is not None and job.load.num_steps else None
     ahead = None if now is None else _step_ahead(job, left)
-    shares, shares_ahead = (_shares(job, numbers, step) for step in (now, ahead))
+    shares, shares_ahead = (_shares(job, owners, numbers, step) for step in (now, ahead))
     return Stores(
         stores=tuple(
             StoreView(
@@ -97,14 +97,16 @@ def _step_ahead(job: JobState, left: Left | None) -> int | None:
     return None if ahead is None else min(job.next_step + ahead, job.load.num_steps - 1)
 
 
-def _shares(job: JobState, numbers: Sequence[int], step: int | None) -> Mapping[int, float]:
+def _shares(
+    job: JobState, owners: Sequence[int], numbers: Sequence[int], step: int | None
+) -> Mapping[int, float]:
     """Return each store's share of the accesses around a step; none while nobody knows."""
-    whose = set(job.owners)
+    whose = set(owners)
     if len(whose) == 1:  # the oracle is not asked: all is answered by one
         return {number: float(number in whose) for number in numbers}
     if step is None or job.load is None or not whose:
         return {}
-    loads = loads_of(accesses_at(job.load, step), job.owners, numbers)
+    loads = loads_of(accesses_at(job.load, step), owners, numbers)
     whole = sum(loads.values())
     return {store: load / whole for store, load in loads.items()} if whole else {}
 

@@ -186,6 +186,14 @@ def test_a_job_that_has_ended_or_has_no_stores_shows_none(phase: str) -> None:
         assert "stores" not in in_terminal(view)
 
 
+def test_stores_that_still_leave_when_their_job_has_ended_own_nothing() -> None:
+    stored = Stored(1)
+    stored.knows()
+    stores = stores_of(stored.view(phase="drained"))
+    assert {(store.ranges, store.share) for store in stores.stores} == {((), None)}
+    check_usable(parsed(stored.view(phase="drained")))
+
+
 def test_view_with_stores_is_an_object_of_json() -> None:
     stored = Stored(1, 300)
     stored.begins_to_move()
