@@ -51,7 +51,7 @@ class Stores:
     move: Move | None
     """None while no range moves."""
     step: int | None
-    """The step of now; None where the oracle told nothing."""
+    """The step of now, the last one at most; None where the oracle told nothing."""
     step_ahead: int | None
     """The step at which hot ranges are looked for; None where nobody knows."""
 
@@ -69,8 +69,7 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
     numbers = sorted(processes.keys() | set(owners))
     if not numbers:
         return None
-    now = job.next_step if job.load is not None and job.load.num_steps else None
-    ahead = None if now is None else _step_ahead(job, left)
+    now, ahead = _step_in(job, 0), _step_in(job, _steps_ahead(job, left))
     shares, shares_ahead = (_shares(job, owners, numbers, step) for step in (now, ahead))
     return Stores(
         stores=tuple(
@@ -90,11 +89,17 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
     )
 
 
-def _step_ahead(job: JobState, left: Left | None) -> int | None:
-    if job.load is None or left is None or job.sizes is None:
+def _steps_ahead(job: JobState, left: Left | None) -> int | None:
+    if left is None or job.sizes is None:
         return None
-    ahead = steps_ahead(left, step_sec_of(left, job.sizes))
-    return None if ahead is None else min(job.next_step + ahead, job.load.num_steps - 1)
+    return steps_ahead(left, step_sec_of(left, job.sizes))
+
+
+def _step_in(job: JobState, num_steps: int | None) -> int | None:
+    """Return the step that comes after so many, the last that the oracle knows of at most."""
+    if num_steps is None or job.load is None or not job.load.num_steps:
+        return None
+    return min(job.next_step + num_steps, job.load.num_steps - 1)
 
 
 def _shares(
