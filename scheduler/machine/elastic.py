@@ -10,8 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scheduler.machine.slots import NUM_RANGES, Move, emptying, levelling, loads_of, shared_out
+from scheduler.machine.slots import (
+    NUM_RANGES,
+    Move,
+    emptying,
+    levelling,
+    loads_of,
+    shared_out,
+    spans,
+)
 from scheduler.machine.state import Action, JobState
+from scheduler.machine.watch import accesses_at
 from scheduler.outlook import Sizes
 
 RETRY_SEC = 30.0
@@ -108,7 +117,7 @@ def counts_of(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int]:
     if load is None or not load.num_steps:
         return [1.0] * len(job.owners), step
     step = min(step, load.num_steps - 1)
-    return load.slots[step * len(load.slots) // load.num_steps], step
+    return accesses_at(load, step).tolist(), step
 
 
 def _moved(
@@ -118,7 +127,7 @@ def _moved(
     what = (
         f"range {move.ranges[0]} of the slots moves"
         if one
-        else (f"ranges {_text(move.ranges)} of the slots move")
+        else (f"ranges {spans(move.ranges)} of the slots move")
     )
     action = Action(
         verb="migrate",
@@ -132,15 +141,3 @@ def _moved(
         },
     )
     return replace(job, moving=move.ranges), [action]
-
-
-def _text(ranges: Sequence[int]) -> str:
-    """Return numbers in words.
-
-    Example:
-        >>> _text((0, 1, 2, 5))
-        '0-2, 5'
-    """
-    starts = [n for n in ranges if n - 1 not in ranges]
-    ends = [n for n in ranges if n + 1 not in ranges]
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

@@ -12,14 +12,14 @@ from scheduler.machine.left import left_of, room_of, values_of, words
 from scheduler.machine.spare import give_back
 from scheduler.machine.state import Action, JobState, State
 from scheduler.machine.watch import (
-    LEAD_SEC,
     hot_range,
     late_segment,
     memory_watches,
+    step_sec_of,
+    steps_ahead,
     straggler,
     with_slow_looks,
 )
-from scheduler.models import training_setting
 from scheduler.outlook import Outlook, Sizes, outlook
 from schemas.errors import PlanError
 
@@ -43,11 +43,10 @@ def look(state: State) -> tuple[State, list[Action]]:
 def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[Action]]:
     room = room_of(state, job)
     left = left_of(job, state.now_sec, room, state.runner)
-    setting = training_setting(left.snapshot, left.config, sizes.grid)
-    step_sec = max(1e-3, float(left.models.training.seconds(setting)[0]))
+    step_sec = step_sec_of(left, sizes)
     found: list[Action] = []
-    if left.models.training.num_cells:  # ahead in steps needs the time of one
-        ahead_steps = int(LEAD_SEC / step_sec)
+    ahead_steps = steps_ahead(left, step_sec)
+    if ahead_steps is not None:
         if job.stores:
             job, moves = move_slots(job, sizes, ahead_steps, state.now_sec)
         else:

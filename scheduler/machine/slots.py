@@ -150,3 +150,16 @@ def shared_out(owners: Sequence[int], stores: Collection[int]) -> tuple[int, ...
         for number in move.ranges:
             found[number] = move.target
     return tuple(found)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers, neighbours together.
+
+    Example:
+        >>> spans([0, 1, 2, 3, 9, 11, 12]), spans([])
+        ('0-3, 9, 11-12', 'none')
+    """
+    firsts = [n for n in numbers if n - 1 not in numbers]
+    lasts = [n for n in numbers if n + 1 not in numbers]
+    both = zip(firsts, lasts, strict=True)
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in both) or "none"

@@ -10,10 +10,12 @@ import numpy as np
 from scheduler.correction import MemoryWatch
 from scheduler.fit import predict_seconds
 from scheduler.grid import Grid
+from scheduler.machine.events import LoadKnown
 from scheduler.machine.left import Left
-from scheduler.machine.slots import HOT, WORTH
+from scheduler.machine.slots import HOT, WORTH, loads_of
 from scheduler.machine.state import JobState, Process
-from scheduler.models import segment_setting
+from scheduler.models import segment_setting, training_setting
+from scheduler.outlook import Sizes
 from scheduler.trend import Forecast, forecast
 from schemas.job_schedule import BudgetConfig
 
@@ -75,6 +77,28 @@ def segment_sec(job: JobState, left: Left, process: Process) -> tuple[float, flo
     return float(found.seconds[0]), float(found.high[0])
 
 
+def step_sec_of(left: Left, sizes: Sizes) -> float:
+    """Return the predicted seconds of a step at sizes."""
+    setting = training_setting(left.snapshot, left.config, sizes.grid)
+    return max(1e-3, float(left.models.training.seconds(setting)[0]))
+
+
+def steps_ahead(left: Left, step_sec: float) -> int | None:
+    """Return the steps of LEAD_SEC; None while none was measured, so that nobody knows."""
+    return int(LEAD_SEC / step_sec) if left.models.training.num_cells else None
+
+
+def accesses_at(load: LoadKnown, step: int) -> np.ndarray:
+    """Return the accesses of each range of slots in the period of a step; the last one's beyond.
+
+    Args:
+        load: of one step at least.
+        step: the step.
+    """
+    step = min(step, load.num_steps - 1)
+    return np.array(load.slots[step * len(load.slots) // load.num_steps], np.float64)
+
+
 def hot_range(job: JobState, ahead_steps: int) -> tuple[int, int, str] | None:
     """Return the range of slots to move by older rules, its new store, and why.
 
@@ -86,9 +110,8 @@ def hot_range(job: JobState, ahead_steps: int) -> tuple[int, int, str] | None:
     if load is None or len(stores) < 2 or job.moving or not load.num_steps:
         return None
     step = min(job.next_step + ahead_steps, load.num_steps - 1)
-    counts = np.array(load.slots[step * len(load.slots) // load.num_steps], np.float64)
-    owners = np.array(job.owners)
-    loads = {store: float(counts[owners == store].sum()) for store in stores}
+    counts, owners = accesses_at(load, step), np.array(job.owners)
+    loads = loads_of(job.owners, counts.tolist(), stores)
     busiest, idlest = max(stores, key=loads.__getitem__), min(stores, key=loads.__getitem__)
     mean = sum(loads.values()) / len(stores)
     if loads[busiest] <= HOT * mean:

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from scheduler.machine.state import Phase, Status
+from scheduler.machine.watch import LEAD_SEC
 from scheduler.status.view import JobView, View
 
 JOB = ("job",)
@@ -36,6 +37,7 @@ class _Collector(Collector):
         yield from _of_scheduler(self._view)
         yield from _of_jobs(self._view.jobs)
         yield from _of_processes(self._view.jobs)
+        yield from _of_stores(self._view.jobs)
         yield from _of_speeds(self._view.jobs)
         decided = _counter("decisions", "Decisions by what was done.", ("job", "action"))
         for job, action, count in self._view.num_decided:
@@ -158,6 +160,26 @@ def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
         values = [((job, pool, one.name), value_of(one)) for job, pool, one in each]
         known = [(labels, value) for labels, value in values if value is not None]
         yield _gauge(f"process_{name}", text, ("job", "pool", "process"), known)
+
+
+def _of_stores(jobs: Iterable[JobView]) -> Iterator[Metric]:
+    each = [(job.name, store) for job in jobs if job.stores for store in job.stores.stores]
+    for name, text, value_of in (
+        ("ranges", "Ranges of slots that a store owns.", lambda one: len(one.ranges)),
+        (
+            "access_share",
+            "Share of the accesses of the steps around now, as the oracle knows them.",
+            attrgetter("share"),
+        ),
+        (
+            "predicted_access_share",
+            f"The same in {LEAD_SEC:.0f} s, if no range moves until then.",
+            attrgetter("share_ahead"),
+        ),
+    ):
+        values = [((job, str(one.number)), value_of(one)) for job, one in each]
+        known = [(labels, value) for labels, value in values if value is not None]
+        yield _gauge(f"store_{name}", text, ("job", "store"), known)
 
 
 def _of_speeds(jobs: Iterable[JobView]) -> Iterator[Metric]:

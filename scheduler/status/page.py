@@ -6,7 +6,7 @@ place (`status.js`), with focus, selection and position kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -21,9 +21,12 @@ from scheduler.status.charts import (
     usage_chart,
 )
 from scheduler.status.journal import Incident
-from scheduler.status.numbers import clock, digits, duration, memory, moment, percent, visible
+from scheduler.status.numbers import digits, duration, memory, percent
+from scheduler.status.parts import cores, details, table, text, timed
+from scheduler.status.processes import ProcessView
 from scheduler.status.speeds import SpeedPool
-from scheduler.status.view import JobView, PoolView, ProcessView, View
+from scheduler.status.stores_page import stores_section
+from scheduler.status.view import JobView, PoolView, View
 
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 POOL_WORDS = {
@@ -45,7 +48,7 @@ def page(view: View) -> str:
     return TEMPLATE.substitute(
         title=escape(headline(view)),
         headline=escape(headline(view)),
-        now=_time(view.now_sec),
+        now=timed(view.now_sec),
         events=escape(counted(view.num_events, "event")),
         tiles=_tiles(view),
         links=_links(view.jobs),
@@ -66,36 +69,6 @@ def headline(view: View) -> str:
     missing = sum(map(view.is_open, view.incidents))
     gone = f"; {missing} process{'es' if missing > 1 else ''} to be replaced" if missing else ""
     return f"{told}{gone}"
-
-
-def text(value: object) -> str:
-    """Return what a log says as text of the page, its direction kept to itself."""
-    return f"<bdi>{escape(visible(str(value)))}</bdi>"
-
-
-def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], key: str) -> str:
-    """Return a table that scrolls in itself and is reached by keyboard.
-
-    Args:
-        caption: what it shows.
-        head: one text per column.
-        rows: cells as HTML; the first names the row.
-        key: id of the table.
-    """
-    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join(
-        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in rest)}</tr>'
-        for first, *rest in rows
-    )
-    return (
-        f'<div class="scroll" id="{key}" role="region" aria-labelledby="{key}-caption" '
-        f'tabindex="0"><table><caption id="{key}-caption">{escape(caption)}</caption>'
-        f"<thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _time(time_sec: float) -> str:
-    return f'<time datetime="{moment(time_sec)}">{clock(time_sec)}</time>'
 
 
 def _tiles(view: View) -> str:
@@ -143,12 +116,12 @@ def _budget(view: View) -> str:
     if not view.usage or view.now_sec <= view.usage[0].time_sec:
         return meters
     chart = usage_chart(view.usage, view.cpus, view.now_sec)
-    rows = [(_time(u.time_sec), digits(u.cpus), memory(u.memory_bytes)) for u in view.usage]
+    rows = [(timed(u.time_sec), digits(u.cpus), memory(u.memory_bytes)) for u in view.usage]
     head = ("from", "cores", "memory")
     return (
         f"{meters}<figure>{chart}<figcaption>Cores booked over time (solid) under the budget "
         f"(dashed).</figcaption></figure>"
-        + _details("Changes as a table", table("Latest changes", head, rows[-LATEST:], "usage"))
+        + details("Changes as a table", table("Latest changes", head, rows[-LATEST:], "usage"))
     )
 
 
@@ -165,6 +138,7 @@ def _job(number: int, job: JobView, view: View) -> str:
         _prices(job, view),
         table("Pools", ("pool", "wanted", "running", "starting", "leaving", "cores", "memory"),
               map(_pool_row, job.pools), f"{key}-pools") if job.pools else "",
+        stores_section(job.stores, key) if job.stores else "",
         '<div class="pair">',
         *(_speed(job, pool, key, view.now_sec) for pool in UNITS),
         "</div>",
@@ -232,13 +206,7 @@ def _process_row(pool: PoolView, one: ProcessView) -> tuple[str, ...]:
         cell = meter(share, label, is_limit=True)
     elif one.limit_bytes:
         cell = escape(f"{held}, limit {memory(one.limit_bytes)}")
-    return text(one.name), one.status, _time(one.since_sec), _cores(one), cell
-
-
-def _cores(one: ProcessView) -> str:
-    """Return the cores that a process kept busy of those that are booked for it."""
-    booked = digits(one.cpus)
-    return booked if one.busy_cores is None else f"{digits(round(one.busy_cores, 2))} of {booked}"
+    return text(one.name), one.status, timed(one.since_sec), cores(one), cell
 
 
 def _speed(job: JobView, pool: SpeedPool, key: str, now_sec: float) -> str:
@@ -253,7 +221,7 @@ def _speed(job: JobView, pool: SpeedPool, key: str, now_sec: float) -> str:
     told = f"Measured {digits(last.measured)} {unit}, {than} ({digits(last.predicted)})."
     end_sec = now_sec if job.ended_sec is None else job.ended_sec
     rows = [
-        (_time(s.time_sec), str(s.num_processes), digits(s.measured), digits(s.predicted),
+        (timed(s.time_sec), str(s.num_processes), digits(s.measured), digits(s.predicted),
          f"{digits(s.low)} to {digits(s.high)}")
         for s in reversed(speeds[-LATEST:])
     ]  # fmt: skip
@@ -263,7 +231,7 @@ def _speed(job: JobView, pool: SpeedPool, key: str, now_sec: float) -> str:
         f"<div><h3>{title}</h3><p>{escape(told)}</p>"
         f"<figure>{speed_chart(speeds, title, unit, end_sec)}<figcaption>Measured (line with "
         "dots), predicted before each measurement (dashed) and its 90 % interval (band)."
-        f"</figcaption></figure>{_details('Measurements as a table', listed)}</div>"
+        f"</figcaption></figure>{details('Measurements as a table', listed)}</div>"
     )
 
 
@@ -279,7 +247,7 @@ def _incidents(view: View) -> str:
     )
     names = "; ".join(f"{number}: {text(name)}" for number, name in enumerate(jobs, 1))
     rows = (
-        (_time(i.time_sec), text(i.job), text(i.process), KIND_WORDS[i.kind], text(i.detail),
+        (timed(i.time_sec), text(i.job), text(i.process), KIND_WORDS[i.kind], text(i.detail),
          _back(i, view))
         for i in view.incidents
     )  # fmt: skip
@@ -300,12 +268,8 @@ def _back(incident: Incident, view: View) -> str:
 
 def _decisions(view: View) -> str:
     rows = (
-        (_time(d.time_sec), text(d.job), escape(d.action), text(d.process), text(d.reason))
+        (timed(d.time_sec), text(d.job), escape(d.action), text(d.process), text(d.reason))
         for d in view.decisions
     )
     head = ("at", "job", "decision", "process", "why")
     return table("Latest decisions, newest first", head, rows, "decision-table")
-
-
-def _details(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"

@@ -12,10 +12,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from scheduler.decision import counted
 from scheduler.status.board import Board
 from scheduler.status.journal import Incident
 from scheduler.status.numbers import clock, digits, duration, memory, percent, visible
 from scheduler.status.page import headline
+from scheduler.status.stores import Stores, StoreView, ranges_in_words
 from scheduler.status.view import JobView, PoolView, View
 from schemas.errors import SchemaError
 
@@ -35,6 +37,7 @@ def render(view: View, num_incidents: int = LATEST, num_decisions: int = 0) -> R
         f"cost {digits(spent)} | {clock(view.now_sec)} UTC"
     )
     parts: list[RenderableType] = [Text(visible(head), style="bold"), _jobs(view.jobs)]
+    parts += [_stores(job.name, job.stores) for job in view.jobs if job.stores is not None]
     if view.incidents:
         parts.append(Text("failures and replacements", style="bold"))
         parts += [_incident(one, view) for one in reversed(view.incidents[:num_incidents])]
@@ -114,6 +117,23 @@ def _pool(pool: PoolView) -> str:
     running = pool.count("running")
     more = len(pool.processes) - running
     return f"{pool.name} {running}/{pool.wanted}" + (f" +{more}" if more else "")
+
+
+def _stores(job: str, stores: Stores) -> Text:
+    """Return who holds a job's rows in one line."""
+    told = [_store(store) for store in stores.stores]
+    if stores.move is not None:
+        target = "" if stores.move.target is None else f" to {stores.move.target}"
+        what = ranges_in_words(stores.move)
+        told.append(f"{what} moving from {stores.move.source}{target}")
+    return Text(visible(f"{job}: stores {'; '.join(told)}"))
+
+
+def _store(store: StoreView) -> str:
+    share = "" if store.share is None else f", {percent(store.share)} of accesses"
+    status = "no process" if store.process is None else store.process.status
+    state = "" if status == "running" else f", {status}"
+    return f"{store.number}: {counted(len(store.ranges), 'range')}{share}{state}"
 
 
 def _speeds(job: JobView) -> str:

@@ -6,35 +6,18 @@ from dataclasses import dataclass
 
 from scheduler.fit import predict_seconds
 from scheduler.grid import training_resources
-from scheduler.machine.left import left_of, room_of
-from scheduler.machine.state import ENDED, JobState, Phase, PoolName, Process, State, Status
+from scheduler.machine.elastic import wanted_stores
+from scheduler.machine.left import Left, left_of, room_of
+from scheduler.machine.state import ENDED, JobState, Phase, PoolName, State, Status
 from scheduler.models import training_setting
 from scheduler.predictions import SEC_PER_HOUR, predict
 from scheduler.status.journal import Incident, Journal, Kind, Usage, hour_price
+from scheduler.status.processes import ProcessView, process_view
 from scheduler.status.speeds import Speed
+from scheduler.status.stores import Stores, stores_of
 from schemas.events import Decision
 
 POOLS: tuple[PoolName, ...] = ("segment", "lead", "replica", "store")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessView:
-    """One live process."""
-
-    name: str
-    """`<pool>-<number>.<attempt>`."""
-    status: Status
-    """What it does."""
-    since_sec: float
-    """When it was started."""
-    cpus: float
-    """Cores that are booked for it."""
-    busy_cores: float | None
-    """Cores that it kept busy, as read last; None before."""
-    limit_bytes: int
-    """Memory that is booked for it, 0 where it is that of another process."""
-    resident_bytes: int | None
-    """Memory that was read last; None before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +84,8 @@ class JobView:
     """Samples of all epochs, as far as they are known; the trained ones when it is finished."""
     pools: tuple[PoolView, ...]
     """Those with processes, or that are to have some."""
+    stores: Stores | None
+    """Who holds its rows; None where it has no stores."""
     speeds: tuple[Speed, ...]
     """Measured, oldest first."""
     forecast: Forecast | None
@@ -176,11 +161,10 @@ def view_of(state: State, journal: Journal) -> View:
     )
 
 
-def forecast(job: JobState, state: State) -> Forecast | None:
-    """Return what is predicted of a job's sizes for what is left of it."""
-    if job.sizes is None or job.phase != "running":
+def forecast(job: JobState, left: Left | None) -> Forecast | None:
+    """Return what is predicted of a job's sizes for what is left of it; None unless it runs."""
+    if left is None or job.sizes is None:
         return None
-    left = left_of(job, state.now_sec, room_of(state, job), state.runner)
     grid = job.sizes.grid
     steps = predict_seconds(
         left.models.training, training_setting(left.snapshot, left.config, grid)
@@ -208,6 +192,9 @@ def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
     deadline = document.schedule.deadline
     own = [d for d in journal.decisions if d.job == job.name and not d.process]
     pools = tuple(_pool_view(job, name) for name in POOLS)
+    left = None
+    if job.sizes is not None and job.phase == "running":
+        left = left_of(job, state.now_sec, room_of(state, job), state.runner)
     return JobView(
         name=job.name,
         phase=job.phase,
@@ -223,8 +210,9 @@ def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
         if job.phase == "finished"
         else facts.num_train_samples * document.train.epochs,
         pools=tuple(pool for pool in pools if pool.processes or pool.wanted),
+        stores=stores_of(job, left, own),
         speeds=journal.speeds.get(job.name, ()),
-        forecast=forecast(job, state),
+        forecast=forecast(job, left),
         spent=journal.spent.get(job.name, 0.0),
         hour_price=hour_price(job),
         last_reason=own[-1].reason if own else "",
@@ -235,7 +223,7 @@ def _pool_view(job: JobState, name: PoolName) -> PoolView:
     return PoolView(
         name=name,
         wanted=_wanted(job, name),
-        processes=tuple(map(_process_view, job.of_pool(name))),
+        processes=tuple(map(process_view, job.of_pool(name))),
     )
 
 
@@ -249,16 +237,7 @@ def _wanted(job: JobState, name: PoolName) -> int:
     if not job.built:
         return 0
     replicas = sizes.num_replicas if job.grouped else 0
-    return {"lead": 1, "replica": replicas, "store": job.num_stores or 0}[name]
-
-
-def _process_view(process: Process) -> ProcessView:
-    return ProcessView(
-        name=process.name,
-        status=process.status,
-        since_sec=process.began_sec,
-        cpus=process.cpus,
-        busy_cores=process.busy_cores,
-        limit_bytes=process.memory_bytes,
-        resident_bytes=process.readings[-1][1] if process.readings else None,
-    )
+    stores = job.num_stores or 0
+    if job.stores:
+        stores = wanted_stores(sizes)
+    return {"lead": 1, "replica": replicas, "store": stores}[name]

@@ -15,6 +15,7 @@ from scheduler.machine.log import LOG
 from scheduler.status.board import Board
 from scheduler.status.server import answer, serving
 from tests.scheduler.status.made import lived
+from tests.scheduler.status.stored import Stored
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(
@@ -30,6 +31,17 @@ setTimeout(() => {
   const same = document.getElementById("budget-title") === heading;
   const kept = [document.activeElement.id, table.scrollTop, first.open, first.isConnected, same];
   document.body.setAttribute("data-kept", kept.join(" "));
+}, 9000);
+"""
+
+CELLS = """
+setTimeout(() => {
+  const cells = [...document.querySelectorAll(".ranges li")], page = document.documentElement;
+  const rows = new Set(cells.map((cell) => cell.offsetTop)).size;
+  const whole = cells.every((cell) => cell.scrollWidth <= cell.clientWidth);
+  const fits = page.scrollWidth <= page.clientWidth;
+  const told = [cells.length, rows, whole, fits, cells[RANGE].textContent];
+  document.body.setAttribute("data-cells", told.join(" "));
 }, 9000);
 """
 
@@ -51,7 +63,7 @@ def looked_at(address: str, profile: Path, *options: str) -> str:
 
 
 @contextmanager
-def probed(log: Path, content: bytes, part: int) -> Iterator[str]:
+def probed(log: Path, content: bytes, part: int, probe: str = PROBE) -> Iterator[str]:
     """Serve the page with a script that uses it, about a log that grows each time it is read."""
     board = Board(log)
 
@@ -63,7 +75,7 @@ def probed(log: Path, content: bytes, part: int) -> Iterator[str]:
             if self.path == "/":
                 body = body.replace(b"</body>", b'<script src="probe.js"></script></body>')
             if self.path == "/probe.js":
-                status, kind, body = 200, "text/javascript", PROBE.encode()
+                status, kind, body = 200, "text/javascript", probe.encode()
             self.send_response(int(status))
             self.send_header("Content-Type", kind)
             self.end_headers()
@@ -114,6 +126,31 @@ def test_page_as_it_is_served_is_drawn_and_runs_its_script(tmp_path: Path) -> No
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize(("width", "num_rows"), [(1280, 1), (500, 2)], ids=["wide", "narrow"])
+def test_cells_of_stores_fit_the_window_and_follow_a_move_to_its_end(
+    tmp_path: Path, width: int, num_rows: int
+) -> None:
+    stored = Stored(1, 300)
+    slots, source, target = stored.begins_to_move()
+    log, whole = tmp_path / LOG, tmp_path / "whole"
+    stored.write_log(log)
+    stored.moves(slots, target)
+    stored.write_log(whole)
+    begun, content = log.read_bytes(), whole.read_bytes()
+    assert content.startswith(begun)
+    with probed(log, content, 0, CELLS.replace("RANGE", str(slots))) as address:
+        first = looked_at(address, tmp_path / "first", "--dump-dom", f"--window-size={width},900")
+    fits = f"16 {num_rows} true true"
+    moving = f"range {slots}: moving from {source} to {target}"
+    assert f'data-cells="{fits} {moving}"' in first
+    with probed(log, content, len(content), CELLS.replace("RANGE", str(slots))) as address:
+        log.write_bytes(begun)
+        later = looked_at(address, tmp_path / "later", "--dump-dom", f"--window-size={width},900")
+    assert f'data-cells="{fits} range {slots}: store {target}"' in later
+
+
 def luminance(colour: str) -> float:
     """Return the relative luminance of `#rgb` or `#rrggbb` (WCAG 2.2)."""
     digits = colour.removeprefix("#")
@@ -135,5 +172,8 @@ def test_colours_stand_out_from_the_paper(repository: Path, mode: int) -> None:
     colours = dict(re.findall(r"--(\w+): (#\w+);", block))
     for name in ("ink", "soft", "ours", "warn", "bad"):
         assert contrast(colours[name], colours["paper"]) >= 4.5, name
+    for name in ("ink", "soft"):
+        for paper in ("rail", "wash"):
+            assert contrast(colours[name], colours[paper]) >= 4.5, (name, paper)
     for name in ("other", "focus"):
         assert contrast(colours[name], colours["paper"]) >= 3.0, name
