@@ -1,9 +1,10 @@
 """What it costs a scheduled job when one of its processes dies: pause, lost work, replacement.
 
-`python -m benchmarks.migration [--json] [--parts replica,lead,store,segment] [--rounds N]`
+`python -m benchmarks.migration [--json] [--parts replica,lead,store,node,segment] [--rounds N]`
 
 Real processes under `python -m scheduler run`, of which one is killed (`kill -9`): a replica of
-two, the trainer of a job whose rows lie in two stores, one of these stores, a segment job.
+two, the trainer of a job whose rows lie in two stores, one of these stores, both at once with the
+store's directory as when their node is gone, a segment job.
 `pause_sec` is the time without a new step, or in which nobody builds the segment; the peer is the
 usual time between two steps before the kill, or that of building the segment. The bits of each run
 are compared with those of one that nobody disturbed. All parts in each round, forwards and

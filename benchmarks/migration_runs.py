@@ -35,9 +35,15 @@ FAULT_SEC = 6.0
 """Seconds that a segment job has run when it is killed."""
 LOOK_SEC = 0.01
 LIMIT_SEC = 1200.0
-KINDS = {"replica": "replicas", "lead": "stores", "store": "stores", "segment": "stores"}
+KINDS = {
+    "replica": "replicas",
+    "lead": "stores",
+    "store": "stores",
+    "node": "stores",
+    "segment": "stores",
+}
 """Which job a part is measured on: one with two replicas, or one whose rows lie in two stores."""
-VICTIMS = {"replica": "replica-1.1", "lead": "lead-0.1", "store": "store-1.1"}
+VICTIMS = {"replica": "replica-1.1", "lead": "lead-0.1", "store": "store-1.1", "node": "store-1.1"}
 SEGMENT = "segment-1.1"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "replicas": {"training": {"min_replicas": 2, "max_replicas": 2}},
@@ -178,18 +184,22 @@ def measure(part: str, job: Path, log: Path, alone: Path, scratch: Path) -> dict
     with tempfile.TemporaryDirectory(dir=scratch) as name:
         run = Run(job, log, Path(name) / "out")
         try:
-            found = _of_segment(run) if part == "segment" else _of_trainer(run, VICTIMS[part])
+            found = _of_segment(run) if part == "segment" else _of_trainer(run, part)
             found["equal_bits"] = compare_runs(run.run, alone).difference is None
         finally:
             run.end()
         return found
 
 
-def _of_trainer(run: Run, victim: str) -> dict[str, Any]:
+def _of_trainer(run: Run, part: str) -> dict[str, Any]:
     """Kill a process without which no step is made, or fewer hands make it."""
+    victim = VICTIMS[part]
     run.until(lambda: run.num_steps >= FAULT_STEPS and run.pid(victim))
     before = run.num_steps
     fault = _kill(run, victim)
+    if part == "node":  # with all that was there: the trainer, and the store's directory
+        _kill(run, VICTIMS["lead"])
+        shutil.rmtree(run.run.parent / "stores" / victim.removeprefix("store-").partition(".")[0])
     after = run.until(lambda: run.num_steps > before)
     run.finish()
     gone = _incident(run, victim)
