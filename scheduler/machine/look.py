@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scheduler.correction import Verdict, correct
 from scheduler.machine.elastic import move_slots
-from scheduler.machine.events import FIRST_RULES, SECOND_RULES
+from scheduler.machine.events import FIRST_RULES, SECOND_RULES, THIRD_RULES
 from scheduler.machine.fitting import fit_to_need
 from scheduler.machine.left import left_of, room_of, values_of, words
 from scheduler.machine.spare import give_back
@@ -84,7 +84,7 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
     verdict = correct(job.correction, state.now_sec, seen, watches)
     job, changes = _change(replace(job, correction=verdict.state), verdict, seen)
     if state.rules > FIRST_RULES and job.correction.in_flight is None:
-        job, given = give_back(job, sizes, left, watches)
+        job, given = give_back(job, sizes, left, watches, peaks=state.rules > THIRD_RULES)
         waits = any(other.phase == "waiting" for other in state.jobs.values())
         job = replace(job, spared=job.spared + (waits and bool(given)))
         changes += given

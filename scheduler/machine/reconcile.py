@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from scheduler.correction import ended
+from scheduler.correction import ENOUGH, ended
 from scheduler.decision import counted
 from scheduler.machine.elastic import is_level, is_served, with_members
 from scheduler.machine.events import THIRD_RULES
@@ -66,7 +66,8 @@ class Pass:
         self, job: JobState, process: Process, memory_bytes: int, reason: str, *, stop: bool = False
     ) -> JobState:
         """Give a process more memory as it runs; where that cannot be, end it for one that has."""
-        more = memory_bytes - process.memory_bytes
+        before = process.memory_before or process.memory_bytes
+        more = max(memory_bytes, before) - process.held_memory
         can = self.resizes and process.status == "running" and not process.fixed
         if not can or not self.fits(0.0, more):
             return self.leave(job, process, reason, stop=stop)
@@ -76,9 +77,28 @@ class Pass:
             verb="resize", job=job.name, process=process.name, reason=reason, values=values
         )
         self.actions.append(action)
-        before = process.memory_before or process.memory_bytes
         grown = replace(process, memory_bytes=memory_bytes, memory_before=before)
         return replace(job, processes={**job.processes, process.name: grown})
+
+    def spare(self, job: JobState, process: Process, memory_bytes: int) -> JobState:
+        """Book less memory for a process as it runs, where memory is a limit; it stays.
+
+        What it gives is free for others once its node has taken it.
+        """
+        refused = process.unspared_sec
+        early = refused is not None and self.now_sec < refused + REFUSED_SEC
+        enough = memory_bytes <= (1.0 - ENOUGH) * process.memory_bytes
+        can = self.elastic and self.resizes and process.status == "running" and not early
+        if not can or not enough or process.memory_before is not None:
+            return job
+        reason = f"it is to have {memory_bytes:,} bytes instead of {process.memory_bytes:,}"
+        values = {"memory_bytes": float(memory_bytes)}
+        action = Action(
+            verb="resize", job=job.name, process=process.name, reason=reason, values=values
+        )
+        self.actions.append(action)
+        spared = replace(process, memory_bytes=memory_bytes, memory_before=process.memory_bytes)
+        return replace(job, processes={**job.processes, process.name: spared})
 
     def fit(self, job: JobState, process: Process, cpus: float) -> JobState:
         """Book other cores for a process as it runs, as far as there are more; it stays.
@@ -194,7 +214,8 @@ def _spare_given(jobs: Mapping[str, JobState], done: Pass) -> Mapping[str, JobSt
     for job in jobs.values():
         for process in (*job.of_pool("lead"), *job.of_pool("replica")):
             more = process.memory_bytes - job.replica_memory
-            if more > 0 and process.status == "running":
+            waits = done.elastic and process.memory_before is not None
+            if more > 0 and process.status == "running" and not waits:
                 why = f"it has {more:,} bytes more than its next one gets, and others need them"
                 return {**jobs, job.name: done.leave(job, process, why)}
     return jobs
@@ -225,11 +246,14 @@ def _reconcile_job(job: JobState, done: Pass) -> JobState:
 
 
 def _fit(job: JobState, done: Pass) -> JobState:
-    """Book for trainers and stores the cores that the next ones get."""
+    """Book for trainers and stores what the next ones get, as far as that can be changed."""
     for process in (*job.of_pool("lead"), *job.of_pool("replica"), *job.of_pool("store")):
         computes = process.pool != "lead" or process.cpus > 0  # a lead beside replicas does not
         if computes:
-            job = done.fit(job, process, needs(job, process.pool)[0])
+            cpus, memory_bytes = needs(job, process.pool)
+            job = done.fit(job, process, cpus)
+            if process.pool != "store":  # of whose memory nothing is foreseen
+                job = done.spare(job, job.processes[process.name], memory_bytes)
     return job
 
 

@@ -1,6 +1,7 @@
 """Memory that a pool's processes have and will not need: the next ones get less.
 
-Nobody is replaced for it, unless something else cannot begin for lack of memory (`reconcile`).
+Trainers that run get less, too, where memory is a limit that can be changed in place. Nobody is
+replaced for it, unless something else cannot begin for lack of memory (`reconcile`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SPARE_LOOKS = 20
 
 
 def give_back(
-    job: JobState, sizes: Sizes, left: Left, watches: Sequence[MemoryWatch]
+    job: JobState, sizes: Sizes, left: Left, watches: Sequence[MemoryWatch], *, peaks: bool
 ) -> tuple[JobState, list[Action]]:
     """Count the looks at which each pool has memory to spare; after enough its next ones get less.
 
@@ -28,12 +29,16 @@ def give_back(
         sizes: what it runs at.
         left: of it.
         watches: of all processes that were read.
+        peaks: whether a segment job gets no less than any before it was read to have, and none
+            gets less before one has ended: what it foresees while it runs is too little.
     """
     actions: list[Action] = []
     pools: tuple[Pool, ...] = ("preprocessing", "training")
     for pool in pools:
         has = job.worker_memory if pool == "preprocessing" else job.replica_memory
         wanted = _wanted(job, pool, sizes, left, watches)
+        if peaks and pool == "preprocessing" and wanted is not None:
+            wanted = max(wanted, int(HEADROOM * job.worker_peak)) if job.built else None
         looks = job.spare.get(pool, 0) + 1
         if wanted is None or wanted >= (1.0 - ENOUGH) * has:
             looks = 0

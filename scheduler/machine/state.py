@@ -66,11 +66,18 @@ class Process:
 
     refused_sec: float | None = None
     """When other cores were refused."""
+    unspared_sec: float | None = None
+    """When less memory was refused."""
 
     @property
     def held_cpus(self) -> float:
         """Return the cores that nobody else may have: until fewer are confirmed, those before."""
         return max(self.cpus, self.cpus_before or 0.0)
+
+    @property
+    def held_memory(self) -> int:
+        """Return the bytes that nobody else may have: until less is confirmed, that before."""
+        return max(self.memory_bytes, self.memory_before or 0)
 
     @property
     def is_changing(self) -> bool:
@@ -135,6 +142,8 @@ class JobState:
     """Bytes of one replica."""
     store_memory: int
     """Bytes of one store."""
+    worker_peak: int = 0
+    """Largest bytes of a pipeline worker that were read, in the mean of its job's."""
     replica_cpus: float
     """Cores of one replica."""
     store_cpus: float
@@ -237,7 +246,7 @@ class State:
     def used(self) -> tuple[float, int]:
         """Return the cores and bytes that are booked for live processes."""
         live = [p for job in self.jobs.values() for p in job.processes.values()]
-        return sum(p.held_cpus for p in live), sum(p.memory_bytes for p in live)
+        return sum(p.held_cpus for p in live), sum(p.held_memory for p in live)
 
 
 Verb = Literal[

@@ -43,7 +43,11 @@ def on_read(job: JobState, event: Read, state: State) -> Handled:
     rate = process.rate if event.rate is None else event.rate
     busy = process.busy_cores if event.busy_cores is None else event.busy_cores
     process = replace(process, readings=readings, rate=rate, busy_cores=busy)
-    return replace(job, processes={**job.processes, process.name: process}), []
+    job = replace(job, processes={**job.processes, process.name: process})
+    if process.pool == "segment":
+        peak = max(job.worker_peak, event.resident_bytes // process.workers)
+        job = replace(job, worker_peak=peak)
+    return job, []
 
 
 def on_resized(job: JobState, event: Resized, state: State) -> Handled:
@@ -51,12 +55,14 @@ def on_resized(job: JobState, event: Resized, state: State) -> Handled:
     process = job.processes[event.process]
     if not event.resized and process.is_changing:
         memory, cpus = process.memory_before, process.cpus_before
+        less = memory is not None and process.memory_bytes < memory
         process = replace(
             process,
             memory_bytes=process.memory_bytes if memory is None else memory,
             cpus=process.cpus if cpus is None else cpus,
-            fixed=process.fixed or memory is not None,
+            fixed=process.fixed or (memory is not None and not less),
             refused_sec=None if cpus is None else event.time_sec,
+            unspared_sec=event.time_sec if less else process.unspared_sec,
         )
     process = replace(process, memory_before=None, cpus_before=None)
     return replace(job, processes={**job.processes, process.name: process}), []

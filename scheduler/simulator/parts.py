@@ -41,5 +41,5 @@ OFF = Parts(
     move_stores=False,
 )
 """None of them: time x cost, by priority and then by arrival."""
-LIVE = replace(OFF, haste=HASTE, urgent=True, fit_cores=True, grow_after_oom=True)
+LIVE = replace(ALL, kin=False, sample=False)
 """What the machine does, too."""

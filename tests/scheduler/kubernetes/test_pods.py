@@ -98,7 +98,7 @@ def test_a_process_over_its_memory_is_lost_as_out_of_memory(
         assert made.pods.ending("lead-0.1") == Ending(status=-9, lost="OOMKilled", oom=True)
 
 
-def test_a_running_process_gets_more_memory_in_place_or_is_said_not_to(
+def test_a_running_process_gets_more_memory_in_place_and_less_or_is_said_not_to(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
@@ -111,6 +111,10 @@ def test_a_running_process_gets_more_memory_in_place_or_is_said_not_to(
         assert pod.spec.containers[0].resources.limits == limits
         assert pod.status.container_statuses[0].resources.limits == limits
         assert made.pods.lives("lead-0.1")
+        made.until(lambda: made.pods.resize("lead-0.1", 0.05, 192 << 20))
+        (pod,) = cluster.core().list_namespaced_pod(namespace).items
+        assert pod.status.container_statuses[0].resources.limits["memory"] == str(192 << 20)
+        assert pod.status.container_statuses[0].restart_count == 0
         made.until(lambda: made.pods.resize("lead-0.1", 0.05, 1 << 40) is False)
         assert made.pods.lives("lead-0.1")
         assert any("cannot be resized: " in line for line in made.said), made.said

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from scheduler.correction import ENOUGH
-from scheduler.machine.events import FIRST_RULES, BudgetSet, Ended, Read
+from scheduler.machine.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
+from scheduler.machine.reconcile import REFUSED_SEC
 from scheduler.machine.spare import SPARE_LOOKS
 from scheduler.machine.state import Action
 from tests.scheduler.machine.bench import Bench
@@ -98,3 +99,93 @@ def test_a_trainer_leaves_for_memory_only_while_nobody_leaves_anyway() -> None:
     first = bench.tell(submitted("second", 400, SMALL, bench.now))
     assert [a.process for a in first if a.verb == "drain"] == ["lead-0.1"]
     assert not [a for a in bench.looks(3, 5.0) if a.verb == "drain"]
+
+
+PODS = replace(BUDGET, resizes=True)
+
+
+def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has_taken_it() -> None:
+    bench = begun(PODS)
+    found = trains(bench, 2 * SPARE_LOOKS)
+    (back,) = [a for a in found if a.verb == "give back"]
+    (resize,) = [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
+    assert resize.values == back.values
+    (lead,) = bench.job.of_pool("lead")
+    assert lead.memory_bytes == resize.values["memory_bytes"]
+    assert lead.held_memory == 6 * GIB, "nobody else may have it yet"
+    booked = bench.state.used[1]
+    bench.at(Resized, "lead-0.1", resized=True)
+    assert booked - bench.state.used[1] == 6 * GIB - lead.memory_bytes
+    assert not [a for a in found if a.verb in ("drain", "stop")]
+
+
+def test_a_trainer_whose_node_refuses_keeps_what_it_had_and_is_asked_again_later() -> None:
+    bench = begun(PODS)
+    trains(bench, 2 * SPARE_LOOKS)
+    bench.at(Resized, "lead-0.1", resized=False)
+    (lead,) = bench.job.of_pool("lead")
+    assert (lead.memory_bytes, lead.held_memory, lead.fixed) == (6 * GIB, 6 * GIB, False)
+    # A look is 6 s apart from the next one.
+    found = trains(bench, int(REFUSED_SEC / 6) - 2)
+    assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
+    found = trains(bench, 4)
+    assert [a.process for a in found if "memory_bytes" in a.values] == ["lead-0.1"]
+
+
+def test_a_trainer_that_gave_memory_back_gets_more_again_before_it_lacks_it() -> None:
+    bench = begun(PODS, num_segments=400)
+    trains(bench, 2 * SPARE_LOOKS)
+    bench.at(Resized, "lead-0.1", resized=True)
+    (lead,) = bench.job.of_pool("lead")
+    limit, resident = lead.memory_bytes, 1200 * MIB
+    found: list[Action] = []
+    while not [a for a in found if a.verb == "give memory"]:
+        resident += 10 * MIB
+        assert resident < limit, "it would have been killed"
+        found += trains(bench, 1, resident)
+    (more,) = [a for a in found if a.verb == "resize"]
+    assert more.values["memory_bytes"] > limit
+    assert not [a for a in found if a.verb in ("drain", "stop", "give back")]
+    check_laws(bench.state)
+
+
+def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() -> None:
+    bench = begun(replace(PODS, memory_bytes=int(8.5 * GIB)))
+    bench.tell(submitted("second", 400, SMALL, bench.now))
+    found = trains(bench, 2 * SPARE_LOOKS)
+    assert ("second", "admit") in [(a.job, a.verb) for a in found]
+    assert not [a for a in found if a.job == "second" and a.verb == "start"]
+    assert not [a for a in found if a.verb == "drain"], "nobody leaves for what is on its way"
+    started = bench.at(Resized, "lead-0.1", resized=True)
+    assert [(a.job, a.process) for a in started] == [("second", "segment-0.1")]
+    check_laws(bench.state)
+
+
+def test_older_rules_take_nothing_from_who_runs() -> None:
+    bench = begun(replace(PODS, rules=THIRD_RULES))
+    found = trains(bench, 2 * SPARE_LOOKS)
+    assert [a for a in found if a.verb == "give back"]
+    assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
+
+
+def builds(bench: Bench, number: int, looks: int, resident: int) -> list[Action]:
+    """Let a segment job run with steady memory."""
+    found: list[Action] = []
+    for look in range(looks):
+        who = f"segment-{number}.1"
+        noise = look % 3 * MIB
+        found += bench.at(Read, who, position=5 * look, resident_bytes=resident + noise)
+        found += bench.looks(1, 5.0)
+    return found
+
+
+def test_segment_jobs_give_back_no_more_than_the_largest_left_over() -> None:
+    schedule = "  preprocessing: {worker: {memory: 6GiB}, max_workers: 1}"
+    bench = Bench(BUDGET, submitted("first", 6, schedule))
+    found = builds(bench, 0, 2 * SPARE_LOOKS, 900 * MIB)
+    assert not [a for a in found if a.verb == "give back"], "its end is not known"
+    builds(bench, 0, 1, 1800 * MIB)
+    bench.built(0)
+    found = builds(bench, 1, 2 * SPARE_LOOKS, 900 * MIB)
+    (back,) = [a for a in found if a.verb == "give back" and "preprocessing" in a.reason]
+    assert back.values["memory_bytes"] >= 1800 * MIB

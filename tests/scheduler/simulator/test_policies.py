@@ -13,6 +13,7 @@ from scheduler.simulator.goodput import GoodputPolicy, fit_pollux
 from scheduler.simulator.kinds import fit_ours
 from scheduler.simulator.knowledge import setting_of, sizes_of
 from scheduler.simulator.marginal import fit_optimus
+from scheduler.simulator.parts import LIVE
 from scheduler.simulator.presage import PresagePolicy
 from scheduler.simulator.tables import made_tables
 from scheduler.simulator.views import Capacity, JobView, Measured, Sizes, Snapshot
@@ -181,13 +182,19 @@ def test_presage_of_a_kind_that_nobody_measured_is_as_urgent_as_most() -> None:
     assert asking[1].urgency == asking[0].urgency
 
 
-def test_live_takes_cores_of_the_request_and_moves_no_store_of_a_job_that_ran() -> None:
+def test_live_takes_cores_of_the_request() -> None:
     policy = POLICIES["presage-live"]()
     running = replace(REQUEST, num_stores=2)
     jobs = [view(0, current=running, left_samples=1e6), view(1)]
     found = policy.decide(snapshot(jobs, 1000.0, everything()))
     assert {sizes.replica_cpus for sizes in found.values()} == {REQUEST.replica_cpus}
-    assert found[0].num_stores == 2
+
+
+def test_ours_without_its_part_moves_no_store_of_a_job_that_ran() -> None:
+    policy = PresagePolicy(replace(LIVE, move_stores=False))
+    running = replace(REQUEST, num_stores=2)
+    jobs = [view(0, current=running, left_samples=1e6), view(1)]
+    policy.decide(snapshot(jobs, 1000.0, everything()))
     for _ in range(4):
         jobs = [view(0, left_samples=1e6)]
         assert policy.decide(snapshot(jobs, 1000.0))[0].num_stores == 2
