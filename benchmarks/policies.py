@@ -245,6 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", action="store_true", help="ours without each part, too")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
+    named = options.policies.split(",")
+    if OURS not in named or not set(named) - {OURS, OURS_LIVE}:
+        parser.error(f"--policies must name {OURS} and a peer, got {options.policies!r}")
     if not (options.shared_data / DL2).exists():
         _say(f"measurements must exist, got no {options.shared_data / DL2}")
         return 1

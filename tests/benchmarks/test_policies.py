@@ -106,3 +106,12 @@ def test_main_without_the_measurements_says_so(
 ) -> None:
     assert main(["--shared-data", str(tmp_path)]) == 1
     assert "measurements must exist, got no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policies", ["presage,presage-live", "static,marginal", "presage"])
+def test_main_refuses_policies_without_two_sides(
+    policies: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--policies", policies])
+    assert f"must name presage and a peer, got '{policies}'" in capsys.readouterr().err
