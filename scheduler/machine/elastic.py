@@ -67,7 +67,9 @@ def _untrained(job: JobState, wanted: int) -> JobState:
         return job
     if job.next_step:
         kept = job.stores[:wanted]
-        return replace(job, stores=kept, owners=shared_out(job.owners, kept), unsure=())
+        owners = shared_out(job.owners, kept)  # whoever begins may give them to others
+        unsure = tuple(n for n in kept if n in job.unsure or n not in owners)
+        return replace(job, stores=kept, owners=owners, unsure=unsure)
     first = _fresh(job, job.stores) if _numbers(job) else 0
     stores = tuple(range(first, first + wanted))
     return replace(job, stores=stores, first_home=first, num_homes=wanted, owners=(), unsure=())

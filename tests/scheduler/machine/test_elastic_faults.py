@@ -86,3 +86,15 @@ def test_stores_that_are_too_many_do_not_hold_the_room_that_the_lead_needs() -> 
     bench.looks(5)
     assert "lead-0.2" in bench.job.processes
     assert set(bench.job.owners) == set(bench.job.stores)
+
+
+def test_a_store_that_may_have_slots_may_have_them_after_all_has_ended() -> None:
+    bench = bench_of()
+    wants(bench, 4)
+    (move,) = moves_of(bench.done)[-1:] or moves_of(bench.looks(1))
+    bench.at(Moved, slots=int(move.values["slots"]), target=3, moved=False)
+    bench.state = replace(
+        bench.state, jobs={"first": replace(bench.job, stores=(0, 3, 1, 2), processes={})}
+    )
+    wants(bench, 2)
+    assert (bench.job.stores, bench.job.unsure) == ((0, 3), (3,))
