@@ -352,12 +352,13 @@ class Driver:
             served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
             if served:
                 prepare_stores(place, _with_slots(job), reach)
+                self._discard(job)
             command = lead_command(place, grouped=grouped, served=served, reach=reach)
         elif process.pool == "store":
             prepare_stores(place, _with_slots(job), reach)
             self._discard(job)
             count = job.num_homes or job.num_stores or 0
-            command = store_command(place, process.number, count, reach)
+            command = store_command(place, process.number, count, reach, job.first_home)
         else:
             # As many threads as its peers, whatever is booked for it by now.
             threads = max(1, int(job.snapshot.job.schedule.training.replica.cpus))

@@ -7,7 +7,7 @@ first store always stays: by it whoever begins anew finds the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from scheduler.machine.slots import (
@@ -35,23 +35,49 @@ def wanted_stores(sizes: Sizes) -> int:
 def with_members(job: JobState, sizes: Sizes) -> JobState:
     """Return a job with the stores that belong to it at its sizes.
 
-    Those that are too many belong to it until they have no range. Where nothing trains and no
-    store runs they go at once: whoever begins reads the rows from its checkpoint.
+    Those that are too many belong to it until they have no range, and for sure none that a move
+    brought that seemed to fail. Where nothing trains they go at once: whoever begins reads the rows
+    from its checkpoint, and may need their room.
     """
     if not job.num_stores:
         return job
     if not job.stores:
         job = replace(job, stores=tuple(range(job.num_stores)), num_homes=job.num_stores)
     wanted = wanted_stores(sizes)
-    if not any(job.of_pool(pool) for pool in ("lead", "replica", "store")):
-        kept = job.stores[:wanted]
-        job = replace(job, stores=kept, owners=shared_out(job.owners, kept), moving=())
+    if not job.of_pool("lead") and not job.of_pool("replica"):
+        job = _untrained(job, wanted)
     stores = list(job.stores)
     while len(stores) < wanted:
-        stores.append(1 + max(*stores, *_numbers(job), 0))
+        stores.append(_fresh(job, stores))
     if job.owners and not job.moving:
-        stores = stores[:wanted] + [n for n in stores[wanted:] if n in job.owners]
+        has = {*job.owners, *job.unsure}
+        stores = stores[:wanted] + [n for n in stores[wanted:] if n in has]
     return replace(job, stores=tuple(stores), num_stores=len(stores))
+
+
+def _untrained(job: JobState, wanted: int) -> JobState:
+    """Return a job that nothing trains without the stores that are too many.
+
+    Before the first step nobody may have opened them, and together those that are left would not
+    have been started with every slot: then others take the place of all.
+    """
+    if not job.of_pool("store"):
+        job = replace(job, moving=())
+    if job.moving or len(job.stores) <= wanted:
+        return job
+    if job.next_step:
+        kept = job.stores[:wanted]
+        owners = shared_out(job.owners, kept)  # whoever begins may give them to others
+        unsure = tuple(n for n in kept if n in job.unsure or n not in owners)
+        return replace(job, stores=kept, owners=owners, unsure=unsure)
+    first = _fresh(job, job.stores) if _numbers(job) else 0
+    stores = tuple(range(first, first + wanted))
+    return replace(job, stores=stores, first_home=first, num_homes=wanted, owners=(), unsure=())
+
+
+def _fresh(job: JobState, stores: Sequence[int]) -> int:
+    """Return a number that no store had."""
+    return 1 + max(*stores, *_numbers(job), 0)
 
 
 def _numbers(job: JobState) -> list[int]:
@@ -60,9 +86,11 @@ def _numbers(job: JobState) -> list[int]:
 
 
 def is_served(job: JobState) -> bool:
-    """Tell whether all stores run that have slots."""
-    running = {p.number for p in job.of_pool("store") if p.status == "running"}
-    return running >= set(job.owners or job.stores)
+    """Tell whether all stores run that have slots, and those that are too many are gone."""
+    stores = job.of_pool("store")
+    running = {p.number for p in stores if p.status == "running"}
+    gone = all(p.number in job.stores for p in stores)
+    return gone and running >= set(job.owners or job.stores)
 
 
 def is_level(job: JobState, sizes: Sizes) -> bool:
@@ -92,6 +120,11 @@ def move_slots(
     if move is not None:
         whole = len(move.ranges) == job.owners.count(move.source)
         return _moved(job, move, f"{len(staying)} are enough", {"whole": float(whole)})
+    if (source := _to_search(job, staying)) is not None:
+        target = min(staying & set(job.owners))
+        move = Move((job.owners.index(target),), source, target)
+        why = f"store {source} is too many; a move to it that failed may have brought it slots"
+        return _moved(job, move, why, {"whole": 1.0})
     move = levelling(job.owners, counts, staying)
     if move is None:
         return job, []
@@ -104,6 +137,13 @@ def move_slots(
         f"leaves {left / mean:.2f}"
     )
     return _moved(job, move, why, {})
+
+
+def _to_search(job: JobState, staying: Collection[int]) -> int | None:
+    """Return a store that is to go and may have slots that nobody knows of."""
+    running = {p.number for p in job.of_pool("store") if p.status == "running"}
+    found = [n for n in job.unsure if n in running and n not in staying and n in job.stores]
+    return found[-1] if found and set(staying) & set(job.owners) else None
 
 
 def counts_of(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int]:
@@ -140,4 +180,5 @@ def _moved(
             **values,
         },
     )
-    return replace(job, moving=move.ranges), [action]
+    emptied = move.source if values.get("whole") else None
+    return replace(job, moving=move.ranges, emptied=emptied), [action]

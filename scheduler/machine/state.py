@@ -188,14 +188,20 @@ class JobState:
     """Stores that hold its rows, from the first step on; None before training begins."""
     stores: tuple[int, ...] = ()
     """Their numbers, the first that come and the last that go first; none by older rules."""
+    first_home: int = 0
+    """The first store that it began with: that and those after it had slots from the start."""
     num_homes: int = 0
-    """Stores that it began with: those of lower numbers had slots from the start."""
+    """How many these were."""
     owners: tuple[int, ...] = ()
     """Number of the store of each range of slots, once it is known."""
     moving: tuple[int, ...] = ()
     """Ranges of slots that are on their way, from one store to another."""
+    emptied: int | None = None
+    """Store of these that gives all that it has."""
     unmoved_sec: float | None = None
     """When a move of slots failed last."""
+    unsure: tuple[int, ...] = ()
+    """Stores that were to get slots by moves that failed: they may have some."""
 
     @property
     def left_segments(self) -> int:

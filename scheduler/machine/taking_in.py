@@ -28,7 +28,8 @@ def on_started(job: JobState, event: Started, state: State) -> Handled:
         process = replace(process, status="running", began_sec=event.time_sec)
     job = replace(job, processes={**job.processes, process.name: process})
     if process.pool == "store" and not job.owners and job.num_stores:
-        job = replace(job, owners=first_owners(job.num_homes or job.num_stores))
+        homes = first_owners(job.num_homes or job.num_stores)
+        job = replace(job, owners=tuple(job.first_home + number for number in homes))
     return job, []
 
 
@@ -100,5 +101,9 @@ def on_moved(job: JobState, event: Moved, state: State) -> Handled:
     for number in job.moving or (event.slots,):
         if event.moved and number < len(owners):
             owners[number] = event.target
+    unsure = tuple(n for n in job.unsure if not event.moved or n != job.emptied)
+    if not event.moved and event.target >= 0 and job.stores:
+        unsure = (*(n for n in unsure if n != event.target), event.target)
     unmoved_sec = None if event.moved else event.time_sec
-    return replace(job, moving=(), owners=tuple(owners), unmoved_sec=unmoved_sec), []
+    job = replace(job, moving=(), emptied=None, owners=tuple(owners))
+    return replace(job, unsure=unsure, unmoved_sec=unmoved_sec), []

@@ -67,7 +67,7 @@ def lead_command(
 
 
 def store_command(
-    place: Workplace, number: int, count: int, reach: Reach | None = None
+    place: Workplace, number: int, count: int, reach: Reach | None = None, first: int = 0
 ) -> list[str]:
     """Return the command of one of several stores.
 
@@ -76,8 +76,10 @@ def store_command(
         number: of the store.
         count: stores that began with slots; one of a higher number begins without.
         reach: how processes reach each other; None where all share one loopback.
+        first: number of the first of these.
     """
-    slots = "{}:{}".format(*first_slots(number, count)) if number < count else "none"
+    home = number - first
+    slots = "{}:{}".format(*first_slots(home, count)) if home < count else "none"
     store = [*module("trainer"), "store", "--directory", str(store_folder(place, number))]
     store += ["--slots", slots]
     return [*store, *(_of_loopback(place) if reach is None else _served(reach))]

@@ -1,0 +1,100 @@
+"""Stores that come and go where something dies, lacks room, or does not tell what it did."""
+
+from dataclasses import replace
+
+from scheduler.machine.elastic import RETRY_SEC
+from scheduler.machine.events import Ended, Moved
+from scheduler.machine.handle import handle
+from scheduler.machine.slots import first_slots
+from tests.scheduler.machine.bench import Bench, said
+from tests.scheduler.machine.test_elastic import (
+    AMPLE,
+    STORES,
+    bench_of,
+    moved,
+    moves_of,
+    settle,
+    wants,
+)
+from tests.scheduler.machine.world import submitted
+
+
+def test_stores_cut_before_training_serve_every_slot() -> None:
+    """All is gone before the trainer has opened its stores, and the job comes back with fewer."""
+    job = submitted("first", 40, STORES)
+    bench = Bench(AMPLE, replace(job, facts=replace(job.facts, window_rows=1000)))
+    bench.built(0)
+    for name in list(bench.job.processes):
+        bench.state, _ = handle(
+            bench.state, Ended(time_sec=bench.now, job="first", process=name, outcome="lost")
+        )
+    wants(bench, 2)
+    bench.looks(3, 2.0)
+    assert len(bench.job.stores) == 2
+    homes = [n - bench.job.first_home for n in bench.job.stores]
+    spans = [first_slots(n, bench.job.num_homes) for n in homes]
+    assert set(bench.job.owners) == set(bench.job.stores)
+    assert sum(end - first for first, end in spans) == 4096, spans
+
+
+def test_stores_cut_before_any_began_let_the_lead_begin() -> None:
+    """There is room for no store at first, and fewer are wanted by the time that there is."""
+    job = submitted("first", 40, STORES)
+    bench = Bench(AMPLE, replace(job, facts=replace(job.facts, window_rows=1000)))
+    bench.state = replace(bench.state, budget=replace(bench.state.budget, cpus=0.1))
+    bench.built(0)
+    assert not bench.job.of_pool("store")
+    bench.state = replace(bench.state, budget=replace(bench.state.budget, cpus=16.0))
+    wants(bench, 1)
+    bench.looks(5, 2.0)
+    assert bench.job.of_pool("lead")
+
+
+def test_a_store_that_a_failed_move_may_have_given_slots_stays() -> None:
+    bench = bench_of()
+    wants(bench, 4)
+    (move,) = moves_of(bench.done)[-1:] or moves_of(bench.looks(1))
+    assert move.values["target"] == 3.0
+    bench.at(Moved, slots=int(move.values["slots"]), target=3, moved=False)
+    found = wants(bench, 3) + bench.looks(5)
+    assert "drain store-3.1" not in said(found), "nobody knows that it has no slots"
+    found = bench.looks(int(RETRY_SEC))
+    (search,) = moves_of(found)
+    assert (search.values["source"], search.values["whole"]) == (3.0, 1.0)
+    before = bench.job.owners
+    assert "drain store-3.1" in said(moved(bench, search))
+    assert bench.job.owners == before
+
+
+def test_stores_that_are_too_many_do_not_hold_the_room_that_the_lead_needs() -> None:
+    """The budget becomes smaller, and the lead is gone before slots have moved."""
+    text = STORES.replace("80MiB", "400MiB")
+    job = submitted("first", 3, text)
+    bench = Bench(AMPLE, replace(job, facts=replace(job.facts, window_rows=1000)))
+    bench.built(0)
+    bench.stepped(8, 1.0)
+    bench.built(1)
+    bench.built(2)
+    wants(bench, 4)
+    settle(bench)
+    bench.tell(replace(AMPLE, time_sec=bench.now, cpus=3.0))
+    bench.at(Ended, "lead-0.1", outcome="lost")
+    bench.looks(5)
+    for process in list(bench.job.of_pool("store")):
+        if process.status == "leaving":
+            bench.at(Ended, process.name, outcome="left")
+    bench.looks(5)
+    assert "lead-0.2" in bench.job.processes
+    assert set(bench.job.owners) == set(bench.job.stores)
+
+
+def test_a_store_that_may_have_slots_may_have_them_after_all_has_ended() -> None:
+    bench = bench_of()
+    wants(bench, 4)
+    (move,) = moves_of(bench.done)[-1:] or moves_of(bench.looks(1))
+    bench.at(Moved, slots=int(move.values["slots"]), target=3, moved=False)
+    bench.state = replace(
+        bench.state, jobs={"first": replace(bench.job, stores=(0, 3, 1, 2), processes={})}
+    )
+    wants(bench, 2)
+    assert (bench.job.stores, bench.job.unsure) == ((0, 3), (3,))
