@@ -7,178 +7,16 @@ still runs, and no place (a segment, a replica) ever has two processes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from scheduler.correction import ENOUGH, ended
+from scheduler.correction import ended
 from scheduler.decision import counted
+from scheduler.machine.booking import Pass, needs
 from scheduler.machine.elastic import is_level, is_served, with_members
 from scheduler.machine.events import THIRD_RULES
-from scheduler.machine.runner import Bound, Runner, bound
-from scheduler.machine.state import Action, JobState, PoolName, Process, State
+from scheduler.machine.runner import Bound
+from scheduler.machine.state import Action, JobState, Process, State
 from scheduler.outlook import Sizes
-
-_ONE = Bound(1)
-REFUSED_SEC = 300.0
-"""Time after which a node that refused other cores is asked again."""
-
-
-@dataclass(slots=True)
-class Pass:
-    """One pass over all jobs: what is free, and what is done."""
-
-    now_sec: float
-    cpus: float
-    memory_bytes: int
-    runner: Runner
-    booked_workers: int
-    resizes: bool = False
-    elastic: bool = False
-    lacks_memory: bool = False
-    actions: list[Action] = field(default_factory=list[Action])
-
-    def fits(self, cpus: float, memory_bytes: int) -> bool:
-        """Tell whether so much is free."""
-        return cpus <= self.cpus + 1e-9 and memory_bytes <= self.memory_bytes
-
-    def has_room(self, cpus: float, memory_bytes: int) -> bool:
-        """Tell the same, and note where nothing but memory lacks."""
-        found = self.fits(cpus, memory_bytes)
-        self.lacks_memory |= not found and self.fits(cpus, 0)
-        return found
-
-    def bound(self, job: JobState) -> Bound:
-        """Return the workers that the next segment job of a job gets where it runs."""
-        wanted = 1 if job.sizes is None else job.sizes.workers_per_job
-        return bound(self.runner, wanted, self.booked_workers, self.now_sec)
-
-    def leave(
-        self, job: JobState, process: Process, reason: str, *, stop: bool = False
-    ) -> JobState:
-        """Ask a process to leave, or end it; nothing where it is leaving already."""
-        if process.status == "leaving":
-            return job
-        verb = "stop" if stop else "drain"
-        self.actions.append(Action(verb=verb, job=job.name, process=process.name, reason=reason))
-        left = replace(process, status="leaving")
-        return replace(job, processes={**job.processes, process.name: left})
-
-    def grow(
-        self, job: JobState, process: Process, memory_bytes: int, reason: str, *, stop: bool = False
-    ) -> JobState:
-        """Give a process more memory as it runs; where that cannot be, end it for one that has."""
-        before = process.memory_before or process.memory_bytes
-        more = max(memory_bytes, before) - process.held_memory
-        can = self.resizes and process.status == "running" and not process.fixed
-        if not can or not self.fits(0.0, more):
-            return self.leave(job, process, reason, stop=stop)
-        self.memory_bytes -= more
-        values = {"memory_bytes": float(memory_bytes)}
-        action = Action(
-            verb="resize", job=job.name, process=process.name, reason=reason, values=values
-        )
-        self.actions.append(action)
-        grown = replace(process, memory_bytes=memory_bytes, memory_before=before)
-        return replace(job, processes={**job.processes, process.name: grown})
-
-    def spare(self, job: JobState, process: Process, memory_bytes: int) -> JobState:
-        """Book less memory for a process as it runs, where memory is a limit; it stays.
-
-        What it gives is free for others once its node has taken it.
-        """
-        refused = process.unspared_sec
-        early = refused is not None and self.now_sec < refused + REFUSED_SEC
-        enough = memory_bytes <= (1.0 - ENOUGH) * process.memory_bytes
-        can = self.elastic and self.resizes and process.status == "running" and not early
-        if not can or not enough or process.memory_before is not None:
-            return job
-        reason = f"it is to have {memory_bytes:,} bytes instead of {process.memory_bytes:,}"
-        values = {"memory_bytes": float(memory_bytes)}
-        action = Action(
-            verb="resize", job=job.name, process=process.name, reason=reason, values=values
-        )
-        self.actions.append(action)
-        spared = replace(process, memory_bytes=memory_bytes, memory_before=process.memory_bytes)
-        return replace(job, processes={**job.processes, process.name: spared})
-
-    def fit(self, job: JobState, process: Process, cpus: float) -> JobState:
-        """Book other cores for a process as it runs, as far as there are more; it stays.
-
-        Where cores are limits, fewer are free for others once its node has taken them.
-        """
-        refused = process.refused_sec
-        early = refused is not None and self.now_sec < refused + REFUSED_SEC
-        if process.status != "running" or cpus == process.cpus or early:
-            return job
-        fitted = replace(process, cpus=cpus, refused_sec=None)
-        if self.resizes:  # elsewhere cores are no limit, but what is booked
-            before = process.cpus if process.cpus_before is None else process.cpus_before
-            fitted = replace(fitted, cpus_before=before)
-        more = fitted.held_cpus - process.held_cpus
-        if more > 0.0 and not self.fits(more, 0):
-            return job
-        self.cpus -= more
-        if self.resizes:
-            reason = f"it is to have {cpus:.2f} cores instead of {process.cpus:.2f}"
-            self.actions.append(
-                Action(
-                    verb="resize",
-                    job=job.name,
-                    process=process.name,
-                    reason=reason,
-                    values={"cpus": cpus},
-                )
-            )
-        return replace(job, processes={**job.processes, process.name: fitted})
-
-    def start(
-        self,
-        job: JobState,
-        pool: PoolName,
-        number: int,
-        reason: str,
-        found: Bound = _ONE,
-    ) -> JobState:
-        """Start a process, unless its place has one, it just failed, or there is no room."""
-        place = f"{pool}-{number}"
-        trouble = job.troubles.get(place)
-        taken = any(p.place == place for p in job.processes.values())
-        cpus, memory_bytes = needs(job, pool, found.workers)
-        early = trouble is not None and self.now_sec < trouble.retry_sec
-        if taken or early or not self.has_room(cpus, memory_bytes):
-            return job
-        attempt = job.attempts.get(place, 0) + 1
-        process = Process(
-            name=f"{place}.{attempt}",
-            pool=pool,
-            number=number,
-            status="starting",
-            cpus=cpus,
-            memory_bytes=memory_bytes,
-            workers=found.workers,
-            began_sec=self.now_sec,
-        )
-        self.cpus -= cpus
-        self.memory_bytes -= memory_bytes
-        self.booked_workers += found.workers if pool == "segment" else 0
-        values = {"workers": float(found.workers), "memory_bytes": float(memory_bytes)}
-        values |= found.values
-        if pool == "lead":
-            values["grouped"] = float(job.grouped)
-        again = f", attempt {attempt}" if attempt > 1 else ""
-        self.actions.append(
-            Action(
-                verb="start",
-                job=job.name,
-                process=process.name,
-                reason=f"{reason}{again}",
-                values=values,
-            )
-        )
-        return replace(
-            job,
-            processes={**job.processes, process.name: process},
-            attempts={**job.attempts, place: attempt},
-        )
 
 
 def reconcile(state: State) -> tuple[State, list[Action]]:
@@ -219,21 +57,6 @@ def _spare_given(jobs: Mapping[str, JobState], done: Pass) -> Mapping[str, JobSt
                 why = f"it has {more:,} bytes more than its next one gets, and others need them"
                 return {**jobs, job.name: done.leave(job, process, why)}
     return jobs
-
-
-def needs(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
-    """Return the cores and bytes of one process.
-
-    A lead with replicas beside it computes nothing, so nothing is booked for it.
-    """
-    config = job.snapshot.job.schedule
-    if pool == "segment":
-        return workers * config.preprocessing.worker.cpus, workers * job.worker_memory
-    if pool == "store":
-        return job.store_cpus, job.store_memory
-    if pool == "lead" and job.grouped:
-        return 0.0, 0
-    return job.replica_cpus, job.replica_memory
 
 
 def _reconcile_job(job: JobState, done: Pass) -> JobState:

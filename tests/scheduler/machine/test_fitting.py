@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from scheduler.cores import HEADROOM, MORE, SPARE
+from scheduler.machine.booking import REFUSED_SEC
 from scheduler.machine.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
 from scheduler.machine.fitting import CORE_LOOKS, FEWEST, SAME
 from scheduler.machine.left import left_of
-from scheduler.machine.reconcile import REFUSED_SEC, is_settled
+from scheduler.machine.reconcile import is_settled
 from scheduler.machine.state import Action, Seen
 from scheduler.models import training_setting
 from scheduler.pools import Cores

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from scheduler.correction import ENOUGH
+from scheduler.machine.booking import REFUSED_SEC
 from scheduler.machine.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
-from scheduler.machine.reconcile import REFUSED_SEC
 from scheduler.machine.spare import SPARE_LOOKS
 from scheduler.machine.state import Action
 from tests.scheduler.machine.bench import Bench
