@@ -95,8 +95,10 @@ def is_served(job: JobState) -> bool:
 
 
 def is_level(job: JobState, sizes: Sizes) -> bool:
-    """Tell whether the stores are those that are to be, and only they have slots."""
-    return len(job.stores) == wanted_stores(sizes) and set(job.owners) <= set(job.stores)
+    """Tell whether the stores are those that are to be, each is there, and only they have slots."""
+    there = {process.number for process in job.of_pool("store")}
+    wanted = len(job.stores) == wanted_stores(sizes)
+    return wanted and set(job.owners) <= set(job.stores) <= there
 
 
 def move_slots(

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+from scheduler.correction import Change, Correction
 from scheduler.machine.elastic import RETRY_SEC, most_ranges
 from scheduler.machine.events import Ended, LoadKnown, Moved
 from scheduler.machine.handle import handle
@@ -123,3 +124,18 @@ def test_a_new_store_gets_ranges_where_the_busiest_store_has_but_one() -> None:
     move = levelling(owners, [float(c) for c in HOT_ALONE], (0, 1, 2, 3))
     assert move is not None
     assert (move.source, move.target, len(move.ranges)) == (2, 3, 7)
+
+
+def test_a_change_to_more_stores_is_on_its_way_until_there_is_room_for_them() -> None:
+    bench = bench_of()
+    job = bench.job
+    assert job.sizes is not None
+    sizes = replace(job.sizes, num_stores=4)
+    flying = replace(job, sizes=sizes, correction=Correction(in_flight=Change(sizes=sizes)))
+    full = replace(bench.state.budget, cpus=bench.state.used[0])
+    bench.state = replace(bench.state, budget=full, jobs={job.name: flying})
+    bench.looks(2)
+    assert bench.job.correction.in_flight is not None
+    bench.state = replace(bench.state, budget=replace(full, cpus=16.0))
+    settle(bench)
+    assert bench.job.correction.in_flight is None
