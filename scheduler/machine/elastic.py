@@ -21,6 +21,7 @@ from scheduler.machine.slots import (
 )
 from scheduler.machine.state import Action, JobState
 from scheduler.machine.watch import accesses_at
+from scheduler.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
 from scheduler.outlook import Sizes
 
 RETRY_SEC = 30.0
@@ -94,8 +95,10 @@ def is_served(job: JobState) -> bool:
 
 
 def is_level(job: JobState, sizes: Sizes) -> bool:
-    """Tell whether the stores are those that are to be, and only they have slots."""
-    return len(job.stores) == wanted_stores(sizes) and set(job.owners) <= set(job.stores)
+    """Tell whether the stores are those that are to be, each is there, and only they have slots."""
+    there = {process.number for process in job.of_pool("store")}
+    wanted = len(job.stores) == wanted_stores(sizes)
+    return wanted and set(job.owners) <= set(job.stores) <= there
 
 
 def move_slots(
@@ -116,7 +119,8 @@ def move_slots(
         return job, []
     counts, step = counts_of(job, ahead_steps)
     staying = running & set(job.stores[: wanted_stores(sizes)])
-    move = emptying(job.owners, counts, staying)
+    most = most_ranges(job, len(staying))
+    move = emptying(job.owners, counts, staying, most)
     if move is not None:
         whole = len(move.ranges) == job.owners.count(move.source)
         return _moved(job, move, f"{len(staying)} are enough", {"whole": float(whole)})
@@ -125,7 +129,7 @@ def move_slots(
         move = Move((job.owners.index(target),), source, target)
         why = f"store {source} is too many; a move to it that failed may have brought it slots"
         return _moved(job, move, why, {"whole": 1.0})
-    move = levelling(job.owners, counts, staying)
+    move = levelling(job.owners, counts, staying, most)
     if move is None:
         return job, []
     mean = sum(counts) / len(staying)
@@ -137,6 +141,14 @@ def move_slots(
         f"leaves {left / mean:.2f}"
     )
     return _moved(job, move, why, {})
+
+
+def most_ranges(job: JobState, num_stores: int) -> int:
+    """Return how many ranges one of several stores has memory for, as far as rows lie evenly."""
+    facts, train = job.snapshot.facts, job.snapshot.job.train
+    room = job.store_memory - STORE_BASE_BYTES
+    held = int(NUM_RANGES * room / max(1.0, HEADROOM * tables_bytes(facts, train)))
+    return min(NUM_RANGES, max(held, -(-NUM_RANGES // max(1, num_stores))))
 
 
 def _to_search(job: JobState, staying: Collection[int]) -> int | None:

@@ -79,7 +79,10 @@ def loads_of(
 
 
 def emptying(
-    owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
+    owners: Sequence[int],
+    counts: Sequence[float],
+    stores: Collection[int],
+    most: int = NUM_RANGES,
 ) -> Move | None:
     """Return the next move by which stores lose all their ranges that are not to stay.
 
@@ -90,6 +93,7 @@ def emptying(
         owners: store of each range.
         counts: what each range is asked for.
         stores: those that stay and are there.
+        most: ranges that a store has memory for; more only where no store has.
     """
     surplus = [owner for owner in owners if owner not in stores]
     if not surplus or not stores:
@@ -97,43 +101,61 @@ def emptying(
     source = max(surplus)
     everywhere = loads_of(owners, counts, stores)
     loads = {store: load for store, load in everywhere.items() if store in stores}
+    held = {store: owners.count(store) for store in loads}
     targets: dict[int, int] = {}
     mine = [number for number, owner in enumerate(owners) if owner == source]
     for number in sorted(mine, key=lambda n: (-counts[n], n)):
-        targets[number] = min(loads, key=lambda store: (loads[store], store))
-        loads[targets[number]] += counts[number]
+        to = min(loads, key=lambda store: (held[store] >= most, loads[store], store))
+        targets[number] = to
+        loads[to] += counts[number]
+        held[to] += 1
     target = next(iter(targets.values()))
     return Move(tuple(n for n in mine if targets[n] == target), source, target)
 
 
 def levelling(
-    owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
+    owners: Sequence[int],
+    counts: Sequence[float],
+    stores: Collection[int],
+    most: int = NUM_RANGES,
 ) -> Move | None:
     """Return the move that takes most off the busiest store; None where it is hardly too busy.
+
+    A store without a range gets some in any case, of the busiest that has several.
 
     Args:
         owners: store of each range, all of `stores`.
         counts: what each range is asked for.
         stores: those that are there, also those without a range.
+        most: ranges that a store has memory for.
     """
     loads = loads_of(owners, counts, stores)
     mean = sum(loads.values()) / max(1, len(loads))
-    busiest = max(loads, key=lambda store: (loads[store], store))
-    idlest = min(loads, key=lambda store: (loads[store], store))
-    if len(loads) < 2 or (loads[busiest] <= HOT * mean and idlest in owners):
+    open_ones = [store for store in loads if owners.count(store) < most]
+    idlest = min(open_ones, key=lambda store: (loads[store], store), default=None)
+    several = [store for store in loads if idlest in owners or owners.count(store) > 1]
+    busiest = max(several, key=lambda store: (loads[store], store), default=None)
+    if idlest is None or busiest is None or idlest == busiest:
+        return None
+    if loads[busiest] <= HOT * mean and idlest in owners:
         return None
     before, taken = loads[busiest], list[int]()
     mine = [number for number, owner in enumerate(owners) if owner == busiest]
+    room = most - owners.count(idlest)
 
     def after(number: int) -> float:
         return max(loads[busiest] - counts[number], loads[idlest] + counts[number])
 
-    while len(mine) > 1 and after(best := min(mine, key=after)) < loads[busiest]:
+    while len(mine) > 1 and len(taken) < room:
+        best = min(mine, key=after)
+        if after(best) >= loads[busiest]:
+            break
         loads[busiest] -= counts[best]
         loads[idlest] += counts[best]
         mine.remove(best)
         taken.append(best)
-    if not taken or max(loads[busiest], loads[idlest]) > (1.0 - WORTH) * before:
+    little = max(loads[busiest], loads[idlest]) > (1.0 - WORTH) * before
+    if not taken or (little and idlest in owners):
         return None
     return Move(tuple(sorted(taken)), busiest, idlest)
 

@@ -157,6 +157,8 @@ def test_where_all_has_ended_only_the_stores_that_are_wanted_begin_again() -> No
 
 def test_load_that_is_known_ahead_says_what_a_new_store_gets() -> None:
     bench = bench_of()
+    ample = replace(bench.job, store_memory=200 << 20)  # any store could hold all rows
+    bench.state = replace(bench.state, jobs={ample.name: ample})
     hot = (100, 100, 100, *(10,) * 13)
     bench.at(LoadKnown, num_steps=160, slots=(hot,), touched_rows=(1,))
     wants(bench, 4)

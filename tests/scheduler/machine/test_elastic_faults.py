@@ -1,11 +1,13 @@
 """Stores that come and go where something dies, lacks room, or does not tell what it did."""
 
+from collections import Counter
 from dataclasses import replace
 
-from scheduler.machine.elastic import RETRY_SEC
-from scheduler.machine.events import Ended, Moved
+from scheduler.correction import Change, Correction
+from scheduler.machine.elastic import RETRY_SEC, most_ranges
+from scheduler.machine.events import Ended, LoadKnown, Moved
 from scheduler.machine.handle import handle
-from scheduler.machine.slots import first_slots
+from scheduler.machine.slots import first_slots, levelling
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.test_elastic import (
     AMPLE,
@@ -98,3 +100,42 @@ def test_a_store_that_may_have_slots_may_have_them_after_all_has_ended() -> None
     )
     wants(bench, 2)
     assert (bench.job.stores, bench.job.unsure) == ((0, 3), (3,))
+
+
+HOT_ALONE = (300, 300, *(10,) * 14)
+
+
+def test_no_store_gets_more_ranges_than_it_has_memory_for() -> None:
+    bench = bench_of()
+    most = most_ranges(bench.job, 3)
+    assert most == 7, "little more than a third, as three stores are needed"
+    bench.at(LoadKnown, num_steps=160, slots=(HOT_ALONE,), touched_rows=(1,))
+    settle(bench)
+    assert max(Counter(bench.job.owners).values()) <= most
+    wants(bench, 4)
+    settle(bench)
+    wants(bench, 3)
+    settle(bench)
+    assert max(Counter(bench.job.owners).values()) <= most
+
+
+def test_a_new_store_gets_ranges_where_the_busiest_store_has_but_one() -> None:
+    owners = (0, 1, *(2,) * 14)
+    move = levelling(owners, [float(c) for c in HOT_ALONE], (0, 1, 2, 3))
+    assert move is not None
+    assert (move.source, move.target, len(move.ranges)) == (2, 3, 7)
+
+
+def test_a_change_to_more_stores_is_on_its_way_until_there_is_room_for_them() -> None:
+    bench = bench_of()
+    job = bench.job
+    assert job.sizes is not None
+    sizes = replace(job.sizes, num_stores=4)
+    flying = replace(job, sizes=sizes, correction=Correction(in_flight=Change(sizes=sizes)))
+    full = replace(bench.state.budget, cpus=bench.state.used[0])
+    bench.state = replace(bench.state, budget=full, jobs={job.name: flying})
+    bench.looks(2)
+    assert bench.job.correction.in_flight is not None
+    bench.state = replace(bench.state, budget=replace(full, cpus=16.0))
+    settle(bench)
+    assert bench.job.correction.in_flight is None
