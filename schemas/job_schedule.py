@@ -9,6 +9,8 @@ from typing import Literal
 from schemas.job_retrain import RetrainConfig
 
 _GIB = 1 << 30
+MAX_STORES = 16
+"""Stores of one job: rows move between them in so many ranges."""
 MAX_HASTE = 100.0
 """Beyond, cost hardly counts any more."""
 
@@ -48,7 +50,14 @@ class TrainingPoolConfig:
     max_replicas: int = 16
     """Most replicas."""
     max_stores: int = 16
-    """Most stores; none are used while one process holds the tables."""
+    """Most stores, up to MAX_STORES; none are used while one process holds the tables."""
+
+    def __post_init__(self) -> None:
+        """Refuse more stores than slots can be dealt to."""
+        if self.max_stores > MAX_STORES:
+            raise ValueError(
+                f"max_stores must be at most {MAX_STORES}, got {self.max_stores}; lower it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,9 @@ class StoresConfig:
     """Longest wait for an answer; a store that died has so long to come back."""
     replicas: int = 1
     """Stores that serve each slot: 2 to lose nothing when one dies with its directory."""
+    elastic: bool = False
+    """Whether stores of `addresses` may serve slots of a run in the place of others that have left;
+    else a run does not begin with less than all of its stores."""
 
     def __post_init__(self) -> None:
         """Refuse what is no address, and stores without a token."""

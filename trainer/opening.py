@@ -122,6 +122,7 @@ def access_of(config: StoresConfig, folder: Path, token_file: Path) -> Access:
         certificates=None if trusted is None else (folder / trusted).read_bytes(),
         certificate_name=config.certificate_name,
         timeout_sec=config.timeout.total_seconds(),
+        elastic=config.elastic,
     )
 
 

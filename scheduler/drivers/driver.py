@@ -216,8 +216,9 @@ class Driver:
             if process.pool == "replica" and lead_lives and (place.run / SUMMARY).is_file():
                 continue  # the run is finished, as its lead is about to say
             self._tell(ended(place, children, name, process, time.time()))
-        if any(process.pool == "store" for process in gone):
-            self._discard(self.state.jobs[name])
+        for process in gone:
+            if process.pool == "store":
+                self._without(process, self.state.jobs[name], children)
         self._poll_stores(name)
         for process in processes:
             if process.status == "starting" and process not in gone and self._is_up(name, process):
@@ -324,6 +325,13 @@ class Driver:
             self._move(job, action, children)
         elif action.verb == "finish":
             teach(job, self._options.output / HISTORY)
+
+    def _without(self, store: Process, job: JobState, children: Processes) -> None:
+        """Go on when a store has ended: a move may wait for it for an hour."""
+        move = children.newest(f"move-{job.moving[0]}-to-") if job.moving else None
+        if move is not None and store.status != "leaving" and children.lives(move):
+            children.end(move)
+        self._discard(job)
 
     def _discard(self, job: JobState) -> None:
         """Remove what stores left that are too many."""

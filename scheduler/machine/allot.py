@@ -12,6 +12,7 @@ import numpy as np
 
 from scheduler.candidates import candidates
 from scheduler.correction import Change, Correction
+from scheduler.grid import mib
 from scheduler.machine.events import FIRST_RULES
 from scheduler.machine.left import left_of, sizes_at, values_of, words
 from scheduler.machine.state import Action, JobState, State
@@ -73,6 +74,12 @@ def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Opt
     if job.num_stores is not None:
         some = grid.num_stores > 0
         same = some if job.stores else grid.num_stores == job.num_stores
+        if job.stores and not same.any():
+            has = left.config.budget
+            raise PlanError(
+                "budget must hold the smallest pools with a store, as rows lie in stores already, "
+                f"got cpus={has.cpus:g} and memory={mib(has.memory)}; raise it"
+            )
         grid = grid[same] if same.any() else grid
     found = predict(grid, left.snapshot, left.config, left.models)
     preferred = int(preference(grid, found, left.config)[0])

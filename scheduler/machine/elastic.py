@@ -25,7 +25,9 @@ from scheduler.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
 from scheduler.outlook import Sizes
 
 RETRY_SEC = 30.0
-"""Time after which a move that failed is tried again: whoever trains may not have begun."""
+"""Time after which a move that failed is tried again: whoever trains may not have begun. Twice as
+long each time."""
+MAX_RETRY_SEC = 960.0
 
 
 def wanted_stores(sizes: Sizes) -> int:
@@ -94,11 +96,14 @@ def is_served(job: JobState) -> bool:
     return gone and running >= set(job.owners or job.stores)
 
 
-def is_level(job: JobState, sizes: Sizes) -> bool:
-    """Tell whether the stores are those that are to be, each is there, and only they have slots."""
+def are_there(job: JobState, sizes: Sizes) -> bool:
+    """Tell whether all stores are there that are to be.
+
+    Nobody waits for those that are too many: they may take long to give their slots away.
+    """
     there = {process.number for process in job.of_pool("store")}
-    wanted = len(job.stores) == wanted_stores(sizes)
-    return wanted and set(job.owners) <= set(job.stores) <= there
+    wanted = job.stores[: wanted_stores(sizes)]
+    return len(wanted) == wanted_stores(sizes) and set(wanted) <= there
 
 
 def move_slots(
@@ -113,7 +118,8 @@ def move_slots(
         now_sec: the time.
     """
     running = {p.number for p in job.of_pool("store") if p.status == "running"}
-    early = job.unmoved_sec is not None and now_sec < job.unmoved_sec + RETRY_SEC
+    wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_unmoved - 1))
+    early = job.unmoved_sec is not None and now_sec < job.unmoved_sec + wait
     trains = any(p.status == "running" for p in job.of_pool("lead"))
     if job.moving or early or not trains or not set(job.owners) <= running:
         return job, []

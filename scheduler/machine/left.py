@@ -8,7 +8,6 @@ from datetime import timedelta
 from scheduler.decision import counted
 from scheduler.grid import Fitted, Grid, preprocessing_resources, training_resources
 from scheduler.machine.runner import Runner
-from scheduler.machine.slots import NUM_RANGES
 from scheduler.machine.state import JobState, State
 from scheduler.models import Models, fit_models
 from scheduler.outlook import Sizes
@@ -75,7 +74,7 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
             memory=budget.memory + workers * job.worker_memory,
         )
     free = job.num_stores is None or bool(job.stores)
-    stores = min(second.max_stores, NUM_RANGES) if free else job.num_stores or 0
+    stores = second.max_stores if free else job.num_stores or 0
     deadline = config.deadline
     if deadline is not None:
         deadline = max(timedelta(seconds=1), deadline - timedelta(seconds=now_sec - job.since_sec))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from scheduler.correction import ended
 from scheduler.decision import counted
 from scheduler.machine.booking import Pass, needs
-from scheduler.machine.elastic import is_level, is_served, with_members
+from scheduler.machine.elastic import are_there, is_served, with_members
 from scheduler.machine.events import THIRD_RULES
 from scheduler.machine.runner import Bound
 from scheduler.machine.state import Action, JobState, Process, State
@@ -202,7 +202,7 @@ def is_settled(job: JobState) -> bool:
         return False
     if not job.built:
         return True
-    if job.stores and not is_level(job, job.sizes):
+    if job.stores and not are_there(job, job.sizes):
         return False
     replicas = job.sizes.num_replicas if job.grouped else 0
     return len(job.of_pool("lead")) == 1 and len(job.of_pool("replica")) == replicas

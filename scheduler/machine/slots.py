@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from schemas.hashing import NUM_SLOTS
+from schemas.job_schedule import MAX_STORES
 
-NUM_RANGES = 16
+NUM_RANGES = MAX_STORES
 """Ranges of the 4,096 slots; as many stores can hold some."""
 HOT = 1.25
 """Load of the busiest store over the mean, above which ranges of slots are moved."""

@@ -199,7 +199,9 @@ class JobState:
     emptied: int | None = None
     """Store of these that gives all that it has."""
     unmoved_sec: float | None = None
-    """When a move of slots failed last."""
+    """When a move of slots failed last; None where the last one did not."""
+    num_unmoved: int = 0
+    """Moves of slots that failed, one after the other."""
     unsure: tuple[int, ...] = ()
     """Stores that were to get slots by moves that failed: they may have some."""
 

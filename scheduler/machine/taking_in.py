@@ -106,4 +106,5 @@ def on_moved(job: JobState, event: Moved, state: State) -> Handled:
         unsure = (*(n for n in unsure if n != event.target), event.target)
     unmoved_sec = None if event.moved else event.time_sec
     job = replace(job, moving=(), emptied=None, owners=tuple(owners))
-    return replace(job, unsure=unsure, unmoved_sec=unmoved_sec), []
+    num_unmoved = 0 if event.moved else job.num_unmoved + 1
+    return replace(job, unsure=unsure, unmoved_sec=unmoved_sec, num_unmoved=num_unmoved), []

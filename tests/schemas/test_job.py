@@ -293,6 +293,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"model": {"top_layers": [64, 0]}}},
         "train.model.top_layers must have widths of at least 1, got (64, 0)@; raise them",
     ),
+    "more stores than ranges": (
+        {"schedule": {"training": {"max_stores": 17}}},
+        "schedule.training.max_stores must be at most 16, got 17@; lower it",
+    ),
     "no epochs": (
         {"train": {"epochs": 0}},
         "train.epochs must be at least 1, got 0@; raise it",

@@ -166,11 +166,14 @@ def test_new_session_takes_slots_as_they_are_or_as_stores_were_started() -> None
     assert len({int(t) for c in claims.values() for t in c.tags[c.served]}) == 1
     # the store that was started with the rest has left, and that which had it has lost it
     left = {"a": store(((0, 3000),), 3, home=LOW), "c": store((), 0, home=())}
-    _, claims = placement(left, 1, "other")
+    _, claims = placement(left, 1, "other", elastic=True)
     assert {a: ranges_of(c.served) for a, c in claims.items()} == {
         "a": ((0, 3000),),
         "c": ((3000, 4096),),
     }
+    forgotten = "stores must serve each of 4096 slots once, got slot 2048 served 0 times by a, c; "
+    with pytest.raises(SchemaError, match=f"^{re.escape(forgotten)}"):
+        placement(left, 1, "other")
     assert not covers(left, 1)
     assert covers(moved, 1)
     message = (

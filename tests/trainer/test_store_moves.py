@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +152,8 @@ def test_slots_are_gathered_from_whoever_has_them_and_a_store_without_any_may_go
         writer.check()
         # who knows the run by the address of the store that has gone, too, does not wait for it
         begun = time.monotonic()
-        joined = group_over(*stores[:2], session="process", reset=False)["items"]
+        elastic = replace(ACCESS, elastic=True)
+        joined = group_over(*stores[:2], session="process", reset=False, access=elastic)["items"]
         rows = whole(writer.store)[0].tolist()
         assert whole(joined)[0].tolist() == rows
         assert time.monotonic() - begun < ACCESS.timeout_sec

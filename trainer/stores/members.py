@@ -99,7 +99,9 @@ class Members:
             SchemaError: one refuses or cannot be reached, or they do not serve every slot.
         """
         found = self._there()
-        version, claims = placement(found, self.replicas, self.session)
+        version, claims = placement(
+            found, self.replicas, self.session, elastic=self._access.elastic
+        )
         body: dict[str, Any] = {"owner": owner, "session": self.session, "version": version}
         body |= {"reset": reset, "layouts": [asdict(layout) for layout in layouts.values()]}
         for address, mine in claims.items():
@@ -115,7 +117,7 @@ class Members:
         """
         found = self.describe_all()
         there = {address: store for address, store in found.items() if store is not None}
-        if self.replicas == 1 and covers(there, self.replicas):
+        if self._access.elastic and self.replicas == 1 and covers(there, self.replicas):
             return there
         first = {a: described(self.peer(a).action(DESCRIBE, {})) for a in self.addresses}
         found = self._with_takers(first)

@@ -67,6 +67,8 @@ class Access:
     """Name that their certificates must bear; the host of the address when None."""
     timeout_sec: float = 30.0
     """Longest wait for an answer; a store that died has so long to come back."""
+    elastic: bool = False
+    """Whether stores may serve slots in the place of others that have left."""
 
 
 class Peer:

@@ -179,17 +179,18 @@ def resolve(
 
 
 def placement(
-    found: Mapping[str, Described], replicas: int, session: str
+    found: Mapping[str, Described], replicas: int, session: str, *, elastic: bool = False
 ) -> tuple[int, dict[str, Claims]]:
     """Return who shall serve what in a new session: as it is, or as stores were started.
 
-    A slot of a run that nobody serves any more, as its store has lost its directory, is served by
-    who was started with it; where that store has left, too, by one with few slots.
+    Where stores come and go, a slot of a run that nobody serves any more, as its store has left or
+    has lost its directory, is served by who was started with it, or by one with few slots.
 
     Args:
         found: address to what its store says.
         replicas: stores that serve each slot.
         session: the new one; it gives the claims their tag.
+        elastic: whether stores come and go.
 
     Returns:
         (version of the map, address to claims).
@@ -203,7 +204,7 @@ def placement(
     held = _held(stores)
     if not (held.sum(0) == replicas).all():
         home = np.stack([store.home for store in stores])
-        if replicas == 1 and held.any():
+        if elastic and replicas == 1 and held.any():
             held = _filled(held, home)
         else:
             held = home

@@ -44,7 +44,7 @@ def prepare_stores(place: Workplace, numbers: Sequence[int], reach: Reach | None
     body["data"]["schema"] = str((place.job_file.parent / schema).resolve())
     train = body["train"] = body.get("train") or {}
     kept = {k: v for k, v in (train.get("stores") or {}).items() if k in ("timeout", "replicas")}
-    train["stores"] = {**kept, **found}
+    train["stores"] = {**kept, **found, "elastic": True}
     text = yaml.safe_dump(body, sort_keys=False).encode()
     if not place.served_job.exists() or place.served_job.read_bytes() != text:
         replace_bytes(place.served_job, text)
@@ -72,7 +72,8 @@ def discard_stores(place: Workplace, numbers: Collection[int]) -> None:
     """
     for folder in place.stores.iterdir() if place.stores.is_dir() else ():
         if folder.is_dir() and folder.name.isdigit() and int(folder.name) not in numbers:
-            shutil.rmtree(folder)
+            (folder / STORE_ADDRESS).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # it may be written yet
 
 
 def store_folder(place: Workplace, number: int) -> Path:

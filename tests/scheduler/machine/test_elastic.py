@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scheduler.machine.allot import plans_of
 from scheduler.machine.elastic import RETRY_SEC
 from scheduler.machine.events import BudgetSet, Ended, LoadKnown, Moved
 from scheduler.machine.handle import handle
@@ -18,6 +19,7 @@ from scheduler.machine.slots import (
     shared_out,
 )
 from scheduler.machine.state import Action, JobState
+from schemas.errors import PlanError
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.world import BUDGET, check_laws, submitted
 
@@ -126,6 +128,11 @@ def test_a_move_that_failed_is_tried_again_later_and_slots_stay_where_they_were(
     (again,) = moves_of(bench.looks(2))
     assert again.values == move.values
     assert not moves_of(bench.looks(100)), "one at a time"
+    moved(bench, again, done=False)
+    assert not moves_of(bench.looks(2 * int(RETRY_SEC) - 1)), "later each time"
+    (third,) = moves_of(bench.looks(2))
+    moved(bench, third)
+    assert moves_of(bench.looks(1)), "at once when one did not fail"
 
 
 def test_the_lead_does_not_wait_for_a_store_that_has_no_slots() -> None:
@@ -216,3 +223,13 @@ def test_a_job_of_older_rules_keeps_its_stores() -> None:
     assert len(before.job.of_pool("store")) == 3
     before.tell(replace(AMPLE, time_sec=before.now))
     assert before.job.stores == (0, 1, 2)
+
+
+def test_a_job_whose_rows_lie_in_stores_is_not_planned_without_any() -> None:
+    bench = bench_of()
+    small = replace(bench.state, budget=replace(bench.state.budget, cpus=2.0))
+    job = replace(bench.job, replica_memory=8 << 30)  # which would hold all rows
+    with pytest.raises(PlanError, match=r"^budget must hold the smallest pools with a store"):
+        plans_of(job, small)
+    ample = replace(small, budget=replace(small.budget, cpus=16.0))
+    assert all(sizes.num_stores for sizes in plans_of(job, ample)[0])
