@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from scheduler.correction import ENOUGH
+from scheduler.correction import ENOUGH, HEADROOM
 from scheduler.machine.runner import Bound, Runner, bound
 from scheduler.machine.state import Action, JobState, PoolName, Process
 
@@ -78,7 +78,8 @@ class Pass:
         """
         refused = process.unspared_sec
         early = refused is not None and self.now_sec < refused + REFUSED_SEC
-        enough = memory_bytes <= (1.0 - ENOUGH) * process.memory_bytes
+        has = process.readings[-1][1] if process.readings else 0
+        enough = int(HEADROOM * has) <= memory_bytes <= (1.0 - ENOUGH) * process.memory_bytes
         can = self.elastic and self.resizes and process.status == "running" and not early
         if not can or not enough or process.memory_before is not None:
             return job

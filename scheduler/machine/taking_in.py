@@ -57,12 +57,13 @@ def on_resized(job: JobState, event: Resized, state: State) -> Handled:
     if not event.resized and process.is_changing:
         memory, cpus = process.memory_before, process.cpus_before
         less = memory is not None and process.memory_bytes < memory
+        refused_sec = process.refused_sec if less else None
         process = replace(
             process,
             memory_bytes=process.memory_bytes if memory is None else memory,
             cpus=process.cpus if cpus is None else cpus,
             fixed=process.fixed or (memory is not None and not less),
-            refused_sec=None if cpus is None else event.time_sec,
+            refused_sec=refused_sec if cpus is None else event.time_sec,
             unspared_sec=event.time_sec if less else process.unspared_sec,
         )
     process = replace(process, memory_before=None, cpus_before=None)

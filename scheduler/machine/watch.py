@@ -143,7 +143,7 @@ def memory_watches(
     """
     found: list[MemoryWatch] = []
     segments, trainers = job.of_pool("segment"), [*job.of_pool("lead"), *job.of_pool("replica")]
-    booked = sum(p.memory_bytes for p in job.processes.values())
+    booked = sum(p.held_memory for p in job.processes.values())
     free = max(0, room.memory - booked)
     last_step = job.num_steps
     for process in trainers:

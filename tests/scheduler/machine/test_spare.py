@@ -189,3 +189,42 @@ def test_segment_jobs_give_back_no_more_than_the_largest_left_over() -> None:
     found = builds(bench, 1, 2 * SPARE_LOOKS, 900 * MIB)
     (back,) = [a for a in found if a.verb == "give back" and "preprocessing" in a.reason]
     assert back.values["memory_bytes"] >= 1800 * MIB
+
+
+def test_less_memory_is_not_asked_for_again_once_it_has_been_outgrown() -> None:
+    bench = begun(PODS, num_segments=400)
+    trains(bench, 2 * SPARE_LOOKS)
+    (lead,) = bench.job.of_pool("lead")
+    asked = lead.memory_bytes
+    bench.at(Resized, "lead-0.1", resized=False)
+    for look in range(int(REFUSED_SEC / 6) + 4):
+        found = trains(bench, 1, min(1200 + 60 * look, 2500) * MIB)
+        given = [a.values["memory_bytes"] for a in found if a.verb == "resize"]
+        assert all(memory > 2500 * MIB for memory in given), f"it asked for {asked} again"
+
+
+def test_what_a_trainer_has_until_its_node_says_else_is_free_for_no_segment_job() -> None:
+    schedule = """\
+  training: {replica: {memory: 6GiB}, max_replicas: 1, max_stores: 0}
+  preprocessing: {worker: {memory: 1300MiB}, max_workers: 1}
+"""
+    budget = replace(PODS, memory_bytes=6 * GIB + 1500 * MIB)
+    bench = Bench(budget, submitted("first", 400, schedule))
+    bench.built(0, 3600.0)
+    grown, given = 0, list[Action]()
+    for look in range(120):
+        bench.stepped(2, 0.5)
+        position = bench.job.next_step
+        noise = position % 3 * MIB
+        bench.at(Read, "lead-0.1", position=position, resident_bytes=1200 * MIB + noise)
+        (lead,) = bench.job.of_pool("lead")
+        grown += 6 * MIB * (lead.memory_before is not None)
+        resident = 1130 * MIB + grown + look % 3 * MIB
+        bench.at(Read, "segment-1.1", position=6 * look, resident_bytes=resident)
+        found = bench.looks(1, 5.0)
+        assert not [a for a in found if a.verb == "stop"]
+        given += [a for a in found if a.verb == "resize" and a.process == "segment-1.1"]
+        check_laws(bench.state)
+        if given:
+            break
+    assert given[0].values["memory_bytes"] <= 1500 * MIB
