@@ -72,7 +72,7 @@ def outlook(
     pause_sec: float,
     largest_job: int | None = None,
     *,
-    served: bool | None = None,
+    served: bool = False,
 ) -> Outlook:
     """Compare a job's sizes with all others whose prediction is narrow enough to act upon.
 
@@ -83,15 +83,15 @@ def outlook(
         current: what runs.
         pause_sec: time that a change costs.
         largest_job: workers of one segment job at most; None where only limits bound it.
-        served: whether there are to be stores; None where that may change.
+        served: whether rows lie in stores, so that there must be some.
 
     Raises:
         PlanError: no size fits.
     """
     near = _within_reach(config, current)
     grid = candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
-    if served is not None:
-        grid = grid[(grid.num_stores > 0) == served]
+    if served:
+        grid = grid[grid.num_stores > 0]
     grid = grid[_trusted(grid, snapshot, config, models)]
     now = _of(current.grid, snapshot, config, models)
     known = bool(_trusted(current.grid, snapshot, config, models)[0])

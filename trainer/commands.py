@@ -77,10 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores that serve a run")
     move.add_argument(
-        "--from",
-        dest="givers",
-        required=True,
-        help="address of the store that has them",
+        "--from", dest="givers", required=True, help="address of the store that has them"
     )
     move.add_argument("--to", required=True, help="address of who takes them")
     move.add_argument("--slots", required=True, help="START:END of 4,096[,...]")

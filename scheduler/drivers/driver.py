@@ -24,7 +24,7 @@ from scheduler.drivers.process.commands import (
 from scheduler.drivers.process.stores import discard_stores, load_known, prepare_stores
 from scheduler.drivers.process.submit import HISTORY
 from scheduler.drivers.process.workplace import Workplace
-from scheduler.drivers.processes import Needs, Platform, Processes
+from scheduler.drivers.processes import Needs, Platform, Processes, Reach
 from scheduler.drivers.runners.place import Local, Place
 from scheduler.drivers.teach import teach
 from scheduler.machine.codec import decision_of
@@ -261,7 +261,7 @@ class Driver:
                 self._tell(known)
         if not job.moving:
             return
-        move = children.newest(f"move-{job.moving[0]}-to-")
+        move = _newest_move(job, children)
         if move is None or not children.lives(move):
             target = -1 if move is None else int(move.split("-to-")[1].partition(".")[0])
             moved = move is not None and bool(children.output(move))
@@ -328,9 +328,14 @@ class Driver:
 
     def _without(self, store: Process, job: JobState, children: Processes) -> None:
         """Go on when a store has ended: a move may wait for it for an hour."""
-        move = children.newest(f"move-{job.moving[0]}-to-") if job.moving else None
+        move = _newest_move(job, children)
         if move is not None and store.status != "leaving" and children.lives(move):
             children.end(move)
+        self._discard(job)
+
+    def _prepare_stores(self, job: JobState, reach: Reach | None) -> None:
+        """Name the stores for who begins now, and no others."""
+        prepare_stores(self._places[job.name], _with_slots(job), reach)
         self._discard(job)
 
     def _discard(self, job: JobState) -> None:
@@ -343,8 +348,7 @@ class Driver:
         """Move ranges of slots, from whichever store has them."""
         source, target = int(action.values["source"]), int(action.values["target"])
         whole = bool(action.values.get("whole"))
-        running = [p.number for p in job.of_pool("store") if p.status == "running"]
-        givers = [source] if whole else [n for n in running if n != target]
+        givers = [source] if whole else [n for n in job.running_stores if n != target]
         name = f"move-{job.moving[0]}-to-{target}.{int(1000 * self.state.now_sec)}"
         ranges, place = () if whole else job.moving, self._places[job.name]
         children.start(name, move_command(place, ranges, givers, target, children.reach))
@@ -359,12 +363,10 @@ class Driver:
                 (place.run / TOGETHER).unlink(missing_ok=True)  # of a lead that was killed
             served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
             if served:
-                prepare_stores(place, _with_slots(job), reach)
-                self._discard(job)
+                self._prepare_stores(job, reach)
             command = lead_command(place, grouped=grouped, served=served, reach=reach)
         elif process.pool == "store":
-            prepare_stores(place, _with_slots(job), reach)
-            self._discard(job)
+            self._prepare_stores(job, reach)
             count = job.num_homes or job.num_stores or 0
             command = store_command(place, process.number, count, reach, job.first_home)
         else:
@@ -373,6 +375,11 @@ class Driver:
             command = replica_command(place, process.number, threads, reach)
         needs = Needs(cpus=process.cpus, memory_bytes=process.memory_bytes)
         children.start(process.name, command, needs)
+
+
+def _newest_move(job: JobState, children: Processes) -> str | None:
+    """Return the process of the slots that are on their way, None where there is none."""
+    return children.newest(f"move-{job.moving[0]}-to-") if job.moving else None
 
 
 def _with_slots(job: JobState) -> list[int]:

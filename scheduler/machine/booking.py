@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from scheduler.correction import ENOUGH, HEADROOM
@@ -58,18 +59,13 @@ class Pass:
     ) -> JobState:
         """Give a process more memory as it runs; where that cannot be, end it for one that has."""
         before = process.memory_before or process.memory_bytes
-        more = max(memory_bytes, before) - process.held_memory
+        grown = replace(process, memory_bytes=memory_bytes, memory_before=before)
+        more = grown.held_memory - process.held_memory
         can = self.resizes and process.status == "running" and not process.fixed
         if not can or not self.fits(0.0, more):
             return self.leave(job, process, reason, stop=stop)
         self.memory_bytes -= more
-        values = {"memory_bytes": float(memory_bytes)}
-        action = Action(
-            verb="resize", job=job.name, process=process.name, reason=reason, values=values
-        )
-        self.actions.append(action)
-        grown = replace(process, memory_bytes=memory_bytes, memory_before=before)
-        return replace(job, processes={**job.processes, process.name: grown})
+        return self._resize(job, grown, reason, {"memory_bytes": float(memory_bytes)})
 
     def spare(self, job: JobState, process: Process, memory_bytes: int) -> JobState:
         """Book less memory for a process as it runs, where memory is a limit; it stays.
@@ -84,13 +80,8 @@ class Pass:
         if not can or not enough or process.memory_before is not None:
             return job
         reason = f"it is to have {memory_bytes:,} bytes instead of {process.memory_bytes:,}"
-        values = {"memory_bytes": float(memory_bytes)}
-        action = Action(
-            verb="resize", job=job.name, process=process.name, reason=reason, values=values
-        )
-        self.actions.append(action)
         spared = replace(process, memory_bytes=memory_bytes, memory_before=process.memory_bytes)
-        return replace(job, processes={**job.processes, process.name: spared})
+        return self._resize(job, spared, reason, {"memory_bytes": float(memory_bytes)})
 
     def fit(self, job: JobState, process: Process, cpus: float) -> JobState:
         """Book other cores for a process as it runs, as far as there are more; it stays.
@@ -109,18 +100,20 @@ class Pass:
         if more > 0.0 and not self.fits(more, 0):
             return job
         self.cpus -= more
-        if self.resizes:
-            reason = f"it is to have {cpus:.2f} cores instead of {process.cpus:.2f}"
-            self.actions.append(
-                Action(
-                    verb="resize",
-                    job=job.name,
-                    process=process.name,
-                    reason=reason,
-                    values={"cpus": cpus},
-                )
-            )
-        return replace(job, processes={**job.processes, process.name: fitted})
+        if not self.resizes:
+            return replace(job, processes={**job.processes, process.name: fitted})
+        reason = f"it is to have {cpus:.2f} cores instead of {process.cpus:.2f}"
+        return self._resize(job, fitted, reason, {"cpus": cpus})
+
+    def _resize(
+        self, job: JobState, process: Process, reason: str, values: Mapping[str, float]
+    ) -> JobState:
+        """Have a process be given in place what is booked for it now."""
+        action = Action(
+            verb="resize", job=job.name, process=process.name, reason=reason, values=values
+        )
+        self.actions.append(action)
+        return replace(job, processes={**job.processes, process.name: process})
 
     def start(
         self,

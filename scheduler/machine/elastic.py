@@ -20,7 +20,7 @@ from scheduler.machine.slots import (
     spans,
 )
 from scheduler.machine.state import Action, JobState
-from scheduler.machine.watch import accesses_at
+from scheduler.machine.watch import accesses_at, step_in
 from scheduler.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
 from scheduler.outlook import Sizes
 
@@ -90,10 +90,8 @@ def _numbers(job: JobState) -> list[int]:
 
 def is_served(job: JobState) -> bool:
     """Tell whether all stores run that have slots, and those that are too many are gone."""
-    stores = job.of_pool("store")
-    running = {p.number for p in stores if p.status == "running"}
-    gone = all(p.number in job.stores for p in stores)
-    return gone and running >= set(job.owners or job.stores)
+    gone = all(p.number in job.stores for p in job.of_pool("store"))
+    return gone and set(job.owners or job.stores) <= set(job.running_stores)
 
 
 def are_there(job: JobState, sizes: Sizes) -> bool:
@@ -117,7 +115,7 @@ def move_slots(
         ahead_steps: steps from now at which loads are looked at.
         now_sec: the time.
     """
-    running = {p.number for p in job.of_pool("store") if p.status == "running"}
+    running = set(job.running_stores)
     wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_unmoved - 1))
     early = job.unmoved_sec is not None and now_sec < job.unmoved_sec + wait
     trains = any(p.status == "running" for p in job.of_pool("lead"))
@@ -141,7 +139,7 @@ def move_slots(
     mean = sum(counts) / len(staying)
     mine = loads_of(job.owners, counts, staying)[move.source]
     left = mine - sum(counts[number] for number in move.ranges)
-    known = f" at step {step}, as the oracle knows" if job.load is not None else ""
+    known = "" if step is None else f" at step {step}, as the oracle knows"
     why = (
         f"store {move.source} is to answer {mine / mean:.2f} times the mean{known}; the move "
         f"leaves {left / mean:.2f}"
@@ -159,34 +157,30 @@ def most_ranges(job: JobState, num_stores: int) -> int:
 
 def _to_search(job: JobState, staying: Collection[int]) -> int | None:
     """Return a store that is to go and may have slots that nobody knows of."""
-    running = {p.number for p in job.of_pool("store") if p.status == "running"}
+    running = job.running_stores
     found = [n for n in job.unsure if n in running and n not in staying and n in job.stores]
     return found[-1] if found and set(staying) & set(job.owners) else None
 
 
-def counts_of(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int]:
+def counts_of(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int | None]:
     """Return what each range is to be asked for, and at which step; the same where nobody knows.
 
     Args:
         job: whose load is known, or not.
         ahead_steps: steps from now.
     """
-    load, step = job.load, job.next_step + ahead_steps
-    if load is None or not load.num_steps:
-        return [1.0] * len(job.owners), step
-    step = min(step, load.num_steps - 1)
-    return accesses_at(load, step).tolist(), step
+    step = step_in(job, ahead_steps)
+    if job.load is None or step is None:
+        return [1.0] * len(job.owners), None
+    return accesses_at(job.load, step).tolist(), step
 
 
 def _moved(
     job: JobState, move: Move, why: str, values: dict[str, float]
 ) -> tuple[JobState, list[Action]]:
-    one = len(move.ranges) == 1
-    what = (
-        f"range {move.ranges[0]} of the slots moves"
-        if one
-        else (f"ranges {spans(move.ranges)} of the slots move")
-    )
+    many = len(move.ranges) > 1
+    what = f"ranges {spans(move.ranges)}" if many else f"range {move.ranges[0]}"
+    what += f" of the slots {'move' if many else 'moves'}"
     action = Action(
         verb="migrate",
         job=job.name,

@@ -73,8 +73,9 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
             cpus=budget.cpus + workers * first.worker.cpus,
             memory=budget.memory + workers * job.worker_memory,
         )
-    free = job.num_stores is None or bool(job.stores)
-    stores = second.max_stores if free else job.num_stores or 0
+    stores = job.num_stores
+    if stores is None or job.stores:
+        stores = second.max_stores
     deadline = config.deadline
     if deadline is not None:
         deadline = max(timedelta(seconds=1), deadline - timedelta(seconds=now_sec - job.since_sec))

@@ -74,7 +74,7 @@ def _look_at(job: JobState, sizes: Sizes, state: State) -> tuple[JobState, list[
             sizes,
             PAUSE_SEC,
             left.largest_job,
-            served=bool(job.num_stores) if job.stores else None,
+            served=bool(job.stores),
         )
     except PlanError:
         return job, found  # nothing fits what is free now, so nothing can be better

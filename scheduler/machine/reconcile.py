@@ -160,8 +160,7 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
         for process in replicas:  # they know another lead
             job = done.leave(job, process, "its lead is gone", stop=True)
         return job
-    running = [p for p in job.of_pool("store") if p.status == "running"]
-    served = is_served(job) if job.stores else job.num_stores == len(running)
+    served = is_served(job) if job.stores else job.num_stores == len(job.running_stores)
     if lead is None and served:
         job = done.start(job, "lead", 0, "a segment is there to train on")
     if not job.grouped or lead is None or lead.status != "running":

@@ -221,6 +221,11 @@ class JobState:
         """Stores that have slots."""
         return len(set(self.owners)) if self.stores and self.owners else self.num_stores or 0
 
+    @property
+    def running_stores(self) -> list[int]:
+        """Numbers of the stores that run."""
+        return [p.number for p in self.of_pool("store") if p.status == "running"]
+
     def of_pool(self, pool: PoolName) -> list[Process]:
         """Return the live processes of one pool, by number."""
         found = [p for p in self.processes.values() if p.pool == pool]

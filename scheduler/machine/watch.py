@@ -88,6 +88,16 @@ def steps_ahead(left: Left, step_sec: float) -> int | None:
     return int(LEAD_SEC / step_sec) if left.models.training.num_cells else None
 
 
+def step_in(job: JobState, num_steps: int) -> int | None:
+    """Return the step that comes after so many, the last that the oracle knows of at most.
+
+    None where it knows of none.
+    """
+    if job.load is None or not job.load.num_steps:
+        return None
+    return min(job.next_step + num_steps, job.load.num_steps - 1)
+
+
 def accesses_at(load: LoadKnown, step: int) -> np.ndarray:
     """Return the accesses of each range of slots in the period of a step; the last one's beyond.
 
@@ -106,10 +116,9 @@ def hot_range(job: JobState, ahead_steps: int) -> tuple[int, int, str] | None:
         job: whose load is known.
         ahead_steps: steps from now at which loads are looked at.
     """
-    load, stores = job.load, sorted(set(job.owners))
-    if load is None or len(stores) < 2 or job.moving or not load.num_steps:
+    load, stores, step = job.load, sorted(set(job.owners)), step_in(job, ahead_steps)
+    if load is None or step is None or len(stores) < 2 or job.moving:
         return None
-    step = min(job.next_step + ahead_steps, load.num_steps - 1)
     counts, owners = accesses_at(load, step), np.array(job.owners)
     loads = loads_of(job.owners, counts.tolist(), stores)
     busiest, idlest = max(stores, key=loads.__getitem__), min(stores, key=loads.__getitem__)

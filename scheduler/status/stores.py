@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scheduler.machine.left import Left
 from scheduler.machine.slots import loads_of, spans
 from scheduler.machine.state import ENDED, JobState
-from scheduler.machine.watch import accesses_at, step_sec_of, steps_ahead
+from scheduler.machine.watch import accesses_at, step_in, step_sec_of, steps_ahead
 from scheduler.status.processes import ProcessView, process_view
 from schemas.events import Decision
 
@@ -41,10 +41,12 @@ class Move:
     """The store that is to have them; None where the decision is too long ago to be kept."""
 
 
-def ranges_in_words(move: Move) -> str:
-    """Return what moves, with its verb."""
+def in_words(move: Move) -> str:
+    """Return what moves from where to where, as far as it is known."""
     many = len(move.ranges) > 1
-    return f"ranges {spans(move.ranges)} are" if many else f"range {move.ranges[0]} is"
+    what = f"ranges {spans(move.ranges)} are" if many else f"range {move.ranges[0]} is"
+    target = "" if move.target is None else f" to {move.target}"
+    return f"{what} moving from {move.source}{target}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,8 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
     numbers = sorted(processes.keys() | set(owners))
     if not numbers:
         return None
-    now, ahead = _step_in(job, 0), _step_in(job, _steps_ahead(job, left))
+    now, num_steps = step_in(job, 0), _steps_ahead(job, left)
+    ahead = None if num_steps is None else step_in(job, num_steps)
     shares, shares_ahead = (_shares(job, owners, numbers, step) for step in (now, ahead))
     return Stores(
         stores=tuple(
@@ -100,13 +103,6 @@ def _steps_ahead(job: JobState, left: Left | None) -> int | None:
     if left is None or job.sizes is None:
         return None
     return steps_ahead(left, step_sec_of(left, job.sizes))
-
-
-def _step_in(job: JobState, num_steps: int | None) -> int | None:
-    """Return the step that comes after so many, the last that the oracle knows of at most."""
-    if num_steps is None or job.load is None or not job.load.num_steps:
-        return None
-    return min(job.next_step + num_steps, job.load.num_steps - 1)
 
 
 def _shares(

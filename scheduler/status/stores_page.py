@@ -9,7 +9,7 @@ from scheduler.machine.watch import LEAD_SEC
 from scheduler.status.charts import meter
 from scheduler.status.numbers import memory, percent
 from scheduler.status.parts import cores, table, text
-from scheduler.status.stores import Move, Stores, StoreView, ranges_in_words
+from scheduler.status.stores import Move, Stores, StoreView, in_words
 from schemas.hashing import NUM_SLOTS
 
 TONES = 4
@@ -70,8 +70,7 @@ def _unseen(said: str) -> str:
 def _moving(move: Move | None) -> str:
     if move is None:
         return "No range is moving."
-    target = "" if move.target is None else f" to {move.target}"
-    return f"{ranges_in_words(move).capitalize()} moving from {move.source}{target}."
+    return f"{in_words(move).capitalize()}."
 
 
 def _row(store: StoreView) -> tuple[str, ...]:

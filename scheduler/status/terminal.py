@@ -17,7 +17,7 @@ from scheduler.status.board import Board
 from scheduler.status.journal import Incident
 from scheduler.status.numbers import clock, digits, duration, memory, percent, visible
 from scheduler.status.page import headline
-from scheduler.status.stores import Stores, StoreView, ranges_in_words
+from scheduler.status.stores import Stores, StoreView, in_words
 from scheduler.status.view import JobView, PoolView, View
 from schemas.errors import SchemaError
 
@@ -123,9 +123,7 @@ def _stores(job: str, stores: Stores) -> Text:
     """Return who holds a job's rows in one line."""
     told = [_store(store) for store in stores.stores]
     if stores.move is not None:
-        target = "" if stores.move.target is None else f" to {stores.move.target}"
-        what = ranges_in_words(stores.move)
-        told.append(f"{what} moving from {stores.move.source}{target}")
+        told.append(in_words(stores.move))
     return Text(visible(f"{job}: stores {'; '.join(told)}"))
 
 

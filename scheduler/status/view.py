@@ -237,7 +237,5 @@ def _wanted(job: JobState, name: PoolName) -> int:
     if not job.built:
         return 0
     replicas = sizes.num_replicas if job.grouped else 0
-    stores = job.num_stores or 0
-    if job.stores:
-        stores = wanted_stores(sizes)
+    stores = wanted_stores(sizes) if job.stores else job.num_stores or 0
     return {"lead": 1, "replica": replicas, "store": stores}[name]

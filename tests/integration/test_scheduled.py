@@ -123,6 +123,15 @@ def command(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def check_bits(repository: Path, job: Path, folder: Path, again: Path) -> None:
+    """Check that a job's run has the bits of one that nobody disturbs."""
+    words = ("train", str(job), "--dataset", str(folder / "dataset"), "--output", str(again))
+    trained = command(repository, "trainer", *words)
+    assert trained.returncode == 0, trained.stderr
+    equal = command(repository, "trainer", "equal", str(folder / "run"), str(again))
+    assert equal.returncode == 0, equal.stdout + equal.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_undisturbed_ones(
@@ -180,11 +189,4 @@ def test_jobs_whose_processes_and_scheduler_are_killed_finish_with_the_bits_of_u
     past = (output / "history" / "jobs.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["name"] for line in past) == ["demo", "urgent"]
 
-    again = tmp_path / "undisturbed"
-    dataset = str(output / "demo" / "dataset")
-    trained = command(
-        repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
-    )
-    assert trained.returncode == 0, trained.stderr
-    equal = command(repository, "trainer", "equal", str(output / "demo" / "run"), str(again))
-    assert equal.returncode == 0, equal.stdout + equal.stderr
+    check_bits(repository, demo, output / "demo", tmp_path / "undisturbed")

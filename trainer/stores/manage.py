@@ -44,9 +44,7 @@ def migrate_slots(
         SchemaError: a store refuses or cannot be reached; the giver has the slots still, or will
             as soon as it hears of the taker.
     """
-    body = {"to": taker, "slots": slots}
-    access = _access(token_file, trusted, certificate_name)
-    return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"])
+    return _moved(giver, taker, slots, _access(token_file, trusted, certificate_name))
 
 
 def gather_slots(
@@ -83,10 +81,8 @@ def gather_slots(
         if giver == taker:
             continue
         serves = described(_asked(giver, DESCRIBE, {}, _TELL_SEC, access)).claims.served
-        if not (mine := wanted & serves).any():
-            continue
-        body = {"to": taker, "slots": ranges_of(mine)}
-        moves.append(Moved(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"]))
+        if (mine := wanted & serves).any():
+            moves.append(_moved(giver, taker, ranges_of(mine), access))
     return Moved(
         num_rows=sum(one.num_rows for one in moves),
         num_rounds=max((one.num_rounds for one in moves), default=0),
@@ -125,6 +121,11 @@ def restart_store(
     """
     access = _access(token_file, trusted, certificate_name)
     _asked(address, RESTART, {}, _TELL_SEC, access)
+
+
+def _moved(giver: str, taker: str, slots: Ranges, access: Access) -> Moved:
+    body = {"to": taker, "slots": slots}
+    return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"])
 
 
 def _access(token_file: Path, trusted: Path | None, certificate_name: str | None) -> Access:

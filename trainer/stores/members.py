@@ -16,14 +16,7 @@ from schemas.errors import SchemaError
 from trainer.stores.claims import text_of
 from trainer.stores.failures import MapChangedError, StoreGoneError, StoreLostError
 from trainer.stores.peer import Access, Peer, unreachable
-from trainer.stores.slot_map import (
-    Described,
-    SlotMap,
-    covers,
-    described,
-    placement,
-    resolve,
-)
+from trainer.stores.slot_map import Described, SlotMap, covers, described, placement, resolve
 from trainer.stores.store import TableLayout
 from trainer.stores.wire import DESCRIBE, FENCE, OPEN
 
@@ -115,13 +108,12 @@ class Members:
 
         Of copies it may have the newer one, so then all are waited for.
         """
-        found = self.describe_all()
-        there = {address: store for address, store in found.items() if store is not None}
-        if self._access.elastic and self.replicas == 1 and covers(there, self.replicas):
-            return there
+        if self._access.elastic and self.replicas == 1:
+            there = _known(self.describe_all())
+            if covers(there, self.replicas):
+                return there
         first = {a: described(self.peer(a).action(DESCRIBE, {})) for a in self.addresses}
-        found = self._with_takers(first)
-        return {address: store for address, store in found.items() if store is not None}
+        return _known(self._with_takers(first))
 
     def learn_anew(self, before: SlotMap) -> None:
         """Find out who serves what, after a store refused or was gone under a map.
@@ -234,3 +226,8 @@ class Members:
 
         wanted = sorted(addresses)
         return dict(zip(wanted, self._pool.map(ask, wanted), strict=True))
+
+
+def _known(found: Mapping[str, Described | None]) -> dict[str, Described]:
+    """Return what those say that answered."""
+    return {address: store for address, store in found.items() if store is not None}
