@@ -15,10 +15,9 @@ import pyarrow.parquet as pq
 from benchmarks.oracle_tables import NUM_ROWS
 from pipelines.beam.ipc import to_bytes
 from pipelines.beam.runner import run_pipeline
+from pipelines.beam.tables import InRounds, NumberAccesses
 from pipelines.oracle.linking import LINKING, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
-from pipelines.oracle.rounds import InRounds
-from pipelines.oracle.stages import NumberAccesses
 from pipelines.parts.lookups import lookups_table
 from schemas.checked import CheckedFile, describe_file
 from schemas.distinct import distinct

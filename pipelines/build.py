@@ -13,36 +13,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import apache_beam as beam
-
+from pipelines import executor
 from pipelines.beam.context import BuildContext
-from pipelines.beam.runner import pipeline_options, run_pipeline
-from pipelines.beam.transforms import (
-    BLOCKS,
-    EVENTS,
-    REJECTS,
-    SAMPLES,
-    SAMPLING,
-    BuildParts,
-    MakeSamples,
-    ReadRows,
-)
-from pipelines.build_options import shuffle_of
 from pipelines.groups.job import with_groups
-from pipelines.learned.files import (
-    LEARNED,
-    learned_so_far,
-    place_learned,
-    returned_files,
-    stage_learned,
-)
-from pipelines.learned.inputs import learned_inputs
-from pipelines.learned.learn import Learn
-from pipelines.oracle.stages import NumberAccesses
+from pipelines.learned.files import learned_so_far, place_learned, returned_files, stage_learned
 from pipelines.parts.part import PartResult, unpacked
 from pipelines.prepare import BuildRequest, check_map, prepare
 from pipelines.progress import watched
-from pipelines.samples.sampling_units import MergeCounts, write_units
+from pipelines.runners import in_process, runner_module
+from pipelines.samples.sampling_units import write_units
 from pipelines.segments.admit import admit, finished_segments, proposal_of
 from pipelines.segments.commit import finish_segment
 from pipelines.segments.days import position_of_day, replaced_by
@@ -52,7 +31,7 @@ from pipelines.segments.pinned import identity_of
 from pipelines.segments.publish import publish, settle
 from pipelines.segments.turn import wait_for_turn
 from pipelines.sources.folder import folder_of
-from pipelines.sources.late import add_counts, read_counts, write_counts
+from pipelines.sources.late import read_counts, write_counts
 from pipelines.sources.rejects import Reject, sort_key
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -79,44 +58,6 @@ class Built:
     reference: Reference
     built: bool
     waited_sec: float = 0.0
-
-
-def segment_pipeline(
-    pipeline: beam.Pipeline, context: BuildContext
-) -> Mapping[str, beam.PCollection]:
-    """Add the whole build of one segment to a pipeline."""
-    return segment_of_rows(pipeline, pipeline | "ReadRows" >> ReadRows(context), context)
-
-
-def segment_of_rows(
-    pipeline: beam.Pipeline, rows: Mapping[str, beam.PCollection], context: BuildContext
-) -> Mapping[str, beam.PCollection]:
-    """Add the build of one segment to a pipeline that has its raw rows.
-
-    Args:
-        pipeline: where it is added.
-        rows: (source, table) pairs as `SAMPLES`, and `REJECTS`.
-        context: of the build.
-    """
-    samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
-    outputs: dict[str, beam.PCollection] = {}
-    if learned_inputs(context.data):
-        learn = Learn(context.segment_root, context.data, context.learned)
-        outputs["learned"] = samples[LEARNED] | "Learn" >> learn
-    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
-    number = NumberAccesses(context.segment_root, context.data.tables, context.num_parts)
-    tables = parts[BLOCKS] | "NumberAccesses" >> number
-    rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
-    units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())
-    events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
-    return {
-        **outputs,
-        "parts": parts[SAMPLES],
-        "tables": tables,
-        "rejects": rejects,
-        "units": units,
-        "events": events,
-    }
 
 
 def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Built:
@@ -156,7 +97,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         key_types=prepared.key_types,
         num_parts=num_parts_of(listing, job.data),
         learned=learned_so_far(request.dataset),
-        shuffle_by=shuffle_of(pipeline_options(request.beam_args)),
+        shuffle_by=shuffle_by(request.beam_args),
     )
     with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
         if (building / MANIFEST).exists():
@@ -178,6 +119,14 @@ def hashes_of(
     return hashes, hash_of([*hashes, [asdict(f) for f in listing]])[:12]
 
 
+def shuffle_by(beam_args: list[str]) -> str:
+    """Return how samples cross the shuffle of the runner that is asked for."""
+    if in_process(beam_args):
+        return "memory"
+    options = runner_module("runner").pipeline_options(beam_args)
+    return runner_module("options").shuffle_of(options)
+
+
 def num_parts_of(listing: Sequence[InputFile], data: DataConfig) -> int:
     """Return the parts of a segment: by the bytes that become samples, so without side tables."""
     size = sum(f.num_bytes for f in listing if f.source in data.sources)
@@ -191,13 +140,11 @@ def write_segment(
     building = context.segment_root
     stage_learned(request.dataset, context.learned, building)
     with watched(building, context.num_parts, request.say):
-        outcome = run_pipeline(
-            lambda p: segment_pipeline(p, context),
-            request.beam_args,
-            building,
-            context.num_parts,
-        )
-    finish_written(request, context, key, hashes, outcome.values)
+        if in_process(request.beam_args):
+            values = executor.run_segment(context)
+        else:
+            values = runner_module("segment").run_segment(context, request.beam_args)
+    finish_written(request, context, key, hashes, values)
 
 
 def finish_written(

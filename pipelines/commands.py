@@ -1,4 +1,7 @@
-"""What each command of the data pipelines takes, and which function it calls."""
+"""What each command of the data pipelines takes, and which function it calls.
+
+Modules that import Beam, which takes seconds, are loaded by the commands that run on it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,11 @@ from typing import Any
 
 from pipelines.build import build
 from pipelines.forget.at_once import ForgetRequest, forget
-from pipelines.forget.rewriting import RewriteRequest as WithoutForgotten
-from pipelines.forget.rewriting import rewrite as rewrite_forgotten
 from pipelines.gate.judge import GateError
 from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.oracle.command import oracle
 from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
-from pipelines.rewrite.command import RewriteRequest, rewrite
 from pipelines.segments.finish import finish
 from pipelines.segments.prune import prune
 from pipelines.segments.verify import verify
@@ -282,7 +282,8 @@ def _process_start() -> float:
 
 
 def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    request = RewriteRequest(
+    module = importlib.import_module("pipelines.rewrite.command")  # brings Beam
+    request = module.RewriteRequest(
         folder=arguments.folder,
         output=arguments.output,
         layout=arguments.layout,
@@ -293,7 +294,7 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         attempt=uuid.uuid4().hex[:12],
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    _say(arguments, rewrite(request))
+    _say(arguments, module.rewrite(request))
     return 0
 
 
@@ -320,7 +321,8 @@ def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         )
         found["forgotten"] = forget(request)
     if rewrites:
-        rewriting = WithoutForgotten(
+        module = importlib.import_module("pipelines.forget.rewriting")  # brings Beam
+        rewriting = module.RewriteRequest(
             dataset=arguments.dataset,
             older_than=arguments.older_than if arguments.rewrite else None,
             rejects_older_than=arguments.rejects_older_than,
@@ -331,7 +333,7 @@ def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             attempt=uuid.uuid4().hex[:12],
             say=_progress,
         )
-        found["rewritten"] = rewrite_forgotten(rewriting)
+        found["rewritten"] = module.rewrite(rewriting)
     _say(arguments, found)
     return 0
 

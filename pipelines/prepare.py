@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
-from apache_beam.io.filesystems import FileSystems
 
-from pipelines.beam.runner import pipeline_options
 from pipelines.learned.check_transforms import check_transforms
+from pipelines.runners import in_process
 from pipelines.samples.check_joins import broadcast_sides, key_types
 from pipelines.samples.check_repeatable import check_repeatable
 from pipelines.samples.check_sql import check_map_sql, first_rows
@@ -225,7 +225,8 @@ def _input_folder(request: BuildRequest) -> Folder:
     """
     folder = folder_of(request.input_root)
     if not folder.is_local:
-        FileSystems.set_options(pipeline_options(request.beam_args))
+        args = [] if in_process(request.beam_args) else request.beam_args
+        importlib.import_module("pipelines.sources.remote").use_options(args)
     elif request.dataset.resolve().is_relative_to(Path(folder.root).resolve()):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "

@@ -11,15 +11,16 @@ import apache_beam as beam
 from pipelines.beam.commit import SEGMENT, Wanted, committed
 from pipelines.beam.context import BuildContext
 from pipelines.beam.io import INCOMING
-from pipelines.beam.transforms import REJECTS
-from pipelines.build import PART_INPUT_BYTES, hashes_of, num_parts_of, segment_pipeline
-from pipelines.build_options import shuffle_of
+from pipelines.beam.options import shuffle_of
+from pipelines.beam.segment import segment_pipeline
+from pipelines.build import PART_INPUT_BYTES, hashes_of, num_parts_of
 from pipelines.groups.job import with_groups
 from pipelines.learned.files import learned_so_far, stage_learned
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.segments.admit import admit
 from pipelines.sources.folder import folder_of
 from pipelines.sources.rejects import Reject
+from pipelines.stages import REJECTS
 from schemas.features import load_features
 from schemas.job import load_job
 

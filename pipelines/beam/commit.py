@@ -11,12 +11,12 @@ import apache_beam as beam
 from apache_beam import pvalue
 
 from pipelines.beam.context import BuildContext
-from pipelines.beam.transforms import REJECTS
 from pipelines.build import finish_written, hashes_of
 from pipelines.prepare import BuildRequest
 from pipelines.segments.admit import admit, finished_segments, proposal_of
 from pipelines.segments.lock import locked, workplace
 from pipelines.segments.publish import publish
+from pipelines.stages import REJECTS
 from schemas.features import FeatureSet
 from schemas.job import Job
 from schemas.layout import MANIFEST, SEGMENTS
@@ -77,7 +77,7 @@ def committed(listing: Any, made: Mapping[str, Any], wanted: Wanted) -> dict[str
 
     Args:
         listing: PCollection of one tuple, the input as the manifest names it.
-        made: outputs of `build.segment_of_rows`.
+        made: outputs of `segment.segment_of_rows`.
         wanted: the segment.
 
     Returns:

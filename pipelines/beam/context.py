@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipelines.beam.shuffle import ByReference, ByValue, Crossing
+from pipelines.beam.shuffle import ByReference, ByValue, Crossing, InMemory
 from pipelines.samples.sql import BadRow
 from pipelines.samples.steps import Steps
 from pipelines.sources.folder import Folder
@@ -35,7 +35,7 @@ class BuildContext:
         broadcast: side tables that every worker holds.
         key_types: by side table, the type in which its key is compared.
         learned: files of what the segments before learned, path to sha256.
-        shuffle_by: how samples cross the shuffle: `references` or `values`.
+        shuffle_by: how samples cross the shuffle: `references`, `values` or `memory`.
     """
 
     folder: Folder
@@ -57,6 +57,8 @@ class BuildContext:
         groups = tuple(self.data.groups)
         if self.shuffle_by == "values":
             return ByValue(groups)
+        if self.shuffle_by == "memory":
+            return InMemory()
         return ByReference(self.segment_root, groups)
 
     @property

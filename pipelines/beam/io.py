@@ -15,16 +15,16 @@ from typing import Any
 import apache_beam as beam
 import pyarrow as pa
 
+from pipelines.beam.coders import SourceRows
 from pipelines.beam.commit import Wanted, committed
-from pipelines.beam.table_coder import SourceRows
-from pipelines.beam.transforms import REJECTS, SAMPLES
-from pipelines.build import segment_of_rows
-from pipelines.build_options import shuffle_of
+from pipelines.beam.options import shuffle_of
+from pipelines.beam.segment import segment_of_rows
 from pipelines.learned.files import learned_so_far, stage_learned
 from pipelines.parts.expand import expanded_tables, remembered_row_group, row_groups, sample_columns
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.sources.folder import folder_of
 from pipelines.sources.given_rows import CONTENT, GivenContext, TypeRows, listing_of, sum_content
+from pipelines.stages import REJECTS, SAMPLES
 from schemas.absent import absent_columns
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

@@ -24,16 +24,22 @@ def from_bytes(data: bytes) -> pa.Table:
     return pa.ipc.open_stream(data).read_all()
 
 
-def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    """Yield (target, rows of that target as bytes), targets ascending, rows in order."""
+def cut_by(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
+    """Yield (target, rows of that target), targets ascending, rows in order."""
     if not table.num_rows:
         return
     order = np.argsort(target, kind="stable")
     sorted_rows, sorted_target = table.take(pa.array(order)), target[order]
     cuts = np.flatnonzero(np.diff(sorted_target, prepend=-1))
     for start, end in zip(cuts, [*cuts[1:], len(target)], strict=True):
-        for content in contents(sorted_rows.slice(start, end - start)):
-            yield int(sorted_target[start]), content
+        yield int(sorted_target[start]), sorted_rows.slice(start, end - start)
+
+
+def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
+    """Yield (target, rows of that target as bytes), targets ascending, rows in order."""
+    for part, rows in cut_by(table, target):
+        for content in contents(rows):
+            yield part, content
 
 
 def contents(table: pa.Table) -> Iterator[bytes]:

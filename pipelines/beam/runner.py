@@ -28,6 +28,7 @@ from apache_beam.runners.runner import PipelineResult
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
+from pipelines.runners import IN_PROCESS, in_process
 from pipelines.segments.partial import whole
 from schemas.errors import SchemaError
 
@@ -88,6 +89,11 @@ def run_pipeline(
     Raises:
         SchemaError: an option is unknown to Beam, or the pipeline failed.
     """
+    if in_process(beam_args):
+        raise SchemaError(
+            f"runner {IN_PROCESS} runs build, append and oracle, got another command; use a "
+            "runner of Beam"
+        )
     options = pipeline_options([*local_workers(beam_args, bundles), *beam_args])
     names: list[str] = []
     pipeline = beam.Pipeline(runner=local_runner(options), options=options)

@@ -7,22 +7,21 @@ grouping are read; what a failed attempt left behind goes with the directory at
 the commit.
 
 By value, where they do not: the runner's shuffle carries the tables themselves,
-as LZ4 Arrow IPC in packets of at most 8 MiB. The dataset has the same bytes.
+as LZ4 Arrow IPC in packets of at most 8 MiB. In memory, where all is one process
+(`executor.py`). The dataset has the same bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import pyarrow as pa
-from apache_beam.coders import Coder
-from apache_beam.coders.typecoders import registry
 
 from pipelines.beam.packets import from_message, messages, packets, to_message
 from pipelines.samples.tuples import Tuples
@@ -31,7 +30,6 @@ SHUFFLE = "shuffle"
 """Directory below a segment being built; gone before the commit."""
 
 _REFERENCE = "_reference_"
-_NUMBERS = struct.Struct(">qq")
 
 
 class Reference(NamedTuple):
@@ -46,30 +44,6 @@ class Reference(NamedTuple):
     name: str
     batch: int
     num_samples: int
-
-
-class ReferenceCoder(Coder):
-    """References as bytes, the same for equal ones; no runner looks into them."""
-
-    def encode(self, value: Reference) -> bytes:
-        """Return a reference as bytes."""
-        return _NUMBERS.pack(value.batch, value.num_samples) + value.name.encode()
-
-    def decode(self, encoded: bytes) -> Reference:
-        """Undo `encode`."""
-        batch, num_samples = _NUMBERS.unpack_from(encoded)
-        return Reference(encoded[_NUMBERS.size :].decode(), batch, num_samples)
-
-    def is_deterministic(self) -> bool:
-        """Return that equal references have equal bytes."""
-        return True
-
-    def to_type_hint(self) -> type[Reference]:
-        """Return what is encoded."""
-        return Reference
-
-
-registry.register_coder(Reference, ReferenceCoder)
 
 
 class Crossing(Protocol):
@@ -157,6 +131,29 @@ class ByValue:
     def _samples(self, message: bytes) -> Tuples:
         table, *uniques = from_message(message)
         return _without_references(table, dict(zip(self.groups, uniques, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Within one process: nothing is written."""
+
+    element: ClassVar[type] = Tuples
+
+    def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Tuples]]:
+        """Yield the samples of each part, which hold no memory of the others."""
+        alone = sum(part is not None for part in parts) == 1
+        for index, part in enumerate(parts):
+            if part is not None:
+                yield index, part if alone else _copied(part)
+
+    def receive(self, sent: Iterable[Tuples]) -> Iterable[Tuples]:
+        """Return the samples as they were sent."""
+        return list(sent)
+
+
+def _copied(part: Tuples) -> Tuples:
+    uniques = {g: table.take(pa.array(np.arange(len(table)))) for g, table in part.uniques.items()}
+    return Tuples(part.take(np.arange(part.num_samples)).samples, part.references, uniques)
 
 
 def same_again(arrived: Iterable[bytes], seen: list[bytes]) -> Iterator[bytes]:

@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import apache_beam as beam
 import pyarrow as pa
 
+from pipelines.beam.coders import SourceRows
 from pipelines.beam.context import BuildContext
 from pipelines.beam.io import check_one_source
 from pipelines.beam.shuffle import Crossing
-from pipelines.beam.table_coder import SourceRows
-from pipelines.beam.transforms import REJECTS, SAMPLES, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
+from pipelines.beam.transforms import ReadRows
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.samples.steps import steps_of
 from pipelines.samples.tuples import Tuples
@@ -29,6 +29,7 @@ from pipelines.sources.listing import list_inputs
 from pipelines.sources.read import empty_rows
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN
+from pipelines.stages import REJECTS, SAMPLES
 from schemas.errors import SchemaError, nearest
 from schemas.features import load_features
 from schemas.job import load_job

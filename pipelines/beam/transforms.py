@@ -1,4 +1,4 @@
-"""The Beam transforms of a build; each is a thin shell over a pure function.
+"""The Beam transforms of a build; each is a thin shell over a stage of `stages.py`.
 
 Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4
 Arrow IPC bytes, samples as `shuffle.py` says.
@@ -11,51 +11,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
-import duckdb
 import pyarrow as pa
 from apache_beam import pvalue
 from apache_beam.metrics import Metrics
 
+from pipelines.beam.coders import SourceRows
 from pipelines.beam.context import BuildContext
 from pipelines.beam.ipc import from_bytes, spread, to_bytes
+from pipelines.beam.look_ups import GoodSideRows, SharedSides, join_by_key, small_sides
 from pipelines.beam.memory import keep_freed_memory
-from pipelines.beam.table_coder import SourceRows
 from pipelines.learned.files import LEARNED, load_building
-from pipelines.learned.inputs import learned_inputs
-from pipelines.learned.learn import partials
-from pipelines.parts.cluster import hash_session_keys, part_of_key
-from pipelines.parts.part import build_part, packed
-from pipelines.parts.pins import Pins, pin
-from pipelines.samples.keys import key_column, key_hashes, key_type
-from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
-from pipelines.samples.sampling import sample_negatives
-from pipelines.samples.sampling_units import count_units
-from pipelines.samples.side_stages import (
-    GoodSideRows,
-    SharedSides,
-    Sides,
-    join_by_key,
-    join_one,
-    small_sides,
-    visible_columns,
+from pipelines.parts.part import packed
+from pipelines.parts.pins import Pins
+from pipelines.sources.rows import FilePart
+from pipelines.stages import (
+    BLOCKS,
+    EVENTS,
+    REJECTS,
+    SAMPLES,
+    SAMPLING,
+    Output,
+    SampleStage,
+    cut_file,
+    keyed_rows,
+    pins_of,
+    read_rows,
+    write_part,
 )
-from pipelines.samples.sql import BadRow, SqlResult, connect, with_list_index
-from pipelines.samples.steps import PER, hashed, mapped
-from pipelines.samples.tuples import Tuples, separate, split
-from pipelines.samples.validate import usable_samples
-from pipelines.sources.late import write_late
-from pipelines.sources.read import parts_of_file, read_part
-from pipelines.sources.rejects import python_rows
-from pipelines.sources.rows import ORIGIN, FilePart
-from pipelines.sources.streams import with_events
-from schemas.columns import one_chunk
 from schemas.learned import Learned
 
-REJECTS = "rejects"
-SAMPLES = "samples"
-SAMPLING = "sampling"
-EVENTS = "events"
-BLOCKS = "blocks"
+
+def tagged(outputs: Iterable[Output]) -> Iterator[Any]:
+    """Yield what a stage gives as Beam wants it: samples plain, the rest with their tags."""
+    for tag, value in outputs:
+        yield value if tag == SAMPLES else pvalue.TaggedOutput(tag, value)
 
 
 class _Counted(beam.DoFn):
@@ -81,11 +70,7 @@ class _CutFile(beam.DoFn):
         self.context = context
 
     def process(self, part: FilePart) -> Iterator[Any]:
-        config = self.context.data.inputs[part.source]
-        parts, rejects = parts_of_file(self.context.folder, part, config)
-        for reject in rejects:
-            yield pvalue.TaggedOutput(REJECTS, reject)
-        yield from parts
+        return tagged(cut_file(self.context, part))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -115,148 +100,75 @@ class ReadRows(beam.PTransform):
 
 class _ReadPart(_Counted):
     def process(self, part: FilePart) -> Iterator[Any]:
-        config = self.context.data.inputs[part.source]
-        schema = self.context.empty_rows[part.source].schema
-        for rows in read_part(self.context.folder, part, config, schema):
-            for reject in rows.rejects:
-                yield pvalue.TaggedOutput(REJECTS, reject)
-            if rows.table is not None and rows.table.num_rows:
-                self.count("out", rows.table)
-                yield part.source, rows.table
+        for tag, value in read_rows(self.context, part):
+            if tag == SAMPLES:
+                self.count("out", value)
+                yield part.source, value
+            else:
+                yield pvalue.TaggedOutput(tag, value)
 
 
-class _SqlStage(_Counted):
-    """Shared by the ways to make samples: looks up, validates and spreads what SQL gave."""
+class _SampleFn(_Counted):
+    """Shared by the ways to make samples."""
 
-    connection: duckdb.DuckDBPyConnection
+    stage: SampleStage
 
     def __init__(self, context: BuildContext, label: str) -> None:
         super().__init__(context, label)
         self.shared = SharedSides()
-        self.sides = Sides()
 
     def setup(self) -> None:
         super().setup()
-        self.connection = connect()
-        self.inputs = learned_inputs(self.context.data)
+        self.stage = SampleStage(self.context, self.count)
 
-    def know(self, paths: Mapping[str, str] | None) -> None:
-        """Load the side tables that every worker holds, and let SQL see them."""
-        if paths is not None and not self.sides:
-            self.sides = self.shared.get(paths, self.context)
-            for name, side in self.sides.items():
-                self.connection.register(name, visible_columns(side))
-
-    def emit(self, result: SqlResult) -> Iterator[Any]:
-        for row in result.bad_rows:
-            yield pvalue.TaggedOutput(REJECTS, self.context.reject(row))
-        if result.samples is not None:
-            samples = with_list_index(result.samples)
-            if self.context.joins_at_hand:
-                yield from self.finish(samples)
-            else:
-                yield samples
-
-    def finish(self, samples: pa.Table) -> Iterator[Any]:
-        """Yield what is handed over of samples that SQL gave, after look-ups at hand."""
-        context = self.context
-        for index in range(len(context.data.samples.joins) if context.joins_at_hand else 0):
-            samples = join_one(samples, self.sides, context, index)
-        separated = separate(hashed(self.connection, context.steps, samples), context.data.groups)
-        good, unusable = usable_samples(separated, context.features, context.data)
-        if context.data.sampling is not None:
-            units = count_units(good, context.features, context.data)
-            yield pvalue.TaggedOutput(SAMPLING, units)
-        good = sample_negatives(good, context.features, context.data)
-        for key, partial in partials(good, self.inputs, context.data):
-            yield pvalue.TaggedOutput(LEARNED, (key, partial))
-        if good.num_samples:
-            self.count("out", good.samples)
-            yield from self.hand_over(good)
-        for row in unusable:
-            yield pvalue.TaggedOutput(REJECTS, context.reject(row))
-
-    def hand_over(self, good: Tuples) -> Iterator[tuple[int, Any]]:
-        keys = hash_session_keys(good.column(self.context.data.session.key))
-        parts = split(good, part_of_key(keys, self.context.num_parts), self.context.num_parts)
-        yield from self.context.crossing.send(parts)
+    def load_sides(self, paths: Mapping[str, str] | None) -> None:
+        """Load the side tables that every worker holds."""
+        if paths is not None and not self.stage.sides:
+            self.stage.use_sides(self.shared.get(paths, self.context))
 
 
-class _MapRows(_SqlStage):
+class _MapRows(_SampleFn):
     def process(
         self, rows: tuple[str, pa.Table], paths: Mapping[str, str] | None = None
     ) -> Iterator[Any]:
         source, table = rows
-        self.know(paths)
+        self.load_sides(paths)
         self.count("in", table)
-        for result in mapped(self.connection, self.context.steps, source, SqlResult(table)):
-            yield from self.emit(result)
+        yield from tagged(self.stage.from_rows(source, table))
 
 
-class _Finish(_SqlStage):
+class _Finish(_SampleFn):
     def process(self, samples: pa.Table) -> Iterator[Any]:
-        yield from self.finish(samples)
+        return tagged(self.stage.finish(samples))
 
 
 class _SpreadByKey(_Counted):
-    """Raw rows by the hash of the key that they are grouped by; a null key is a reject."""
+    """Raw rows by the hash of the key that they are grouped by."""
 
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
         source, table = rows
-        data, key = self.context.data, self.context.shard
-        assert key is not None, "only jobs with samples.per or samples.events group raw rows"
         self.count("in", table)
-        events = data.samples.events
-        wanted = {key: "key"}
-        if events is not None and source == events.source:
-            wanted |= dict.fromkeys(events.key, "key")
-            wanted[events.event_time or events.time] = "event time"
-        for name, what in wanted.items():
-            valid = one_chunk(table[name]).is_valid()
-            for row in python_rows(table.filter(pa.compute.invert(valid))):
-                reason = f"{what} {name!r} must not be null"
-                bad = BadRow(row.pop(ORIGIN), reason, str(row))
-                yield pvalue.TaggedOutput(REJECTS, self.context.reject(bad))
-            table = table.filter(valid)
-        kind = key_type({n: self.context.empty_rows[n] for n in data.sources}, key)
-        hashes = key_hashes(key_column(table, key, kind))
-        for part, content in spread(table, part_of_key(hashes, self.context.num_parts)):
-            self.counters["out-bytes"].inc(len(content))
-            yield part, (source, content)
+        for tag, value in keyed_rows(self.context, source, table):
+            if tag != SAMPLES:
+                yield pvalue.TaggedOutput(tag, value)
+                continue
+            target, good = value
+            for part, content in spread(good, target):
+                self.counters["out-bytes"].inc(len(content))
+                yield part, (source, content)
 
 
-class _SqlPerKey(_SqlStage):
+class _SqlPerKey(_SampleFn):
     def process(
         self,
         grouped: tuple[int, Iterable[tuple[str, bytes]]],
         paths: Mapping[str, str] | None = None,
     ) -> Iterator[Any]:
-        context, data = self.context, self.context.data
-        self.know(paths)
-        empty = {name: context.empty_rows[name] for name in data.sources}
-        tables = {**empty, **rows_by_source(grouped[1])}
-        if data.samples.events is not None:
-            joined = with_events(tables, data, context.listing)
-            write_late(context.segment_root, grouped[0], joined.late)
-            yield pvalue.TaggedOutput(EVENTS, joined.counts)
-            tables = joined.tables
-        source, steps = data.sample_source, context.steps
-        if data.samples.per is None:
-            results = mapped(self.connection, steps, source, SqlResult(tables[source]))
-        else:
-            per = PerKey(steps.per or "", source, data.samples.per.key)
-            made = run_keys(self.connection, per, tables)
-            results = (r for m in made for r in mapped(self.connection, steps, PER, m))
-        for result in results:
-            yield from self.emit(result)
-
-
-def rows_by_source(rows: Iterable[tuple[str, bytes]]) -> dict[str, pa.Table]:
-    """Return the rows of each source in the order of their origins."""
-    parts: dict[str, list[pa.Table]] = {}
-    for source, data in rows:
-        parts.setdefault(source, []).append(from_bytes(data))
-    return {s: in_origin_order(pa.concat_tables(p)) for s, p in parts.items()}
+        self.load_sides(paths)
+        rows: dict[str, list[pa.Table]] = {}
+        for source, data in grouped[1]:
+            rows.setdefault(source, []).append(from_bytes(data))
+        yield from tagged(self.stage.from_keys(grouped[0], rows))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -330,9 +242,7 @@ class _Pin(beam.DoFn):
         self, part: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str]
     ) -> Iterator[Pins]:
         if part[0] == first:
-            context = self.context
-            learned = load_building(context.segment_root, files, context.data)
-            yield pin(context.crossing.receive(part[1]), context.data, learned)
+            yield pins_of(self.context, part[1], files)
 
 
 class _BuildPart(_Counted):
@@ -341,12 +251,9 @@ class _BuildPart(_Counted):
     def process(
         self, part: tuple[int, Iterable[Any]], pins: Pins, files: Mapping[str, str]
     ) -> Iterator[Any]:
-        context = self.context
-        root, data, features = context.segment_root, context.data, context.features
         if self.learned is None:
-            self.learned = load_building(root, files, data)
-        samples = context.crossing.receive(part[1])
-        result = build_part(root, part[0], samples, data, pins, features, self.learned)
+            self.learned = load_building(self.context.segment_root, files, self.context.data)
+        result = write_part(self.context, part[0], part[1], pins, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
         yield packed(result)
         yield pvalue.TaggedOutput(BLOCKS, to_bytes(result.blocks))

@@ -16,9 +16,9 @@ from pipelines.beam.build import BuildDataset
 from pipelines.beam.commit import SEGMENT
 from pipelines.beam.io import ReadDataset, WriteDataset, columns_of
 from pipelines.beam.steps import ReadSource
-from pipelines.beam.transforms import REJECTS
 from pipelines.sources.arrow_types import arrow_type
 from pipelines.sources.rejects import Reject
+from pipelines.stages import REJECTS
 from schemas.job import load_job
 
 _SEGMENT_ROW = RowTypeConstraint.from_fields([("segment", str)])

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 
 from pipelines.beam.ipc import to_bytes
 from pipelines.beam.runner import run_pipeline
+from pipelines.beam.tables import NumberAccesses
 from pipelines.forget.retention import keep_times
 from pipelines.forget.stored_parts import StoredPart, parts_left, stored_data, stored_features
-from pipelines.oracle.stages import NumberAccesses
 from pipelines.parts.part import build_part, packed, unpacked
 from pipelines.parts.pins import Pins, pin
 from pipelines.segments.commit import finish_segment

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -129,75 +127,44 @@ def _drawn_of(
     return drawn(keys[used], numbers[used])
 
 
-class MergePartials(beam.CombineFn):
-    """Adds contributions of one key; several are merged at once."""
-
-    PENDING = 8
-
-    def create_accumulator(self) -> list[Partial]:
-        """Return nothing yet."""
-        return []
-
-    def add_input(self, mutable_accumulator: list[Partial], element: Partial) -> list[Partial]:
-        """Add one contribution."""
-        mutable_accumulator.append(element)
-        if len(mutable_accumulator) < self.PENDING:
-            return mutable_accumulator
-        return _merged(mutable_accumulator)
-
-    def merge_accumulators(self, accumulators: Iterable[list[Partial]]) -> list[Partial]:
-        """Merge what is there into one."""
-        return _merged([part for parts in accumulators for part in parts])
-
-    def compact(self, accumulator: list[Partial]) -> list[Partial]:
-        """Merge before the accumulator is sent."""
-        return _merged(accumulator)
-
-    def extract_output(self, accumulator: list[Partial]) -> Partial:
-        """Return the sum."""
-        return _merged(accumulator)[0]
+PENDING = 8
+"""Contributions of one key that wait to be merged at once."""
 
 
-def _merged(parts: Sequence[Partial]) -> list[Partial]:
+def with_partial(pending: list[Partial], element: Partial) -> list[Partial]:
+    """Add one contribution of a key to those that wait; merges them when they are many."""
+    pending.append(element)
+    return pending if len(pending) < PENDING else merged(pending)
+
+
+def merged(parts: Sequence[Partial]) -> list[Partial]:
+    """Merge contributions of one key; none stay none."""
     return [parts[0].merged(parts[1:])] if parts else []
 
 
-class _Shrink(beam.DoFn):
-    """Leaves of a vocabulary's shard only what can become an entry, in a file."""
+def shrink(root: Path, data: DataConfig, key: str, partial: Partial) -> Partial | str:
+    """Leave of a vocabulary's shard only what can become an entry, in a file; return its name.
 
-    def __init__(self, root: Path, data: DataConfig) -> None:
-        self.root = root
-        self.data = data
-
-    def process(self, element: tuple[str, Partial]) -> Iterator[tuple[str, Partial | str]]:
-        key, partial = element
-        if not isinstance(partial, Counts):
-            yield key, partial
-            return
-        config = self.data.vocabularies[key.split("/")[0]]
-        often = partial.table["count"].to_numpy() >= config.min_count
-        name = f"{uuid.uuid4().hex}.arrow"  # never in the dataset
-        folder = self.root / LEARNED / "shards"
-        folder.mkdir(parents=True, exist_ok=True)
-        table = partial.table.filter(pa.array(often))
-        with (
-            pa.OSFile(str(folder / name), "wb") as sink,
-            pa.ipc.new_file(sink, table.schema) as writer,
-        ):
-            writer.write_table(table)
-        yield key, name
-
-
-class _Settle(beam.DoFn):
-    """Turns all sums into files, once."""
-
-    def __init__(self, root: Path, data: DataConfig, base: Mapping[str, str]) -> None:
-        self.root = root
-        self.data = data
-        self.base = base
-
-    def process(self, found: list[tuple[str, Any]]) -> Iterator[dict[str, str]]:
-        yield settle(self.root / LEARNED, dict(found), self.data, self.base)
+    Args:
+        root: directory of the segment being built.
+        data: the job's data section.
+        key: of the contribution.
+        partial: all contributions of the key together.
+    """
+    if not isinstance(partial, Counts):
+        return partial
+    config = data.vocabularies[key.split("/")[0]]
+    often = partial.table["count"].to_numpy() >= config.min_count
+    name = f"{uuid.uuid4().hex}.arrow"  # never in the dataset
+    folder = root / LEARNED / "shards"
+    folder.mkdir(parents=True, exist_ok=True)
+    table = partial.table.filter(pa.array(often))
+    with (
+        pa.OSFile(str(folder / name), "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    return name
 
 
 def settle(
@@ -271,22 +238,3 @@ def _write(root: Path, path: str, content: bytes, files: dict[str, str]) -> None
     (root / path).parent.mkdir(parents=True, exist_ok=True)
     replace_bytes(root / path, content)
     files[path] = hashlib.sha256(content).hexdigest()
-
-
-@dataclass  # not frozen: Beam assigns to its transforms
-class Learn(beam.PTransform):
-    """Contributions by key to one mapping of files, path to sha256, below the segment's scratch."""
-
-    root: Path
-    data: DataConfig
-    base: Mapping[str, str]
-
-    def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Add up by key, keep what can become an entry, write once."""
-        return (
-            input_or_inputs
-            | "add up" >> beam.CombinePerKey(MergePartials())
-            | "shrink" >> beam.ParDo(_Shrink(self.root, self.data))
-            | "all sums" >> beam.combiners.ToList()
-            | "settle" >> beam.ParDo(_Settle(self.root, self.data, self.base))
-        )

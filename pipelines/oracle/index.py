@@ -1,69 +1,26 @@
-"""Build an index of a dataset for one order, on Beam, and commit it."""
+"""Build an index of a dataset for one order, and commit it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import apache_beam as beam
-
-from pipelines.beam.memory import keep_freed_memory
-from pipelines.beam.runner import run_pipeline
-from pipelines.oracle.index_table import SCRATCH, index_table
+from pipelines.oracle.index_table import SCRATCH, TableTotals, index_table, totals_of
 from pipelines.oracle.linking import LINKING, LinkingPlan
 from pipelines.oracle.numbering import WORKER_ENTRIES
-from pipelines.oracle.rounds import InRounds
+from pipelines.oracle.rounds import run_rounds
+from pipelines.runners import in_process, runner_module
 from pipelines.segments.commit import describe_tree, reference_of
 from pipelines.segments.lock import locked, workplace
 from pipelines.segments.partial import remove_partial
 from schemas.checked import sha256_of, write_files
-from schemas.chosen import choose
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset import Dataset
 from schemas.layout import FILES, MANIFEST
 from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
 from schemas.order import Order
 
 PIECE_BYTES = 4 << 20
 """Bytes of access lists, over all epochs, that are a worker's share; above, rounds spread."""
-
-_DONE, _PLANS = "done", "plans"
-
-
-@dataclass(frozen=True, slots=True)
-class TableTotals:
-    """What the manifest says of one table's part of the index."""
-
-    table: str
-    num_rows: int
-    num_entries: int
-
-
-class _IndexTable(beam.DoFn):
-    """Links a small table; plans the rounds of a large one."""
-
-    def __init__(self, root: Path, dataset: Dataset, order: Order, worker_entries: int) -> None:
-        self.root, self.path, self.order = root, dataset.directory, order
-        self.ids = [s.manifest.id for s in dataset.segments]
-        self.worker_entries = worker_entries
-
-    def setup(self) -> None:
-        keep_freed_memory()
-        self.dataset = choose(open_dataset(self.path), self.ids)
-
-    def process(self, table: str) -> Iterator[Any]:
-        made = index_table(self.root, self.dataset, table, self.order, self.worker_entries)
-        if isinstance(made, LinkingPlan):
-            yield table, made
-        else:
-            yield beam.pvalue.TaggedOutput(_DONE, TableTotals(table, *made))
-
-
-def _totals(table: str, done: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
-    found = list(done)
-    return TableTotals(table, found[0][0].num_numbers, sum(entries for _, _, entries in found))
 
 
 def index_id(dataset: Dataset, order: Order) -> str:
@@ -99,26 +56,7 @@ def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[
 
 
 def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
-    size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
-    pieces = size // PIECE_BYTES
-
-    def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
-        made = (
-            pipeline
-            | "list tables" >> beam.Create(sorted(dataset.job.data.tables))
-            | "spread tables" >> beam.Reshuffle()
-            | "index tables"
-            >> beam.ParDo(_IndexTable(root, dataset, order, WORKER_ENTRIES)).with_outputs(
-                _DONE, main=_PLANS
-            )
-        )
-        linked = made[_PLANS] | "large tables" >> InRounds(LINKING, spread=pieces > 0)
-        totals = linked | "count entries" >> beam.MapTuple(_totals)
-        return {"tables": (made[_DONE], totals) | "join tables" >> beam.Flatten()}
-
-    totals: list[TableTotals] = []
-    if dataset.job.data.tables:
-        totals = run_pipeline(make, beam_args, root, 1 + pieces).values["tables"]
+    totals = index_tables(dataset, order, root, beam_args) if dataset.job.data.tables else []
     shutil.rmtree(root / SCRATCH, ignore_errors=True)
     remove_partial(root)
     entries = describe_tree(root)
@@ -137,3 +75,20 @@ def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], nam
         files_sha256=sha256_of(root / FILES),
     )
     write_manifest(root, manifest)
+
+
+def index_tables(
+    dataset: Dataset, order: Order, root: Path, beam_args: list[str]
+) -> list[TableTotals]:
+    """Write every table's part of an index, on Beam or in this process."""
+    if in_process(beam_args):
+        return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
+    size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
+    return runner_module("segment").run_index(dataset, order, root, beam_args, size // PIECE_BYTES)
+
+
+def _index_table(dataset: Dataset, order: Order, root: Path, table: str) -> TableTotals:
+    made = index_table(root, dataset, table, order, WORKER_ENTRIES)
+    if isinstance(made, LinkingPlan):
+        return totals_of(table, made, run_rounds(made, LINKING))
+    return TableTotals(table, *made)

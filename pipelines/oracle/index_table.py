@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +20,20 @@ from schemas.order import Order
 
 SCRATCH = ".links"
 """Directory below an index being built for what the rounds leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableTotals:
+    """What the manifest says of one table's part of the index."""
+
+    table: str
+    num_rows: int
+    num_entries: int
+
+
+def totals_of(table: str, plan: LinkingPlan, entries: Iterable[int]) -> TableTotals:
+    """Return the totals of a table that was linked in rounds."""
+    return TableTotals(table, plan.num_numbers, sum(entries))
 
 
 def index_table(

@@ -12,7 +12,7 @@ A table that fits a worker is numbered there at once, to the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,10 +29,11 @@ from pipelines.oracle.files import cut_files, write_access_file, write_edges_fil
 from pipelines.oracle.rounds import Round
 from pipelines.oracle.runs import chunks, read_bucket, write_buckets
 from pipelines.parts.part import LOOKUPS
+from pipelines.parts.write import join_blocks
 from schemas.columns import jagged_of
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.jagged import Jagged, concat, offsets_of
-from schemas.layout import FILE_SHIFT, edges_path, part_name
+from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, edges_path, part_name
 from schemas.oracle import first_and_last, first_seen, number_by_first_use, sort_each
 
 WORKER_ENTRIES = 1 << 20
@@ -99,6 +100,22 @@ def list_lengths(root: Path, table: str, blocks: NDArray[np.int64]) -> NDArray[n
         found = pq.read_table(lookups_path(root, table, part), columns=["num_rows"])
         lengths[mine] = found["num_rows"].to_numpy()[index[mine]]
     return lengths
+
+
+def number_blocks(
+    root: Path, table: str, parts: Iterable[pa.Table], worker_entries: int
+) -> int | NumberingPlan:
+    """Number a table from the blocks of all parts, as `number_table`.
+
+    Args:
+        root: directory of the segment being built.
+        table: table name.
+        parts: blocks of each part, at least one part.
+        worker_entries: entries that fit.
+    """
+    blocks = join_blocks(parts)
+    training = blocks.filter(pc.equal(blocks["split"], TRAIN))
+    return number_table(root, table, training[BLOCK].to_numpy(), worker_entries)
 
 
 def number_table(

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
+from pipelines.beam.context import BuildContext
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.shuffle import SHUFFLE
-from pipelines.beam.transforms import BuildContext
 from pipelines.build import PART_INPUT_BYTES, build
 from pipelines.parts.expand import row_groups
 from pipelines.prepare import BuildRequest

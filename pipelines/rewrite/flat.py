@@ -12,8 +12,9 @@ import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 
+from pipelines.beam.context import BuildContext
 from pipelines.beam.shuffle import Reference, read_reference, write_chunk
-from pipelines.beam.transforms import REJECTS, SAMPLES, BuildContext, ReadRows
+from pipelines.beam.transforms import ReadRows
 from pipelines.parts.cluster import cluster, hash_session_keys, part_of_key
 from pipelines.parts.encodings import choose, open_writer
 from pipelines.parts.write import ROW_GROUP_BYTES
@@ -22,6 +23,7 @@ from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, join, split
 from pipelines.segments.content_hash import ContentHash, content_hash
 from pipelines.sources.rows import ORIGIN
+from pipelines.stages import REJECTS, SAMPLES
 from schemas.layout import part_name
 
 KEY, TIME = "_key", "_time"

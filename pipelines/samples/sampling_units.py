@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -108,29 +107,6 @@ def merge_counts(parts: Iterable[UnitCounts]) -> UnitCounts | None:
         inside = pairs[:, 0] <= keys[-1] if len(keys) else np.zeros(len(pairs), bool)
         tuples[group], kept_by[group] = _merged_pairs(pairs[inside], bits[inside])
     return UnitCounts(keys, counts[: len(keys)], tuples, kept_by)
-
-
-class MergeCounts(beam.CombineFn):
-    """`merge_counts` as Beam wants it."""
-
-    def create_accumulator(self) -> list[UnitCounts]:
-        """Return nothing yet."""
-        return []
-
-    def add_input(
-        self, mutable_accumulator: list[UnitCounts], element: UnitCounts
-    ) -> list[UnitCounts]:
-        """Add one chunk."""
-        return self.merge_accumulators([mutable_accumulator, [element]])
-
-    def merge_accumulators(self, accumulators: Iterable[list[UnitCounts]]) -> list[UnitCounts]:
-        """Merge what is there into one."""
-        merged = merge_counts(part for parts in accumulators for part in parts)
-        return [] if merged is None else [merged]
-
-    def extract_output(self, accumulator: list[UnitCounts]) -> UnitCounts | None:
-        """Return the merged counts."""
-        return merge_counts(accumulator)
 
 
 def units_table(counts: UnitCounts) -> pa.Table:

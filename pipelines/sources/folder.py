@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, cast
 
 import pyarrow as pa
-from apache_beam.io.filesystem import BeamIOError, CompressionTypes
-from apache_beam.io.filesystems import FileSystems
 
 from schemas.errors import SchemaError
 
@@ -48,7 +48,7 @@ class Folder:
         Raises:
             SchemaError: it cannot be listed.
         """
-        listed = dict(self._local_files() if self.is_local else self._remote_files())
+        listed = dict(self._local_files() if self.is_local else _remote().files(self.root))
         return {
             path: listed[path]
             for path in sorted(listed)
@@ -67,25 +67,6 @@ class Folder:
                 if (here / name).is_file():
                     yield (here / name).relative_to(root).as_posix(), None
 
-    def _remote_files(self) -> Iterator[tuple[str, int]]:
-        top = self.root.rstrip("/") + "/"
-        try:
-            (found,) = FileSystems.match([f"{top}**"])
-        except ValueError as error:
-            scheme = self.root.partition("://")[0]
-            raise SchemaError(
-                f"input must lie where Beam reaches, got {scheme}://; install Beam with its extra",
-                file=self.root,
-            ) from error
-        except BeamIOError as error:
-            raise SchemaError(
-                f"input must be readable, got {first_line(error)}; check --input", file=self.root
-            ) from error
-        if not found.metadata_list:
-            raise SchemaError("input must be a directory, got none; check --input", file=self.root)
-        for entry in found.metadata_list:
-            yield entry.path.removeprefix(top), entry.size_in_bytes
-
     def is_link(self, path: str) -> bool:
         """Tell whether the file is reached through a link."""
         root = Path(self.root)
@@ -103,11 +84,7 @@ class Folder:
         """
         if self.is_local:
             return Path(self.root, path).stat().st_size
-        place = self.place(path)
-        if not FileSystems.exists(place):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        (found,) = FileSystems.match([place])
-        return found.metadata_list[0].size_in_bytes
+        return _remote().size(self.place(path), path)
 
     def open(self, path: str) -> BinaryIO:
         """Return a file to read from anywhere; bytes as they are stored.
@@ -118,8 +95,7 @@ class Folder:
         if self.is_local:
             return Path(self.root, path).open("rb")
         self.size(path)  # some filesystems only say when they are read that there is no file
-        stored = CompressionTypes.UNCOMPRESSED
-        return cast(BinaryIO, FileSystems.open(self.place(path), compression_type=stored))
+        return _remote().open_stored(self.place(path))
 
     def arrow_file(self, path: str) -> pa.NativeFile:
         """Return a file for Arrow's readers, mapped into memory where it is local.
@@ -143,6 +119,10 @@ class Folder:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
         return digest.hexdigest()
+
+
+def _remote() -> ModuleType:
+    return importlib.import_module("pipelines.sources.remote")  # brings Beam: only for URLs
 
 
 def folder_of(root: str | Path) -> Folder:

@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipelines.beam.learn import MergePartials
 from pipelines.learned import partials as learned_partials
 from pipelines.learned.files import learned_so_far
 from pipelines.learned.inputs import learned_inputs, transforms_before
-from pipelines.learned.learn import MergePartials, counted_column, partials
+from pipelines.learned.learn import counted_column, partials
 from pipelines.learned.partials import Counts, Drawn, Partial, Sums, drawn, sums_of
 from pipelines.samples.sql import connect, map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes

@@ -36,7 +36,7 @@ def small_files(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_rounds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pipelines.oracle.stages.WORKER_ENTRIES", FEW_ENTRIES)
+    patch.setattr("pipelines.beam.tables.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.oracle.index.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.oracle.linking.RANGE_ENTRIES", 100)
     patch.setattr("pipelines.oracle.index.PIECE_BYTES", 1 << 12)
@@ -78,7 +78,7 @@ def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
 ) -> None:
     small_files(monkeypatch)
     in_rounds(monkeypatch)
-    monkeypatch.setattr("pipelines.oracle.stages.SPREAD_PARTS", 1_000)
+    monkeypatch.setattr("pipelines.beam.tables.SPREAD_PARTS", 1_000)
     monkeypatch.setattr("pipelines.oracle.index.PIECE_BYTES", 1 << 30)
     built(tmp_path)
     build(addition(tmp_path / "job" / "job.yaml", at_once / "log-1", tmp_path / "dataset"))

@@ -329,7 +329,7 @@ def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
         for rows in read(*arguments):  # type: ignore[arg-type]
             yield type(rows)(rows.table.slice(1) if rows.table is not None else None, rows.rejects)
 
-    monkeypatch.setattr("pipelines.beam.transforms.read_part", lossy)
+    monkeypatch.setattr("pipelines.stages.read_part", lossy)
     line = refused(capsys, folder, tmp_path / "out", "--layout", layout)
     assert line.startswith("error: rewritten rows must have the content hash ")
 

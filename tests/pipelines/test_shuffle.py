@@ -16,6 +16,7 @@ from apache_beam.coders.typecoders import registry
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelines.beam.coders import ReferenceCoder
 from pipelines.beam.ipc import from_bytes, spread
 from pipelines.beam.packets import PACKET_BYTES, from_message, messages, packets, to_message
 from pipelines.beam.shuffle import (
@@ -23,7 +24,6 @@ from pipelines.beam.shuffle import (
     ByValue,
     Crossing,
     Reference,
-    ReferenceCoder,
     same_again,
 )
 from pipelines.commands import main

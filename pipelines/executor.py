@@ -1,0 +1,202 @@
+"""Build a segment in this process, without Beam: the same stages, over Python lists.
+
+For small logs, where Beam takes longer to start than the work takes, for previews and
+tests. The dataset has the bytes of any other runner's. All samples are in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines.beam.context import BuildContext
+from pipelines.beam.ipc import cut_by
+from pipelines.beam.memory import keep_freed_memory
+from pipelines.learned.files import LEARNED, load_building
+from pipelines.learned.inputs import learned_inputs
+from pipelines.learned.learn import merged, settle, shrink, with_partial
+from pipelines.learned.partials import Partial
+from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
+from pipelines.oracle.rounds import run_rounds
+from pipelines.parts.part import PartResult, packed
+from pipelines.samples.sampling_units import merge_counts
+from pipelines.samples.side_stages import good_side_rows, join_one, join_part, sides_of
+from pipelines.sources.late import add_counts
+from pipelines.stages import (
+    EVENTS,
+    REJECTS,
+    SAMPLES,
+    SAMPLING,
+    Output,
+    SampleStage,
+    cut_file,
+    keyed_rows,
+    pins_of,
+    read_rows,
+    write_part,
+)
+
+Rows = tuple[str, pa.Table]
+"""Source, and raw rows of it."""
+
+
+class Collected:
+    """What the stages give beside samples: rejects, counts, and what transforms learn from."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.values: defaultdict[str, list[Any]] = defaultdict(list)
+        self.partials: defaultdict[str, list[Partial]] = defaultdict(list)
+
+    def samples(self, outputs: Iterable[Output]) -> Iterator[Any]:
+        """Yield the main output of a stage; keep the others."""
+        for name, value in outputs:
+            if name == SAMPLES:
+                yield value
+            elif name == LEARNED:
+                key, partial = value
+                self.partials[key] = with_partial(self.partials[key], partial)
+            else:
+                self.values[name].append(value)
+
+
+def run_segment(context: BuildContext) -> dict[str, list[Any]]:
+    """Build a segment: read, make samples, learn, write parts, number accesses.
+
+    Args:
+        context: of a build whose samples cross in memory.
+
+    Returns:
+        The values of each output: `parts, tables, rejects, units, events`, and `learned` where
+        transforms learn.
+    """
+    keep_freed_memory()
+    found = Collected()
+    samples = make_samples(context, read_all(context, found), found)
+    learned = learn(context, found)
+    parts = write_parts(context, samples, learned[0] if learned else {})
+    return {
+        **({"learned": learned} if learned else {}),
+        "parts": [packed(part) for part in parts],
+        "tables": number_tables(context, parts),
+        "rejects": found.values[REJECTS],
+        "units": [merge_counts(found.values[SAMPLING])],
+        "events": [add_counts(found.values[EVENTS])],
+    }
+
+
+def read_all(context: BuildContext, found: Collected) -> Iterator[Rows]:
+    """Yield the raw rows of all files, side tables first."""
+    sides = context.data.sides
+    for file in sorted(context.files(), key=lambda f: f.source not in sides):
+        for part in found.samples(cut_file(context, file)):
+            for table in found.samples(read_rows(context, part)):
+                yield part.source, table
+
+
+def make_samples(
+    context: BuildContext, rows: Iterable[Rows], found: Collected
+) -> dict[int, list[Any]]:
+    """Return the samples of each part, as `context.crossing` sends them.
+
+    Args:
+        context: of the build.
+        rows: raw rows, those of side tables first.
+        found: what else comes out, added to.
+    """
+    side_rows: defaultdict[str, list[pa.Table]] = defaultdict(list)
+    stage = SampleStage(context)
+    made = found.samples(_from_sources(context, stage, rows, side_rows, found))
+    if not context.joins_at_hand:
+        made = _joined_by_key(context, stage, list(made), side_rows)
+        made = (s for table in made for s in found.samples(stage.finish(table)))
+    parts: defaultdict[int, list[Any]] = defaultdict(list)
+    for part, sent in made:
+        parts[part].append(sent)
+    return dict(sorted(parts.items()))
+
+
+def _from_sources(
+    context: BuildContext,
+    stage: SampleStage,
+    rows: Iterable[Rows],
+    side_rows: defaultdict[str, list[pa.Table]],
+    found: Collected,
+) -> Iterator[Output]:
+    """Yield what SQL makes of the rows of sources; those of side tables are put aside."""
+    keyed: defaultdict[int, defaultdict[str, list[pa.Table]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    opened = False
+    for source, table in rows:
+        if source in context.data.sides:
+            side_rows[source].extend(found.samples(good_side_rows(context, source, table)))
+            continue
+        if not opened:
+            stage.use_sides(sides_of(context, side_rows))
+            opened = True
+        if context.shard is None:
+            yield from stage.from_rows(source, table)
+            continue
+        for target, good in found.samples(keyed_rows(context, source, table)):
+            for part, mine in cut_by(good, target):
+                keyed[part][source].append(mine)
+    for part in sorted(keyed):
+        yield from stage.from_keys(part, keyed.pop(part))
+
+
+def _joined_by_key(
+    context: BuildContext,
+    stage: SampleStage,
+    samples: list[pa.Table],
+    side_rows: defaultdict[str, list[pa.Table]],
+) -> list[pa.Table]:
+    """Return samples after all look-ups, one after the other."""
+    for index, join in enumerate(context.data.samples.joins):
+        if join.side in context.broadcast:
+            samples = [join_one(table, stage.sides, context, index) for table in samples]
+        else:
+            samples = list(join_part(context, index, samples, side_rows[join.side]))
+    return samples
+
+
+def learn(context: BuildContext, found: Collected) -> list[dict[str, str]]:
+    """Write what transforms learn; return its files, path to sha256, none where nothing learns."""
+    root, data = context.segment_root, context.data
+    if not learned_inputs(data):
+        return []
+    sums = {k: shrink(root, data, k, merged(p)[0]) for k, p in found.partials.items()}
+    found.partials.clear()
+    return [settle(root / LEARNED, sums, data, context.learned)]
+
+
+def write_parts(
+    context: BuildContext, samples: dict[int, list[Any]], files: dict[str, str]
+) -> list[PartResult]:
+    """Write all parts of the segment.
+
+    Args:
+        context: of the build.
+        samples: by part, ascending; each is let go of when it is written.
+        files: what was learned, path to sha256.
+    """
+    if not samples:
+        return []
+    pins = pins_of(context, samples[min(samples)], files)
+    learned = load_building(context.segment_root, files, context.data)
+    return [write_part(context, part, samples.pop(part), pins, learned) for part in sorted(samples)]
+
+
+def number_tables(context: BuildContext, parts: list[PartResult]) -> list[tuple[str, int]]:
+    """Number the rows of every table; return (table, distinct rows)."""
+    blocks = [part.blocks for part in parts]
+    found: list[tuple[str, int]] = []
+    for table in sorted(context.data.tables) if blocks else []:
+        made = number_blocks(context.segment_root, table, blocks, WORKER_ENTRIES)
+        if not isinstance(made, int):
+            made = sum(run_rounds(made, NUMBERING))
+        found.append((table, made))
+    return found

@@ -1,0 +1,46 @@
+"""Which runner a command asks for: this process, or one of Beam's, which is imported only then."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+from schemas.errors import SchemaError
+
+IN_PROCESS = "InProcess"
+"""Value of `--runner` for the executor of this project: one process, without Beam."""
+
+
+def in_process(beam_args: Sequence[str]) -> bool:
+    """Tell whether a command runs in this process.
+
+    Args:
+        beam_args: options that the command itself does not know.
+
+    Raises:
+        SchemaError: it does, and there are options of Beam, too.
+
+    Example:
+        >>> in_process(["--runner=InProcess"]), in_process(["--runner", "FlinkRunner"])
+        (True, False)
+    """
+    asked, others = False, list[str]()
+    words = iter(beam_args)
+    for word in words:
+        value = next(words, "") if word == "--runner" else word.removeprefix("--runner=")
+        if word.partition("=")[0] == "--runner" and value == IN_PROCESS:
+            asked = True
+        else:
+            others.append(word)
+    if asked and others:
+        raise SchemaError(
+            f"runner {IN_PROCESS} takes no options of Beam, got {others[0]}; leave it out, or "
+            "choose another --runner"
+        )
+    return asked
+
+
+def runner_module(name: str) -> ModuleType:
+    """Import a module of `pipelines/beam` and with it Beam, which takes seconds."""
+    return importlib.import_module(f"pipelines.beam.{name}")

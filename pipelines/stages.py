@@ -1,0 +1,219 @@
+"""The stages of a build without a runner: from a file to rows, samples and written parts.
+
+Each stage is a generator of (output, value) pairs. `beam/transforms.py` runs them on
+workers, `executor.py` in this process, to the same bytes. Nothing here imports Beam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from pipelines.beam.context import BuildContext
+from pipelines.learned.files import LEARNED, load_building
+from pipelines.learned.inputs import learned_inputs
+from pipelines.learned.learn import partials
+from pipelines.parts.cluster import hash_session_keys, part_of_key
+from pipelines.parts.part import PartResult, build_part
+from pipelines.parts.pins import Pins, pin
+from pipelines.samples.keys import key_column, key_hashes, key_type
+from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
+from pipelines.samples.sampling import sample_negatives
+from pipelines.samples.sampling_units import count_units
+from pipelines.samples.side_stages import Sides, join_one, visible_columns
+from pipelines.samples.sql import BadRow, SqlResult, connect, with_list_index
+from pipelines.samples.steps import PER, hashed, mapped
+from pipelines.samples.tuples import Tuples, separate, split
+from pipelines.samples.validate import usable_samples
+from pipelines.sources.late import write_late
+from pipelines.sources.read import parts_of_file, read_part
+from pipelines.sources.rejects import python_rows
+from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.streams import with_events
+from schemas.columns import one_chunk
+from schemas.learned import Learned
+
+REJECTS = "rejects"
+SAMPLES = "samples"
+"""The main output of every stage, whatever it is."""
+SAMPLING = "sampling"
+EVENTS = "events"
+BLOCKS = "blocks"
+
+Output = tuple[str, Any]
+"""Name of an output, and one of its values."""
+
+Count = Callable[[str, pa.Table], None]
+"""Told `in` or `out`, and a table that goes in or comes out."""
+
+
+def no_count(_side: str, _table: pa.Table) -> None:
+    """Count nothing."""
+
+
+def cut_file(context: BuildContext, part: FilePart) -> Iterator[Output]:
+    """Yield the parts of a file that can be read apart, as samples, and rejects."""
+    parts, rejects = parts_of_file(context.folder, part, context.data.inputs[part.source])
+    for reject in rejects:
+        yield REJECTS, reject
+    for each in parts:
+        yield SAMPLES, each
+
+
+def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
+    """Yield the raw rows of a part, as tables, and rejects."""
+    config = context.data.inputs[part.source]
+    schema = context.empty_rows[part.source].schema
+    for rows in read_part(context.folder, part, config, schema):
+        for reject in rows.rejects:
+            yield REJECTS, reject
+        if rows.table is not None and rows.table.num_rows:
+            yield SAMPLES, rows.table
+
+
+def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[Output]:
+    """Yield (partition of each row, rows): a row without the key that rows are grouped by is bad.
+
+    Args:
+        context: of a build that groups raw rows.
+        source: of the rows.
+        table: raw rows.
+    """
+    data, key = context.data, context.shard
+    assert key is not None, "only jobs with samples.per or samples.events group raw rows"
+    events = data.samples.events
+    wanted = {key: "key"}
+    if events is not None and source == events.source:
+        wanted |= dict.fromkeys(events.key, "key")
+        wanted[events.event_time or events.time] = "event time"
+    for name, what in wanted.items():
+        valid = one_chunk(table[name]).is_valid()
+        for row in python_rows(table.filter(pa.compute.invert(valid))):
+            reason = f"{what} {name!r} must not be null"
+            bad = BadRow(row.pop(ORIGIN), reason, str(row))
+            yield REJECTS, context.reject(bad)
+        table = table.filter(valid)
+    kind = key_type({n: context.empty_rows[n] for n in data.sources}, key)
+    hashes = key_hashes(key_column(table, key, kind))
+    yield SAMPLES, (part_of_key(hashes, context.num_parts), table)
+
+
+class SampleStage:
+    """From raw rows to samples: SQL, look-ups at hand, checks, sampling, tuples apart."""
+
+    def __init__(self, context: BuildContext, count: Count = no_count) -> None:
+        """Open a connection of its own.
+
+        Args:
+            context: of the build.
+            count: told of samples that come out.
+        """
+        self.context, self.count = context, count
+        self.connection: duckdb.DuckDBPyConnection = connect()
+        self.inputs = learned_inputs(context.data)
+        self.sides = Sides()
+
+    def use_sides(self, sides: Sides) -> None:
+        """Take the side tables that every worker holds, and let SQL see them."""
+        self.sides = sides
+        for name, side in sides.items():
+            self.connection.register(name, visible_columns(side))
+
+    def from_rows(self, source: str, table: pa.Table) -> Iterator[Output]:
+        """Yield what row-local SQL makes of raw rows."""
+        for result in mapped(self.connection, self.context.steps, source, SqlResult(table)):
+            yield from self._looked_up(result)
+
+    def from_keys(self, part: int, rows: Mapping[str, Iterable[pa.Table]]) -> Iterator[Output]:
+        """Yield what is made of all rows of some keys: events joined, SQL per key, SQL per row.
+
+        Args:
+            part: number of the partition of keys.
+            rows: its rows by source, in any order.
+        """
+        context, data = self.context, self.context.data
+        tables: dict[str, pa.Table] = {name: context.empty_rows[name] for name in data.sources}
+        for name, parts in rows.items():
+            tables[name] = in_origin_order(pa.concat_tables(parts))
+        if data.samples.events is not None:
+            joined = with_events(tables, data, context.listing)
+            write_late(context.segment_root, part, joined.late)
+            yield EVENTS, joined.counts
+            tables = joined.tables
+        source, steps = data.sample_source, context.steps
+        if data.samples.per is None:
+            results = mapped(self.connection, steps, source, SqlResult(tables[source]))
+        else:
+            per = PerKey(steps.per or "", source, data.samples.per.key)
+            made = run_keys(self.connection, per, tables)
+            results = (r for m in made for r in mapped(self.connection, steps, PER, m))
+        for result in results:
+            yield from self._looked_up(result)
+
+    def _looked_up(self, result: SqlResult) -> Iterator[Output]:
+        for row in result.bad_rows:
+            yield REJECTS, self.context.reject(row)
+        if result.samples is None:
+            return
+        samples = with_list_index(result.samples)
+        if not self.context.joins_at_hand:
+            yield SAMPLES, samples  # a table; its look-ups by key and `finish` are still to come
+            return
+        for index in range(len(self.context.data.samples.joins)):
+            samples = join_one(samples, self.sides, self.context, index)
+        yield from self.finish(samples)
+
+    def finish(self, samples: pa.Table) -> Iterator[Output]:
+        """Yield what is handed over of samples that have all look-ups."""
+        context, data, features = self.context, self.context.data, self.context.features
+        separated = separate(hashed(self.connection, context.steps, samples), data.groups)
+        good, unusable = usable_samples(separated, features, data)
+        if data.sampling is not None:
+            yield SAMPLING, count_units(good, features, data)
+        good = sample_negatives(good, features, data)
+        for key, partial in partials(good, self.inputs, data):
+            yield LEARNED, (key, partial)
+        if good.num_samples:
+            self.count("out", good.samples)
+            yield from self._hand_over(good)
+        for row in unusable:
+            yield REJECTS, context.reject(row)
+
+    def _hand_over(self, good: Tuples) -> Iterator[Output]:
+        keys = hash_session_keys(good.column(self.context.data.session.key))
+        parts = split(good, part_of_key(keys, self.context.num_parts), self.context.num_parts)
+        for sent in self.context.crossing.send(parts):
+            yield SAMPLES, sent
+
+
+def pins_of(context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]) -> Pins:
+    """Return what the first part settles for all.
+
+    Args:
+        context: of the build.
+        sent: the samples of the first part, as `context.crossing` sent them.
+        files: what was learned, path to sha256.
+    """
+    learned = load_building(context.segment_root, files, context.data)
+    return pin(context.crossing.receive(sent), context.data, learned)
+
+
+def write_part(
+    context: BuildContext, part: int, sent: Iterable[Any], pins: Pins, learned: Learned
+) -> PartResult:
+    """Write one part of the segment.
+
+    Args:
+        context: of the build.
+        part: its number.
+        sent: its samples, as `context.crossing` sent them.
+        pins: from `pins_of`.
+        learned: what transforms learned.
+    """
+    samples = context.crossing.receive(sent)
+    return build_part(
+        context.segment_root, part, samples, context.data, pins, context.features, learned
+    )

@@ -1,0 +1,161 @@
+"""The executor without Beam: the bytes of the local runner, and no Beam in its process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.samples import check_joins
+from tests.pipelines import logs, test_joins, test_streams, transform_jobs
+from tests.pipelines.logs import bytes_of, request
+
+BLOCKED = """
+import json
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "apache_beam":
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Block())
+from pipelines.commands import main
+
+sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+"""
+
+
+def shop(directory: Path) -> Path:
+    """Sampled, with rejects of both kinds: keys that are null, values that SQL refuses."""
+    rows = logs.raw_rows(300, seed=4)
+    keys = [None if i % 50 == 7 else key for i, key in enumerate(rows["session"].to_pylist())]
+    bad = rows.set_column(0, "session", [keys])
+    (directory / "input").mkdir(parents=True)
+    pq.write_table(bad, directory / "input" / "log.parquet", row_group_size=40)
+    (directory / "input" / "torn.parquet").write_bytes(b"PAR1")
+    job = logs.write_job(directory / "job")
+    text = job.read_text().replace(
+        "  block_samples", "  sampling: {negatives: 0.5}\n  block_samples"
+    )
+    text = text.replace("clicked AS label", "(clicked / (user - 52))::INT + clicked AS label")
+    job.write_text(text)
+    schema = directory / "job" / "schema.pbtxt"
+    weight = 'feature { name: "sample_weight" type: FLOAT annotation { tag: "weight" } }\n'
+    schema.write_text(schema.read_text() + weight)
+    return job
+
+
+def learned(directory: Path) -> Path:
+    """Vocabularies, normalisation and quantiles."""
+    transform_jobs.write_log(directory / "input", transform_jobs.raw_rows(400, seed=1))
+    return transform_jobs.write_job(directory / "job")
+
+
+def joined(directory: Path) -> Path:
+    """Two side tables, one as of a time."""
+    test_joins.write_input(directory / "input")
+    return test_joins.write_job(directory / "job")
+
+
+def joined_per(directory: Path) -> Path:
+    """Look-ups after SQL per row over SQL per key."""
+    test_joins.write_input(directory / "input")
+    per = """per:
+      key: session
+      sql: SELECT *, row_number() OVER (ORDER BY time, _origin) AS n FROM log
+    map: SELECT session, time, user, unnest(items) AS item, label FROM per"""
+    before = "map: SELECT session, time, user, unnest(items) AS item, label FROM log"
+    return test_joins.write_job(directory / "job", test_joins.JOB.replace(before, per))
+
+
+def events(directory: Path) -> Path:
+    """Labels as a log of their own."""
+    test_streams.write(directory / "input", *test_streams.some_log())
+    return test_streams.job_of(directory / "job")
+
+
+JOBS: dict[str, tuple[Callable[[Path], Path], int]] = {
+    "sampled, with rejects": (shop, 1 << 30),
+    "learned": (learned, 1 << 30),
+    "joined, every worker has the side tables": (joined, 1 << 30),
+    "joined by key, after per and map": (joined_per, 1000),
+    "events": (events, 1 << 30),
+}
+
+
+@pytest.mark.parametrize(("write", "broadcast"), JOBS.values(), ids=JOBS.keys())
+def test_a_build_in_process_has_the_bytes_of_the_local_runner(
+    write: Callable[[Path], Path],
+    broadcast: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 4_000)  # several parts
+    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
+    job = write(tmp_path)
+    by_beam = request(job, tmp_path / "input", tmp_path / "beam")
+    in_process = replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner=InProcess"])
+    assert without_times(build(in_process)) == without_times(build(by_beam))
+    assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")
+
+
+def without_times(printed: dict[str, object]) -> dict[str, object]:
+    """Return what a build prints, but for how long it took."""
+    return {k: v for k, v in printed.items() if k not in ("wall_sec", "rows_per_sec")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "log"), [("mind", "mind"), ("ebnerd", "ebnerd_test")])
+def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
+    name: str, log: str, shared_data: Path, repository: Path, tmp_path: Path
+) -> None:
+    job = repository / "schemas" / name / "job.yaml"
+    by_beam = request(job, shared_data / log, tmp_path / "beam")
+    build(replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner", "InProcess"]))
+    build(by_beam)
+    assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")
+
+
+def test_commands_in_process_import_no_beam(tmp_path: Path, repository: Path) -> None:
+    job = learned(tmp_path)
+    transform_jobs.write_log(tmp_path / "more", transform_jobs.raw_rows(90, seed=2))
+    dataset, here = str(tmp_path / "dataset"), ("--runner", "InProcess", "--json")
+    commands = [
+        ["build", str(job), "--input", str(tmp_path / "input"), "--output", dataset, *here],
+        ["append", str(job), "--input", str(tmp_path / "more"), "--dataset", dataset, *here],
+        ["oracle", dataset, "--reindex", "--batch-samples", "64", *here],
+        ["verify", dataset, "--json"],
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=repository,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line).get("built") for line in done.stdout.splitlines()][:2] == [True, True]
+
+
+def test_a_build_in_process_fails_in_the_words_of_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = joined(tmp_path)
+    with (tmp_path / "input" / "items.jsonl").open("a") as file:
+        file.write('\n{"item": 4, "price": 1, "tags": []}')
+    words = ["build", str(job), "--input", str(tmp_path / "input"), "--runner=InProcess"]
+    assert main([*words, "--output", str(tmp_path / "a")]) == 1
+    assert "side 'items' must have one row for each item, got 4" in capsys.readouterr().err
+    assert main([*words, "--output", str(tmp_path / "b"), "--direct_num_workers=2"]) == 1
+    message = "runner InProcess takes no options of Beam, got --direct_num_workers=2"
+    assert message in capsys.readouterr().err
