@@ -31,12 +31,14 @@ from pipelines.samples.steps import (
 from pipelines.samples.validate import check_columns
 from pipelines.sources.folder import Folder, folder_of
 from pipelines.sources.listing import list_inputs
+from pipelines.sources.partitions import undeclared_partitions
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rows import ORIGIN, FilePart
 from pipelines.sources.streams import with_events
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import DataConfig, Job
+from schemas.job_sources import SourceConfig
 from schemas.manifest import InputFile
 
 
@@ -129,6 +131,8 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
             name: empty_rows(folder, name, config, [f.path for f in listing if f.source == name])
             for name, config in data.inputs.items()
         }
+        for name, config in data.inputs.items():
+            _say_undeclared(request, name, config, listing, empty[name])
         check_repeatable(data, empty)
         broadcast = broadcast_sides(data, listing)
         sources = {name: empty[name] for name in data.sources}
@@ -156,6 +160,24 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         lists = passed_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passed(lists, tuple(samples.column_names))
     return Prepared(listing, last_hashed(steps, data, passed), empty, broadcast, kinds)
+
+
+def _say_undeclared(
+    request: BuildRequest,
+    name: str,
+    config: SourceConfig,
+    listing: tuple[InputFile, ...],
+    empty: pa.Table,
+) -> None:
+    """Say which columns of folder names the SQL does not see."""
+    paths = [f.path for f in listing if f.source == name]
+    found = undeclared_partitions(paths, config.partitions, empty.column_names)
+    if found:
+        columns = ", ".join(f"{column}: {word}" for column, word in found.items())
+        request.say(
+            f"source {name}: folder names such as {paths[0].rpartition('/')[0]}/ give columns that "
+            f"the SQL does not see; add `partitions: {{{columns}}}` to read them"
+        )
 
 
 def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> int:

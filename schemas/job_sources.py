@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
@@ -21,6 +21,8 @@ class SourceConfig:
     columns: Mapping[str, str] | None = None
     """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp`); all columns
     of a Parquet or Avro file when absent; must be given for `jsonl`, for `csv` in file order."""
+    partitions: Mapping[str, str] = field(default_factory=dict)
+    """Column to Arrow type, of values that are in folder names such as `day=2026-03-01/`."""
     delimiter: str = ","
     """One character between CSV fields."""
     quote: str | None = '"'
@@ -29,6 +31,11 @@ class SourceConfig:
     """Whether the first line of a CSV file names its columns."""
     null_values: tuple[str, ...] = ("",)
     """CSV texts that mean null; in a string column only the empty text can."""
+
+    @property
+    def declared(self) -> Mapping[str, str]:
+        """Return the declared columns: of files, then of folder names."""
+        return {**(self.columns or {}), **self.partitions}
 
     def __post_init__(self) -> None:
         """Check what one source can know about itself."""
@@ -42,6 +49,11 @@ class SourceConfig:
             raise ValueError(f"quote must be one character or null, got {self.quote!r}; quote it")
         if self.quote == self.delimiter:
             raise ValueError(f"quote must not be the delimiter, got {self.quote!r}; change one")
+        for name in self.partitions:
+            if name in (self.columns or {}):
+                raise ValueError(
+                    f"column {name!r} is in `columns` and in `partitions`; remove it from one"
+                )
         for name, kind in (self.columns or {}).items():
             if self.format == "csv" and kind.strip().startswith("list<"):
                 raise ValueError(

@@ -75,7 +75,7 @@ class PresageWriteDataset(beam.PTransform):
         super().__init__()
         self._write = WriteDataset(job, output, name, num_parts, append)
         data = load_job(job).data
-        words = data.sources[data.sample_source].columns or {}
+        words = data.sources[data.sample_source].declared
         self._types = {column: arrow_type(word) for column, word in words.items()}
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def _keys(
     if config.format == "parquet":
         schema = pa.schema([schema.field(key), schema.field(schema.names[-1])])
         if config.columns:
-            config = replace(config, columns={key: config.columns[key]})
+            config = replace(config, columns={n: w for n, w in config.columns.items() if n == key})
     for rows in read_part(folder, part, config, schema):
         if rows.table is not None and rows.table.num_rows:
             yield rows.table[key]

@@ -38,9 +38,12 @@ from schemas.errors import SchemaError, nearest
 from schemas.features import FeatureSet
 from schemas.jagged import offsets_of
 from schemas.job import DataConfig, SamplesConfig, SessionConfig
-from schemas.job_sources import SourceConfig
 from schemas.layout import inverse_column, samples_path
+from schemas.manifest import sync_directory
 from schemas.stored import read_group
+
+ROWS = "rows"
+"""Where the rewritten rows are below the hidden folder, until they are renamed to the output."""
 
 ROW_TIME = "row_time"
 """Column that is added to a star schema whose rows have no time: the same in all of them."""
@@ -100,10 +103,24 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
     rows = look_at(request.folder, request.session, request.time)
     if not rows.has_rows():
         raise SchemaError("input must have rows, got none", file=str(rows.folder))
+    if rows.partitions:
+        columns = ", ".join(f"{name} ({kind})" for name, kind in rows.partitions.items())
+        request.say(f"columns from folder names: {columns}")
+    if rows.num_ignored:
+        request.say(
+            f"files that are not Parquet, not read: {rows.num_ignored}, such as {rows.ignored}"
+        )
     order = f"by {rows.time}" if rows.time else "as they lie"
     request.say(f"session key: {rows.session}; rows of a session {order}")
-    make = _star if request.layout == "star" else _flat
-    return make(request, rows)
+    building = request.output.parent / f".{request.output.name}.{request.attempt}"
+    with workplace(building, f".{request.output.name}.*"):
+        make = _star if request.layout == "star" else _flat
+        result = make(request, rows, building)
+        if request.output.exists():
+            request.output.rmdir()
+        (building / ROWS).rename(request.output)
+        sync_directory(request.output.parent)
+    return result
 
 
 def _result(
@@ -130,22 +147,23 @@ def _check_equal(before: ContentHash, after: ContentHash) -> None:
         )
 
 
-def _flat(request: RewriteRequest, rows: Rows) -> dict[str, Any]:
+def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
+    """Write plain Parquet files below `building`, and compare them with the input."""
     taken = [n for n in rows.schema.names if n in HIDDEN]
     if taken:
         raise SchemaError(f"column must not be named {taken[0]!r}; rename it")
-    building = request.output.parent / f".{request.output.name}.{request.attempt}"
-    source = SourceConfig(files=FILES, format="parquet")
     data = DataConfig(
-        sources={SOURCE: source},
+        sources={SOURCE: rows.source},
         samples=SamplesConfig(map=f"SELECT * FROM {SOURCE}"),
         session=SessionConfig(key="_key", time="_time"),
         tables={},
     )
     schema = rows.schema.remove_metadata().append(pa.field(ORIGIN, pa.int64()))
+    written = building / ROWS
+    written.mkdir()
     context = BuildContext(
         folder=folder_of(rows.folder),
-        segment_root=building,
+        segment_root=written,
         listing=rows.listing,
         data=data,
         features=FeatureSet(()),
@@ -153,56 +171,47 @@ def _flat(request: RewriteRequest, rows: Rows) -> dict[str, Any]:
         num_parts=max(1, -(-rows.num_bytes // PART_INPUT_BYTES)),
         empty_rows={SOURCE: schema.empty_table()},
     )
-    with workplace(building, f".{request.output.name}.*"):
-        outcome = run_pipeline(
-            lambda p: flat_pipeline(p, context, rows.schema, rows.session, rows.time),
-            request.beam_args,
-            building,
-            context.num_parts,
-        )
-        reject = min(outcome.values["rejects"], key=sort_key, default=None)
-        if reject is not None:
-            raise SchemaError(f"{reject}; replace or remove the file")
-        parts: list[FlatPart] = outcome.values["parts"]
-        if not parts:
-            raise SchemaError("input must have rows, got none", file=str(rows.folder))
-        shutil.rmtree(building / SHUFFLE)
-        content = sum((p.content for p in parts), ContentHash())
-        request.say("comparing all rows with the input")
-        _check_equal(content_hash(rows.batches()), content)
-        if request.output.exists():
-            request.output.rmdir()
-        building.rename(request.output)
+    outcome = run_pipeline(
+        lambda p: flat_pipeline(p, context, rows.schema, rows.session, rows.time),
+        request.beam_args,
+        written,
+        context.num_parts,
+    )
+    reject = min(outcome.values["rejects"], key=sort_key, default=None)
+    if reject is not None:
+        raise SchemaError(f"{reject}; replace or remove the file")
+    parts: list[FlatPart] = outcome.values["parts"]
+    if not parts:
+        raise SchemaError("input must have rows, got none", file=str(rows.folder))
+    shutil.rmtree(written / SHUFFLE)
+    content = sum((p.content for p in parts), ContentHash())
+    request.say("comparing all rows with the input")
+    _check_equal(content_hash(rows.batches()), content)
     num_bytes = sum(p.num_bytes for p in parts)
     return _result(request, rows, content, num_bytes, sum(p.num_sessions for p in parts))
 
 
-def _star(request: RewriteRequest, rows: Rows) -> dict[str, Any]:
+def _star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]:
+    """Build a dataset below `building`, and compare it with the input."""
     words = {f.name: star_word(f.name, f.type) for f in rows.schema}
-    job_folder = request.output.parent / f".{request.output.name}.job.{request.attempt}"
-    with workplace(job_folder, f".{request.output.name}.job.*"):
-        write_job(job_folder, request, rows, words)
-        try:
-            summary = _build(
-                BuildRequest(
-                    job_path=job_folder / "job.yaml",
-                    input_root=rows.folder,
-                    dataset=request.output,
-                    beam_args=request.beam_args,
-                    attempt=request.attempt,
-                    say=request.say,
-                )
-            )
-            dataset = open_dataset(request.output)
-            names = rows.schema.names
-            request.say("comparing all rows with the input")
-            content = sum(star_hashes(dataset, names), ContentHash())
-            _check_equal(
-                content_hash(b.cast(_star_schema(b, words)) for b in rows.batches()), content
-            )
-        except BaseException:
-            shutil.rmtree(request.output, ignore_errors=True)  # it was empty
-            raise
+    job_folder = building / "job"
+    job_folder.mkdir()
+    write_job(job_folder, request, rows, words)
+    summary = _build(
+        BuildRequest(
+            job_path=job_folder / "job.yaml",
+            input_root=rows.folder,
+            dataset=building / ROWS,
+            beam_args=request.beam_args,
+            attempt=request.attempt,
+            say=request.say,
+        )
+    )
+    dataset = open_dataset(building / ROWS)
+    names = rows.schema.names
+    request.say("comparing all rows with the input")
+    content = sum(star_hashes(dataset, names), ContentHash())
+    _check_equal(content_hash(b.cast(_star_schema(b, words)) for b in rows.batches()), content)
     found = _result(request, rows, content, summary["dataset_bytes"], summary["num_sessions"])
     return {**found, "groups": summary["groups"]}
 
@@ -278,10 +287,16 @@ def write_job(
         for i, (n, role) in enumerate(roles.items())
         if role == "sparse"
     }
+    source = {
+        "files": FILES,
+        "format": "parquet",
+        "columns": {n: word for n, word in words.items() if n not in rows.partitions},
+        **({"partitions": {n: words[n] for n in rows.partitions}} if rows.partitions else {}),
+    }
     body = {
         "name": re.sub(r"[^A-Za-z0-9_-]+", "_", request.folder.resolve().name) or "rewritten",
         "data": {
-            "sources": {SOURCE: {"files": FILES, "format": "parquet", "columns": dict(words)}},
+            "sources": {SOURCE: source},
             "samples": {"map": f"SELECT *{constant} FROM {SOURCE}"},
             "session": {"key": rows.session, "time": time},
             "groups": "auto",

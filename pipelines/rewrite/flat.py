@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def write_flat_part(path: Path, table: pa.Table) -> None:
     with open_writer(str(partial), table.schema, choose(table.slice(0, per_group))) as writer:
         for start in range(0, table.num_rows, per_group):
             writer.write_table(table.slice(start, per_group), row_group_size=per_group)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
     partial.replace(path)
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.sources.folder import folder_of
-from pipelines.sources.listing import list_inputs
+from pipelines.sources.folder import Folder, folder_of
+from pipelines.sources.listing import list_inputs, regex_of
+from pipelines.sources.partitions import (
+    infer_partitions,
+    partition_fields,
+    partition_values,
+    typed_partitions,
+    with_partitions,
+)
+from pipelines.sources.rows import RawRows
 from schemas.columns import is_list, one_chunk
 from schemas.errors import SchemaError, nearest
 from schemas.job_sources import SourceConfig
@@ -20,6 +29,8 @@ from schemas.manifest import InputFile
 SOURCE = "rows"
 FILES = "**/*.parquet*"
 BATCH_ROWS = 1 << 16
+TABLE_FORMATS = ("_delta_log", ".hoodie")
+"""Folders of Delta Lake and Hudi, whose Parquet files are not all part of the table."""
 
 SESSION_NAMES = (
     "session_id", "session", "sessionid", "user_session", "visit_id", "visitid", "session_key",
@@ -40,9 +51,12 @@ class Rows:
     Attributes:
         folder: their directory.
         listing: its Parquet files.
-        schema: their columns, the same in all.
+        schema: their columns, the same in all; those of `partitions` last.
         session: the session key.
         time: what orders the rows of a session, or None for the order in which they lie.
+        partitions: columns that are in folder names and not in the files, with their types.
+        num_ignored: files that hold no Parquet.
+        ignored: one of them.
     """
 
     folder: Path
@@ -50,6 +64,14 @@ class Rows:
     schema: pa.Schema
     session: str
     time: str | None
+    partitions: Mapping[str, str] = field(default_factory=dict)
+    num_ignored: int = 0
+    ignored: str = ""
+
+    @property
+    def source(self) -> SourceConfig:
+        """How a job reads the rows."""
+        return SourceConfig(files=FILES, format="parquet", partitions=self.partitions)
 
     @property
     def num_bytes(self) -> int:
@@ -67,10 +89,14 @@ class Rows:
             SchemaError: a file cannot be read.
         """
         for file in self.listing:
+            values = typed_partitions(file.path, self.partitions)
             try:
                 opened = pq.ParquetFile(self.folder / file.path, page_checksum_verification=True)
                 for batch in opened.iter_batches(BATCH_ROWS, use_threads=False):
-                    yield pa.Table.from_batches([batch])
+                    rows = RawRows(pa.Table.from_batches([batch]))
+                    table = with_partitions(rows, values, self.schema.names).table
+                    assert table is not None, "rows that went in"
+                    yield table
             except (OSError, pa.ArrowException) as error:
                 raise _unreadable(file.path, error) from error
 
@@ -84,13 +110,85 @@ def look_at(folder: Path, session: str | None, time: str | None) -> Rows:
         time: the time, or None to guess it; without any the rows stay in the order they lie in.
 
     Raises:
-        SchemaError: there is no file, files differ in columns, or a column is missing or unfit.
+        SchemaError: there is no file, a file would be left out, files differ in columns, a column
+            is missing or unfit, or folder names contradict the rows.
     """
-    source = SourceConfig(files=FILES, format="parquet")
-    listing = list_inputs(folder_of(folder), {SOURCE: source})
-    schema = _common_schema(folder, listing)
+    listing = list_inputs(folder_of(folder), {SOURCE: SourceConfig(files=FILES, format="parquet")})
+    ignored = _ignored_files(folder_of(folder))
+    in_files = _common_schema(folder, listing)
+    found = infer_partitions([f.path for f in listing])
+    for name in found.keys() & set(in_files.names):
+        _check_agreement(folder, listing, name, in_files.field(name).type)
+    partitions = {name: word for name, word in found.items() if name not in in_files.names}
+    schema = in_files
+    for added in partition_fields(partitions):
+        schema = schema.append(added)
     key = _session_key(schema, session)
-    return Rows(folder, listing, schema, key, _time(schema, time, key))
+    order = _time(schema if time else in_files, time, key) or _time(schema, None, key)
+    return Rows(
+        folder, listing, schema, key, order, partitions, len(ignored), min(ignored, default="")
+    )
+
+
+def _ignored_files(folder: Folder) -> list[str]:
+    """Return the files that are not read, none of which may hold rows.
+
+    Raises:
+        SchemaError: one is Parquet by another name, or the folder belongs to a table format.
+    """
+    marker = next((m for m in TABLE_FORMATS if Path(folder.root, m).is_dir()), None)
+    paths = list(folder.files())
+    if marker is not None or any(p.endswith(".metadata.json") for p in paths):
+        raise SchemaError(
+            f"folder belongs to a table format ({marker or 'Iceberg metadata'}), whose own log "
+            "says which files are part of the table; write the table to plain Parquet first",
+            file=folder.root,
+        )
+    unfinished = next((p for p in paths if re.search(r"(^|/)_[^/=]*/", p)), None)
+    if unfinished is not None:
+        raise SchemaError(
+            "files below a folder whose name begins with `_` are left by unfinished jobs; remove "
+            "or rename the folder",
+            file=unfinished,
+        )
+    matches = regex_of(FILES)
+    others = [p for p in paths if not matches.fullmatch(p)]
+    for path in others:
+        if path.rpartition("/")[2].startswith("_"):
+            continue  # `_SUCCESS`, `_metadata`: no rows
+        with folder.open(path) as file:
+            if file.read(4) == b"PAR1":
+                raise SchemaError(
+                    "file holds Parquet, but its name does not contain `.parquet`; rename it, or "
+                    "move it away if it is not part of the dataset",
+                    file=path,
+                )
+    return others
+
+
+def _check_agreement(
+    folder: Path, listing: Iterable[InputFile], name: str, kind: pa.DataType
+) -> None:
+    """Refuse a file whose rows have another value in a column than the folder name gives it."""
+    value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+    for file in listing:
+        text = partition_values(file.path)[name]
+        try:
+            wanted = pa.scalar(text, pa.string()).cast(value_type)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            wanted = None
+        try:
+            column = pq.ParquetFile(folder / file.path).read(columns=[name])[name]
+        except (OSError, pa.ArrowException) as error:
+            raise _unreadable(file.path, error) from error
+        values = pc.unique(column.cast(value_type))
+        other = next((v for v in values if wanted is None or v != wanted), None)
+        if other is not None:
+            raise SchemaError(
+                f"column {name!r} holds {other.as_py()!r}, but the folder says {name}={text}; "
+                "rename the folder or the column, or repair the rows",
+                file=file.path,
+            )
 
 
 def _unreadable(path: str, error: BaseException) -> SchemaError:

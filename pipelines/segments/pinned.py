@@ -30,7 +30,11 @@ def identity_of(data: DataConfig) -> dict[str, Any]:
     """Return the part of the data section that decides what a segment holds."""
     found = {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
     if data.split.evaluation_last is None:
-        del found["split"]["evaluation_last"]  # ids are what they were before there was this key
+        del found["split"]["evaluation_last"]  # ids are what they were before there were these keys
+    for inputs in (found["sources"], found["sides"]):
+        for config in inputs.values():
+            if not config["partitions"]:
+                del config["partitions"]
     return found
 
 

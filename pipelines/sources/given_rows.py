@@ -54,7 +54,7 @@ class TypeRows(beam.DoFn):
     def process(self, element: pa.Table | pa.RecordBatch) -> Iterator[Any]:
         """Check, number and cut one table."""
         file, context = self.context.listing[0], self.context
-        words = context.data.sources[file.source].columns or {}
+        words = context.data.sources[file.source].declared
         table = chosen_columns(element, words, file.path)
         if not table.num_rows:
             return

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from pipelines.sources.folder import Folder
+from pipelines.sources.partitions import typed_partitions
 from schemas.errors import SchemaError, nearest
 from schemas.job_sources import SourceConfig
 from schemas.manifest import InputFile
@@ -15,7 +16,8 @@ def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[In
     """Find the files of every source, sorted by source and path, with sizes and content hashes.
 
     Raises:
-        SchemaError: the directory is missing, a source has no file, or a file goes meanwhile.
+        SchemaError: the directory is missing, a source has no file, its folders do not give the
+            columns of `partitions`, or a file goes meanwhile.
     """
     files = folder.files()
     found: list[InputFile] = []
@@ -29,6 +31,8 @@ def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[In
                 f"{nearest(pattern, files)}",
                 file=folder.root,
             )
+        for path in matching:
+            typed_partitions(path, sources[name].partitions)
         found.extend(_described(folder, name, path, files[path]) for path in matching)
     return tuple(found)
 

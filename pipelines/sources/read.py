@@ -12,6 +12,7 @@ from pipelines.sources.csv_source import read_csv
 from pipelines.sources.folder import Folder, first_line, is_transient
 from pipelines.sources.jsonl_source import cut_jsonl, read_jsonl
 from pipelines.sources.parquet_source import cut_parquet, parquet_schema, read_parquet
+from pipelines.sources.partitions import partition_fields, typed_partitions, with_partitions
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows, with_origins
 from schemas.errors import SchemaError
@@ -60,14 +61,24 @@ def read_part(
         config: how it is read.
         schema: columns of the source, the same for all its files; from `empty_rows`.
     """
+    wanted = {n: word for n, word in config.partitions.items() if n in schema.names}
+    values = typed_partitions(part.path, wanted)
+    in_files = pa.schema([field for field in schema if field.name not in values])
     try:
-        if config.format == "csv":
-            yield from _read_csv(folder, part, config)
-        else:
-            read = {"parquet": read_parquet, "jsonl": read_jsonl, "avro": read_avro}[config.format]
-            yield from read(folder, part, config, schema)
+        for rows in _read_file(folder, part, config, in_files):
+            yield with_partitions(rows, values, schema.names)
     except FileNotFoundError:
         yield RawRows(None, (_gone(part),))
+
+
+def _read_file(
+    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+) -> Iterator[RawRows]:
+    if config.format == "csv":
+        yield from _read_csv(folder, part, config)
+    else:
+        read = {"parquet": read_parquet, "jsonl": read_jsonl, "avro": read_avro}[config.format]
+        yield from read(folder, part, config, schema)
 
 
 def _read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
@@ -81,7 +92,7 @@ def _read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[
 
 
 def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:
-    """Return a table without rows that has the columns of a source.
+    """Return a table without rows that has the columns of a source, those of its folders last.
 
     Args:
         folder: input directory.
@@ -91,11 +102,24 @@ def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[
             file where it is widest.
 
     Raises:
-        SchemaError: no file is readable.
+        SchemaError: no file is readable, or files have a column that their folders name, too.
     """
+    schema = _columns_of_files(folder, name, config, paths)
+    for field in partition_fields(config.partitions):
+        if field.name in schema.names:
+            raise SchemaError(
+                f"column {field.name!r} of source {name!r} is in its files and in `partitions`; "
+                "remove it from `partitions` to read that of the files"
+            )
+        schema = schema.append(field)
+    return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
+
+
+def _columns_of_files(
+    folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]
+) -> pa.Schema:
     if config.columns:
-        schema = pa.schema([pa.field(k, arrow_type(v)) for k, v in config.columns.items()])
-        return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
+        return pa.schema([pa.field(k, arrow_type(v)) for k, v in config.columns.items()])
     schema_of = avro_schema if config.format == "avro" else parquet_schema
     problem = ""
     found: pa.Schema | None = None
@@ -110,7 +134,7 @@ def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[
         found = schema if found is None else _widened(found, schema)
     if found is None:
         raise SchemaError(f"source {name!r} must have a readable file, got {problem}; replace it")
-    return found.append(pa.field(ORIGIN, pa.int64())).empty_table()
+    return found
 
 
 def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from pipelines.segments.content_hash import content_hash
 from pipelines.segments.verify import verify
 from pipelines.sources.read import read_part
 from schemas.dataset import open_dataset
+from schemas.errors import SchemaError
 from tests.pipelines.test_view import by_view
 
 NUM = 600
@@ -62,10 +64,10 @@ ODD = {
 
 def folder_of(directory: Path, columns: dict[str, pa.Array], num_files: int = 3) -> Path:
     table = pa.table(columns)
-    (directory / "in" / "day=1").mkdir(parents=True)
+    (directory / "in" / "more").mkdir(parents=True)
     size = -(-table.num_rows // num_files)
     for i in range(num_files):
-        path = directory / "in" / ("day=1" if i else ".") / f"part-{i}.parquet"
+        path = directory / "in" / ("more" if i else ".") / f"part-{i}.parquet"
         pq.write_table(table.slice(i * size, size), path, row_group_size=70)
     return directory / "in"
 
@@ -274,9 +276,119 @@ def test_files_of_two_kinds_are_refused_by_column(
     changed = pa.table(columns()).set_column(1, "time", HELD["time"].cast(pa.int32()))
     pq.write_table(changed, folder / "z.parquet")
     assert refused(capsys, folder, tmp_path / "out") == (
-        "error: column 'time' must be int64 as in day=1/part-1.parquet, got int32 in z.parquet; "
+        "error: column 'time' must be int64 as in more/part-1.parquet, got int32 in z.parquet; "
         "rewrite the files of each kind on their own"
     )
+
+
+def hive(directory: Path, **more: pa.Array) -> Path:
+    for index, folder in enumerate(("day=2026-03-01/city=A%2FB", "day=2026-03-02/city=C")):
+        path = directory / "in" / folder / "part-0.parquet"
+        path.parent.mkdir(parents=True)
+        table = pa.table(columns(**more)).slice(index * 300, 300)
+        pq.write_table(table, path)
+    return directory / "in"
+
+
+@pytest.mark.parametrize("layout", ["star", "flat"])
+def test_columns_of_folder_names_become_columns_of_the_rows(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = hive(tmp_path, n=pa.array(range(NUM)))
+    command = ["rewrite", str(folder), "--output", str(tmp_path / "out"), "--layout", layout]
+    assert main(command) == 0
+    assert "columns from folder names: day (date), city (string)\n" in capsys.readouterr().err
+    rows = by_view(tmp_path / "out", "samples") if layout == "star" else None
+    rows = pq.read_table(tmp_path / "out") if rows is None else rows
+    day = pa.timestamp("us") if layout == "star" else pa.date32()
+    assert rows.schema.field("day").type == day
+    assert rows.column_names == ["session_id", "time", "n", "day", "city"]
+    read = duckdb.sql(f"SELECT n, day, city FROM read_parquet('{folder}/*/*/*.parquet') ORDER BY n")
+    assert (
+        rows.sort_by("n")
+        .select(["n", "day", "city"])
+        .cast(pa.schema([("n", pa.int64()), ("day", pa.date32()), ("city", pa.string())]))
+        .to_pylist()
+        == read.to_arrow_table().to_pylist()
+    )
+
+
+def test_a_column_of_folder_names_that_the_files_have_must_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    days = pa.array([date(2026, 3, 1)] * 300 + [date(2026, 3, 2)] * 300)
+    folder = hive(tmp_path / "same", day=days)
+    run(capsys, folder, tmp_path / "flat", "--layout", "flat")
+    rows = pq.read_table(tmp_path / "flat")
+    assert rows.column_names == ["session_id", "time", "day", "city"]
+    other = hive(tmp_path / "other", day=pa.array([None, *days.to_pylist()[1:]]))
+    assert refused(capsys, other, tmp_path / "out") == (
+        "error: column 'day' holds None, but the folder says day=2026-03-01 in "
+        "day=2026-03-01/city=A%2FB/part-0.parquet; rename the folder or the column, or repair the "
+        "rows"
+    )
+
+
+NOT_ONLY_PARQUET = {
+    "Parquet of another name": (
+        "000000_0",
+        "error: file holds Parquet, but its name does not contain `.parquet` in 000000_0; rename "
+        "it, or move it away if it is not part of the dataset",
+    ),
+    "what an unfinished job left": (
+        "_temporary/0/part-0.parquet",
+        "error: files below a folder whose name begins with `_` are left by unfinished jobs in "
+        "_temporary/0/part-0.parquet; remove or rename the folder",
+    ),
+    "a Delta table": (
+        "_delta_log/00000.json",
+        "error: folder belongs to a table format (_delta_log), whose own log says which files are "
+        "part of the table in {folder}; write the table to plain Parquet first",
+    ),
+    "an Iceberg table": (
+        "metadata/v1.metadata.json",
+        "error: folder belongs to a table format (Iceberg metadata), whose own log says which "
+        "files are part of the table in {folder}; write the table to plain Parquet first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ONLY_PARQUET)
+def test_a_folder_with_rows_that_would_be_left_out_or_doubled_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, message = NOT_ONLY_PARQUET[name]
+    folder = folder_of(tmp_path, columns(), num_files=1)
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_bytes((folder / "part-0.parquet").read_bytes())
+    assert refused(capsys, folder, tmp_path / "out") == message.format(folder=folder)
+
+
+def test_files_that_are_not_parquet_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, columns(), num_files=1)
+    for name in ("_SUCCESS", "_metadata", "notes.txt", ".part-0.parquet.crc"):
+        (folder / name).write_bytes(b"PAR1" if name == "_metadata" else b"")
+    assert (
+        main(["rewrite", str(folder), "--output", str(tmp_path / "out"), "--layout", "flat"]) == 0
+    )
+    line = "files that are not Parquet, not read: 3, such as _SUCCESS\n"
+    assert line in capsys.readouterr().err
+
+
+def test_output_appears_only_after_the_rows_were_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path, columns(), num_files=1)
+
+    def compare(*_: object) -> None:
+        assert not (tmp_path / "out").exists()
+        raise SchemaError("compared")
+
+    monkeypatch.setattr("pipelines.rewrite.command._check_equal", compare)
+    for layout in ("star", "flat"):
+        assert refused(capsys, folder, tmp_path / "out", "--layout", layout) == "error: compared"
 
 
 @pytest.mark.parametrize("layout", ["star", "flat"])

@@ -1,0 +1,217 @@
+"""Columns of folder names: read as DuckDB reads them, refused where they are unclear."""
+
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.groups.sample import _keys  # pyright: ignore[reportPrivateUsage] - no other way in
+from pipelines.prepare import BuildRequest, Prepared, prepare
+from pipelines.samples.steps import steps_of
+from pipelines.segments.pinned import identity_of
+from pipelines.sources.folder import folder_of
+from pipelines.sources.listing import list_inputs
+from pipelines.sources.partitions import (
+    infer_partitions,
+    partition_values,
+    typed_partitions,
+    undeclared_partitions,
+)
+from pipelines.sources.read import empty_rows, parts_of_file, read_part
+from pipelines.sources.rows import ORIGIN, FilePart
+from schemas.errors import SchemaError
+from schemas.features import load_features
+from schemas.job import load_job
+from schemas.job_sources import SourceConfig
+
+TYPES = {
+    "int64": ["1", "-20", "0", "__HIVE_DEFAULT_PARTITION__"],
+    "date": ["2026-03-01", "2024-02-29", "__HIVE_DEFAULT_PARTITION__"],
+    "string": ["1", "01"],
+}
+TEXTS = (
+    *(["1", "+1"], ["1", "-0"], ["1", "x"], ["1", ""], ["1", str(2**63)], ["NULL", "1"], ["1.5"]),
+    *(["2026-02-30"], ["2026-03-01", "1"], ["2026-3-1"], ["__HIVE_DEFAULT_PARTITION__"]),
+)
+
+
+def test_values_of_a_path_are_decoded_and_null_is_hives() -> None:
+    path = "a/day=2026-03-01/city=A%20B%2FC/x%3Dy=__HIVE_DEFAULT_PARTITION__/k=/e=a=b/z=1.parquet"
+    assert partition_values(path) == {
+        "day": "2026-03-01", "city": "A B/C", "x=y": None, "k": "", "e": "a=b",
+    }  # fmt: skip
+    assert partition_values("=1/plain.csv") == {}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_type_is_the_narrowest_that_keeps_all_values_apart(kind: str) -> None:
+    assert infer_partitions([f"k={v}/a" for v in TYPES[kind]]) == {"k": kind}
+
+
+@pytest.mark.parametrize("values", TEXTS)
+def test_values_that_would_lose_something_stay_texts(values: list[str]) -> None:
+    assert infer_partitions([f"k={v}/a" for v in values]) == {"k": "string"}
+
+
+REFUSED = {
+    "a file outside the folders": (
+        ["k=1/a", "b"],
+        "all files must lie in a folder k=..., as k=1/a does, got one that does not in b; "
+        "move it, or process these files on their own",
+    ),
+    "a file in one folder more": (
+        ["k=1/a", "k=1/l=2/b"],
+        "all files must lie in a folder l=..., as k=1/l=2/b does, got one that does not in k=1/a; "
+        "move it, or process these files on their own",
+    ),
+    "a name twice": (
+        ["k=1/k=2/a"],
+        "two folders of a path give column 'k' in k=1/k=2/a; rename one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_folders_that_differ_are_refused_by_path(name: str) -> None:
+    paths, message = REFUSED[name]
+    with pytest.raises(SchemaError) as refused:
+        infer_partitions(paths)
+    assert str(refused.value) == message
+    assert undeclared_partitions(paths, {}, []) == {}
+
+
+def test_declared_columns_have_the_declared_types_or_are_refused() -> None:
+    typed = typed_partitions("hour=03/day=2026-03-01/a", {"hour": "int8", "day": "timestamp"})
+    assert typed["hour"].as_py() == 3
+    assert typed["hour"].type == pa.int8()
+    assert typed["day"].type == pa.timestamp("us")
+    with pytest.raises(SchemaError, match="folder hour=x must hold int8 as `partitions` says in h"):
+        typed_partitions("hour=x/a", {"hour": "int8"})
+    with pytest.raises(SchemaError, match=r"file must lie in a folder day=\.\.\. as `partitions`"):
+        typed_partitions("hour=1/a", {"hour": "int8", "day": "date"})
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    for day in (1, 2):
+        for kind in ("parquet", "csv", "jsonl"):
+            folder = tmp_path / "log" / kind / f"day=2026-03-0{day}" / "city=%C3%85rhus"
+            folder.mkdir(parents=True)
+            table = pa.table({"x": [day, 10 * day]})
+            if kind == "parquet":
+                pq.write_table(table, folder / "a.parquet")
+            elif kind == "csv":
+                (folder / "a.csv").write_text(f"x\n{day}\n{10 * day}\nwrong\n")
+            else:
+                (folder / "a.jsonl").write_text(f'{{"x": {day}}}\n{{"x": {10 * day}}}\n')
+    return tmp_path / "log"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_rows_of_every_format_carry_the_columns_of_their_folders(kind: str, log: Path) -> None:
+    config = SourceConfig(
+        files=f"{kind}/**/*",
+        format=kind,  # type: ignore[arg-type]
+        columns={"x": "int64"},
+        partitions={"day": "date", "city": "string"},
+    )
+    folder = folder_of(log)
+    listing = list_inputs(folder, {"log": config})
+    empty = empty_rows(folder, "log", config, [f.path for f in listing])
+    assert empty.column_names == ["x", "day", "city", ORIGIN]
+    tables, rejects = [empty], 0
+    for index, file in enumerate(listing):
+        parts, _ = parts_of_file(folder, FilePart("log", file.path, index), config)
+        for part in parts:
+            for rows in read_part(folder, part, config, empty.schema):
+                tables += [rows.table] if rows.table is not None else []
+                rejects += len(rows.rejects)
+    table = pa.concat_tables(tables).drop_columns([ORIGIN])
+    assert rejects == (2 if kind == "csv" else 0)
+    assert table.to_pylist() == [
+        {"x": x, "day": date(2026, 3, day), "city": "\u00c5rhus"}
+        for day in (1, 2)
+        for x in (day, 10 * day)
+    ]
+
+
+def test_listing_refuses_a_folder_that_lacks_a_declared_column(log: Path) -> None:
+    config = SourceConfig(files="parquet/**/*", format="parquet", partitions={"hour": "int64"})
+    with pytest.raises(SchemaError, match=r"file must lie in a folder hour=\.\.\. as `partitions`"):
+        list_inputs(folder_of(log), {"log": config})
+
+
+def test_column_of_files_and_of_folders_is_refused_in_a_job(log: Path) -> None:
+    config = SourceConfig(files="parquet/**/*", format="parquet", partitions={"x": "int64"})
+    with pytest.raises(SchemaError, match="column 'x' of source 'log' is in its files and in"):
+        empty_rows(
+            folder_of(log), "log", config, ["parquet/day=2026-03-01/city=%C3%85rhus/a.parquet"]
+        )
+    with pytest.raises(ValueError, match="column 'x' is in `columns` and in `partitions`"):
+        SourceConfig(files="*", format="csv", columns={"x": "int64"}, partitions={"x": "int64"})
+
+
+JOB = """
+name: log
+data:
+  sources: {{log: {{files: "parquet/**/*.parquet", format: parquet{more}}}}}
+  samples: {{map: SELECT * FROM log}}
+  session: {{key: x, time: x}}
+  tables: {{}}
+"""
+SCHEMA = 'feature {{ name: "{}" type: {} annotation {{ tag: "kept" }} }}\n'
+
+
+def job_of(directory: Path, more: str, columns: dict[str, str]) -> Path:
+    directory.mkdir()
+    (directory / "job.yaml").write_text(JOB.format(more=more))
+    text = "".join(SCHEMA.format(name, kind) for name, kind in columns.items())
+    (directory / "schema.pbtxt").write_text(text)
+    return directory / "job.yaml"
+
+
+def prepared(job_path: Path, log: Path) -> tuple[Prepared, list[str]]:
+    said: list[str] = []
+    request = BuildRequest(
+        job_path=job_path, input_root=log, dataset=job_path.parent / "out", beam_args=[],
+        attempt="a", say=said.append,
+    )  # fmt: skip
+    job = load_job(job_path)
+    return prepare(request, job, load_features(job_path.parent / job.data.schema)), said
+
+
+def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
+    log: Path, tmp_path: Path
+) -> None:
+    said = prepared(job_of(tmp_path / "a", "", {"x": "INT"}), log)[1]
+    assert said == [
+        "source log: folder names such as parquet/day=2026-03-01/city=%C3%85rhus/ give columns "
+        "that the SQL does not see; add `partitions: {day: date, city: string}` to read them"
+    ]
+    more = ", partitions: {day: timestamp, city: string}"
+    job = job_of(tmp_path / "b", more, {"x": "INT", "day": "INT", "city": "BYTES"})
+    assert prepared(job, log)[1] == []
+
+
+def test_identity_of_a_job_without_partitions_is_what_it_was(log: Path, tmp_path: Path) -> None:
+    plain = load_job(job_of(tmp_path / "a", "", {"x": "INT"})).data
+    declared = load_job(job_of(tmp_path / "b", ", partitions: {day: date}", {"x": "INT"})).data
+    assert "partitions" not in identity_of(plain)["sources"]["log"]
+    assert identity_of(declared)["sources"]["log"]["partitions"] == {"day": "date"}
+
+
+def test_key_of_a_folder_name_is_found_without_reading_other_columns(log: Path) -> None:
+    config = SourceConfig(
+        files="parquet/**/*", format="parquet", columns={"x": "int64"}, partitions={"day": "date"}
+    )
+    paths = sorted(p.relative_to(log).as_posix() for p in log.glob("parquet/**/*.parquet"))
+    empty = empty_rows(folder_of(log), "log", config, paths)
+    data = load_job(job_of(log.parent / "a", "", {"x": "INT"})).data
+    data = replace(data, sources={"log": config})
+    known = Prepared((), steps_of(data), {"log": empty})
+    part = FilePart("log", paths[1], 1, row_group=0)
+    (keys,) = _keys(folder_of(log), part, "day", data, known)
+    assert keys.to_pylist() == [date(2026, 3, 2)] * 2
