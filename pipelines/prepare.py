@@ -169,7 +169,9 @@ def _say_undeclared(
     listing: tuple[InputFile, ...],
     empty: pa.Table,
 ) -> None:
-    """Say which columns of folder names the SQL does not see."""
+    """Say once which columns of folder names the SQL does not see."""
+    if request.listing is not None:  # said when the files were listed, or there are none
+        return
     paths = [f.path for f in listing if f.source == name]
     found = undeclared_partitions(paths, config.partitions, empty.column_names)
     if found:

@@ -84,12 +84,36 @@ def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:
 
 
 def decoded(table: pa.Table) -> pa.Table:
-    """Return the table without dictionaries, which each batch has its own of."""
+    """Return the table in types that Arrow's kernels take; `encoded` undoes it."""
     for index, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            column = table[field.name].cast(field.type.value_type)
-            table = table.set_column(index, field.name, column)
+        kind = _plain_type(field.type)
+        if kind != field.type:
+            table = table.set_column(index, field.name, table[field.name].cast(kind))
     return table
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return a type without dictionary, extension (UUID, JSON) and view, at its top level."""
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain_type(kind.storage_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    return kind
+
+
+def can_be_moved(kind: pa.DataType, nested: bool = False) -> bool:
+    """Tell whether rows with a column of that type can be sorted, hashed and written again."""
+    t = pa.types
+    if t.is_list_view(kind) or t.is_large_list_view(kind) or t.is_run_end_encoded(kind):
+        return False
+    if nested and _plain_type(kind) != kind and not t.is_dictionary(kind):
+        return False
+    fields = [kind.field(i).type for i in range(kind.num_fields)]
+    return all(can_be_moved(field, nested=True) for field in fields)
 
 
 def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -98,7 +122,9 @@ def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
     for field in schema:
         column = table[field.name]
         if pa.types.is_dictionary(field.type):
-            column = column.combine_chunks().dictionary_encode().cast(field.type)
+            column = column.combine_chunks().dictionary_encode()
+        if column.type != field.type:
+            column = column.cast(field.type)
         columns.append(column)
     return pa.table(columns, schema=schema)
 

@@ -177,10 +177,7 @@ def _check_agreement(
             wanted = pa.scalar(text, pa.string()).cast(value_type)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             wanted = None
-        try:
-            column = pq.ParquetFile(folder / file.path).read(columns=[name])[name]
-        except (OSError, pa.ArrowException) as error:
-            raise _unreadable(file.path, error) from error
+        (column,) = _columns(folder, file.path, [name])
         values = pc.unique(column.cast(value_type))
         other = next((v for v in values if wanted is None or v != wanted), None)
         if other is not None:
@@ -233,6 +230,31 @@ def _differs(first: pa.Schema, first_path: str, schema: pa.Schema, path: str) ->
         "rewrite the files of each kind on their own",
         file=path,
     )
+
+
+def check_microseconds(rows: Rows) -> None:
+    """Refuse times that a dataset, which holds microseconds, would cut.
+
+    Raises:
+        SchemaError: naming the column and the file.
+    """
+    names = [f.name for f in rows.schema if pa.types.is_timestamp(f.type) and f.type.unit == "ns"]
+    for file in rows.listing if names else ():
+        for name, column in zip(names, _columns(rows.folder, file.path, names), strict=True):
+            ticks = column.cast(pa.int64())
+            if pc.any(pc.not_equal(pc.multiply(pc.divide(ticks, 1000), 1000), ticks)).as_py():
+                raise SchemaError(
+                    f"column {name!r} holds times finer than a microsecond, which --layout star "
+                    "cannot keep; use --layout flat, which keeps every row",
+                    file=file.path,
+                )
+
+
+def _columns(folder: Path, path: str, names: list[str]) -> list[pa.ChunkedArray]:
+    try:
+        return pq.ParquetFile(folder / path).read(columns=names).columns
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
 
 
 def can_be_key(kind: pa.DataType) -> bool:

@@ -16,6 +16,8 @@ import pytest
 
 from pipelines.commands import main
 from pipelines.parts.expand import expand
+from pipelines.rewrite.flat import decoded
+from pipelines.rewrite.input import check_microseconds, look_at
 from pipelines.segments.content_hash import content_hash
 from pipelines.segments.verify import verify
 from pipelines.sources.read import read_part
@@ -59,6 +61,9 @@ ODD = {
     "large_ids": pa.array([[2**64 - 1], [0], None] * 200, pa.list_(pa.uint64())),
     "half": pa.array([0.5, None, -0.0] * 200, pa.float16()),
     "nothing": pa.nulls(NUM),
+    "uuid": pa.array([b"0123456789abcdef", None, bytes(16)] * 200, pa.uuid()),
+    "json": pa.array(['{"a": 1}', None, "[]"] * 200, pa.json_()),
+    "view": pa.array(["a", None, ""] * 200, pa.string_view()),
 }  # fmt: skip
 
 
@@ -142,10 +147,23 @@ def test_flat_keeps_every_type_and_the_schema(
     by_id = [("select", "ascending")]
     names = [n for n in rows.column_names if n not in ("score", "weights", "doubles")]  # NaN
     assert (
-        rows.select(names).sort_by(by_id).to_pylist()
-        == original.select(names).sort_by(by_id).to_pylist()
+        decoded(rows.select(names)).sort_by(by_id).to_pylist()
+        == decoded(original.select(names)).sort_by(by_id).to_pylist()
     )
-    assert result["content_hash"] == str(content_hash([original]))
+    assert result["content_hash"] == str(content_hash([decoded(original)]))
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_view(pa.int64()), pa.list_(pa.uuid()), pa.struct([("a", pa.uuid())])]
+)
+def test_flat_refuses_a_type_that_it_cannot_sort_before_any_work(
+    kind: pa.DataType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, columns(odd=pa.nulls(NUM, kind)), num_files=1)
+    kind = pq.read_schema(folder / "part-0.parquet").field("odd").type
+    assert refused(capsys, folder, tmp_path / "out", "--layout", "flat") == (
+        f"error: column 'odd' has a type that cannot be rewritten, {kind}; cast it, or leave it out"
+    )
 
 
 def test_same_files_in_any_order_give_the_same_bytes(
@@ -182,6 +200,20 @@ def test_rows_without_a_key_or_a_time_are_kept_by_flat_and_named_by_star(
     assert line.startswith("error: session ")
     assert "part-0.parquet" in line
     assert line.endswith("; repair the row, or use --layout flat, which keeps every row")
+
+
+def test_times_that_a_star_cannot_hold_are_refused_by_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = pa.array([1_000 * i for i in range(NUM)], pa.timestamp("ns"))
+    folder = folder_of(tmp_path / "whole", {"session_id": HELD["session_id"], "ts": times})
+    check_microseconds(look_at(folder, None, None))
+    finer = pa.array([1_000 * i + (i == 500) for i in range(NUM)], pa.timestamp("ns"))
+    folder = folder_of(tmp_path / "finer", {"session_id": HELD["session_id"], "ts": finer})
+    assert refused(capsys, folder, tmp_path / "out") == (
+        "error: column 'ts' holds times finer than a microsecond, which --layout star cannot keep "
+        "in more/part-2.parquet; use --layout flat, which keeps every row"
+    )
 
 
 def test_rows_without_time_keep_their_order_in_a_session(
