@@ -19,12 +19,13 @@ from pipelines.learned.learn import partials
 from pipelines.parts.cluster import hash_session_keys, part_of_key
 from pipelines.parts.part import PartResult, build_part
 from pipelines.parts.pins import Pins, pin
+from pipelines.samples.bad_rows import BadRow, SqlResult, each
 from pipelines.samples.keys import key_column, key_hashes, key_type
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
 from pipelines.samples.sampling import sample_negatives
 from pipelines.samples.sampling_units import count_units
 from pipelines.samples.side_stages import Sides, join_one, visible_columns
-from pipelines.samples.sql import BadRow, SqlResult, connect, with_list_index
+from pipelines.samples.sql import connect, with_list_index
 from pipelines.samples.steps import PER, hashed, mapped
 from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
@@ -59,8 +60,8 @@ def cut_file(context: BuildContext, part: FilePart) -> Iterator[Output]:
     parts, rejects = parts_of_file(context.folder, part, context.data.inputs[part.source])
     for reject in rejects:
         yield REJECTS, reject
-    for each in parts:
-        yield SAMPLES, each
+    for one in parts:
+        yield SAMPLES, one
 
 
 def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
@@ -154,7 +155,7 @@ class SampleStage:
             yield from self._looked_up(result)
 
     def _looked_up(self, result: SqlResult) -> Iterator[Output]:
-        for row in result.bad_rows:
+        for row in each(result.bad_rows):
             yield REJECTS, self.context.reject(row)
         if result.samples is None:
             return
@@ -179,7 +180,7 @@ class SampleStage:
         if good.num_samples:
             self.count("out", good.samples)
             yield from self._hand_over(good)
-        for row in unusable:
+        for row in each(unusable):
             yield REJECTS, context.reject(row)
 
     def _hand_over(self, good: Tuples) -> Iterator[Output]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipelines.beam.shuffle import ByReference, ByValue, Crossing, InMemory
-from pipelines.samples.sql import BadRow
+from pipelines.samples.bad_rows import BadRow
 from pipelines.samples.steps import Steps
 from pipelines.sources.folder import Folder
 from pipelines.sources.rejects import Reject

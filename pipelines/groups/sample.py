@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from pipelines.parts.cluster import hash_session_keys, microseconds
 from pipelines.prepare import Prepared
+from pipelines.samples.bad_rows import SqlResult
 from pipelines.samples.passed_lists import map_samples
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
 from pipelines.samples.sampling import sample_negatives
-from pipelines.samples.sql import SqlResult, connect, with_list_index
+from pipelines.samples.sql import connect, with_list_index
 from pipelines.samples.tuples import separate
 from pipelines.samples.validate import usable_samples
 from pipelines.sources.folder import Folder

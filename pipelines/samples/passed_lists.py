@@ -16,7 +16,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipelines.samples.sql import SqlResult, map_rows, normalized
+from pipelines.samples.bad_rows import SqlResult
+from pipelines.samples.sql import map_rows, normalized
 from pipelines.samples.tuples import HASH_PREFIX
 from pipelines.sources.rows import ORIGIN
 from schemas.columns import is_list

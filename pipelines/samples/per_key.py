@@ -3,7 +3,8 @@
 The statement is put under a lateral join with the distinct keys, its tables
 restricted to the key. DuckDB turns that into one plan over all keys: a
 million keys cost what their rows cost, not a million queries. When the batch
-raises, keys are bisected down to one, and its rows to the bad one.
+raises, the rows that `bad_rows.py` finds are taken out; what still raises is
+halved down to single keys.
 
 A statement that makes several samples of one row (unnest) is run key by key:
 the lateral plan gives the same samples, but not their order within the row.
@@ -11,8 +12,9 @@ the lateral plan gives the same samples, but not their order within the row.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import duckdb
 import numpy as np
@@ -20,8 +22,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipelines.samples.bad_rows import (
+    MAX_ATTEMPTS,
+    ROW_ERRORS,
+    SqlResult,
+    bad_rows,
+    without_marked,
+)
 from pipelines.samples.keys import key_column, key_type
-from pipelines.samples.sql import SqlResult, run, run_key
+from pipelines.samples.sql import run, run_key
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 
 _ALL = "_all_"
@@ -119,23 +128,77 @@ def _run(
     tables: Mapping[str, pa.Table],
     codes: Mapping[str, NDArray[np.int64]],
 ) -> SqlResult:
-    keys = np.unique(codes[per.source])
-    if len(keys) == 1:
+    """Run the statement over the rows of some keys; what raises is set apart."""
+    if len(np.unique(codes[per.source])) == 1:
         return run_key(connection, per.statement, per.source, tables)
+    names = list(tables)
+
+    def attempt(text: str, part: pa.Table) -> pa.Table:
+        named = {_ALL + n: part if n == per.source else t for n, t in tables.items()}
+        return run(connection, replace(per, statement=text).batched(names), named)
+
+    def alone(row: pa.Table) -> pa.Table:
+        code = codes[per.source][np.searchsorted(origins, row[ORIGIN][0].as_py())]
+        own = _rows_of(tables, codes, int(code))
+        return run(connection, per.statement, {**own, per.source: row})
+
+    origins = tables[per.source][ORIGIN].to_numpy()
     try:
-        named = {_ALL + name: table for name, table in tables.items()}
-        samples = run(connection, per.batched(list(tables)), named)
-    except (duckdb.Error, pa.ArrowInvalid):  # a key raises, or no lateral plan exists
-        middle = keys[len(keys) // 2]
-        sides = [_side(tables, codes, int(middle), lower) for lower in (True, False)]
-        return _joined([_run(connection, per, *side) for side in sides])
+        return _in_order(connection, per, attempt(per.statement, tables[per.source]), tables, codes)
+    except ROW_ERRORS:
+        rows, bad = without_marked(per.statement, attempt, alone, tables[per.source])
+    kept = np.isin(origins, rows[ORIGIN].to_numpy())
+    codes = {**codes, per.source: codes[per.source][kept]}
+    halves = _halved(connection, per, {**tables, per.source: rows}, codes)
+    return _joined([SqlResult(None, bad), *halves])
+
+
+def _halved(
+    connection: duckdb.DuckDBPyConnection,
+    per: PerKey,
+    tables: Mapping[str, pa.Table],
+    codes: Mapping[str, NDArray[np.int64]],
+) -> Iterator[SqlResult]:
+    """Halve keys until those that raise are alone, at most `MAX_ATTEMPTS` times."""
+    waiting, attempts = deque([(tables, codes)]), 0
+    while waiting:
+        tables, codes = waiting.popleft()
+        keys = np.unique(codes[per.source])
+        if len(keys) == 1 and attempts <= MAX_ATTEMPTS:
+            yield run_key(connection, per.statement, per.source, tables)
+            attempts += 1
+        elif attempts > MAX_ATTEMPTS:
+            text = f"row must pass the job's SQL, got keys of which more than {MAX_ATTEMPTS} fail"
+            yield SqlResult(None, bad_rows(tables[per.source], text))
+        elif len(keys):
+            attempts += 1
+            named = {_ALL + name: table for name, table in tables.items()}
+            try:
+                made = run(connection, per.batched(list(tables)), named)
+            except ROW_ERRORS:  # a key raises, or no lateral plan exists
+                middle = int(keys[len(keys) // 2])
+                waiting.extend(_side(tables, codes, middle, lower) for lower in (True, False))
+                continue
+            yield _in_order(connection, per, made, tables, codes)
+
+
+def _in_order(
+    connection: duckdb.DuckDBPyConnection,
+    per: PerKey,
+    samples: pa.Table,
+    tables: Mapping[str, pa.Table],
+    codes: Mapping[str, NDArray[np.int64]],
+) -> SqlResult:
+    """Return samples in the order of their rows; the lateral plan loses it where a row has several.
+
+    Each key has its own run then.
+    """
     if len(pc.unique(samples[ORIGIN])) == samples.num_rows:
         return SqlResult(samples)
-    # Several samples of one row: the lateral plan loses their order, so each key has its own run.
     return _joined(
         [
             run_key(connection, per.statement, per.source, _rows_of(tables, codes, key))
-            for key in keys.tolist()
+            for key in np.unique(codes[per.source]).tolist()
         ]
     )
 
@@ -157,7 +220,7 @@ def _rows_of(
 
 def _joined(results: Sequence[SqlResult]) -> SqlResult:
     good = [r.samples for r in results if r.samples is not None]
-    bad = [row for r in results for row in r.bad_rows]
+    bad = pa.concat_tables([r.bad_rows for r in results])
     return SqlResult(pa.concat_tables(good) if good else None, bad)
 
 

@@ -1,15 +1,14 @@
 """Samples from raw rows: the job's SQL, run by DuckDB on Arrow tables inside the worker.
 
-The row's origin is carried through: the statement is parsed, `_origin` is added
-to its select list, and the result is bisected down to the bad rows when it
-raises.
+The row's origin is carried through: the statement is parsed, and `_origin` is added to its select
+list. Rows on which it raises are set apart (`bad_rows.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import duckdb
@@ -17,30 +16,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.sources.read import ORIGIN
-from pipelines.sources.rejects import python_rows
+from pipelines.samples.bad_rows import (
+    ROW_ERRORS,
+    SqlResult,
+    bad_rows,
+    isolated,
+    reason_of,
+    without_marked,
+)
+from pipelines.sources.rows import ORIGIN
 from schemas.columns import one_chunk
 from schemas.errors import SchemaError
 
 LIST_INDEX = "_list_index"
 """Column added to every sample: its position among the samples of one raw row."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A raw row that the SQL cannot use, and why."""
-
-    origin: int
-    reason: str
-    value: str
-
-
-@dataclass(slots=True)
-class SqlResult:
-    """Samples, and the raw rows that gave none because the SQL raised."""
-
-    samples: pa.Table | None
-    bad_rows: list[BadRow] = field(default_factory=list[BadRow])
 
 
 def connect() -> duckdb.DuckDBPyConnection:
@@ -133,7 +122,7 @@ def run(
 def map_rows(
     connection: duckdb.DuckDBPyConnection, statement: str, source: str, rows: pa.Table
 ) -> SqlResult:
-    """Run row-local SQL over raw rows; rows that raise are found by bisection.
+    """Run row-local SQL over raw rows; rows that raise are set apart.
 
     Args:
         connection: from `connect`.
@@ -141,7 +130,16 @@ def map_rows(
         source: name of the table in it.
         rows: raw rows with origins.
     """
-    return _bisect(lambda part: run(connection, statement, {source: part}), rows)
+
+    def attempt(text: str, part: pa.Table) -> pa.Table:
+        return run(connection, text, {source: part})
+
+    try:
+        return SqlResult(attempt(statement, rows))
+    except ROW_ERRORS:
+        good, bad = without_marked(statement, attempt, partial(attempt, statement), rows)
+    rest = isolated(partial(attempt, statement), good)
+    return SqlResult(rest.samples, pa.concat_tables([bad, rest.bad_rows]))
 
 
 def run_key(
@@ -150,10 +148,10 @@ def run_key(
     source: str,
     tables: Mapping[str, pa.Table],
 ) -> SqlResult:
-    """Run SQL over all rows of one key; bad rows of `source` are found by bisection.
+    """Run SQL over all rows of one key; bad rows of `source` are set apart.
 
-    A half of a key knows only its own rows, so bisection only finds the bad ones; what is left of
-    the key runs as one again. Rows that fail only together are all bad.
+    A row is bad when the statement raises on it alone; what is left of the key runs as one again.
+    Rows that fail only together are all bad.
 
     Args:
         connection: from `connect`.
@@ -162,42 +160,23 @@ def run_key(
         tables: all rows of the key, by source.
     """
 
-    def attempt(part: pa.Table) -> pa.Table:
-        return run(connection, statement, {**tables, source: part})
+    def attempt(text: str, part: pa.Table) -> pa.Table:
+        return run(connection, text, {**tables, source: part})
 
-    rows = tables[source]
-    bad: list[BadRow] = []
+    try:
+        return SqlResult(attempt(statement, tables[source]))
+    except ROW_ERRORS:
+        alone = partial(attempt, statement)
+        rows, bad = without_marked(statement, attempt, alone, tables[source])
     while rows.num_rows:
         try:
-            return SqlResult(attempt(rows), bad)
-        except (duckdb.Error, pa.ArrowInvalid) as error:
-            found = _bisect(attempt, rows).bad_rows
-            found = found or [_bad_row(rows.slice(i, 1), error) for i in range(rows.num_rows)]
-        bad.extend(found)
-        origins = pa.array([row.origin for row in found], pa.int64())
-        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=origins)))
+            return SqlResult(attempt(statement, rows), bad)
+        except ROW_ERRORS as error:
+            found = isolated(alone, rows).bad_rows
+            found = found if found.num_rows else bad_rows(rows, reason_of(error))
+        bad = pa.concat_tables([bad, found])
+        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=found["origin"])))
     return SqlResult(None, bad)
-
-
-def _bisect(attempt: Callable[[pa.Table], pa.Table], rows: pa.Table) -> SqlResult:
-    try:
-        return SqlResult(attempt(rows))
-    except (duckdb.Error, pa.ArrowInvalid) as error:  # Arrow's: a value has no stored form
-        if rows.num_rows <= 1:
-            return SqlResult(None, [_bad_row(rows, error)] if rows.num_rows else [])
-    half = rows.num_rows // 2
-    parts = [_bisect(attempt, rows.slice(0, half)), _bisect(attempt, rows.slice(half))]
-    good = [p.samples for p in parts if p.samples is not None]
-    bad = [row for part in parts for row in part.bad_rows]
-    return SqlResult(pa.concat_tables(good) if good else None, bad)
-
-
-def _bad_row(rows: pa.Table, error: Exception) -> BadRow:
-    values = {k: v for k, v in python_rows(rows)[0].items() if k != ORIGIN}
-    reason = str(error).splitlines()[0]
-    return BadRow(
-        rows[ORIGIN][0].as_py(), f"row must pass the job's SQL, got {reason}", str(values)
-    )
 
 
 def normalized(table: pa.Table) -> pa.Table:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import duckdb
 import pyarrow as pa
 
+from pipelines.samples.bad_rows import SqlResult
 from pipelines.samples.passed_lists import Passed, map_samples
 from pipelines.samples.per_key import visible_rows
 from pipelines.samples.sides import joined, side_table, sorted_rows
-from pipelines.samples.sql import SqlResult, carry_origin, run, table_names
+from pipelines.samples.sql import carry_origin, run, table_names
 from pipelines.samples.tuples import with_hashes
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 from pipelines.sources.streams import with_events
@@ -91,7 +92,7 @@ def mapped(
     if steps.map is None or result.samples is None:
         yield result
         return
-    if result.bad_rows:
+    if result.bad_rows.num_rows:
         yield SqlResult(None, result.bad_rows)
     for start in range(0, result.samples.num_rows, CHUNK_ROWS):
         chunk = result.samples.slice(start, CHUNK_ROWS)

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX, BadRow
+from pipelines.samples.bad_rows import BAD_ROWS_SCHEMA, bad_rows
+from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
 from pipelines.sources.read import ORIGIN
-from pipelines.sources.rejects import python_rows
 from schemas.columns import is_list, one_chunk
 from schemas.errors import SchemaError, nearest
 from schemas.features import Feature, FeatureSet
@@ -137,10 +137,10 @@ def check_type(feature: Feature, kind: pa.DataType) -> None:
 
 def usable_samples(
     samples: Tuples, features: FeatureSet, data: DataConfig
-) -> tuple[Tuples, list[BadRow]]:
-    """Split samples into those that can be used and those that cannot, each with its reason."""
+) -> tuple[Tuples, pa.Table]:
+    """Split samples into those that can be used and those that cannot, as bad rows."""
     keep = np.ones(samples.num_samples, bool)
-    bad: list[BadRow] = []
+    bad = [BAD_ROWS_SCHEMA.empty_table()]
     for name, find, reason in _checks(features, data):
         found = _found(samples, name, find)
         if found is None:
@@ -149,11 +149,10 @@ def usable_samples(
         keep[new] = False
         chosen = samples.take(new)
         names = [n for n in features.names if _has(samples, n)]
-        columns = {n: chosen.column(n) for n in names}
-        origins = chosen.column(ORIGIN).to_pylist()
-        for origin, row in zip(origins, python_rows(pa.table(columns)), strict=True):
-            bad.append(BadRow(origin, reason, str(row)))
-    return (samples if keep.all() else samples.take(np.flatnonzero(keep))), bad
+        columns = {n: chosen.column(n) for n in (*names, ORIGIN)}
+        bad.append(bad_rows(pa.table(columns), reason))
+    good = samples if keep.all() else samples.take(np.flatnonzero(keep))
+    return good, pa.concat_tables(bad)
 
 
 def _has(samples: Tuples, name: str) -> bool:

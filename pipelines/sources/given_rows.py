@@ -19,7 +19,7 @@ import pyarrow as pa
 from apache_beam import pvalue
 
 from pipelines.beam.context import BuildContext
-from pipelines.samples.sql import BadRow
+from pipelines.samples.bad_rows import BadRow
 from pipelines.segments.content_hash import ContentHash, content_hash, row_hashes
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN, FilePart, typed_chunks

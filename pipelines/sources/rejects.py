@@ -52,6 +52,11 @@ def to_table(rejects: Iterable[Reject]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=REJECTS_SCHEMA)
 
 
+def row_texts(rows: pa.Table) -> pa.Array:
+    """Return each row as text, at most `MAX_TEXT` characters of it."""
+    return pa.array([str(row)[:MAX_TEXT] for row in python_rows(rows)], pa.string())
+
+
 def python_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Return rows as Python values, times that Python cannot hold as their numbers.
 

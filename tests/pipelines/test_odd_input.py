@@ -86,14 +86,14 @@ def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
     result = map_rows(connect(), statement, "log", rows)
     assert result.samples is not None
     assert result.samples["ids"].to_pylist() == [[1], [3]]
-    assert [b.origin for b in result.bad_rows] == [8]
+    assert result.bad_rows["origin"].to_pylist() == [8]
 
 
 def test_row_with_a_time_beyond_python_can_be_rejected() -> None:
     rows = pa.table({"x": pa.array([2**62], pa.timestamp("us")), "_origin": [7]})
     statement = carry_origin("SELECT CAST('no' AS BIGINT) AS y FROM log", "data.samples.map")
-    (bad,) = map_rows(connect(), statement, "log", rows).bad_rows
-    assert (bad.origin, bad.value) == (7, "{'x': 4611686018427387904}")
+    (bad,) = map_rows(connect(), statement, "log", rows).bad_rows.to_pylist()
+    assert (bad["origin"], bad["value"]) == (7, "{'x': 4611686018427387904}")
 
 
 def read_lines(directory: Path, text: str, **config: object) -> tuple[list[object], list[Reject]]:
@@ -212,7 +212,7 @@ def test_sample_that_no_model_can_use_is_rejected(
     statement = with_hashes("SELECT * FROM log", data.groups)
     samples = run(connect(), statement, {"log": pa.table({**SAMPLE, **changes})})
     good, bad = usable_samples(separate(samples, data.groups), features, data)
-    assert [(b.origin, b.reason) for b in bad] == [(0, reason)]
+    assert [(b["origin"], b["reason"]) for b in bad.to_pylist()] == [(0, reason)]
     assert good.column("session").to_pylist() == [2]
 
 

@@ -153,10 +153,8 @@ def test_map_rows_finds_the_rows_that_raise() -> None:
     result = map_rows(connect(), statement, "log", rows)
     assert result.samples is not None
     assert result.samples["x"].to_pylist() == [1, 3, 4]
-    assert [(b.origin, b.value) for b in result.bad_rows] == [
-        (1, "{'x': 'two'}"),
-        (4, "{'x': 'five'}"),
-    ]
+    assert result.bad_rows["origin"].to_pylist() == [1, 4]
+    assert result.bad_rows["value"].to_pylist() == ["{'x': 'two'}", "{'x': 'five'}"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,223 @@
+"""Rows that the SQL raises on: the same as run one by one, found in a few runs of the statement."""
+
+from collections.abc import Mapping
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipelines.samples.bad_rows import MAX_ATTEMPTS, SqlResult, isolated, reason_of, without_marked
+from pipelines.samples.per_key import PerKey, run_keys
+from pipelines.samples.sql import carry_origin, connect, map_rows, run, with_list_index
+from pipelines.sources.read import ORIGIN
+from schemas.columns import comparable_tuple
+from schemas.jagged import hash_keys
+
+SIDE = pa.table({"code": [0, 1, 2, 3], "name": ["0", "one", "2", "3"]})
+
+STATEMENTS = {
+    "a cast": "SELECT CAST(x AS BIGINT) AS x FROM log",
+    "two that fail, one of a part of a value": (
+        "SELECT CAST(substr(x, 2) AS INT) AS x, CAST(y AS DATE) AS y FROM log"
+    ),
+    "a guard in WHERE": "SELECT CAST(x AS INT) AS x FROM log WHERE x <> '' AND CAST(x AS INT) > 1",
+    "an OR in WHERE": "SELECT y FROM log WHERE x = 'n' OR CAST(x AS INT) > 1",
+    "a guard in CASE": "SELECT CASE WHEN x <> 'n' THEN CAST(x AS INT) END AS x FROM log",
+    "a list of texts": (
+        "SELECT list_transform(string_split(z, ' '), lambda e: CAST(e AS BIGINT)) AS z FROM log"
+    ),
+    "a cast of what is unnested": "SELECT CAST(unnest(string_split(z, ' ')) AS INT) AS z FROM log",
+    "an alias that fails later": "SELECT CAST(x AS INT) AS a, 1 // (1 - a) AS b FROM log",
+    "an aggregate over a list": (
+        "SELECT (SELECT max(CAST(e AS INT)) FROM unnest(string_split(z, ' ')) AS t(e)) AS s FROM log"
+    ),
+    "a subquery with a filter around it": (
+        "SELECT * FROM (SELECT CAST(x AS INT) AS a, k, _origin FROM log) WHERE k > 2"
+    ),
+    "a column that nobody reads": (
+        "SELECT k FROM (SELECT CAST(x AS INT) AS a, k, _origin FROM log)"
+    ),
+    "a common table expression": (
+        "WITH a AS (SELECT *, CAST(x AS INT) AS n FROM log), b AS (SELECT * FROM a WHERE n > 0) "
+        "SELECT n, CAST(y AS DATE) AS y, _origin FROM b"
+    ),
+    "a join that fails": (
+        "SELECT log.y, side.name FROM log LEFT JOIN side ON CAST(log.x AS INT) = side.code"
+    ),
+    "a side's value that fails": (
+        "SELECT CAST(side.name AS INT) AS n FROM log LEFT JOIN side ON log.k % 4 = side.code"
+    ),
+    "a constant that fails": "SELECT CAST('no' AS INT) AS n FROM log",
+    "a function that may raise": "SELECT CASE WHEN k = 3 THEN error('three') ELSE k END AS k FROM log",
+    "nothing that fails": "SELECT x, y FROM log",
+}
+
+PER_KEY = {
+    "a history over a cast": (
+        "SELECT CAST(y AS DATE) AS y, list(CAST(x AS INT)) OVER (ORDER BY _origin "
+        "ROWS BETWEEN 5 PRECEDING AND 1 PRECEDING) AS h FROM log"
+    ),
+    "a cast beside a window": (
+        "SELECT * FROM (SELECT *, row_number() OVER (ORDER BY _origin) AS n FROM log) "
+        "WHERE n > 0 AND CAST(x AS INT) > 0"
+    ),
+    "a cast of what a window gives": (
+        "SELECT CAST(lag(x, 1, '1') OVER (ORDER BY _origin) AS INT) AS p FROM log"
+    ),
+    "several samples of a row": "SELECT CAST(unnest(string_split(z, ' ')) AS INT) AS z FROM log",
+}
+
+
+def rows_of(seed: int, num_rows: int = 24, share: float = 0.3) -> pa.Table:
+    """Return raw rows of which about a share cannot be cast, in each column."""
+    rng = np.random.default_rng(seed)
+
+    def texts(good: list[str | None], bad: list[str | None]) -> list[str | None]:
+        picks = rng.random(num_rows) < share
+        return [rng.choice(np.array(bad if b else good, object)) for b in picks]
+
+    return pa.table(
+        {
+            "x": pa.array(texts(["1", "2", "77", None], ["", "n", "n/a", "2a\nb"])),
+            "y": pa.array(texts(["2026-01-02", "1999-12-31"], ["never", "2026-13-01"])),
+            "z": pa.array(texts(["1", "1 2 3", None], ["1 x", "1,2", "2 3 y"])),
+            "k": pa.array(rng.integers(0, 6, num_rows)),
+            ORIGIN: pa.array(np.arange(num_rows) * 3 + 5),
+        }
+    )
+
+
+def one_by_one(
+    connection: duckdb.DuckDBPyConnection, statement: str, rows: pa.Table
+) -> tuple[list[pa.Table], dict[int, str]]:
+    """Return the samples of each good row, and why each bad row is bad."""
+    good: list[pa.Table] = []
+    bad: dict[int, str] = {}
+    for index in range(rows.num_rows):
+        row = rows.slice(index, 1)
+        try:
+            good.append(run(connection, statement, {"log": row}))
+        except (duckdb.Error, pa.ArrowInvalid) as error:
+            bad[row[ORIGIN][0].as_py()] = reason_of(error)
+    return good, bad
+
+
+def hashes(samples: pa.Table) -> list[int]:
+    """Return a hash of each sample and of its place in its row, sorted."""
+    samples = with_list_index(samples)
+    return sorted(hash_keys(comparable_tuple(samples, samples.column_names)).tolist())
+
+
+def same(result: SqlResult, good: list[pa.Table]) -> bool:
+    """Tell whether samples are those of rows run one by one."""
+    if result.samples is None or not result.samples.num_rows:
+        return not sum(t.num_rows for t in good)
+    return hashes(result.samples) == hashes(pa.concat_tables(good))
+
+
+def reasons_of(result: SqlResult) -> dict[int, str]:
+    """Return why each bad row is bad."""
+    origins, reasons = (result.bad_rows[n].to_pylist() for n in ("origin", "reason"))
+    assert len(set(origins)) == len(origins)
+    return dict(zip(origins, reasons, strict=True))
+
+
+@pytest.mark.parametrize("statement", STATEMENTS.values(), ids=STATEMENTS)
+@pytest.mark.parametrize("seed", range(2))
+def test_bad_rows_are_those_that_raise_alone(statement: str, seed: int) -> None:
+    connection = connect()
+    connection.register("side", SIDE)
+    rows, text = rows_of(seed, share=(0.05, 0.5)[seed]), carry_origin(statement, "key")
+    result = map_rows(connection, text, "log", rows)
+    good, bad = one_by_one(connection, text, rows)
+    assert reasons_of(result) == bad
+    assert same(result, good)
+
+
+@pytest.mark.parametrize("statement", PER_KEY.values(), ids=PER_KEY)
+@pytest.mark.parametrize("seed", range(2))
+def test_keys_without_a_bad_row_are_as_alone_and_bad_rows_raise_alone(
+    statement: str, seed: int
+) -> None:
+    connection, rows = connect(), rows_of(seed, share=0.1)
+    text = carry_origin(statement, "key")
+    results = list(run_keys(connection, PerKey(text, "log", "k"), {"log": rows}))
+    found: dict[int, str] = {}
+    for result in results:
+        found |= reasons_of(result)
+    samples = pa.concat_tables([r.samples for r in results if r.samples is not None])
+    expected: list[pa.Table] = []
+    bad: dict[int, str] = {}
+    for key in range(6):
+        left = rows.filter(pa.array(rows["k"].to_numpy() == key))
+        while left.num_rows:
+            try:
+                expected.append(run(connection, text, {"log": left}))
+                break
+            except duckdb.Error as error:
+                alone = one_by_one(connection, text, left)[1]
+                alone = alone or dict.fromkeys(left[ORIGIN].to_pylist(), reason_of(error))
+            bad |= alone
+            left = left.filter(pa.array([o not in alone for o in left[ORIGIN].to_pylist()]))
+    assert found == bad
+    assert hashes(samples) == hashes(pa.concat_tables(expected))
+
+
+class Counted:
+    """Runs statements and counts them."""
+
+    def __init__(self) -> None:
+        self.connection, self.count = connect(), 0
+
+    def __call__(self, statement: str, rows: pa.Table) -> pa.Table:
+        """Run one."""
+        self.count += 1
+        return run(self.connection, statement, {"log": rows})
+
+
+def many_rows(num_rows: int, bad: Mapping[int, str]) -> pa.Table:
+    """Return numbers as texts, some of them replaced."""
+    texts = [bad.get(i, str(i)) for i in range(num_rows)]
+    return pa.table({"x": texts, ORIGIN: range(num_rows)})
+
+
+def test_thousands_of_bad_rows_take_a_few_runs_and_each_has_its_own_reason() -> None:
+    bad = {i: f"no {i}" for i in range(0, 60_000, 7)}
+    rows, attempt = many_rows(60_000, bad), Counted()
+    statement = carry_origin("SELECT CAST(x AS BIGINT) AS x FROM log", "key")
+    good, found = without_marked(statement, attempt, lambda row: attempt(statement, row), rows)
+    assert attempt.count < 12
+    assert good.num_rows == 60_000 - len(bad)
+    assert found["origin"].to_pylist() == list(bad)
+    assert found["reason"].to_pylist() == [
+        f"row must pass the job's SQL, got Conversion Error: Could not convert string '{text}' to "
+        "INT64 when casting from source column x" for text in bad.values()]  # fmt: skip
+
+
+def test_reasons_that_cannot_be_written_from_others_name_the_expression() -> None:
+    bad = {i: f"no {i}" for i in range(100)}
+    statement = carry_origin("SELECT CAST(substr(x, 2) AS BIGINT) AS x FROM log", "key")
+    result = map_rows(connect(), statement, "log", many_rows(200, bad))
+    reasons = result.bad_rows["reason"].to_pylist()
+    assert len(reasons) == 100
+    assert sum("Conversion Error: Could not convert string 'o " in r for r in reasons) >= 32
+    assert {r for r in reasons if "Conversion" not in r} == {
+        "row must pass the job's SQL, got an error in CAST(substr(x, 2) AS BIGINT)"}  # fmt: skip
+
+
+def test_rows_that_too_many_runs_would_tell_apart_are_rejected_together() -> None:
+    rows, count = pa.table({"x": range(30_000), ORIGIN: range(30_000)}), 0
+
+    def attempt(part: pa.Table) -> pa.Table:
+        nonlocal count
+        count += 1
+        if any(x % 7 == 0 for x in part["x"].to_pylist()):
+            raise duckdb.Error("seven")
+        return part
+
+    result = isolated(attempt, rows)
+    assert count == MAX_ATTEMPTS
+    good = 0 if result.samples is None else result.samples.num_rows
+    assert good + result.bad_rows.num_rows == rows.num_rows
+    assert all("seven, or stand among" in r for r in result.bad_rows["reason"].to_pylist())
