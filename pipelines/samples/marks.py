@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -82,9 +83,7 @@ def select_nodes(statement: str) -> list[Node]:
     Raises:
         duckdb.Error: it is no SQL; the message has the position.
     """
-    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
-    assert text is not None, "json_serialize_sql gives one row"
-    tree = json.loads(text[0])
+    tree = json.loads(_parser("json_serialize_sql", statement))
     if tree["error"]:
         raise duckdb.ParserException(tree["error_message"])
     return [s["node"] for s in tree["statements"]]
@@ -93,9 +92,18 @@ def select_nodes(statement: str) -> list[Node]:
 def text_of(node: Node) -> str:
     """Return a parsed SELECT as text."""
     tree = json.dumps({"error": False, "statements": [{"node": node, "named_param_map": []}]})
-    done = duckdb.connect().execute("SELECT json_deserialize_sql(?)", [tree]).fetchone()
-    assert done is not None, "json_deserialize_sql gives one row"
-    return str(done[0])
+    return _parser("json_deserialize_sql", tree)
+
+
+_OF_THREAD = threading.local()
+"""A connection takes 50 ms to open, and one thread uses it at a time."""
+
+
+def _parser(function: str, text: str) -> str:
+    if not hasattr(_OF_THREAD, "connection"):
+        _OF_THREAD.connection = duckdb.connect()
+    made = _OF_THREAD.connection.execute(f"SELECT {function}(?)", [text]).fetchone()
+    return str(made[0])
 
 
 def expression_text(node: Node) -> str:
