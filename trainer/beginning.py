@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from schemas.chosen import choose, hashes_of
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
-from schemas.events import IDENTITY
+from schemas.events import CHECKPOINTS, IDENTITY
 from schemas.job import Job
 from schemas.job_limits import WAIT
-from trainer.checkpoint import newest_checkpoint
+from trainer.checkpoint import newest_checkpoint, step_of, verified
 from trainer.draining import Drain
+from trainer.flash.manifest import complete, set_aside
 from trainer.following import Following, FollowOptions
+from trainer.ledger import steps_with_lines
 from trainer.run import (
     RunIdentity,
     check_run,
@@ -28,6 +32,8 @@ from trainer.saving import claim_leftovers
 from trainer.training import TrainOptions
 from trainer.warm import Beginning, begin_with, not_trained, open_beginning
 from trainer.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 
 def begin_run(
@@ -159,7 +165,56 @@ def chosen_of(found: RunIdentity) -> tuple[str, ...] | None:
 def first_checkpoint(run: Path, options: TrainOptions) -> Path | None:
     """Return what a run that has been begun begins with, None for nothing."""
     begun = options.resume or options.start_from is not None
-    return newest_checkpoint(run) if begun else None
+    return resumable_checkpoint(run) if begun else None
+
+
+def resumable_checkpoint(run: Path) -> Path | None:
+    """Return the newest checkpoint that the lines of steps reach, None where there is none at all.
+
+    Newer ones are set aside: they go when the run has saved those steps again.
+
+    Raises:
+        SchemaError: the lines reach no checkpoint, the one that they reach is damaged, or the run
+            began with the checkpoint of another one, which is gone.
+    """
+    origin = read_identity(run).origin
+    found = complete(run / CHECKPOINTS)
+    if not found and origin is not None:
+        raise SchemaError(
+            f"run must have the checkpoint that it began with, got none; {_again(run, origin)}",
+            file=str(run / CHECKPOINTS),
+        )
+    num_steps, file = steps_with_lines(run)
+    reached = [checkpoint for checkpoint in found if step_of(checkpoint) <= num_steps]
+    if len(reached) == len(found):
+        return newest_checkpoint(run)
+    if not reached:
+        oldest = step_of(found[0])
+        raise SchemaError(
+            f"lines of steps {num_steps} to {oldest - 1} must be there to go on from the "
+            f"checkpoint of step {oldest}, got none; restore the file from a copy, or "
+            f"{_again(run, origin)}",
+            file=str(file),
+        )
+    verified(reached[-1], None)
+    first, last = step_of(reached[-1]), step_of(found[-1])
+    for checkpoint in found[len(reached) :]:
+        set_aside(checkpoint)
+    logger.warning(
+        "lines of steps are missing: %s has those of the first %s steps, the newest checkpoint is "
+        "of step %s. Training continues from the checkpoint of step %s; steps %s to %s are trained "
+        "again.",
+        *(file, num_steps, last, first, first, last - 1),
+    )
+    return reached[-1]
+
+
+def _again(run: Path, origin: Mapping[str, Any] | None) -> str:
+    """Return how a run is trained again from its beginning."""
+    if origin is None:
+        return f"remove {run / CHECKPOINTS} and use --resume to train again from step 0"
+    old = os.path.normpath(run / origin["run"])
+    return f"begin again in another folder with --start-from {old}"
 
 
 def how_of(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +46,10 @@ def write_expected(run: Path, dataset: Dataset, epochs: int) -> None:
         tables.append(pa.table(columns, _RUN_BLOCKS))
     table = pa.concat_tables(tables).replace_schema_metadata({"epochs": str(epochs)})
     partial = run / f".{BLOCKS}.partial"  # a run that follows the pipeline writes it again
-    pq.write_table(table, partial)
+    with partial.open("wb") as file:
+        pq.write_table(table, file)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(run / BLOCKS)
 
 
@@ -62,6 +67,40 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
         )
     except OSError as error:
         raise SchemaError("ledger must exist, got none; this is no run", file=str(path)) from error
+
+
+def steps_with_lines(run: Path) -> tuple[int, Path]:
+    """Return how many steps from 0 on have all their lines, and the file that has no more.
+
+    A step has its lines where the metrics have one, and the ledger has as many samples of it.
+    """
+    samples = dict[int, int]()
+    for step, num_samples in _counted_lines(run / LEDGER):
+        samples[step] = samples.get(step, 0) + num_samples
+    count = 0
+    for step, num_samples in _counted_lines(run / METRICS):
+        if step != count:
+            break
+        if samples.get(step) != num_samples:
+            return count, run / LEDGER
+        count += 1
+    return count, run / METRICS
+
+
+def _counted_lines(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield step and samples of each line up to the first that is torn or unreadable."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                body = json.loads(line)
+                found = int(body["step"]), int(body["num_samples"])
+            except (ValueError, TypeError, KeyError):
+                return
+            if not line.endswith(b"\n"):
+                return
+            yield found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

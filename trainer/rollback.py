@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from schemas.events import METRICS
-from trainer.checkpoint import newest_checkpoint, step_of
+from trainer.beginning import resumable_checkpoint
+from trainer.checkpoint import step_of
 from trainer.stores.failures import StoreLostError
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def with_rollbacks(
             if in_vain == _MOST_IN_VAIN:
                 raise
             settle()
-            checkpoint = newest_checkpoint(run)
+            checkpoint = resumable_checkpoint(run)
             first = step_of(checkpoint)
             found = Rollbacks(
                 num_rollbacks=found.num_rollbacks + 1,

@@ -269,16 +269,20 @@ def _check_segments(
 def cut_run(run: Path, train_step: int) -> None:
     """Drop the lines of steps from `train_step` on: they will be trained again."""
     for name in (METRICS, LEDGER, SPLITS):
-        if name == SPLITS and not (run / name).is_file():
+        there = (run / name).is_file()
+        if name == SPLITS and not there:
             continue
-        lines = (run / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = (run / name).read_bytes().splitlines(keepends=True) if there else []
         kept = [line for line in lines if _step_of(line) < train_step]
-        replace_bytes(run / name, "".join(kept).encode())
+        replace_bytes(run / name, b"".join(kept))
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a line; of a torn one, that of none that is kept."""
-    return int(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+def _step_of(line: bytes) -> float:
+    """Return the step of a line; of a torn or unreadable one, that of none that is kept."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def write_summary(run: Path, summary: RunSummary) -> None:

@@ -19,13 +19,15 @@ from typing import Any
 from schemas.checked import sha256_of
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
-from schemas.manifest import canonical_json, hash_of, replace_bytes
+from schemas.manifest import canonical_json, hash_of, replace_bytes, sync_directory
 
 DENSE, PLAN = "dense.safetensors", "plan.safetensors"
 """Named arrays of a checkpoint: the dense state, and where the plan of a planned cache stands."""
 ROW_FILES = "rows", "values", "state"
 """Arrays of a part, row by row, rows ascending."""
-PARTIAL = ".partial"
+PARTIAL, AHEAD = ".partial", ".ahead"
+"""What the names of folders end with that are no complete checkpoints: being written, and newer
+than the lines of steps, which were lost."""
 LOCK_SEC = 10.0
 """How long a process that completes a checkpoint waits for another that does."""
 _CHECKSUM = "checksum"
@@ -180,6 +182,15 @@ def newer_than(checkpoints: Path, train_step: int) -> Path | None:
     """Return the newest complete checkpoint where it has all steps before one."""
     found = complete(checkpoints)
     return found[-1] if found and int(found[-1].name) >= train_step else None
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Let a checkpoint count no more; `sweep` removes it when one of its step is complete again."""
+    aside = checkpoint.with_name(f"{checkpoint.name}{AHEAD}")
+    with alone(checkpoint.parent):
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        sync_directory(checkpoint.parent)
 
 
 def sweep(checkpoints: Path, keep: int) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
+from schemas.events import LEDGER, METRICS
 from schemas.jagged import Array
 from schemas.layout import MANIFEST
 from schemas.manifest import sync_directory
@@ -138,6 +139,9 @@ class NewCheckpoint:
     ) -> None:
         """Write the manifest when all else is on the disk; the checkpoint is complete then.
 
+        The lines of the steps that it has are brought to the device, too: a checkpoint that
+        outlives a power cut has its lines.
+
         Args:
             made_of: of the manifest.
             parts: of the manifest.
@@ -156,6 +160,7 @@ class NewCheckpoint:
         manifest = CheckpointManifest(
             train_step=self._train_step, made_of=made_of, parts=parts, files=files
         )
+        _sync_lines(self._folder.parent.parent)
         write_checkpoint_manifest(self._partial, manifest)
         self._complete(older, keep)
 
@@ -194,6 +199,15 @@ class NewCheckpoint:
                 file=str(self._folder),
             ) from error
         return False
+
+
+def _sync_lines(run: Path) -> None:
+    """Bring the lines of steps to the device, whichever process wrote them."""
+    for path in (run / METRICS, run / LEDGER):
+        if path.is_file():  # a run that begins with another one's checkpoint has none yet
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(run)
 
 
 def _gone(path: Path) -> SchemaError:

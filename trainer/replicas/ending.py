@@ -28,6 +28,7 @@ def end(replica: Replica, finish: Callable[[], None], drain: Drain) -> None:
         if agreement.members[writer].told.done:
             return
         if writer == replica.options.name:
+            replica.write_lines()
             finish()
             done = True
         else:

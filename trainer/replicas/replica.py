@@ -248,7 +248,19 @@ class Replica:
                 self._drain.sleep(self._pause_sec)
                 self._frontier.look()
 
+    def write_lines(self) -> None:
+        """Write the lines of committed steps that are not there, of a writer that died before.
+
+        A checkpoint counts on the lines of all steps before it: they are written first.
+
+        Raises:
+            SchemaError: the disk is full.
+        """
+        self._write_dataset()
+        self._writer.write()
+
     def _write_while_waiting(self, agreement: Agreement) -> None:
+        self.write_lines()
         with self._watchdog(SAVE):
             self._saves.finish(self.step)
         self._frontier.say(self.step)
@@ -289,8 +301,7 @@ class Replica:
         self._remember(committed)
         self._injector.at("committed", self.step - 1)
         if self._writes:
-            self._write_dataset()
-            self._writer.write()
+            self.write_lines()
             self._tell_newcomers(agreement)
             self._stand_in(agreement)
         self._know(committed)

@@ -136,6 +136,7 @@ def work(
                     end(replica, finish, drain)
                 return
         if left.saves:  # nobody waits for this replica any more
+            replica.write_lines()
             with watchdog(SAVE):
                 saves.finish(replica.step)
             if left.trouble:

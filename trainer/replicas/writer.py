@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedRandom
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from schemas.events import LEDGER, METRICS, SPLITS, LedgerEntry, Split, StepMetr
 
 REMEMBERED = 64
 """Steps whose lines a replica can still write."""
-_TAIL = 1 << 16
+_BLOCK = 1 << 16
+"""Bytes that are read at once from the end of a file."""
 
 
 class Writer:
@@ -94,8 +95,11 @@ class Writer:
 
 
 def _append(file: BufferedRandom, line: bytes) -> None:
+    """Write a line as a whole: one call may write a part of it, such as to an almost full disk."""
+    left = memoryview(line)
     try:
-        os.write(file.fileno(), line)
+        while left:
+            left = left[os.write(file.fileno(), left) :]
     except OSError as failed:
         raise SchemaError(
             f"disk must have room for the line of a step, got {failed.strerror}; free some and "
@@ -112,17 +116,29 @@ def _cut(number: int, most: int | None, key: str = "step") -> int:
         most: the last step that stays; all when None.
         key: of a line's step.
     """
-    end = os.fstat(number).st_size
-    start = max(0, end - _TAIL)
-    tail = os.pread(number, end - start, start)
-    if start:
-        tail = tail[tail.index(b"\n") + 1 :]
-    lines = tail.split(b"\n")
-    torn, lines = lines[-1], lines[:-1]
-    keep = end - len(torn)
-    while lines and most is not None and json.loads(lines[-1])[key] > most:
-        keep -= len(lines.pop()) + 1
-    if keep != end:
+    keep, last = 0, -1
+    for start, line in _from_end(number):
+        if line.endswith(b"\n"):
+            step = int(json.loads(line)[key])
+            if most is None or step <= most:
+                keep, last = start + len(line), step
+                break
+    if keep != os.fstat(number).st_size:
         os.ftruncate(number, keep)
     os.lseek(number, keep, os.SEEK_SET)
-    return int(json.loads(lines[-1])[key]) if lines else -1
+    return last
+
+
+def _from_end(number: int) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line of an open file starts, and the line; the last line comes first."""
+    start, rest = os.fstat(number).st_size, b""
+    while start:
+        size = min(start, _BLOCK)
+        start -= size
+        block = os.pread(number, size, start) + rest
+        lines, end = block.splitlines(keepends=True), start + len(block)
+        if start:
+            rest = lines.pop(0)  # it may begin before this block
+        for line in reversed(lines):
+            end -= len(line)
+            yield end, line
