@@ -7,9 +7,11 @@ batch of a segment may be short.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +52,13 @@ class Order:
     blocks_per_batch: int
     epochs: int
     config: OrderConfig
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """For each segment one after its last step in an epoch, so that a step is found by bisection:
+    training asks for one a batch, and a dataset that grows by a day has hundreds of segments."""
+
+    def __post_init__(self) -> None:
+        """Add up the steps of the segments."""
+        object.__setattr__(self, "_ends", tuple(accumulate(self.steps_per_segment)))
 
     @property
     def steps_per_segment(self) -> tuple[int, ...]:
@@ -59,7 +68,11 @@ class Order:
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        return self.epochs * sum(self.steps_per_segment)
+        return self.epochs * self._steps_per_epoch
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return self._ends[-1] if self._ends else 0
 
     def step(self, train_step: int) -> Step:
         """Return the blocks of a step.
@@ -72,13 +85,11 @@ class Order:
                 f"train_step must be in [0, {self.num_steps}), got train_step={train_step}; "
                 "add epochs or segments"
             )
-        epoch, rest = divmod(train_step, sum(self.steps_per_segment))
-        segment = 0
-        while rest >= self.steps_per_segment[segment]:
-            rest -= self.steps_per_segment[segment]
-            segment += 1
+        epoch, rest = divmod(train_step, self._steps_per_epoch)
+        segment = bisect_right(self._ends, rest)  # those without steps end where they begin
         order = block_order(self.config, epoch, segment, self.num_blocks[segment])
-        start = rest * self.blocks_per_batch
+        first = self._ends[segment - 1] if segment else 0
+        start = (rest - first) * self.blocks_per_batch
         return Step(train_step, epoch, segment, order[start : start + self.blocks_per_batch])
 
 

@@ -1,6 +1,9 @@
 """Global order: a pure function in which every block comes exactly once an epoch."""
 
+import pickle
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,3 +107,59 @@ def test_step_outside_the_run_raises(train_step: int) -> None:
     message = f"train_step must be in [0, 6), got train_step={train_step}; add epochs or segments"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         order_of([3, 1], 2, 2, "none", 0).step(train_step)
+
+
+def scanned(order: Order, train_step: int) -> tuple[int, int, list[int]]:
+    """Return epoch, segment and positions of a step: segment after segment is counted off."""
+    epoch, rest = divmod(train_step, sum(order.steps_per_segment))
+    segment = 0
+    while rest >= order.steps_per_segment[segment]:
+        rest -= order.steps_per_segment[segment]
+        segment += 1
+    blocks = block_order(order.config, epoch, segment, order.num_blocks[segment])
+    start = rest * order.blocks_per_batch
+    return epoch, segment, blocks[start : start + order.blocks_per_batch].tolist()
+
+
+MANY = st.lists(st.integers(0, 9) | st.just(0), min_size=1, max_size=60)
+
+
+@given(MANY, st.integers(1, 5), st.integers(1, 3), SHUFFLES, st.integers(0, 3))
+def test_steps_equal_those_of_a_scan_over_all_segments(
+    num_blocks: list[int], per_batch: int, epochs: int, shuffle: str, seed: int
+) -> None:
+    order = order_of(num_blocks, per_batch, epochs, shuffle, seed)
+    assert order.num_steps == epochs * sum(-(-n // per_batch) for n in num_blocks)
+    for train_step in range(order.num_steps):
+        step = order.step(train_step)
+        found = step.epoch, step.segment, step.positions.tolist()
+        assert found == scanned(order, train_step)
+        assert (step.train_step, step.positions.dtype) == (train_step, np.int64)
+
+
+class Counted(tuple[int, ...]):
+    """Counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Count, and go through it."""
+        Counted.times += 1
+        return super().__iter__()
+
+
+def test_step_goes_through_no_list_of_segments() -> None:
+    order = order_of([3] * 2000, 2, 2, "blocks", 1)
+    order = replace(order, num_blocks=Counted(order.num_blocks))
+    before = Counted.times
+    assert [order.step(step).segment for step in (0, 3999, 4000, 7999)] == [0, 1999, 0, 1999]
+    assert order.num_steps == 8000
+    assert Counted.times == before
+
+
+def test_order_that_was_pickled_is_the_same() -> None:
+    order = order_of([3, 0, 5], 2, 2, "blocks", 1)
+    again = pickle.loads(pickle.dumps(order))
+    assert again == order
+    assert hash(again) == hash(order)
+    assert again.step(9).positions.tolist() == order.step(9).positions.tolist()
