@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
-from schemas.jagged import Array, Column, Jagged
+from schemas.jagged import Array, Column, Jagged, offsets_of
 
 
 def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -57,21 +57,49 @@ def _numbers(array: pa.Array) -> pa.Array:
 
 
 def jagged_of(column: pa.Array | pa.ChunkedArray) -> Jagged:
-    """Return a list column as values and offsets; a null list becomes an empty one.
+    """Return a list of numbers as values and offsets; a null list becomes an empty one.
 
     Raises:
-        SchemaError: a list holds a null, or the column is no list.
+        SchemaError: a list holds a null or no numbers, or the column is no list.
+    """
+    values, offsets = flat_list(column)
+    return Jagged(numpy_of(values), offsets)
+
+
+def flat_list(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the values of a list column, one after the other, and the offsets of its lists.
+
+    A null list becomes an empty one.
+
+    Raises:
+        SchemaError: the column is no list.
+
+    Example:
+        >>> values, offsets = flat_list(pa.array([["a", "b"], None, ["c"]]))
+        >>> values.to_pylist(), offsets.tolist()
+        (['a', 'b', 'c'], [0, 2, 2, 3])
     """
     array = one_chunk(column)
     if not is_list(array.type):
         raise SchemaError(f"column must be a list, got {array.type}; declare it as one")
-    if not pa.types.is_large_list(array.type):
-        array = array.cast(pa.large_list(array.type.value_type))
-    if array.null_count:
-        array = cast(pa.Array, pc.fill_null(array, pa.scalar([], array.type)))
-    offsets = array.offsets.to_numpy()
-    values = numpy_of(array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0])))
-    return Jagged(values, (offsets - offsets[0]).astype(np.int64))
+    if array.null_count or not pa.types.is_large_list(array.type):
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        return array.flatten(), offsets_of(lengths)
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    start, end = int(offsets[0]), int(offsets[-1])
+    return array.values.slice(start, end - start), offsets - start
+
+
+def values_of(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the values of a column, one after the other, and the offsets of its rows.
+
+    A row has the values of its list, or its one value; none where it is null.
+    """
+    array = one_chunk(column)
+    if is_list(array.type):
+        return flat_list(array)
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    return array.drop_null(), offsets_of(valid)
 
 
 def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
@@ -81,7 +109,7 @@ def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
     compared by their bytes.
 
     Raises:
-        SchemaError: the type is none of numbers, times, texts, and lists of numbers or times.
+        SchemaError: the type is none of numbers, times, texts, and lists of these.
     """
     array = one_chunk(column)
     if pa.types.is_dictionary(array.type):
@@ -91,7 +119,7 @@ def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
         parts.append(cast(Array, array.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)))
     if is_list(array.type):
         parts.extend(_comparable_list(array))
-    elif _is_text(array.type):
+    elif is_text(array.type):
         parts.append(_bytes_of(array))
     else:
         numbers = _numbers(array)
@@ -101,22 +129,19 @@ def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
 
 
 def _comparable_list(array: pa.Array) -> list[Column]:
-    if not pa.types.is_large_list(array.type):
-        array = array.cast(pa.large_list(array.type.value_type))
-    if array.null_count:
-        array = cast(pa.Array, pc.fill_null(array, pa.scalar([], array.type)))
-    offsets = array.offsets.to_numpy().astype(np.int64)
-    values = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    return [Jagged(_flat(part, array.type), offsets - offsets[0]) for part in comparable(values)]
+    values, offsets = flat_list(array)
+    parts: list[Column] = []
+    for part in comparable(values):
+        if isinstance(part, Jagged):  # texts: their lengths, and the bytes of all of a list
+            parts.append(Jagged(part.lengths, offsets))
+            parts.append(Jagged(part.values, part.offsets[offsets]))
+        else:
+            parts.append(Jagged(part, offsets))
+    return parts
 
 
-def _flat(part: Column, kind: pa.DataType) -> Array:
-    if isinstance(part, Jagged):
-        raise SchemaError(f"lists must hold numbers, got {kind}; flatten or encode them in SQL")
-    return part
-
-
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether a type is texts or bytes of any width."""
     return any(
         test(kind)
         for test in (

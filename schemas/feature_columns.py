@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import is_list, jagged_of, numpy_of
+from schemas.columns import is_list, jagged_of, numpy_of, values_of
 from schemas.errors import SchemaError
-from schemas.jagged import Array, Jagged, offsets_of
+from schemas.jagged import Array, Jagged
 from schemas.job import TableConfig
 from schemas.layout import weights_column
-from schemas.rows import rows_of_ids
+from schemas.rows import rows_of_values
 
 
 def numbers_of(column: pa.Array, dtype: str) -> Array:
@@ -53,19 +53,15 @@ def bags_of(column: pa.Array, table: str, config: TableConfig) -> Jagged:
     """Return the rows that each value of a sparse feature looks up; nulls are empty bags.
 
     Args:
-        column: ids, or lists of them.
+        column: ids, whole numbers or texts, or lists of them.
         table: its name.
         config: how its ids become rows.
 
     Raises:
         SchemaError: an id has no row.
     """
-    if is_list(column.type):
-        bags = jagged_of(column)
-    else:
-        valid = column.is_valid().to_numpy(zero_copy_only=False)
-        bags = Jagged(numpy_of(column.drop_null()), offsets_of(valid.astype(np.int64)))
-    return Jagged(rows_of_ids(bags.values, table, config), bags.offsets)
+    values, offsets = values_of(column)
+    return Jagged(rows_of_values(values, table, config), offsets)
 
 
 def factors_of(column: pa.Array, feature: str, bags: Jagged, dtype: str) -> Array:

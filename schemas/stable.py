@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.columns import comparable, one_chunk
+from schemas.columns import comparable, flat_list, is_list, is_text, one_chunk
 from schemas.hashing import splitmix64
-from schemas.jagged import hash_keys
+from schemas.jagged import Jagged, hash_keys
 
 NULL = np.uint64(0x6E756C6C)
 """Hash of a null, whatever the type."""
@@ -25,10 +25,11 @@ def hash_values(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     """Hash each value of one column; part of format 1, the same for ever.
 
     Integers, booleans and times are hashed as int64 (uint64 by its bits), floats as float64,
-    texts by their bytes, lists by their values in order; a null gives `NULL`.
+    texts by their bytes, lists by their values in order (texts in them by their hashes); a null
+    gives `NULL`.
 
     Args:
-        column: numbers, times, texts, or lists of numbers.
+        column: numbers, times, texts, or lists of numbers or texts.
 
     Returns:
         (num_rows,) uint64.
@@ -44,7 +45,11 @@ def hash_values(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     present = array.drop_null() if array.null_count else array
     if not len(present):
         return hashes
-    found = hash_keys(comparable(present))
+    if is_list(present.type) and is_text(present.type.value_type):
+        values, offsets = flat_list(present)
+        found = hash_keys([Jagged(hash_values(values), offsets)])
+    else:
+        found = hash_keys(comparable(present))
     if not array.null_count:
         return found
     hashes[array.is_valid().to_numpy(zero_copy_only=False)] = found
@@ -53,7 +58,9 @@ def hash_values(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
 
 def _widened(array: pa.Array) -> pa.Array:
     kind = array.type
-    if pa.types.is_large_list(kind) or pa.types.is_list(kind):
+    if is_list(kind):
+        if is_text(kind.value_type):
+            return array
         value = pa.int64() if pa.types.is_integer(kind.value_type) else pa.float64()
         return array.cast(pa.large_list(value))
     if pa.types.is_boolean(kind):

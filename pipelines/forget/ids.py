@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.absent import column_types, named_type
-from schemas.columns import is_list, jagged_of, one_chunk
+from schemas.columns import flat_list, is_list, one_chunk
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError, nearest
+from schemas.jagged import offsets_of
 
 ROLES = ("kept", "sparse")
 """Roles of the columns that may hold ids; the session key may have any."""
@@ -112,7 +113,7 @@ def holding(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
     """
     if not is_list(values.type):
         return np.asarray(pc.is_in(values, value_set=ids.cast(values.type)).to_numpy(False))
-    lists = jagged_of(values)
-    hits = pc.is_in(pa.array(lists.values), value_set=ids.cast(values.type.value_type))
-    before = np.concatenate([[0], np.cumsum(hits.to_numpy(False))])
-    return before[lists.offsets[1:]] > before[lists.offsets[:-1]]
+    entries, offsets = flat_list(values)
+    hits = pc.is_in(entries, value_set=ids.cast(entries.type))
+    before = offsets_of(hits.to_numpy(False))
+    return before[offsets[1:]] > before[offsets[:-1]]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.columns import comparable, is_list, jagged_of, one_chunk
+from schemas.columns import comparable, flat_list, is_list, is_text, numpy_of, one_chunk
 from schemas.errors import SchemaError
 from schemas.features import Role
 from schemas.hashing import splitmix64
@@ -80,9 +80,12 @@ def _values_of(array: pa.Array, inverse: NDArray[np.int32], num_unique: int) -> 
             if not values.null_count and not pa.types.is_temporal(values.type):
                 return _narrow(values.to_numpy())
         return inverse.astype(_width(num_unique))
-    lists = jagged_of(array)
-    _, codes = np.unique(lists.values, return_inverse=True)
-    return Jagged(codes.astype(_width(int(codes.max(initial=0)) + 1)), lists.offsets)
+    values, offsets = flat_list(array)
+    if is_text(values.type):
+        codes = numpy_of(values.dictionary_encode().indices)
+    else:
+        _, codes = np.unique(numpy_of(values), return_inverse=True)
+    return Jagged(codes.astype(_width(int(codes.max(initial=0)) + 1)), offsets)
 
 
 def _narrow(values: NDArray[np.int64]) -> Array:

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.parts.star import Star
-from schemas.columns import is_list, jagged_of, numpy_of, one_chunk
+from schemas.columns import numpy_of, values_of
 from schemas.jagged import Jagged, offsets_of
 from schemas.job import SAMPLES, DataConfig
 from schemas.layout import inverse_column
 from schemas.oracle import unique_per_block
-from schemas.rows import rows_of_ids
+from schemas.rows import ids_of, rows_of_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +80,9 @@ def _values(
         sample_block = np.repeat(np.arange(len(per_block)), star.samples_per_block)
         tuples = numpy_of(star.samples[inverse_column(group)]) + starts[sample_block]
         repeats = np.bincount(tuples, minlength=table.num_rows).astype(np.int64)
-    column = one_chunk(table[feature])
-    if is_list(column.type):
-        jagged = jagged_of(column)
-        return (
-            jagged.values.astype(np.int64),
-            np.repeat(block, jagged.lengths),
-            np.repeat(repeats, jagged.lengths),
-        )
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    ids = numpy_of(pc.drop_null(column)).astype(np.int64)
-    return ids, block[valid], repeats[valid]
+    values, offsets = values_of(table[feature])
+    lengths = np.diff(offsets)
+    return ids_of(values), np.repeat(block, lengths), np.repeat(repeats, lengths)
 
 
 def lookups_table(accesses: Jagged) -> pa.Table:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from pipelines.parts.cluster import Clustered, clustered_of, keys_of, order_of
 from pipelines.samples.tuples import Tuples, compact, join
-from schemas.columns import is_list
+from schemas.columns import flat_list, is_list, is_text
+from schemas.jagged import offsets_of
 from schemas.job import DataConfig
 
 PIECE_BYTES = 256 << 20
@@ -63,9 +64,13 @@ def expanded_bytes(samples: Tuples) -> int:
     )
 
 
-def _bytes_per_row(column: pa.ChunkedArray) -> NDArray[np.int64]:
+def _bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
     """Return the bytes of each value: items, and 8 more for a list or a text."""
     kind = column.type
+    if is_list(kind) and is_text(kind.value_type):
+        texts, offsets = flat_list(column)
+        ends = offsets_of(_bytes_per_row(texts))
+        return 8 + ends[offsets[1:]] - ends[offsets[:-1]]
     if is_list(kind):
         lengths, width = pc.list_value_length(column), kind.value_type.bit_width // 8
     elif pa.types.is_string(kind):

@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.parts.star import Star, unique_in_blocks
-from schemas.columns import is_list, numpy_of, one_chunk
+from schemas.columns import flat_list, is_list, is_text, numpy_of, one_chunk
 from schemas.jagged import Jagged, bits
 from schemas.layout import (
     BLOCK,
@@ -170,17 +170,16 @@ def list_windows(lists: pa.Array) -> tuple[Windows, pa.Array]:
     is_null = None
     if lists.null_count:
         is_null = ~lists.is_valid().to_numpy(zero_copy_only=False)
-        lists = pa.compute.fill_null(lists, pa.scalar([], lists.type))
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    values = lists.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    jagged = Jagged(bits(numpy_of(values)), offsets - offsets[0])
-    return to_windows(jagged, is_null), values
+    values, offsets = flat_list(lists)
+    codes = values.dictionary_encode().indices if is_text(values.type) else values
+    return to_windows(Jagged(bits(numpy_of(codes)), offsets), is_null), values
 
 
 def can_be_windows(kind: pa.DataType) -> bool:
-    """Tell whether a column's type is a list of values of fixed width."""
+    """Tell whether a column's type is a list of values that can be compared by their bits."""
     return is_list(kind) and (
-        pa.types.is_integer(kind.value_type)
+        is_text(kind.value_type)
+        or pa.types.is_integer(kind.value_type)
         or pa.types.is_floating(kind.value_type)
         or pa.types.is_timestamp(kind.value_type)
     )

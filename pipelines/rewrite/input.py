@@ -346,11 +346,13 @@ def star_word(name: str, kind: pa.DataType) -> str:
         return f"list<{WORDS[value]}>"
     if is_list(kind) and t.is_float32(value):
         return "list<float32>"
+    if is_list(kind) and value in (pa.string(), pa.large_string()):
+        return "list<string>"
     if t.is_timestamp(kind) or t.is_date(kind):
         return "timestamp_us"
     if kind in WORDS:
         return WORDS[kind]
     raise SchemaError(
-        f"column {name!r} must be a number, a text, a time or a list of whole or 32-bit numbers "
-        f"for --layout star, got {kind}; --layout flat keeps every type"
+        f"column {name!r} must be a number, a text, a time or a list of texts or of whole or "
+        f"32-bit numbers for --layout star, got {kind}; --layout flat keeps every type"
     )

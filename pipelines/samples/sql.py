@@ -200,8 +200,10 @@ def _stored_type(name: str, kind: pa.DataType) -> pa.DataType:
             return pa.large_list(pa.int64())
         if t.is_floating(value):
             return pa.large_list(pa.float32())
+        if t.is_string(value):
+            return pa.large_list(value)
         raise SchemaError(
-            f"lists must hold numbers, got {kind} for {name!r}; encode them in the job's SQL"
+            f"lists must hold numbers or texts, got {kind} for {name!r}; cast them in the job's SQL"
         )
     if t.is_timestamp(kind) or t.is_date(kind):
         return pa.timestamp("us")

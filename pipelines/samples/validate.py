@@ -76,6 +76,7 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     for name in features.with_role("sparse"):
         if name not in data.table_of_feature:
             raise SchemaError(f"sparse feature {name!r} must have a table; add it to data.tables")
+    _check_tables(features, data)
     if features[data.session.key].is_list:
         raise SchemaError(
             f"session.key must be one value, got a list for {data.session.key!r}; use another"
@@ -108,11 +109,30 @@ def _check_reserved(features: FeatureSet, data: DataConfig) -> None:
 def _check_roles(features: FeatureSet) -> None:
     for feature in features.features:
         what = f"{feature.role} feature {feature.name!r}"
-        if feature.role == "sparse" and feature.type != "INT":
-            raise SchemaError(f"{what} must be INT, got {feature.type}; number its values in SQL")
+        if feature.role == "sparse" and feature.type == "FLOAT":
+            raise SchemaError(
+                f"{what} must be INT or BYTES, got {feature.type}; number its values in SQL"
+            )
         if feature.role in _NUMBERS and (feature.type == "BYTES" or feature.is_list):
             found = "a list" if feature.is_list else feature.type
             raise SchemaError(f"{what} must be one number, got {found}; make numbers of it in SQL")
+
+
+def _check_tables(features: FeatureSet, data: DataConfig) -> None:
+    """Refuse texts that have no row of their own: a text and a number never share one."""
+    for name, table in data.tables.items():
+        types = {features[f].type: f for f in table.features}
+        if "BYTES" in types and table.rows == "identity":
+            raise SchemaError(
+                f"data.tables.{name} has rows: identity, got the texts of {types['BYTES']!r}; use "
+                "rows: hash, or number them with a vocabulary in data.transforms"
+            )
+        if len(types) > 1:
+            raise SchemaError(
+                f"data.tables.{name}.features must have one type, got INT for {types['INT']!r} "
+                f"and BYTES for {types['BYTES']!r}, so that 7 and '7' have different rows; cast "
+                "one in SQL"
+            )
 
 
 def check_type(feature: Feature, kind: pa.DataType) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from pipelines.parts.expand import joined_row_group, row_groups
 from pipelines.segments.verify_counts import count_problems, index_count_problems, type_problems
@@ -15,7 +14,7 @@ from schemas.absent import absent_columns, numbered_accesses
 from schemas.accesses import TableAccesses
 from schemas.checked import verify_whole
 from schemas.chosen import choose
-from schemas.columns import comparable_tuple, is_list, jagged_of, numpy_of, one_chunk
+from schemas.columns import comparable_tuple, numpy_of, values_of
 from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError
 from schemas.jagged import unique_tuples
@@ -24,7 +23,7 @@ from schemas.layout import BLOCK, TRAIN
 from schemas.learned import load_learned
 from schemas.oracle import LastUses, unique_per_block
 from schemas.order import Order
-from schemas.rows import rows_of_ids
+from schemas.rows import ids_of, rows_of_ids
 from schemas.stored import read_group
 
 
@@ -125,20 +124,10 @@ def _training_lookups(
         samples = joined_row_group(segment, file_index, row_group, data, absent)
         position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
         for feature, table in data.table_of_feature.items():
-            values, repeats = _ids(samples[feature])
-            ids[table].append(values.astype(np.int64))
-            positions[table].append(np.repeat(position, repeats))
+            values, offsets = values_of(samples[feature])
+            ids[table].append(ids_of(values))
+            positions[table].append(np.repeat(position, np.diff(offsets)))
     return {t: (np.concatenate(ids[t]), np.concatenate(positions[t])) for t in data.tables}
-
-
-def _ids(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a feature, flat, and how many each sample has."""
-    array = one_chunk(column)
-    if is_list(array.type):
-        jagged = jagged_of(array)
-        return jagged.values, jagged.lengths
-    valid = array.is_valid().to_numpy(zero_copy_only=False)
-    return numpy_of(array.drop_null()), valid.astype(np.int64)
 
 
 def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]:

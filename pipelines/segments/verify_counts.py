@@ -14,7 +14,7 @@ from pipelines.parts.expand import joined_row_group, row_groups
 from pipelines.parts.sessions import segment_session_lengths
 from pipelines.segments.commit import bytes_below, split_ranges
 from schemas.absent import absent_columns, column_types, numbered_accesses, type_name
-from schemas.columns import is_list, jagged_of, one_chunk
+from schemas.columns import is_list, values_of
 from schemas.dataset import Dataset, Index, Segment
 from schemas.layout import (
     BLOCK,
@@ -120,10 +120,7 @@ def stored_counts(
 
 def num_values(column: pa.ChunkedArray) -> int:
     """Return the values of a column: list elements one by one, nulls left out."""
-    array = one_chunk(column)
-    if is_list(array.type):
-        return int(jagged_of(array).offsets[-1])
-    return len(array) - array.null_count
+    return len(values_of(column)[0])
 
 
 def index_count_problems(

@@ -219,7 +219,7 @@ def test_sample_that_no_model_can_use_is_rejected(
 WRONG_ROLES: dict[str, tuple[str, str, str]] = {
     "a sparse feature of fractions": (
         'name: "user" type: INT', 'name: "user" type: FLOAT',
-        "sparse feature 'user' must be INT, got FLOAT; number its values in SQL"),
+        "sparse feature 'user' must be INT or BYTES, got FLOAT; number its values in SQL"),
     "a dense text": (
         'name: "price" type: FLOAT', 'name: "price" type: BYTES',
         "dense feature 'price' must be one number, got BYTES; make numbers of it in SQL"),

@@ -184,8 +184,8 @@ def test_star_refuses_a_type_that_it_cannot_hold_before_any_work(
     folder = folder_of(tmp_path, columns, num_files=1)
     kind = pq.read_schema(folder / "part-0.parquet").field(name).type
     assert refused(capsys, folder, tmp_path / "out") == (
-        f"error: column {name!r} must be a number, a text, a time or a list of whole or 32-bit "
-        f"numbers for --layout star, got {kind}; --layout flat keeps every type"
+        f"error: column {name!r} must be a number, a text, a time or a list of texts or "
+        f"of whole or 32-bit numbers for --layout star, got {kind}; --layout flat keeps every type"
     )
 
 
