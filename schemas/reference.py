@@ -31,6 +31,28 @@ def expand(unique: Sequence[Hashable], inverse_indices: Sequence[int]) -> list[H
     return [unique[index] for index in inverse_indices]
 
 
+def hash_text(text: str) -> int:
+    """Return the id of a text in a table with `rows: hash`, a signed integer of 64 bits.
+
+    Example:
+        >>> hash_text("a")
+        6292077030810485607
+    """
+    salt = _splitmix64(0)
+    data = text.encode()
+    mixed = [_splitmix64(byte + _splitmix64(place) + salt) for place, byte in enumerate(data)]
+    found = _splitmix64(_splitmix64(sum(mixed) + len(data)) ^ salt)
+    return found - (1 << 64) if found >> 63 else found
+
+
+def _splitmix64(x: int) -> int:
+    mask = (1 << 64) - 1
+    z = (x + 0x9E3779B97F4A7C15) & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    return z ^ z >> 31
+
+
 def steps(num_blocks: Sequence[int], blocks_per_batch: int) -> list[tuple[int, list[int]]]:
     """Return (segment, block positions) of each step of one unshuffled epoch.
 

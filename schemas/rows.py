@@ -44,7 +44,7 @@ def ids_of(values: pa.Array) -> NDArray[np.int64]:
 
     Example:
         >>> ids_of(pa.array([7, 3])).tolist(), ids_of(pa.array(["a", "a"])).tolist()
-        ([7, 3], [6292487012838835047, 6292487012838835047])
+        ([7, 3], [6292077030810485607, 6292077030810485607])
     """
     coded = _coded(values)
     if coded is None:

@@ -20,7 +20,7 @@ from pipelines.parts.star import Star, to_star
 from pipelines.parts.write import PartWriter
 from pipelines.samples.tuples import Tuples
 from pipelines.segments.partial import partial_of
-from schemas.columns import is_list, jagged_of, numpy_of
+from schemas.columns import flat_list, is_list, numpy_of
 from schemas.features import FeatureSet
 from schemas.jagged import offsets_of
 from schemas.job import DataConfig
@@ -160,7 +160,7 @@ def group_totals(star: Star, group: str) -> GroupTotals:
     stored = expanded = 0
     for name in table.column_names:
         if is_list(table.schema.field(name).type):
-            lengths = jagged_of(table[name]).lengths
+            lengths = np.diff(flat_list(table[name])[1])
             stored += int(lengths.sum())
             expanded += int(lengths[tuples].sum())
     return GroupTotals(table.num_rows, expanded, stored)
