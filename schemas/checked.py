@@ -103,18 +103,26 @@ class CheckedFile:
     Not safe for several threads at once: each opens its own.
     """
 
-    def __init__(self, root: Path, entry: FileEntry) -> None:
-        """Remember what to open; nothing is opened yet."""
+    def __init__(self, root: Path, entry: FileEntry, texts_as_codes: bool = False) -> None:
+        """Remember what to open; nothing is opened yet.
+
+        Args:
+            root: directory that the entry's path is relative to.
+            entry: the file.
+            texts_as_codes: read texts as Arrow dictionaries where their encoding allows it, so
+                that a reader hashes each distinct one once.
+        """
         self._root = root
+        self._texts_as_codes = texts_as_codes
         self._path = root / entry.path
         self._entry = entry
         self._data: pa.Buffer | None = None
         self._parquet: pq.ParquetFile | None = None
         self._verified: set[int] = set()
 
-    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Path, FileEntry]]:
+    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Path, FileEntry, bool]]:
         """Travel to other processes as a name: each opens and verifies the file itself."""
-        return CheckedFile, (self._root, self._entry)
+        return CheckedFile, (self._root, self._entry, self._texts_as_codes)
 
     def _open(self) -> pq.ParquetFile:
         if self._parquet is None:
@@ -122,6 +130,12 @@ class CheckedFile:
             footer = len(self._entry.region_crc32) - 1
             self._verify(footer)
             self._parquet = pq.ParquetFile(pa.BufferReader(self._data))
+            if self._texts_as_codes and (paths := _dictionary_paths(self._parquet.metadata)):
+                self._parquet = pq.ParquetFile(
+                    pa.BufferReader(self._data),
+                    metadata=self._parquet.metadata,
+                    read_dictionary=paths,
+                )
         return self._parquet
 
     def _map(self) -> pa.Buffer:
@@ -201,6 +215,18 @@ class CheckedFile:
         for region in range(len(self._entry.region_crc32)):
             self._verify(region)
         return parquet.read(columns=columns, use_threads=False)
+
+
+def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
+    """Return the text columns that Arrow can read as dictionaries: none that is delta-encoded."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [[group.column(i) for group in groups] for i in range(metadata.num_columns)]
+    return [
+        column[0].path_in_schema
+        for column in chunks
+        if column and column[0].physical_type == "BYTE_ARRAY"
+        if not any(e.startswith("DELTA") for chunk in column for e in chunk.encodings)
+    ]
 
 
 def verify_whole(root: Path, entries: Mapping[str, FileEntry]) -> list[str]:

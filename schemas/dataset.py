@@ -63,13 +63,14 @@ class Segment:
     blocks: pa.Table
     tombstones: pa.Table = field(default_factory=no_tombstones)
 
-    def file(self, path: str) -> CheckedFile:
-        """Return a file of the segment, verified as it is read.
+    def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
+        """Return a file of the segment, verified as it is read; see `CheckedFile`.
 
         Raises:
             SchemaError: the segment does not list it.
         """
-        return CheckedFile(self.directory, _entry(self.files, path, self.directory))
+        entry = _entry(self.files, path, self.directory)
+        return CheckedFile(self.directory, entry, texts_as_codes)
 
     def positions(self, split: str) -> NDArray[np.int64]:
         """Return the positions of a split's blocks in `blocks`, maybe none."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
 
 Array = NDArray[Any]
+
+_TABLE_POSITIONS = 64
+"""Bytes at the start of a text whose mixed values are looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +207,38 @@ def _hash_column(column: Column, salt: NDArray[np.uint64]) -> NDArray[np.uint64]
         return splitmix64(bits(column) ^ salt)
     lengths = column.lengths
     positions = ranges(np.zeros_like(lengths), lengths)
-    mixed = splitmix64(bits(column.values) + splitmix64(positions) + salt)
+    if column.values.dtype == np.uint8 and len(column.values) >= 256 * _TABLE_POSITIONS:
+        mixed = _mixed_bytes(column.values, positions, int(salt[0]))
+    else:
+        mixed = _mixed(column.values, positions, salt)
     sums = np.zeros(len(mixed) + 1, np.uint64)  # wraps around on purpose
     np.cumsum(mixed, out=sums[1:])
     return splitmix64(sums[column.offsets[1:]] - sums[column.offsets[:-1]] + bits(lengths))
+
+
+def _mixed(
+    values: Array, positions: NDArray[np.int64], salt: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    return splitmix64(bits(values) + splitmix64(positions) + salt)
+
+
+def _mixed_bytes(
+    values: NDArray[np.uint8], positions: NDArray[np.int64], salt: int
+) -> NDArray[np.uint64]:
+    """Return `_mixed` of bytes, most of them looked up: half the time for short texts."""
+    codes = np.minimum(positions, _TABLE_POSITIONS - 1) << 8 | values
+    found = _byte_table(salt)[codes]
+    far = np.flatnonzero(positions >= _TABLE_POSITIONS)
+    if len(far):
+        found[far] = _mixed(values[far], positions[far], np.array([salt], np.uint64))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _byte_table(salt: int) -> NDArray[np.uint64]:
+    """Return `_mixed` of every byte at every one of the first positions."""
+    positions, values = np.divmod(np.arange(_TABLE_POSITIONS << 8), 256)
+    return _mixed(values.astype(np.uint8), positions, np.array([salt], np.uint64))
 
 
 def _equal_to_first(column: Column, first: NDArray[np.int64]) -> bool:

@@ -193,7 +193,8 @@ class Reader:
 
     def _file(self, segment: int, path: str) -> CheckedFile:
         if (segment, path) not in self._files:
-            self._files[segment, path] = self._segments[segment].segment.file(path)
+            file = self._segments[segment].segment.file(path, texts_as_codes=True)
+            self._files[segment, path] = file
         return self._files[segment, path]
 
 
