@@ -82,10 +82,12 @@ def flat_list(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.
     array = one_chunk(column)
     if not is_list(array.type):
         raise SchemaError(f"column must be a list, got {array.type}; declare it as one")
-    if array.null_count or not pa.types.is_large_list(array.type):
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-        return array.flatten(), offsets_of(lengths)
+    if not pa.types.is_large_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
     offsets = array.offsets.to_numpy().astype(np.int64)
+    if array.null_count:
+        lengths = np.diff(offsets) * array.is_valid().to_numpy(zero_copy_only=False)
+        return array.flatten(), offsets_of(lengths)
     start, end = int(offsets[0]), int(offsets[-1])
     return array.values.slice(start, end - start), offsets - start
 
