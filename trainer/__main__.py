@@ -219,9 +219,9 @@ def _of_model(arguments: argparse.Namespace) -> int:
 
 
 def _forget(arguments: argparse.Namespace) -> int:
-    from trainer.forgetting import forget_rows, read_ids
+    from trainer.forgetting import forget_ids
 
-    found = forget_rows(arguments.run, read_ids(arguments.ids), arguments.table)
+    found = forget_ids(arguments.run, arguments.ids, arguments.table)
     _show(arguments, json.dumps(found))
     return 0
 

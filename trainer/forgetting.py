@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError, nearest
 from schemas.events import CHECKPOINTS
+from schemas.features import load_features
 from schemas.job import TableConfig, load_job
-from schemas.layout import JOB
+from schemas.layout import JOB, SCHEMA
 from schemas.manifest import sync_directory
-from schemas.rows import rows_of_ids
+from schemas.rows import ids_of, rows_of_ids
 from trainer.arrays import from_bytes
 from trainer.flash.manifest import (
     PLAN,
@@ -47,15 +49,37 @@ from trainer.stores.store import Records, TableLayout
 Rows = NDArray[np.int64]
 
 
-def read_ids(path: Path) -> NDArray[np.int64]:
+def forget_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
+    """Drop the rows of the ids in a file; see `forget_rows`.
+
+    Raises:
+        SchemaError: as `forget_rows` and `read_ids`.
+    """
+    read_identity(run)  # refuses a folder that holds no run
+    config = table_of(load_job(run / JOB).data.tables, table, run)
+    types = {f.name: f.type for f in load_features(run / SCHEMA).features}
+    texts = any(types.get(name) == "BYTES" for name in config.features)
+    return forget_rows(run, read_ids(path, texts), table)
+
+
+def read_ids(path: Path, texts: bool = False) -> NDArray[np.int64]:
     """Read ids from a text file, one a line.
+
+    Args:
+        path: the file.
+        texts: whether features of the table are texts; then each line is one.
 
     Raises:
         SchemaError: it cannot be read, or a line is no whole number of 64 bits.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        return np.array([int(line) for line in lines if line], np.int64)
+        lines = [line for line in lines if line]
+        return (
+            ids_of(pa.array(lines, pa.string()))
+            if texts
+            else np.array([int(line) for line in lines], np.int64)
+        )
     except (OSError, ValueError, OverflowError) as error:
         raise SchemaError(
             f"ids must be whole numbers of 64 bits, one a line, got {error}", file=str(path)

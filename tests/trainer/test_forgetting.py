@@ -18,6 +18,7 @@ from schemas.errors import SchemaError
 from schemas.events import CHECKPOINTS
 from schemas.job import load_job
 from schemas.manifest import write_manifest
+from schemas.reference import hash_text
 from schemas.rows import rows_of_ids
 from schemas.tombstones import encode_tombstones, joined_tombstones, tombstones_path
 from tests.forgetting import found_in
@@ -164,6 +165,23 @@ def test_unknown_table_and_ids_that_are_none_are_refused(trained: Path, tmp_path
     (tmp_path / "ids.txt").write_text("12\nx\n")
     with pytest.raises(SchemaError, match="ids must be whole numbers of 64 bits, one a line"):
         forgetting.read_ids(tmp_path / "ids.txt")
+
+
+def test_forget_reads_texts_where_features_of_the_table_are_texts(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(trained, tmp_path)
+    schema = run / "schema.pbtxt"
+    schema.write_text(schema.read_text().replace('"user" type: INT', '"user" type: BYTES'))
+    (tmp_path / "ids.txt").write_text("12\nK\N{LATIN SMALL LETTER O WITH DIAERESIS}ln \n")
+    arguments = [str(run), "--ids", str(tmp_path / "ids.txt"), "--table", "users"]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forgetting, "forget_rows", lambda *given: found.append(given) or {})
+        assert main(["forget", *arguments, "--json"]) == 0
+    ((_, ids, table),) = found
+    texts = ["12", "K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln"]
+    assert (ids.tolist(), table) == ([hash_text(text) for text in texts], "users")
 
 
 def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, int]:
