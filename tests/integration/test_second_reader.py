@@ -21,16 +21,18 @@ name: second
 data:
   sources: {log: {files: "*.parquet", format: parquet}}
   samples:
-    map: SELECT * FROM log
+    map: >
+      SELECT * FROM log
   session: {key: session_id, time: time}
   split: {evaluation_from: 2026-01-02 12:00:00}
   window: {span: 12h}
   groups:
     user: [user_id, user_country]
-    clicks: [clicked_items]
+    clicks: [clicked_items, clicked_codes]
   tables:
     items: {features: [item_id, clicked_items], rows: identity, num_rows: 1000000}
     users: {features: [user_id], num_rows: 1000}
+    codes: {features: [item_code, clicked_codes], num_rows: 1000}
   block_samples: 64
   storage: {windows: [clicks], shared_tuples: [user, clicks]}
   oracle: {batch_samples: 128, epochs: 2, order: {shuffle: blocks, seed: 5}}
@@ -46,6 +48,13 @@ COLUMNS = {
     "item_id": ("INT", "sparse", False),
     "clicked_items": ("INT", "sparse", True),
     "item_price": ("FLOAT", "dense", False),
+    "item_code": ("BYTES", "sparse", False),
+    "clicked_codes": ("BYTES", "sparse", True),
+}
+CODE = "item \N{MULTIPLICATION SIGN} "
+MADE = {
+    "item_code": f"'{CODE}' || item_id AS item_code",
+    "clicked_codes": f"list_transform(clicked_items, lambda x: '{CODE}' || x) AS clicked_codes",
 }
 MASK = (1 << 64) - 1
 
@@ -57,7 +66,15 @@ def mix(x: int) -> int:
     return z ^ z >> 31
 
 
-def row_of(value: int, table: str) -> int:
+def hash_of(text: str) -> int:
+    salt, data = mix(0), text.encode()
+    total = sum(mix(byte + mix(place) + salt & MASK) for place, byte in enumerate(data))
+    return mix(mix(total + len(data) & MASK) ^ salt)
+
+
+def row_of(value: int | str, table: str) -> int:
+    if isinstance(value, str):
+        value = hash_of(value)
     if table == "items":
         return value
     salt = int.from_bytes(hashlib.sha256(table.encode()).digest()[:8], "little")
@@ -68,7 +85,7 @@ def row_of(value: int, table: str) -> int:
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a job, its log and its dataset."""
     folder = tmp_path_factory.mktemp("second")
-    wanted = ", ".join(COLUMNS)
+    wanted = ", ".join(MADE.get(column, column) for column in COLUMNS)
     (folder / "job.yaml").write_text(JOB.replace("SELECT *", f"SELECT {wanted}"))
     (folder / "schema.pbtxt").write_text(
         "".join(
@@ -102,7 +119,11 @@ def segment(log: Path) -> Path:
 
 def samples_of(log: Path) -> pl.DataFrame:
     paths = sorted((log / "log").glob("*.parquet"))
-    return pl.concat([pl.read_parquet(path) for path in paths]).select(list(COLUMNS))
+    log = pl.concat([pl.read_parquet(path) for path in paths])
+    return log.with_columns(
+        item_code=pl.format(CODE + "{}", "item_id"),
+        clicked_codes=pl.col("clicked_items").list.eval(pl.format(CODE + "{}", pl.element())),
+    ).select(list(COLUMNS))
 
 
 def blocks_of(segment: Path) -> list[dict[str, Any]]:
@@ -129,11 +150,17 @@ def group_of(segment: Path, group: str) -> pl.DataFrame:
     return table
 
 
+LOOKUPS = {
+    "items": [("samples", "item_id"), ("clicks", "clicked_items")],
+    "codes": [("samples", "item_code"), ("clicks", "clicked_codes")],
+    "users": [("user", "user_id")],
+}
+
+
 def lookups_of_blocks(segment: Path, table: str) -> dict[int, set[int]]:
     """The rows of each block by the star tables alone."""
-    parts = [("samples", "item_id"), ("clicks", "clicked_items")]
     found: dict[int, set[int]] = {}
-    for directory, column in parts if table == "items" else [("user", "user_id")]:
+    for directory, column in LOOKUPS[table]:
         samples = directory == "samples"
         rows_of = pl.read_parquet(segment / "samples/*.parquet") if samples else None
         for record in (group_of(segment, directory) if rows_of is None else rows_of).to_dicts():
@@ -215,7 +242,7 @@ def test_blocks_are_in_training_order_and_cut_as_said(segment: Path) -> None:
         assert sum(b[f"{group}_num_unique"] for b in blocks) == counts["num_unique"]
 
 
-@pytest.mark.parametrize("table", ["items", "users"])
+@pytest.mark.parametrize("table", LOOKUPS)
 def test_access_and_edges_equal_the_look_ups_of_the_star(segment: Path, table: str) -> None:
     train = [b["block"] for b in blocks_of(segment) if b["split"] == "train"]
     lookups = lookups_of_blocks(segment, table)
@@ -234,7 +261,7 @@ def test_access_and_edges_equal_the_look_ups_of_the_star(segment: Path, table: s
     assert edges["last_position"].to_list() == [users[n][-1] for n in range(len(rows))]
 
 
-@pytest.mark.parametrize("table", ["items", "users"])
+@pytest.mark.parametrize("table", LOOKUPS)
 def test_index_equals_a_walk_over_the_shuffled_steps(log: Path, segment: Path, table: str) -> None:
     numbers = numbers_of_blocks(segment, table)
     steps: list[list[int]] = []
