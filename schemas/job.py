@@ -182,12 +182,6 @@ class DataConfig:
                 f"use {max(1, self.oracle.batch_samples // block) * block}"
             )
         check_sources(self.sources, self.samples, self.sides)
-        both = self.samples.map is not None and self.samples.per is not None
-        if self.has_auto_groups and (self.sides or self.samples.events or both):
-            raise ValueError(
-                "groups must be named in a job with side tables, events, or map over per, got "
-                "auto; name them"
-            )
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         self.storage.check_groups(self.groups)
         _check_tables(self.tables)

@@ -60,15 +60,10 @@ def with_groups(
         named = named_groups(job, pinned.data.groups)
         same = path.read_bytes() if named == pinned else None
         return replace(request, job_bytes=same or _bytes(text, named, {})), named
-    steps = job.data.samples
-    if steps.joins or (steps.map is not None and steps.per is not None):
-        raise SchemaError(
-            "groups: auto must see samples of one step, got joins or map over per; name them",
-            file=str(request.job_path),
-        )
     ungrouped = replace(job, data=replace(job.data, groups={}))
     prepared = prepare(request, ungrouped, features)
-    sample = sample_sessions(folder_of(request.input_root), ungrouped.data, features, prepared)
+    folder = folder_of(request.input_root)
+    sample = sample_sessions(folder, ungrouped.data, features, prepared, part_bytes)
     if sample is None:
         raise SchemaError(
             "groups: auto must see samples of the training range, got none; name the groups, or "

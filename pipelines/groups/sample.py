@@ -4,34 +4,40 @@ The sessions with the smallest hashes of their keys are taken, as many as fit: s
 on nothing but the log. That hash also places sessions in the dataset, so the sample is what
 the first blocks of the build hold.
 
-What is read is bounded. `samples.map`: the input in the order of its listing until
-`INPUT_BYTES`; sessions that may go on after that are left out where others are enough.
+What is read is bounded. Without `samples.per`: the beginning of each source, `INPUT_BYTES` in
+all; sessions that may continue after that are left out where others are enough.
 `samples.per`: the key columns of all files, and then the row groups of some keys, chosen by
-hash, as long as these take no more than `INPUT_BYTES`: so every key is whole.
+hash, as long as these take no more than `INPUT_BYTES`: so every key is whole. Side tables are
+read whole; of a large one only the rows that are looked up are kept.
+
+The samples are made by the stages of a build, so events, SQL per key, SQL per row, look-ups and
+sampling apply as they do there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipelines.beam.context import BuildContext
+from pipelines.beam.ipc import cut_by
 from pipelines.parts.cluster import hash_session_keys, microseconds
 from pipelines.prepare import Prepared
-from pipelines.samples.bad_rows import SqlResult
-from pipelines.samples.passed_lists import map_samples
-from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
-from pipelines.samples.sampling import sample_negatives
-from pipelines.samples.sql import connect, with_list_index
-from pipelines.samples.tuples import separate
-from pipelines.samples.validate import usable_samples
+from pipelines.samples.keys import key_column, key_hashes, key_type
+from pipelines.samples.side_stages import good_side_rows, join_one, join_part, sides_of
 from pipelines.sources.folder import Folder
-from pipelines.sources.read import parts_of_file, read_part
+from pipelines.sources.read import read_part
 from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.stages import SAMPLES, Output, SampleStage, cut_file, keyed_rows, read_rows
 from schemas.columns import is_list, one_chunk
 from schemas.features import FeatureSet
 from schemas.job import DataConfig
@@ -109,7 +115,7 @@ class SessionSample:
 
 
 def sample_sessions(
-    folder: Folder, data: DataConfig, features: FeatureSet, prepared: Prepared
+    folder: Folder, data: DataConfig, features: FeatureSet, prepared: Prepared, part_bytes: int
 ) -> SessionSample | None:
     """Return samples of whole sessions of the training range, or None when there are none.
 
@@ -118,99 +124,180 @@ def sample_sessions(
         data: the job's data section; its groups mean nothing.
         features: declared columns.
         prepared: from `prepare`, without groups.
+        part_bytes: input bytes of one partition of keys.
     """
+    total = sum(f.num_bytes for f in prepared.listing if f.source in data.sources)
     kept = SmallestHashes(MAX_CELLS)
-    last_keys: list[NDArray[np.uint64]] = []
-    results = _mapped if data.samples.map is not None else _per_key
-    whole = True
-    for samples, is_edge in results(folder, data, prepared):
-        good = _training(samples, data, features)
-        if good is None:
-            continue
-        hashes = hash_session_keys(good[data.session.key])
-        if is_edge:
-            whole = False
-            last_keys.append(np.unique(hashes))
-        kept.add(good, hashes)
-    rows = kept.table
-    if rows is None:
+    edge_keys: list[NDArray[np.uint64]] = []
+    with TemporaryDirectory(prefix="presage-") as scratch:
+        context = BuildContext(
+            folder=folder,
+            segment_root=Path(scratch),
+            listing=prepared.listing,
+            data=data,
+            features=features,
+            steps=prepared.steps,
+            num_parts=max(1, -(-min(total, INPUT_BYTES) // part_bytes)),
+            empty_rows=prepared.empty_rows,
+            broadcast=prepared.broadcast,
+            key_types=prepared.key_types,
+            shuffle_by="memory",
+        )
+        rows = _first_rows(context) if data.samples.per is None else _rows_of_keys(context)
+        for samples, is_edge in _samples(context, rows):
+            training = _in_training(samples, data)
+            good, edge = samples.filter(pa.array(training)), is_edge[training]
+            if not good.num_rows:
+                continue
+            hashes = hash_session_keys(good[data.session.key])
+            edge_keys.append(np.unique(hashes[edge]))
+            kept.add(good, hashes)
+    if kept.table is None:
         return None
-    total = sum(f.num_bytes for f in prepared.listing)
     share = min(1.0, INPUT_BYTES / max(1, total)) * (kept.bound + 1) / 2**64
-    if whole:
-        return SessionSample(rows, share)
-    goes_on = np.isin(hash_session_keys(rows[data.session.key]), np.concatenate(last_keys))
-    return SessionSample(rows if goes_on.mean() > 0.5 else rows.filter(pa.array(~goes_on)), share)
+    continues = np.isin(kept.hashes, np.concatenate(edge_keys))
+    if not continues.any() or continues.mean() > 0.5:
+        return SessionSample(kept.table, share)
+    return SessionSample(kept.table.filter(pa.array(~continues)), share)
 
 
-def _training(samples: SqlResult, data: DataConfig, features: FeatureSet) -> pa.Table | None:
-    """Return the samples that will be trained on."""
-    if samples.samples is None or not samples.samples.num_rows:
-        return None
-    table = with_list_index(samples.samples)
-    usable = usable_samples(separate(table, {}), features, data)[0]
-    good = sample_negatives(usable, features, data).samples
-    if data.split.evaluation_from is not None:
-        first = microseconds(data.split.evaluation_from)
-        good = good.filter(pc.less(good[data.session.time].cast(pa.int64()), first))
-    return good if good.num_rows else None
+def _in_training(samples: pa.Table, data: DataConfig) -> NDArray[np.bool_]:
+    """Return which samples will be trained on."""
+    if data.split.evaluation_from is None:
+        return np.ones(samples.num_rows, bool)
+    first = microseconds(data.split.evaluation_from)
+    earlier = pc.less(samples[data.session.time].cast(pa.int64()), first)
+    return one_chunk(earlier).to_numpy(zero_copy_only=False)
 
 
-def _parts(folder: Folder, data: DataConfig, prepared: Prepared) -> Iterator[tuple[FilePart, int]]:
-    """Yield every part of every readable file with its bytes, in the order of the listing."""
-    for index, file in enumerate(prepared.listing):
-        whole = FilePart(file.source, file.path, index, num_bytes=file.num_bytes)
-        parts, _ = parts_of_file(folder, whole, data.sources[file.source])
-        for part in parts:
-            yield part, max(1, file.num_bytes // len(parts))
+class RawRows(NamedTuple):
+    """Raw rows to make samples of.
+
+    Attributes:
+        source: their source.
+        table: the rows, with origins.
+        is_edge: whether they are the last that are read of a log that has more.
+    """
+
+    source: str
+    table: pa.Table
+    is_edge: bool = False
 
 
-def _mapped(
-    folder: Folder, data: DataConfig, prepared: Prepared
-) -> Iterator[tuple[SqlResult, bool]]:
-    """Yield samples of the first `INPUT_BYTES`, and whether they lie at the end of a cut log."""
-    connection, source = connect(), data.sample_source
-    statement, passed = prepared.statement, prepared.passed
-    schema = prepared.empty_rows[source].schema
-    parts = list(_parts(folder, data, prepared))
-    is_cut = sum(size for _, size in parts) > INPUT_BYTES
-    done = 0
-    for part, size in parts:
-        if done >= INPUT_BYTES:
-            break
-        done += size
-        is_edge = is_cut and done > INPUT_BYTES - INPUT_BYTES // _EDGE
-        for rows in read_part(folder, part, data.sources[source], schema):
-            if rows.table is not None and rows.table.num_rows:
-                yield map_samples(connection, statement, passed, source, rows.table), is_edge
+def _samples(
+    context: BuildContext, rows: Iterable[RawRows]
+) -> Iterator[tuple[pa.Table, NDArray[np.bool_]]]:
+    """Yield usable samples, and which of them come from rows at the edge."""
+    stage = SampleStage(context)
+    stage.use_sides(sides_of(context, {n: list(_side_rows(context, n)) for n in context.broadcast}))
+    edge: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    made = _from_rows(context, stage, rows, edge)
+    if not context.joins_at_hand:
+        made = _joined(context, stage, made)
+    for name, sent in made:
+        if name == SAMPLES:
+            samples = sent[1].samples
+            yield samples, np.isin(samples[ORIGIN].to_numpy(), np.concatenate(edge))
 
 
-def _per_key(
-    folder: Folder, data: DataConfig, prepared: Prepared
-) -> Iterator[tuple[SqlResult, bool]]:
-    """Yield samples of some keys, all rows of each in all sources."""
-    assert data.samples.per is not None, "only jobs with samples.per group raw rows"
-    key, source = data.samples.per.key, data.sample_source
-    chosen, places = choose_keys(_key_index(folder, data, prepared), source)
-    found: dict[str, list[pa.Table]] = {}
-    for part in places:
-        config, schema = data.sources[part.source], prepared.empty_rows[part.source].schema
-        for rows in read_part(folder, part, config, schema):
-            if rows.table is not None:
-                keep = _in_keys(rows.table[key], chosen)
-                found.setdefault(part.source, []).append(rows.table.filter(pa.array(keep)))
-    tables = {name: in_origin_order(pa.concat_tables(t)) for name, t in found.items()}
-    per = PerKey(prepared.statement, source, key)
-    if tables.get(source):
-        for result in run_keys(connect(), per, {**prepared.empty_rows, **tables}):
-            yield result, False
+def _from_rows(
+    context: BuildContext,
+    stage: SampleStage,
+    rows: Iterable[RawRows],
+    edge: list[NDArray[np.int64]],
+) -> Iterator[Output]:
+    """Yield what SQL makes of raw rows; origins of rows at the edge are added to `edge`."""
+    keyed: defaultdict[int, defaultdict[str, list[pa.Table]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for source, table, is_edge in rows:
+        if is_edge:
+            edge.append(table[ORIGIN].to_numpy())
+        if context.shard is None:
+            yield from stage.from_rows(source, table)
+            continue
+        for name, value in keyed_rows(context, source, table):
+            if name == SAMPLES:
+                target, good = value
+                for part, mine in cut_by(good, target):
+                    keyed[part][source].append(mine)
+    for part in sorted(keyed):
+        yield from stage.from_keys(part, keyed.pop(part))
 
 
-def _in_keys(column: pa.ChunkedArray, chosen: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    valid = one_chunk(column).is_valid().to_numpy(zero_copy_only=False)
-    keep = np.zeros(len(valid), bool)
-    keep[valid] = np.isin(hash_session_keys(column.drop_null()), chosen)
-    return keep
+def _joined(context: BuildContext, stage: SampleStage, made: Iterable[Output]) -> Iterator[Output]:
+    """Yield samples after all look-ups; of a large side table only the rows asked for are kept."""
+    samples = [value for name, value in made if name == SAMPLES]
+    for index, join in enumerate(context.data.samples.joins):
+        if join.side in context.broadcast:
+            samples = [join_one(table, stage.sides, context, index) for table in samples]
+        elif samples:
+            found = [t for t in _rows_looked_up(context, index, samples) if t.num_rows]
+            samples = list(join_part(context, index, samples, found))
+    for table in samples:
+        yield from stage.finish(table)
+
+
+def _rows_looked_up(
+    context: BuildContext, index: int, samples: list[pa.Table]
+) -> Iterator[pa.Table]:
+    """Yield the rows of a side table that have a key of the samples."""
+    join = context.data.samples.joins[index]
+    config, kind = context.data.sides[join.side], context.key_types[join.side]
+    keys = [key_column(table, join.key or config.key, kind) for table in samples]
+    wanted = pc.unique(pa.chunked_array(keys)).drop_null()
+    for rows in _side_rows(context, join.side):
+        yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=wanted))
+
+
+def _side_rows(context: BuildContext, name: str) -> Iterator[pa.Table]:
+    """Yield the rows of a side table that can be looked up."""
+    for part, _ in _parts(context, name):
+        for table in _tables(context, part):
+            for output, good in good_side_rows(context, name, table):
+                if output == SAMPLES:
+                    yield good
+
+
+def _parts(context: BuildContext, source: str) -> Iterator[tuple[FilePart, int]]:
+    """Yield every part of a source's readable files with its bytes, in the listing's order."""
+    for file in context.files():
+        if file.source == source:
+            parts = [part for name, part in cut_file(context, file) if name == SAMPLES]
+            for part in parts:
+                yield part, max(1, (file.num_bytes or 0) // len(parts))
+
+
+def _tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
+    """Yield the rows of a part that can be read."""
+    for name, table in read_rows(context, part):
+        if name == SAMPLES:
+            yield table
+
+
+def _first_rows(context: BuildContext) -> Iterator[RawRows]:
+    """Yield the first rows of each source: of all sources the same share, `INPUT_BYTES` in all."""
+    parts = {name: list(_parts(context, name)) for name in context.data.sources}
+    sizes = {name: sum(size for _, size in listed) for name, listed in parts.items()}
+    share = INPUT_BYTES / max(1, sum(sizes.values()))
+    for source, listed in parts.items():
+        limit, read_bytes = share * sizes[source], 0
+        for part, size in listed:
+            if read_bytes >= limit:
+                break
+            read_bytes += size
+            is_edge = share < 1 and read_bytes > limit - limit // _EDGE
+            for table in _tables(context, part):
+                yield RawRows(source, table, is_edge)
+
+
+def _rows_of_keys(context: BuildContext) -> Iterator[RawRows]:
+    """Yield the rows of some keys in all sources."""
+    chosen, parts = choose_keys(_key_index(context), context.data.sample_source)
+    for part in parts:
+        for table in _tables(context, part):
+            keys = _hashed_keys(context, table)
+            yield RawRows(part.source, table.filter(pa.array(np.isin(keys, chosen))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,37 +317,38 @@ class KeysOfPart:
     counts: NDArray[np.int64]
 
 
-def _key_index(folder: Folder, data: DataConfig, prepared: Prepared) -> list[KeysOfPart]:
+def _key_index(context: BuildContext) -> list[KeysOfPart]:
     """Return which part holds which keys, those of a share of hashes when the input is large."""
-    assert data.samples.per is not None, "only jobs with samples.per group raw rows"
-    key = data.samples.per.key
-    parts = list(_parts(folder, data, prepared))
+    parts = [pair for name in context.data.sources for pair in _parts(context, name)]
     share = min(1.0, 4 * INPUT_BYTES / max(1, sum(size for _, size in parts)))
     bound = np.uint64(min(2**64 - 1, int(share * 2**64)))
     found: list[KeysOfPart] = []
     for part, size in parts:
-        hashes = [
-            hash_session_keys(column.drop_null())
-            for column in _keys(folder, part, key, data, prepared)
-        ]
+        hashes = [_hashed_keys(context, table) for table in _key_tables(context, part)]
         below = np.concatenate([h[h <= bound] for h in hashes] or [np.empty(0, np.uint64)])
         unique, counts = np.unique(below, return_counts=True)
         found.append(KeysOfPart(part, size, unique, counts))
     return found
 
 
-def _keys(
-    folder: Folder, part: FilePart, key: str, data: DataConfig, prepared: Prepared
-) -> Iterator[pa.ChunkedArray]:
-    """Yield the keys of a part; of Parquet no other column is read."""
-    config, schema = data.sources[part.source], prepared.empty_rows[part.source].schema
+def _hashed_keys(context: BuildContext, table: pa.Table) -> NDArray[np.uint64]:
+    """Return the hash of each row's key; what stands for a null is not told from a key."""
+    assert context.shard is not None, "only jobs with samples.per have keys"
+    kind = key_type({n: context.empty_rows[n] for n in context.data.sources}, context.shard)
+    return key_hashes(key_column(table, context.shard, kind))
+
+
+def _key_tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
+    """Yield the rows of a part; of Parquet only the key is read."""
+    config, schema = context.data.sources[part.source], context.empty_rows[part.source].schema
+    key = context.shard or ""
     if config.format == "parquet":
-        schema = pa.schema([schema.field(key), schema.field(schema.names[-1])])
+        schema = pa.schema([schema.field(key), schema.field(ORIGIN)])
         if config.columns:
             config = replace(config, columns={n: w for n, w in config.columns.items() if n == key})
-    for rows in read_part(folder, part, config, schema):
+    for rows in read_part(context.folder, part, config, schema):
         if rows.table is not None and rows.table.num_rows:
-            yield rows.table[key]
+            yield rows.table
 
 
 def choose_keys(

@@ -16,14 +16,19 @@ from hypothesis import strategies as st
 
 from pipelines.build import build
 from pipelines.groups.job import named_groups, rewritten
-from pipelines.groups.sample import KeysOfPart, SmallestHashes, choose_keys
+from pipelines.groups.sample import KeysOfPart, SmallestHashes, choose_keys, sample_sessions
 from pipelines.learned.inputs import columns_of
 from pipelines.parts.expand import expand
+from pipelines.prepare import prepare
+from pipelines.samples import check_joins
 from pipelines.segments.verify import verify
+from pipelines.sources.folder import folder_of
 from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.features import load_features
 from schemas.job import load_job
+from tests.pipelines import test_executor
 from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
 
 NAMED = "{user: [session, user, history]}"
@@ -377,3 +382,60 @@ def test_chosen_groups_are_as_good_as_the_shipped_ones(
         found[kind] = manifest.dataset_bytes, lookups
     assert found["auto"][0] <= found["named"][0] * 1.001  # names of groups differ in length
     assert found["auto"][1] <= found["named"][1]
+
+
+SAMPLED_JOBS = {
+    "map, two side tables": (test_executor.joined, 1 << 30),
+    "map over per, side tables by key": (test_executor.joined_per, 1000),
+    "map over per, side tables that every worker has": (test_executor.joined_per, 1 << 30),
+    "labels as a log of their own": (test_executor.events, 1 << 30),
+    "sampled, with rejects": (test_executor.shop, 1 << 30),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED_JOBS)
+def test_groups_are_chosen_from_the_samples_that_a_build_makes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all of the input is read, the sample is the training range of the build."""
+    write, broadcast = SAMPLED_JOBS[name]
+    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
+    path = write(tmp_path)
+    job = load_job(path)
+    transforms = {n: t for made in job.data.transforms.values() for n, t in made.items()}
+    data = dataclasses.replace(job.data, groups={}, transforms={"samples": transforms})
+    features = load_features(path.parent / data.schema)
+    asked = request(path, tmp_path / "input", tmp_path / "dataset")
+    prepared = prepare(asked, dataclasses.replace(job, data=data), features)
+    folder = folder_of(tmp_path / "input")
+    sample = sample_sessions(folder, data, features, prepared, part_bytes=4_000)
+    assert sample is not None
+    build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
+    expand(tmp_path / "dataset", tmp_path / "rows.parquet")
+    rows = pq.read_table(tmp_path / "rows.parquet")
+    if data.split.evaluation_from is not None:
+        end = pa.scalar(data.split.evaluation_from, pa.timestamp("us"))
+        rows = rows.filter(pa.compute.less(rows[data.session.time], end))
+    assert rows.num_rows
+    columns = [n for n in rows.column_names if n in sample.rows.column_names]
+    assert sorted(map(str, sample.rows.select(columns).to_pylist())) == sorted(
+        map(str, rows.select(columns).to_pylist())
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["map over per, side tables by key", "labels as a log of their own"]
+)
+def test_auto_groups_of_a_job_with_several_steps_build(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, broadcast = SAMPLED_JOBS[name]
+    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
+    path = write(tmp_path)
+    text = yaml.safe_load(path.read_text())
+    text["data"]["groups"] = "auto"
+    path.write_text(yaml.safe_dump(text, sort_keys=False))
+    asked = request(path, tmp_path / "input", tmp_path / "dataset")
+    build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
+    assert verify(tmp_path / "dataset")["problems"] == []
+    assert not open_dataset(tmp_path / "dataset").job.data.has_auto_groups
