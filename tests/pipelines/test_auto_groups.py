@@ -119,6 +119,7 @@ ODD = {
     "smallest and largest": pa.array([-(2**63), 2**63 - 1] * 128),
     "flags": pa.array([True, False, None, True] * 64),
     "times": pa.array([0, None, 5, 0] * 64, pa.timestamp("us")),
+    "texts in lists": pa.array([["a", "b"], ["ab"], [], None] * 64, pa.list_(pa.string())),
     "floats in lists": pa.array([[0.0], [-0.0], [float("nan")], None] * 64, pa.list_(pa.float32())),
 }
 

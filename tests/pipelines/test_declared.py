@@ -132,6 +132,16 @@ def test_vocabulary_gives_rows_of_values_and_lists() -> None:
     assert applied(lists, vocabulary=look).to_pylist() == [[3, 2], None, []]
 
 
+def test_lists_of_texts_are_looked_up_hashed_and_cut_as_their_values() -> None:
+    learned = Learned({"v": Vocabulary(pa.array(["b", ""]), 1)})
+    lists = pa.array([["x"], ["b", "", "c"], None, []], pa.large_list(pa.string())).slice(1)
+    look = LookupConfig(name="v", column="x")
+    assert applied(lists, learned, vocabulary=look).to_pylist() == [[1, 2, 0], None, []]
+    flat = hashed([pa.array(["b", "", "c"])], 1000, "s").to_pylist()
+    assert hashed([lists], 1000, "s").to_pylist() == [flat, None, []]
+    assert cut_list(lists, 2, from_end=True).to_pylist() == [["", "c"], None, []]
+
+
 def test_what_is_not_finite_becomes_null_and_limits_hold_for_infinities() -> None:
     odd = pa.array([float("nan"), float("inf"), -float("inf"), 1.0], pa.float64())
     assert applied(odd, normalize=NormalizeConfig(column="x")).to_pylist() == [

@@ -89,6 +89,16 @@ def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
     assert result.bad_rows["origin"].to_pylist() == [8]
 
 
+def test_lists_of_texts_have_one_stored_form() -> None:
+    rows = pa.table({"x": pa.array(["a b", "", None]), "_origin": [7, 8, 9]})
+    sql = "SELECT string_split(x, ' ') AS l, [x, 'c'] AS m, ['d']::VARCHAR[1] AS n FROM log"
+    found = run(connect(), carry_origin(sql, "data.samples.map"), {"log": rows})
+    assert {found.schema.field(c).type for c in "lmn"} == {pa.large_list(pa.string())}
+    assert found["l"].to_pylist() == [["a", "b"], [""], None]
+    with pytest.raises(SchemaError, match=r"lists must hold numbers or texts, got .*bool.*'l'"):
+        run(connect(), "SELECT [true] AS l FROM log", {"log": rows})
+
+
 def test_row_with_a_time_beyond_python_can_be_rejected() -> None:
     rows = pa.table({"x": pa.array([2**62], pa.timestamp("us")), "_origin": [7]})
     statement = carry_origin("SELECT CAST('no' AS BIGINT) AS y FROM log", "data.samples.map")
@@ -165,6 +175,7 @@ feature { name: "session" type: INT annotation { tag: "kept" } }
 feature { name: "time" type: INT annotation { tag: "kept" } }
 feature { name: "user" type: INT annotation { tag: "sparse" } }
 feature { name: "price" type: FLOAT annotation { tag: "dense" } }
+feature { name: "tags" type: BYTES value_count { min: 0 } annotation { tag: "kept" } }
 feature { name: "label" type: INT annotation { tag: "label" } }
 feature { name: "weight" type: FLOAT annotation { tag: "weight" } }
 """
@@ -173,6 +184,7 @@ SAMPLE = {
     "time": pa.array([0, 0], pa.timestamp("us")),
     "user": pa.array([2**63, 2**63 - 1], pa.uint64()),
     "price": pa.array([1.0, None], pa.float32()),
+    "tags": pa.array([["a"], None]),
     "label": pa.array([1, 1], pa.int8()),
     "weight": pa.array([1.0, 0.0], pa.float32()),
     "_origin": pa.array([0, 1], pa.int64()),
@@ -190,6 +202,10 @@ ODD_SAMPLES: dict[str, tuple[dict[str, pa.Array], str]] = {
     "a weight below zero": (
         {"user": pa.array([1, 2]), "weight": pa.array([-1.0, 1.0], pa.float32())},
         "feature 'weight' must be at least 0",
+    ),
+    "a null in a list of texts": (
+        {"user": pa.array([1, 2]), "tags": pa.array([["a", None], ["", "b"]])},
+        "feature 'tags' must hold no nulls",
     ),
     "a weight that is missing": (
         {"user": pa.array([1, 2]), "weight": pa.array([None, 1.0], pa.float32())},
@@ -220,6 +236,10 @@ WRONG_ROLES: dict[str, tuple[str, str, str]] = {
     "a sparse feature of fractions": (
         'name: "user" type: INT', 'name: "user" type: FLOAT',
         "sparse feature 'user' must be INT or BYTES, got FLOAT; number its values in SQL"),
+    "texts as rows": (
+        'name: "user" type: INT', 'name: "user" type: BYTES',
+        "data.tables.users has rows: identity, got the texts of 'user'; use rows: hash, or number "
+        "them with a vocabulary in data.transforms"),
     "a dense text": (
         'name: "price" type: FLOAT', 'name: "price" type: BYTES',
         "dense feature 'price' must be one number, got BYTES; make numbers of it in SQL"),
@@ -244,6 +264,21 @@ def test_column_that_no_model_can_use_is_refused_before_the_work(
     ]
     with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
         check_columns(pa.schema([*fields, ("_origin", pa.int64())]), features, data)
+
+
+def test_table_of_texts_and_numbers_is_refused(tmp_path: Path) -> None:
+    _, features = shop(
+        tmp_path, FEATURES.replace('0 } annotation { tag: "kept"', '0 } annotation { tag: "sparse"')
+    )
+    job = (tmp_path / "job.yaml").read_text().replace("[user], rows: identity", "[user, tags]")
+    (tmp_path / "job.yaml").write_text(job)
+    kinds = {n: c.type for n, c in SAMPLE.items()} | {"tags": pa.large_list(pa.string())}
+    message = (
+        "data.tables.users.features must have one type, got INT for 'user' and BYTES for 'tags', "
+        "so that 7 and '7' have different rows; cast one in SQL"
+    )
+    with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
+        check_columns(pa.schema(kinds), features, load_job(tmp_path / "job.yaml").data)
 
 
 def test_a_large_row_group_is_read_in_pieces_with_the_same_places(tmp_path: Path) -> None:

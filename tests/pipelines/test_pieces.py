@@ -64,6 +64,8 @@ def test_bytes_are_those_of_expanded_samples_however_they_are_cut() -> None:
     assert whole == 100 * (8 + 8 + 8 + 4) + 100 * (8 + 8)
     cut = [part.take(np.arange(0, 30)), part.take(np.arange(30, 100))]
     assert sum(expanded_bytes(compact(p)) for p in cut) == whole
+    texts = pa.table({"x": pa.array([["a", "bcd"], [], None, [""]])})
+    assert expanded_bytes(Tuples(texts, {}, {})) == (8 + 9 + 11) + 8 + 8 + (8 + 8)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(1, 12))

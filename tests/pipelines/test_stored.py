@@ -34,10 +34,11 @@ from tests.pipelines.shifting import STORAGES, built_in_every_layout
 LAYOUTS = [
     GroupLayout(),
     GroupLayout(True, ()),
-    GroupLayout(False, ("items", "scores")),
+    GroupLayout(False, ("items", "scores", "tags")),
     GroupLayout(True, ("items",)),
-    GroupLayout(True, ("scores", "items")),
+    GroupLayout(True, ("scores", "tags", "items")),
 ]
+TEXTS = ["", "a", "ab", "b", "\N{SNOWMAN}"]
 FLOATS = [0.0, -0.0, 1.5, float("nan"), float("inf")]
 
 
@@ -98,6 +99,7 @@ def parts(draw: st.DrawFn) -> tuple[pa.Table, list[int]]:
         st.integers(0, 2) | st.none(),
         st.none() | st.lists(st.integers(-1, 1), max_size=5),
         st.none() | st.lists(st.sampled_from(FLOATS), max_size=4),
+        st.none() | st.lists(st.sampled_from(TEXTS), max_size=4),
     )
     pool = draw(st.lists(rows, min_size=1, max_size=5))
     chosen = [draw(st.sampled_from(pool)) for _ in range(n)]
@@ -108,6 +110,7 @@ def parts(draw: st.DrawFn) -> tuple[pa.Table, list[int]]:
             "user": pa.array([c[0] for c in chosen], pa.int64()),
             "items": pa.array([c[1] for c in chosen], pa.large_list(pa.int64())),
             "scores": pa.array([c[2] for c in chosen], pa.large_list(pa.float32())),
+            "tags": pa.array([c[3] for c in chosen], pa.large_list(pa.string())),
         }
     )
     return table, row_groups

@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from schemas.checked import describe_file, read_files, verify_whole
+from pipelines.parts.encodings import Encodings, open_writer
+from schemas.checked import CheckedFile, describe_file, read_files, verify_whole
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from tests.schemas.tiny import write_dataset
@@ -52,6 +54,22 @@ def changed(data: bytes, seed: int, count: int) -> list[bytes]:
         copy[place] ^= int(rng.integers(1, 256))
         copies.append(bytes(copy))
     return copies
+
+
+@pytest.mark.parametrize("encoding", ["DICTIONARY", "PLAIN", "DELTA_BYTE_ARRAY"])
+def test_texts_are_read_as_codes_where_their_encoding_allows_it(
+    encoding: str, tmp_path: Path
+) -> None:
+    rows = pa.table({"a": ["x", "y", None, "x"], "b": [["x", ""], [], None, ["x"]], "c": range(4)})
+    encodings = Encodings(dict.fromkeys(["a", "b.list.element"], encoding) | {"c": "PLAIN"})
+    with open_writer(str(tmp_path / "x.parquet"), rows.schema, encodings) as writer:
+        writer.write_table(rows, row_group_size=2)
+    entry = describe_file(tmp_path, "x.parquet")
+    file = CheckedFile(tmp_path, entry, texts_as_codes=True)
+    assert pa.types.is_dictionary(file.schema.field("a").type) == (encoding[:5] != "DELTA")
+    assert [file.read_row_group(i).to_pylist() for i in (0, 1)] == [
+        rows.slice(2 * i, 2).to_pylist() for i in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize("name", OPENED)

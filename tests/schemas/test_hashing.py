@@ -3,12 +3,16 @@
 import re
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
 from schemas.hashing import MAX_ROW, NUM_SLOTS, hash_rows, salt_of, slot_of_row, splitmix64
 from schemas.job import TableConfig
-from schemas.rows import rows_of_ids
+from schemas.reference import hash_text
+from schemas.rows import ids_of, rows_of_ids, rows_of_values
 
 IDS = np.array([0, 1, 2, 3, -1, 7, 10**6, 2**63 - 1, -(2**63), 123456789])
 
@@ -94,6 +98,55 @@ def test_rows_of_ids_hashes_or_keeps_the_id() -> None:
     ids = np.array([0, 9, 4], np.int32)
     assert rows_of_ids(ids, "t", table(10, "identity")).tolist() == [0, 9, 4]
     np.testing.assert_array_equal(rows_of_ids(ids, "t", table(10, "hash")), hash_rows(ids, "t", 10))
+
+
+@given(st.lists(st.text(max_size=90)))
+def test_ids_of_texts_equal_the_reference_however_they_lie(texts: list[str]) -> None:
+    expected = [hash_text(text) for text in texts]
+    whole = pa.array(["x", *texts, "y"], pa.large_string())
+    for values in (whole, whole.cast(pa.string()), whole.dictionary_encode()):
+        assert ids_of(values.slice(1, len(texts))).tolist() == expected
+    rows = rows_of_values(whole.slice(1, len(texts)), "t", table(1000, "hash"))
+    assert rows.tolist() == hash_rows(np.array(expected, np.int64), "t", 1000).tolist()
+
+
+def test_ids_of_many_and_long_texts_equal_the_reference() -> None:
+    texts = [f"user-{n}@example.org" for n in range(2000)]
+    texts += [chr(65 + n % 60) * n for n in range(200)]
+    assert sum(map(len, texts)) > 1 << 15  # enough for the table of bytes
+    assert ids_of(pa.array(texts)).tolist() == [hash_text(text) for text in texts]
+
+
+PINNED_TEXTS = [
+    -2152535657050944081,
+    6292077030810485607,
+    -5585002977199488040,
+    -3854042809136947542,
+    3629182871631954834,
+    7459835301119815770,
+    -4679461696494408120,
+    -4623940363744051336,
+    3803495356858415645,
+    -9174263829551627900,
+]
+
+
+def test_ids_of_texts_equal_ten_pinned_numbers() -> None:
+    texts = ["", "a", "b", "ab", "ba", "N55189", "\N{SNOWMAN}", "\0", "0", "x" * 100]
+    assert ids_of(pa.array(texts)).tolist() == PINNED_TEXTS
+
+
+def test_ids_of_numbered_texts_have_no_collision_and_fill_a_table_evenly() -> None:
+    ids = ids_of(pa.array([f"N{number}" for number in range(200_000)]))
+    assert len(np.unique(ids)) == 200_000
+    counts = np.bincount(hash_rows(ids, "t", 1000), minlength=1000)
+    assert float(((counts - 200.0) ** 2 / 200.0).sum()) < 1000 + 6 * np.sqrt(2 * 1000)
+
+
+def test_texts_of_an_identity_table_are_refused() -> None:
+    message = "ids of table 't' must be whole numbers, got texts; use rows: hash, or a vocabulary"
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        rows_of_values(pa.array(["a"]), "t", table(10, "identity"))
 
 
 @pytest.mark.parametrize("bad", [-1, 10, -(2**63)])

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from schemas.reference import hash_text
 from schemas.stable import NULL, combine_hashes, hash_tuples, hash_values
 from tests.schemas.test_format import mix
 
@@ -15,6 +16,16 @@ def test_hash_of_numbers_follows_the_formula() -> None:
     numbers = [0, 1, -1, 2**63 - 1]
     expected = [mix(mix(n & MASK ^ salt) ^ salt) for n in numbers]
     assert hash_values(pa.array(numbers)).tolist() == expected
+
+
+def test_hash_of_a_list_of_texts_is_that_of_the_list_of_their_hashes() -> None:
+    salt, lists = mix(0), [["a", ""], [], ["b", "a", "a"]]
+    for rows, found in zip(lists, hash_values(pa.array(lists)).tolist(), strict=True):
+        hashes = [hash_text(text) & MASK for text in rows]
+        total = sum(mix(h + mix(i) + salt & MASK) for i, h in enumerate(hashes))
+        assert found == mix(mix(total + len(rows) & MASK) ^ salt)
+    nulls = hash_values(pa.array([None, ["a"]]))
+    assert nulls.tolist() == [int(NULL), int(hash_values(pa.array([["a"]]))[0])]
 
 
 SAME = {
