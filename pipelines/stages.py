@@ -199,7 +199,7 @@ def pins_of(context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]
         files: what was learned, path to sha256.
     """
     learned = load_building(context.segment_root, files, context.data)
-    return pin(context.crossing.receive(sent), context.data, learned)
+    return pin(context.crossing.receive(sent), context.data, learned, context.num_parts)
 
 
 def write_part(

@@ -79,7 +79,14 @@ def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
         {k: [list(x) if isinstance(x, tuple) else x for x in v] for k, v in columns.items()},
         FILES_SCHEMA,
     )
-    pq.write_table(table, path, compression="zstd", write_page_checksum=True)
+    pq.write_table(
+        table,
+        path,
+        compression="zstd",
+        use_dictionary=False,  # every value differs
+        write_statistics=False,
+        write_page_checksum=True,
+    )
 
 
 def read_files(path: Path) -> dict[str, FileEntry]:

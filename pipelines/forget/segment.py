@@ -96,7 +96,7 @@ def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
         return False
     building.mkdir(parents=True)
     features = stored_features(dataset.features, segment)
-    stage = _WritePart(building, pin(parts[0], data), features)
+    stage = _WritePart(building, pin(parts[0], data, num_parts=len(parts)), features)
 
     def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         made = (

@@ -8,25 +8,19 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 from google.protobuf import text_format
-from tensorflow_metadata.proto.v0 import schema_pb2, statistics_pb2
+from tensorflow_metadata.proto.v0 import schema_pb2
 
 from pipelines.gate.anomalies import anomalies_text
 from pipelines.gate.judge import GateError, judge
 from pipelines.sources.rejects import Reject
-from pipelines.statistics.text import parsed_statistics
+from pipelines.statistics.stored import read_statistics, statistics_in
 from schemas.job_gate import GateConfig
-from schemas.layout import ANOMALIES, STATISTICS, rejects_path
+from schemas.layout import ANOMALIES, rejects_path
 
 
 def schema_of(text: bytes) -> schema_pb2.Schema:
     """Return a schema that `load_features` has accepted."""
     return text_format.Parse(text, schema_pb2.Schema())
-
-
-def statistics_of(segment: Path) -> statistics_pb2.DatasetFeatureStatisticsList:
-    """Return the statistics of a segment."""
-    text = (segment / STATISTICS).read_text(encoding="utf-8")
-    return parsed_statistics(text)
 
 
 def rejects_of(segment: Path) -> list[Reject]:
@@ -60,8 +54,8 @@ def pass_gate(
         GateError: the segment breaks a limit, and the job says that it must not.
     """
     rejects = rejects_of(building)
-    before = statistics_of(earlier) if earlier else None
-    verdict = judge(schema, gate, statistics_of(building), before, rejects)
+    before = read_statistics(statistics_in(earlier)) if earlier else None
+    verdict = judge(schema, gate, read_statistics(statistics_in(building)), before, rejects)
     fails = bool(verdict.findings) and gate is not None and gate.action == "fail"
     severity = "ERROR" if fails else "WARNING"
     text = anomalies_text(rejects, verdict.findings, verdict.distances, severity)
@@ -82,7 +76,7 @@ def keep_aside(building: Path, aside: Path, anomalies: str) -> None:
     """Copy what explains a refusal; the samples themselves are not kept."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    shutil.copy(building / STATISTICS, aside)
+    shutil.copy(statistics_in(building), aside)
     (aside / ANOMALIES).write_text(anomalies, encoding="utf-8")
     if (building / rejects_path(0)).exists():
         (aside / rejects_path(0)).parent.mkdir()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from google.protobuf import text_format
 from numpy.typing import NDArray
-from tensorflow_metadata.proto.v0 import statistics_pb2
 
+from pipelines.statistics.stored import segment_statistics
 from schemas.accesses import TableAccesses
 from schemas.curve_points import lru_curve
-from schemas.dataset import Dataset, verified
+from schemas.dataset import Dataset
 from schemas.hints import TableHints
-from schemas.layout import STATISTICS
 from schemas.order import Order
 
 HOT_SHARES = (0.0001, 0.001, 0.01, 0.1, 0.5)
@@ -94,9 +92,7 @@ def _bags(dataset: Dataset) -> tuple[dict[str, float], dict[str, float], int]:
     bags: dict[str, float] = {}
     num_samples = 0
     for segment in dataset.segments:
-        path = segment.directory / STATISTICS
-        text = verified(path, segment.files[STATISTICS].sha256).read_text("utf-8")
-        whole = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList()).datasets[0]
+        whole = segment_statistics(segment).datasets[0]
         num_samples += whole.num_examples
         for feature in whole.features:
             stats = getattr(feature, feature.WhichOneof("stats") or "num_stats")

@@ -36,23 +36,29 @@ class Pins:
     Attributes:
         layouts: group to what its tuples share.
         encodings: directory of the segment (`samples`, `groups/user`) to how its files are written.
+        num_parts: parts of the segment.
     """
 
     layouts: Layouts
     encodings: Mapping[str, Encodings]
+    num_parts: int = 1
 
 
-def pin(parts: Iterable[Tuples], data: DataConfig, learned: Learned | None = None) -> Pins:
+def pin(
+    parts: Iterable[Tuples], data: DataConfig, learned: Learned | None = None, num_parts: int = 1
+) -> Pins:
     """Learn from the samples of one part, in any order.
 
     Args:
         parts: all samples of the part's sessions, at least one; gone through twice.
         data: the job's data section.
         learned: what transforms learned.
+        num_parts: parts of the segment.
     """
     star = to_star(cluster(join(few_sessions(parts, data)), data), 0, data, learned)
     layouts = choose_windows(star, data.storage)
-    return Pins(layouts, {name: choose(table) for name, table in tables_of(star, layouts)})
+    encodings = {name: choose(table) for name, table in tables_of(star, layouts)}
+    return Pins(layouts, encodings, num_parts)
 
 
 def tables_of(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:

@@ -124,7 +124,7 @@ def sum_by_split(parts: Sequence[Mapping[str, SliceStatistics]]) -> dict[str, Sl
 def slices_of(
     parts: Sequence[Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
 ) -> list[Slice]:
-    """Return the slices that `statistics.pbtxt` shows, from those of all parts in order.
+    """Return the slices that the statistics of a segment show, from those of all parts in order.
 
     Args:
         parts: of each part, by split.

@@ -32,33 +32,54 @@ from schemas.layout import (
 ROW_GROUP_BYTES = 64 << 20
 """Uncompressed bytes of samples and groups together in one row group; smaller ones cost 15-30 %
 of the bytes, larger ones memory (ARCHITECTURE, measured)."""
+WINDOWS_BYTES = 256 << 20
+"""Uncompressed bytes that a reader holds who goes through the windows of all parts in order: row
+groups of several windows are at most so large that one of each part fits into them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Consecutive blocks of one split and window that share a row group."""
+    """Consecutive blocks of one split that share a row group."""
 
     first: int
     end: int
 
 
 def row_groups_of(
-    ranges: NDArray[np.int64], bytes_per_block: float, limit: int = ROW_GROUP_BYTES
+    is_evaluation: NDArray[np.bool_],
+    window: NDArray[np.int32],
+    bytes_per_block: float,
+    limit: int = ROW_GROUP_BYTES,
+    windows_limit: int = ROW_GROUP_BYTES,
 ) -> list[BlockRange]:
-    """Cut blocks into row groups.
+    """Cut blocks into row groups: each window by itself, but several where they are small.
 
     Args:
-        ranges: (num_blocks,) the (split, window) number of each block, ascending.
+        is_evaluation: (num_blocks,) ascending.
+        window: (num_blocks,) ascending in each split.
         bytes_per_block: mean uncompressed bytes of a block over all tables.
         limit: uncompressed bytes of a row group.
+        windows_limit: uncompressed bytes of a row group of several windows.
+
+    Example:
+        >>> row_groups_of(np.zeros(5, bool), np.array([0, 0, 1, 2, 2]), 1.0, 8, 3)
+        [BlockRange(first=0, end=3), BlockRange(first=3, end=5)]
     """
-    per_group = max(1, int(limit // max(1.0, bytes_per_block)))
-    cuts = np.flatnonzero(np.diff(ranges, prepend=-1))
+    per_group, per_windows = (
+        max(1, int(b // max(1.0, bytes_per_block))) for b in (limit, windows_limit)
+    )
+    changes = np.diff(is_evaluation, prepend=False) | (np.diff(window, prepend=0) != 0)
+    changes[:1] = True
+    cuts = np.flatnonzero(changes)
     groups: list[BlockRange] = []
-    for start, end in zip(cuts, [*cuts[1:], len(ranges)], strict=True):
-        groups.extend(
-            BlockRange(int(a), int(min(a + per_group, end))) for a in range(start, end, per_group)
-        )
+    for start, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(window)], strict=True):
+        last = groups[-1].first if groups else start
+        if groups and end - last <= per_windows and is_evaluation[last] == is_evaluation[start]:
+            groups[-1] = BlockRange(last, end)
+        else:
+            groups.extend(
+                BlockRange(a, min(a + per_group, end)) for a in range(start, end, per_group)
+            )
     return groups
 
 
@@ -90,7 +111,13 @@ class PartWriter:
         Returns:
             Their rows of `blocks.parquet`.
         """
-        groups = row_groups_of(_ranges(star, clustered), _bytes_per_block(star))
+        first_sample = offsets_of(star.samples_per_block)[:-1]
+        groups = row_groups_of(
+            clustered.is_evaluation[first_sample],
+            clustered.window[first_sample],
+            _bytes_per_block(star),
+            windows_limit=min(ROW_GROUP_BYTES, WINDOWS_BYTES // self._pins.num_parts),
+        )
         counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
         self._write(samples_path(self._file_index), star.samples, counts)
         for name in star.groups:
@@ -122,13 +149,6 @@ class PartWriter:
         for path, (partial, writer) in self._writers.items():
             writer.close()
             partial.replace(self._root / path)
-
-
-def _ranges(star: Star, clustered: Clustered) -> NDArray[np.int64]:
-    """Return the number of each block's (split, window)."""
-    first_sample = offsets_of(star.samples_per_block)[:-1]
-    evaluation, window = clustered.is_evaluation[first_sample], clustered.window[first_sample]
-    return np.cumsum((np.diff(evaluation, prepend=False) != 0) | (np.diff(window, prepend=0) != 0))
 
 
 def _bytes_per_block(star: Star) -> float:

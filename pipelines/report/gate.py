@@ -13,8 +13,9 @@ from pipelines.gate.judge import Features, buckets_of, slices_of
 from pipelines.parts.slices import DEDUP_FACTOR, LABEL_DELAY_SEC, SAMPLES_PER_SESSION
 from pipelines.report.html import Section, paragraph, table, words_table
 from pipelines.report.numbers import count, digits
+from pipelines.statistics.stored import segment_statistics
 from schemas.dataset import Dataset, Segment, verified
-from schemas.layout import ANOMALIES, STATISTICS
+from schemas.layout import ANOMALIES
 
 MOST_SEGMENTS = 10
 """Segments that are shown, the last ones."""
@@ -48,14 +49,11 @@ def seen_of(segment: Segment) -> Seen:
     Raises:
         SchemaError: a file is missing or changed.
     """
-    texts = {
-        name: verified(segment.directory / name, segment.files[name].sha256).read_text("utf-8")
-        for name in (STATISTICS, ANOMALIES)
-    }
-    statistics = text_format.Parse(texts[STATISTICS], statistics_pb2.DatasetFeatureStatisticsList())
+    path = verified(segment.directory / ANOMALIES, segment.files[ANOMALIES].sha256)
+    statistics = segment_statistics(segment)
     return Seen(
         f"segment {segment.manifest.position}",
-        text_format.Parse(texts[ANOMALIES], anomalies_pb2.Anomalies()),
+        text_format.Parse(path.read_text("utf-8"), anomalies_pb2.Anomalies()),
         slices_of(statistics),
         {d.name: d.num_examples for d in statistics.datasets},
     )

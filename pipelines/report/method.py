@@ -31,7 +31,7 @@ _ALWAYS = (
     ),
     (
         "findings, distances, sessions by segment",
-        "statistics.pbtxt and anomalies.pbtxt of each segment; written by",
+        "statistics.pbtxt.zst and anomalies.pbtxt of each segment; written by",
         "python -m pipelines append JOB --dataset DATASET --input LOG",
     ),
     (

@@ -19,11 +19,13 @@ import pyarrow.parquet as pq
 from pipelines.beam.shuffle import SHUFFLE
 from pipelines.gate.anomalies import anomalies_text
 from pipelines.oracle.files import write_file
+from pipelines.parts.encodings import choose, open_writer
 from pipelines.parts.part import LOOKUPS, PartResult
 from pipelines.parts.slices import slices_of
 from pipelines.parts.write import join_blocks
 from pipelines.segments.partial import remove_partial
 from pipelines.sources.rejects import Reject, to_table
+from pipelines.statistics.stored import write_statistics
 from pipelines.statistics.text import statistics_text
 from schemas.absent import type_name
 from schemas.checked import FileEntry, describe_file, read_files, sha256_of, write_files
@@ -40,7 +42,6 @@ from schemas.layout import (
     JOB,
     MANIFEST,
     SCHEMA,
-    STATISTICS,
     TRAIN,
     inverse_column,
     rejects_path,
@@ -134,11 +135,12 @@ def finish_segment(
         shutil.rmtree(root / scratch, ignore_errors=True)
     remove_partial(root)
     blocks = join_blocks(r.blocks for r in results)
-    pq.write_table(blocks, root / BLOCKS, compression="zstd", write_page_checksum=True)
+    with open_writer(str(root / BLOCKS), blocks.schema, choose(blocks)) as writer:
+        writer.write_table(blocks)
     if rejects:
         write_file(root, rejects_path(0), to_table(rejects))
     text = statistics_text(slices_of([r.slices for r in results], data, features))
-    (root / STATISTICS).write_text(text, encoding="utf-8")
+    write_statistics(root, text)
     (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
     groups = list(results[0].groups)
     entries = describe_tree(root)

@@ -172,9 +172,22 @@ def test_session_keys_hash_as_they_always_did() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 250, 10_000])
-def test_row_groups_hold_whole_blocks_of_one_range(limit: int) -> None:
-    ranges = np.array([0, 0, 0, 1, 1, 2])
-    groups = row_groups_of(ranges, 100.0, limit)
+def test_row_groups_hold_whole_blocks_of_one_split(limit: int) -> None:
+    is_evaluation = np.array([False] * 5 + [True])
+    window = np.array([0, 0, 0, 1, 1, 1])
+    groups = row_groups_of(is_evaluation, window, 100.0, limit, limit)
     assert [b for g in groups for b in range(g.first, g.end)] == list(range(6))
-    assert all(len(set(ranges[g.first : g.end])) == 1 for g in groups)
+    assert all(len(set(is_evaluation[g.first : g.end])) == 1 for g in groups)
     assert all(g.end - g.first <= max(1, limit // 100) for g in groups)
+
+
+@pytest.mark.parametrize(
+    ("windows_limit", "expected"), [(1, [0, 3, 4, 5]), (200, [0, 3, 5]), (400, [0, 4]), (900, [0])]
+)
+def test_small_windows_share_a_row_group_up_to_a_limit(
+    windows_limit: int, expected: list[int]
+) -> None:
+    window = np.array([5, 5, 5, 6, 7, 8])
+    groups = row_groups_of(np.zeros(6, bool), window, 100.0, 1000, windows_limit)
+    assert [g.first for g in groups] == expected
+    assert groups[-1].end == 6

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorflow_metadata.proto.v0 import anomalies_pb2, statistics_pb2
+from tensorflow_metadata.proto.v0 import anomalies_pb2
 
 from pipelines.build import build
 from pipelines.commands import REFUSED, main
@@ -25,10 +25,11 @@ from pipelines.statistics.sketch import (
     sketch_of,
     sum_sketches,
 )
+from pipelines.statistics.stored import segment_statistics
 from pipelines.statistics.text import RANKED_VALUES
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import ANOMALIES, SEGMENTS, STATISTICS
+from schemas.layout import ANOMALIES, SEGMENTS
 from tests.pipelines.logs import SCHEMA, bytes_of, copy_of, raw_rows, request, write_job
 
 SHARES = st.dictionaries(st.integers(0, 9), st.integers(1, 50), min_size=1).map(
@@ -316,8 +317,7 @@ def test_changed_limits_do_not_make_another_segment(
 
 def test_statistics_have_slices_sessions_and_distinct_values(dataset: Path) -> None:
     segment = open_dataset(dataset).segments[0]
-    text = (segment.directory / STATISTICS).read_text()
-    proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
+    proto = segment_statistics(segment)
     assert [d.name for d in proto.datasets] == ["segment", "train", "evaluation"]
     counts = [d.num_examples for d in proto.datasets]
     assert counts[0] == counts[1] + counts[2] == segment.manifest.num_samples

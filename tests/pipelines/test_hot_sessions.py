@@ -16,6 +16,7 @@ from pipelines.parts import pieces
 from pipelines.parts.expand import expand
 from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
+from schemas.layout import STATISTICS
 from tests.pipelines.logs import request, samples_of, write_job
 from tests.pipelines.logs import write_log as write_small_log
 from tests.pipelines.test_build import read_back
@@ -51,7 +52,7 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     assert whole.manifest.groups == cut.manifest.groups
     assert whole.manifest.tables == cut.manifest.tables
     assert whole.manifest.num_sessions == cut.manifest.num_sessions
-    statistics = [(s.directory / "statistics.pbtxt").read_bytes() for s in (whole, cut)]
+    statistics = [(s.directory / STATISTICS).read_bytes() for s in (whole, cut)]
     assert statistics[0] == statistics[1]
 
 

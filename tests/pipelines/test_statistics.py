@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from io import BytesIO
+from pathlib import Path
 
 import duckdb
 import numpy as np
@@ -18,8 +19,10 @@ from pipelines.samples.sql import carry_origin, connect, map_rows, run, with_lis
 from pipelines.sources.read import ORIGIN
 from pipelines.statistics.columns import column_statistics, sum_columns, table_statistics
 from pipelines.statistics.exact_sum import exact_sum, exact_sum_of_squares
+from pipelines.statistics.stored import read_statistics, statistics_in, write_statistics
 from pipelines.statistics.text import Slice, statistics_text
 from schemas.errors import SchemaError
+from schemas.layout import PLAIN_STATISTICS, STATISTICS
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
 
@@ -169,3 +172,24 @@ def test_sql_of_a_job_reaches_no_file_no_variable_and_no_setting(statement: str)
 def test_list_index_counts_the_samples_of_each_row() -> None:
     samples = pa.table({ORIGIN: [5, 5, 3, 5, 3]})
     assert with_list_index(samples)["_list_index"].to_pylist() == [0, 1, 0, 2, 1]
+
+
+def test_statistics_are_read_back_compressed_and_as_older_segments_have_them(
+    tmp_path: Path,
+) -> None:
+    text = statistics_text([Slice("segment", 3, table_statistics(pa.table({"a": [1, 2, 2]})), {})])
+    write_statistics(tmp_path, text)
+    assert (tmp_path / STATISTICS).stat().st_size < len(text) / 2
+    proto = read_statistics(statistics_in(tmp_path))
+    assert proto == text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
+    (tmp_path / STATISTICS).unlink()
+    (tmp_path / PLAIN_STATISTICS).write_text(text)
+    assert read_statistics(statistics_in(tmp_path)) == proto
+
+
+@pytest.mark.parametrize("damage", [slice(5, None), slice(None, -9)])
+def test_damaged_statistics_are_refused_by_name(tmp_path: Path, damage: slice) -> None:
+    write_statistics(tmp_path, statistics_text([Slice("segment", 3, {}, {})]))
+    (tmp_path / STATISTICS).write_bytes((tmp_path / STATISTICS).read_bytes()[damage])
+    with pytest.raises(SchemaError, match=r"statistics cannot be read: .*statistics\.pbtxt\.zst"):
+        read_statistics(tmp_path / STATISTICS)

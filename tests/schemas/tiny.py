@@ -227,7 +227,7 @@ def write_segment(root: Path, seed: int) -> tuple[Reference, dict[str, tuple[Jag
     blocks = write_star(directory, samples)
     oracle = write_oracle(directory, samples)
     write_blocks(directory, blocks)
-    (directory / layout.STATISTICS).write_text("datasets { num_examples: 70 }\n")
+    (directory / layout.PLAIN_STATISTICS).write_text("datasets { num_examples: 70 }\n")
     names = sorted(
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")
