@@ -2,18 +2,25 @@
 
 `python -m benchmarks.storage [--json] [--datasets NAME,NAME] [--rounds N] [--shared-data DIR]`
 
-Each log is built by its shipped job. The peers hold the expanded rows, all columns that the job's
-SQL yields, as one file: shuffled, ordered by time, or clustered by session (in the order of
-the dataset), each with pyarrow's defaults and with the encodings and the page size of the
-dataset's own trial. All sides are zstd 3. `ours` is samples and groups, without the columns that
-transforms made, because the peers have none; these and the oracle are stated apart.
-Bytes do not depend on the machine; each round shuffles with another seed.
+Each log is built by its job: the shipped ones, and made logs of clickouts in which little repeats
+(`clickout_log.py`). The peers hold the expanded rows, all columns that the job's SQL yields, as
+one file: shuffled, ordered by time, or clustered by session (in the order of the dataset), each
+with pyarrow's defaults and with the encodings and the page size of the dataset's own trial. All
+sides are zstd 3. `ours` is samples and groups, without the columns that transforms made, because
+the peers have none; these and the oracle are stated apart.
+
+`folder` is every file of the dataset but the oracle (`access/`, `edges/`, `index-*`): statistics,
+manifests, job, schema and all. `limit` is 1.02 times the clustered file with the best encodings
+and 64 kB more. It holds for equal columns on both sides: without what transforms made, and with
+it (`clustered with made columns`). Bytes do not depend on the machine; each round shuffles with
+another seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -24,16 +31,21 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from benchmarks.clickout_log import ClickoutConfig, write_clickouts
 from pipelines.build import build
 from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.prepare import BuildRequest
 from pipelines.report.baselines import flat_rows, shuffled, time_ordered, write_best, write_flat
-from pipelines.report.storage import bytes_by_table, dataset_bytes, oracle_bytes
+from pipelines.report.storage import (
+    bytes_by_table,
+    dataset_bytes,
+    folder_bytes,
+    made_bytes,
+    oracle_bytes,
+)
 from schemas.dataset import Dataset, open_dataset
 from schemas.job import load_job
-from schemas.layout import DATA_DIRECTORIES, window_columns
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
@@ -45,6 +57,20 @@ LOGS = {
     "thirtymusic": "30music_sample10",
 }
 """Shipped job -> its log below the shared data, None where the log is generated."""
+MADE_LOGS = {
+    "clickouts": ClickoutConfig(num_sessions=7400),
+    "clickouts_hourly": ClickoutConfig(num_sessions=7400),
+    "short_sessions": ClickoutConfig(
+        num_sessions=60_000, requests=1.0, shown=3, actions=1.0, seed=1
+    ),
+    "no_repeats": ClickoutConfig(
+        num_sessions=60_000, requests=1.0, shown=1, actions=2.0, num_cities=10**9, seed=2
+    ),
+    "ten_rows": ClickoutConfig(num_sessions=1, requests=1.0, shown=10, seed=3),
+}
+"""Logs for `benchmarks/clickouts/job.yaml`, one of them with windows of an hour."""
+LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
+"""What a dataset without its oracle may take of the clustered file with the best encodings."""
 
 HEADLINE = "mind", "shuffled"
 ENCODINGS: Mapping[str, Callable[[pa.Table, Path], int]] = {
@@ -60,26 +86,60 @@ class Sizes:
     Attributes:
         ours: samples and groups, without what transforms made.
         transforms: the columns that transforms made.
+        folder: every file of the dataset but the oracle's, with what transforms made.
+        dedup_factor: values of the plain rows over those that are stored, a list counting one.
         oracle: access lists, edges and indexes.
         tables: samples and each group, with what transforms made.
         peers: `order, encodings` to bytes; shuffled ones of the first round.
+        made_peers: `encodings` to bytes of the clustered rows with what transforms made.
         shuffles: of each round, by encodings.
     """
 
     ours: int
     transforms: int
+    folder: int
+    dedup_factor: float
     oracle: int
     tables: Mapping[str, int]
     peers: Mapping[str, int]
+    made_peers: Mapping[str, int]
     shuffles: Mapping[str, Sequence[int]]
 
     def ratios(self) -> dict[str, float]:
         """Return peer bytes over ours for each peer."""
         return {name: round(size / self.ours, 3) for name, size in self.peers.items()}
 
+    def folder_against(self) -> dict[str, float]:
+        """Return the whole folder against clustered files, each time with the same columns."""
+        columns, best = self.folder - self.transforms, self.peers["clustered, best"]
+        return {
+            "dedup_factor": round(self.dedup_factor, 2),
+            "folder": self.folder,
+            "folder_without_made": columns,
+            "over_best": round(columns / best, 3),
+            "of_limit": round(columns / limit_of(best), 3),
+            "default_over_folder": round(self.peers["clustered, default"] / columns, 3),
+            "over_best_with_made": round(self.folder / self.made_peers["best"], 3),
+            "of_limit_with_made": round(self.folder / limit_of(self.made_peers["best"]), 3),
+            "default_over_folder_with_made": round(self.made_peers["default"] / self.folder, 3),
+            "over_best_made_on_our_side_only": round(self.folder / best, 3),
+        }
+
+
+def limit_of(best: int) -> float:
+    """Return the bytes that a dataset may take without its oracle.
+
+    Args:
+        best: bytes of the clustered file with the best encodings.
+    """
+    return LIMIT_RATIO * best + LIMIT_BYTES
+
 
 def raw_log(name: str, shared_data: Path, scratch: Path) -> Path | None:
     """Return the directory of a log, made where it is synthetic; None where it is missing."""
+    if name in MADE_LOGS:
+        write_clickouts(MADE_LOGS[name], scratch / "log")
+        return scratch / "log"
     folder = LOGS[name]
     if folder is not None:
         found = shared_data / folder
@@ -95,33 +155,31 @@ def raw_log(name: str, shared_data: Path, scratch: Path) -> Path | None:
     return scratch / "log"
 
 
-def job_path(name: str) -> Path:
-    """Return a shipped job file."""
-    return REPOSITORY / "schemas" / name / "job.yaml"
+def job_path(name: str, scratch: Path | None = None) -> Path:
+    """Return the job file of a log, in `scratch` where it is made of another."""
+    if name not in MADE_LOGS:
+        return REPOSITORY / "schemas" / name / "job.yaml"
+    job = REPOSITORY / "benchmarks" / "clickouts"
+    if name != "clickouts_hourly" or scratch is None:
+        return job / "job.yaml"
+    shutil.copytree(job, scratch / "job")
+    text = (job / "job.yaml").read_text()
+    hourly = text.replace("  split:", "  window: {span: 1h}\n  split:", 1)
+    (scratch / "job" / "job.yaml").write_text(hourly)
+    return scratch / "job" / "job.yaml"
 
 
-def transform_bytes(dataset: Dataset) -> int:
-    """Return the bytes of the column chunks that transforms made; their footers stay ours."""
-    made = set(dataset.job.data.made_columns)
-    made |= {w for c in made for w in window_columns(c)}
-    total = 0
+def dedup_factor(dataset: Dataset) -> float:
+    """Return the values of the plain rows over those that are stored, a list counting one."""
+    made, data = set(dataset.job.data.made_columns), dataset.job.data
+    plain = stored = 0
     for segment in dataset.segments:
-        for path in segment.files:
-            if path.startswith(DATA_DIRECTORIES):
-                total += sum(chunk_bytes(pq.read_metadata(segment.directory / path), made))
-    return total
-
-
-def chunk_bytes(metadata: pq.FileMetaData, columns: set[str]) -> list[int]:
-    """Return the compressed bytes of each column chunk of some columns.
-
-    Args:
-        metadata: of a Parquet file.
-        columns: names of top-level columns.
-    """
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    return [c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns]
+        manifest = segment.manifest
+        for name in set(manifest.columns) - made:
+            group = data.group_of_column.get(name)
+            plain += manifest.num_samples
+            stored += manifest.groups[group].num_unique if group else manifest.num_samples
+    return plain / stored
 
 
 def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
@@ -144,13 +202,17 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
     by_time = time_ordered(clustered, dataset.job.data.session.time)
     for order, table in {"time-ordered": by_time, "clustered": clustered}.items():
         peers |= {f"{order}, {e}": write(table, path) for e, write in ENCODINGS.items()}
-    made = transform_bytes(dataset)
+    with_made = flat_rows(dataset, 1 << 33, model_inputs=True).table
+    made = made_bytes(dataset)
     return Sizes(
         ours=dataset_bytes(dataset) - made,
         transforms=made,
+        folder=folder_bytes(dataset),
+        dedup_factor=dedup_factor(dataset),
         oracle=oracle_bytes(dataset),
         tables=bytes_by_table(dataset),
         peers={f"shuffled, {e}": sizes[0] for e, sizes in shuffles.items()} | peers,
+        made_peers={e: write(with_made, path) for e, write in ENCODINGS.items()},
         shuffles=shuffles,
     )
 
@@ -167,7 +229,7 @@ def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
 def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
     """Build one log and measure it."""
     start = time.perf_counter()
-    built = build_job(job_path(name), log, scratch / "dataset")
+    built = build_job(job_path(name, scratch), log, scratch / "dataset")
     seconds = time.perf_counter() - start
     sizes = measure(open_dataset(scratch / "dataset"), rounds, scratch)
     best = min(sizes.peers, key=lambda peer: sizes.peers[peer])
@@ -181,6 +243,8 @@ def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
         "tables": sizes.tables,
         "peers": sizes.peers,
         "ratios": sizes.ratios(),
+        "clustered with made columns": sizes.made_peers,
+        "whole": sizes.folder_against(),
         "ratio_with_transforms": {
             name: round(size / (sizes.ours + sizes.transforms), 3)
             for name, size in sizes.peers.items()
@@ -210,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storage", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
+    parser.add_argument("--datasets", default=",".join([*LOGS, *MADE_LOGS]), help="logs, by comma")
     parser.add_argument("--rounds", type=int, default=3, help="shuffles")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
@@ -222,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
                 continue
             found[name] = details(name, log, options.rounds, Path(scratch))
-            sys.stderr.write(f"{name}: {found[name]['ratios']}\n")
+            sys.stderr.write(f"{name}: {found[name]['ratios']} {found[name]['whole']}\n")
     if not found:
         sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
         return 1

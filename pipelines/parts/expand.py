@@ -84,7 +84,7 @@ def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
 
 
 def expanded_tables(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
-    """Yield the samples of each row group, all segments and splits, in training order.
+    """Yield the samples of each row group, all segments and splits, by position of its first block.
 
     Samples that were forgotten are left out.
     """

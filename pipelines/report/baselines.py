@@ -52,14 +52,17 @@ class FlatRows:
         return self.table.num_rows / self.num_samples
 
 
-def flat_rows(dataset: Dataset, max_bytes: int = MAX_BYTES) -> FlatRows:
+def flat_rows(
+    dataset: Dataset, max_bytes: int = MAX_BYTES, *, model_inputs: bool = False
+) -> FlatRows:
     """Return the expanded rows, or of every n-th row group when all are too large.
 
     Args:
         dataset: an open dataset.
         max_bytes: bytes that the rows may take in memory, about.
+        model_inputs: whether to add the columns that transforms and sampling made.
     """
-    data, columns = dataset.job.data, sample_columns(dataset, model_inputs=False)
+    data, columns = dataset.job.data, sample_columns(dataset, model_inputs)
     absent = {s.manifest.id: absent_columns(dataset, s) for s in dataset.segments}
     places = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
 

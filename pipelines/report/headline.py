@@ -11,7 +11,7 @@ from pipelines.report.html import Tile, paragraph
 from pipelines.report.numbers import count, digits, percent, ratio, size
 from pipelines.report.oracle import OracleFacts
 from pipelines.report.runs import Run, speed_up
-from pipelines.report.storage import dataset_bytes
+from pipelines.report.storage import folder_bytes
 from schemas.dataset import Dataset
 
 
@@ -60,12 +60,13 @@ def headline(
         oracle: what the oracle knows, or None.
         runs: finished runs.
     """
-    ours = dataset_bytes(dataset)
+    ours, plain = folder_bytes(dataset), flat[SHUFFLED]
+    smaller = ours <= plain
     shown = [
         Tile(
-            f"{ratio(flat[SHUFFLED], ours)} x",
-            "smaller than shuffled Parquet",
-            f"{size(ours)} instead of {size(flat[SHUFFLED])}",
+            f"{ratio(plain, ours) if smaller else ratio(ours, plain)} x",
+            "smaller than shuffled Parquet" if smaller else "as large as shuffled Parquet",
+            f"{size(ours)}, oracle apart, instead of {size(plain)}",
         )
     ]
     if oracle:

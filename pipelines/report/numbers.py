@@ -76,6 +76,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def compared(ours: float, other: float) -> str:
+    """Return how a size compares with another one.
+
+    Example:
+        >>> compared(2.0, 8.0), compared(1.19, 1.0), compared(3.0, 3.0)
+        ('4.00 times smaller than', '1.19 times as large as', 'as large as')
+    """
+    if ratio(max(ours, other), min(ours, other)) == "1.00":
+        return "as large as"
+    if ours < other:
+        return f"{ratio(other, ours)} times smaller than"
+    return f"{ratio(ours, other)} times as large as"
+
+
 def ratio(a: float, b: float) -> str:
     """Return how many times larger `a` is.
 

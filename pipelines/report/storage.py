@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow.parquet as pq
 
 from pipelines.report.bars import Bar, bar_chart
-from pipelines.report.baselines import BEST_ENCODINGS, SHUFFLED, FlatRows
+from pipelines.report.baselines import SHUFFLED, FlatRows
 from pipelines.report.html import Section, figure, paragraph, table
-from pipelines.report.numbers import percent, ratio, size
+from pipelines.report.numbers import compared, percent, ratio, size
 from pipelines.report.svg import ACCENT, OTHER, OURS
 from schemas.dataset import Dataset
+from schemas.layout import DATA_DIRECTORIES, SEGMENTS, window_columns
 
-PRESAGE = "Presage, samples and groups"
+PRESAGE = "Presage, the same columns"
+MADE = "Presage, columns made by transforms"
+REST = "Presage, statistics and manifests"
 ORACLE = "Presage, oracle (apart)"
 
 
@@ -24,6 +30,46 @@ def oracle_bytes(dataset: Dataset) -> int:
     """Return the bytes of access lists, edges and indexes."""
     segments = sum(s.manifest.oracle_bytes for s in dataset.segments)
     return segments + sum(i.manifest.oracle_bytes for i in dataset.indexes)
+
+
+def made_bytes(dataset: Dataset) -> int:
+    """Return the bytes of the column chunks that transforms made; their footers do not count."""
+    made = set(dataset.job.data.made_columns)
+    made |= {w for c in made for w in window_columns(c)}
+    total = 0
+    for segment in dataset.segments:
+        for path in segment.files:
+            if path.startswith(DATA_DIRECTORIES):
+                total += sum(chunk_bytes(pq.read_metadata(segment.directory / path), made))
+    return total
+
+
+def chunk_bytes(metadata: pq.FileMetaData, columns: set[str]) -> list[int]:
+    """Return the compressed bytes of each column chunk of some columns.
+
+    Args:
+        metadata: of a Parquet file.
+        columns: names of top-level columns.
+    """
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    return [c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns]
+
+
+def folder_bytes(dataset: Dataset) -> int:
+    """Return the bytes of every file of a dataset but the oracle's.
+
+    Counted are manifests, job, schema and views, what transforms learned, and of the segments that
+    the root names all but `access/` and `edges/`; `index-*` is left out.
+    """
+    own = [p for p in dataset.directory.iterdir() if p.name != SEGMENTS and _counts(p)]
+    own += [p for s in dataset.segments for p in s.directory.iterdir() if _counts(p)]
+    files = [f for p in own for f in (p.rglob("*") if p.is_dir() else [p])]
+    return sum(f.stat().st_size for f in files if f.is_file())
+
+
+def _counts(path: Path) -> bool:
+    return path.name not in ("access", "edges") and not path.name.startswith((".", "index-"))
 
 
 def bytes_by_table(dataset: Dataset) -> Mapping[str, int]:
@@ -53,16 +99,23 @@ def storage_section(dataset: Dataset, flat: Mapping[str, float], rows: FlatRows)
         flat: baseline to bytes.
         rows: what the baselines were written from.
     """
-    ours = dataset_bytes(dataset)
-    values = {**flat, PRESAGE: float(ours), ORACLE: float(oracle_bytes(dataset))}
-    colors = dict.fromkeys(flat, OTHER) | {PRESAGE: OURS, ORACLE: ACCENT}
+    made, folder = made_bytes(dataset), folder_bytes(dataset)
+    ours = dataset_bytes(dataset) - made
+    rest = folder - ours - made
+    own = {PRESAGE: ours, MADE: made, REST: rest, ORACLE: oracle_bytes(dataset)}
+    values = {**flat, **{name: float(v) for name, v in own.items()}}
+    colors = dict.fromkeys(flat, OTHER) | dict.fromkeys(own, ACCENT) | {PRESAGE: OURS}
     bars = [Bar(name, v, _text(name, v, ours), colors[name]) for name, v in values.items()]
+    smallest = min(flat.values())
     return Section(
         "storage",
         "Storage",
-        f"Clustering and deduplication store {size(ours)} instead of {size(flat[SHUFFLED])} for "
-        f"the same samples: {ratio(flat[SHUFFLED], ours)} times less than shuffled Parquet, and "
-        f"{ratio(flat[BEST_ENCODINGS], ours)} times less than the smallest plain file.",
+        f"The columns of the log take {size(ours)} in samples and groups, "
+        f"{compared(ours, flat[SHUFFLED])} shuffled Parquet ({size(flat[SHUFFLED])}) and "
+        f"{compared(ours, smallest)} the smallest plain file ({size(smallest)}). The whole dataset "
+        f"without its oracle takes {size(folder)}, {compared(folder, smallest)} that file: "
+        f"{size(made)} are columns that transforms made, which it lacks, and {size(rest)} "
+        "statistics, manifests and the like.",
         figure(
             bar_chart(
                 "storage",
@@ -71,15 +124,15 @@ def storage_section(dataset: Dataset, flat: Mapping[str, float], rows: FlatRows)
             ),
             f"Bytes on disk, all zstd level 3. {_how(rows)}",
         )
-        + _parts(dataset, ours)
+        + _parts(dataset)
         + paragraph(_fairness(dataset), "note"),
     )
 
 
 def _text(name: str, value: float, ours: int) -> str:
-    if name in (PRESAGE, ORACLE):
+    if name in (PRESAGE, MADE, REST, ORACLE):
         return size(value)
-    return f"{size(value)}  ({ratio(value, ours)} x ours)"
+    return f"{size(value)}  ({ratio(value, ours)} x the same columns here)"
 
 
 def _how(rows: FlatRows) -> str:
@@ -91,10 +144,10 @@ def _how(rows: FlatRows) -> str:
     )
 
 
-def _parts(dataset: Dataset, ours: int) -> str:
-    inside = bytes_by_table(dataset)
+def _parts(dataset: Dataset) -> str:
+    inside, ours = bytes_by_table(dataset), dataset_bytes(dataset)
     return table(
-        "Where the bytes of samples and groups are",
+        f"Where the {size(ours)} of samples and groups are, with what transforms made",
         ["", *inside],
         [
             ("bytes", *(size(b) for b in inside.values())),
@@ -104,12 +157,11 @@ def _parts(dataset: Dataset, ours: int) -> str:
 
 
 def _fairness(dataset: Dataset) -> str:
-    made = sum(len(c) for c in dataset.job.data.transforms.values())
-    derived = f" and {made} derived model inputs that no plain file has" if made else ""
     return (
         "Clustering by session alone lets the compressor find most repetitions, and the last plain "
         "file also has for every column the smallest encoding of a trial: its ratio is "
         "what deduplication still saves on disk. A reader of such a file goes on to decode, "
-        "transform and look up every repetition. Our bytes include the inverse "
-        f"indices{derived}; the oracle is counted apart because no plain file has one."
+        "transform and look up every repetition. Our bytes include the inverse indices and the "
+        "footers of all files; what transforms made and the oracle are counted apart because no "
+        "plain file has them."
     )

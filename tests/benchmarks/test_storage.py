@@ -1,12 +1,24 @@
 """The storage benchmark counts every byte once, on either side."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.storage import chunk_bytes, headline, main, measure, transform_bytes
+from benchmarks.clickout_log import write_clickouts
+from benchmarks.storage import (
+    MADE_LOGS,
+    build_job,
+    headline,
+    job_path,
+    limit_of,
+    main,
+    measure,
+)
+from pipelines.report.storage import chunk_bytes, made_bytes
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import built
 
@@ -15,7 +27,7 @@ def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: 
     dataset = open_dataset(built(tmp_path, num_rows=600))
     sizes = measure(dataset, 2, tmp_path)
     assert sizes.ours + sizes.transforms == dataset.segments[0].manifest.dataset_bytes
-    assert sizes.transforms == transform_bytes(dataset) > 0
+    assert sizes.transforms == made_bytes(dataset) > 0
     assert sum(sizes.tables.values()) == sizes.ours + sizes.transforms
     assert set(sizes.peers) == {
         f"{order}, {encodings}"
@@ -28,6 +40,26 @@ def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: 
     assert sizes.ratios()["clustered, best"] == pytest.approx(
         sizes.peers["clustered, best"] / sizes.ours, abs=1e-3
     )
+
+
+@pytest.mark.parametrize("name", ["clickouts", "clickouts_hourly", "no_repeats", "ten_rows"])
+def test_dataset_without_oracle_is_hardly_larger_than_the_smallest_clustered_file(
+    name: str, tmp_path: Path
+) -> None:
+    config = replace(MADE_LOGS[name], num_sessions=min(300, MADE_LOGS[name].num_sessions))
+    write_clickouts(config, tmp_path / "log")
+    build_job(job_path(name, tmp_path), tmp_path / "log", tmp_path / "dataset")
+    sizes = measure(open_dataset(tmp_path / "dataset"), 1, tmp_path)
+    assert sizes.folder - sizes.transforms <= limit_of(sizes.peers["clustered, best"])
+    assert sizes.folder <= limit_of(sizes.made_peers["best"])
+    assert folder_of(tmp_path / "dataset") == sizes.folder
+
+
+def folder_of(dataset: Path) -> int:
+    """The bytes of all files but the oracle's, counted in another way than the benchmark does."""
+    files = [p for p in dataset.rglob("*") if p.is_file()]
+    oracle = re.compile(r"/(access|edges|index-[0-9a-f]+)/")
+    return sum(p.stat().st_size for p in files if not oracle.search(str(p)))
 
 
 def test_chunk_bytes_of_all_columns_is_the_file_without_header_and_footer(tmp_path: Path) -> None:
