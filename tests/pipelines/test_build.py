@@ -100,6 +100,26 @@ def test_build_in_several_parts_keeps_every_sample(
     assert verify(many)["problems"] == []
 
 
+def test_small_windows_of_several_parts_share_row_groups_and_keep_every_sample(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 5_000)
+    job = write_job(tmp_path / "job")
+    job.write_text(job.read_text().replace("  session:", "  window: {span: 1m}\n  session:", 1))
+    write_log(tmp_path / "log")
+    build(request(job, tmp_path / "log", tmp_path / "dataset"))
+    segment = open_dataset(tmp_path / "dataset").segments[0]
+    windows, places = (
+        set(zip(*(segment.blocks[c].to_pylist() for c in ("split", "file", last)), strict=True))
+        for last in ("window", "row_group")
+    )
+    assert len(windows) > 2 * len(places)
+    assert len(places) == len({place[:2] for place in places}) > 2
+    expected = read_back(dataset, tmp_path / "b.parquet")
+    assert read_back(tmp_path / "dataset", tmp_path / "a.parquet") == expected
+    assert verify(tmp_path / "dataset")["problems"] == []
+
+
 def test_build_into_a_finished_dataset_changes_nothing(dataset: Path, tmp_path: Path) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
     write_log(tmp_path / "log")
