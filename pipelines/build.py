@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from pipelines import executor
 from pipelines.beam.context import BuildContext
+from pipelines.build_warnings import warnings_of
 from pipelines.groups.job import with_groups
 from pipelines.learned.files import learned_so_far, place_learned, returned_files, stage_learned
 from pipelines.parts.part import PartResult, unpacked
@@ -33,7 +33,7 @@ from pipelines.segments.turn import wait_for_turn
 from pipelines.sources.folder import folder_of
 from pipelines.sources.late import read_counts, write_counts
 from pipelines.sources.rejects import Reject, sort_key
-from schemas.dataset import open_dataset
+from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, Job, load_job
@@ -213,13 +213,16 @@ def build(request: BuildRequest) -> dict[str, Any]:
     if request.last:
         finish(request.dataset)
         request.say("dataset finished: no segment follows")
-    return summary(request.dataset, made, time.perf_counter() - started - made.waited_sec)
+    wall_sec, opened = time.perf_counter() - started, open_dataset(request.dataset)
+    for line in warnings_of(opened, made.reference.id, job.data.split):
+        request.say(f"warning: {line}")
+    return summary(opened, made, wall_sec - made.waited_sec)
 
 
-def summary(dataset: Path, made: Built, wall_sec: float) -> dict[str, Any]:
+def summary(opened: Dataset, made: Built, wall_sec: float) -> dict[str, Any]:
     """Return what `build --json` prints, but for the start-up."""
-    manifest = read_segment(dataset / SEGMENTS / made.reference.id, made.reference)
-    opened = open_dataset(dataset)
+    place = opened.directory / SEGMENTS / made.reference.id
+    manifest = read_segment(place, made.reference)
     index_bytes = sum(i.manifest.oracle_bytes for i in opened.indexes)
     (events,) = (read_counts(s) for s in opened.segments if s.manifest.id == manifest.id)
     versions = replaced_by(opened.manifest, manifest.id)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SIMILAR = 0.8
+"""Share of two words' letters in common from which on one may be meant for the other."""
+
 
 class SchemaError(Exception):
     """Say that data or a declaration breaks its format.
@@ -56,6 +59,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     words = sorted(known)
     close = difflib.get_close_matches(name, words, n=1)
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(words)}"
+
+
+def similar_or(name: str, known: Iterable[str], advice: str) -> str:
+    """Return advice for a name that need not be one of the known ones, after one that is similar.
+
+    Example:
+        >>> similar_or("prices", ["price", "user"], "add it")
+        "did you mean 'price'? If not, add it"
+        >>> similar_or("label", ["price", "user"], "add it")
+        'add it'
+    """
+    close = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
+    return f"did you mean {close[0]!r}? If not, {advice}" if close else advice
 
 
 def check_at_least_one(config: object, *names: str) -> None:

@@ -14,7 +14,7 @@ from typing import Literal, cast, get_args
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import schema_pb2
 
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, nearest, similar_or
 
 Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -59,7 +59,8 @@ class FeatureSet:
         for feature in self.features:
             if feature.name == name:
                 return feature
-        raise SchemaError(f"feature must be declared, got {name!r}; {nearest(name, self.names)}")
+        advice = similar_or(name, self.names, "add it to the schema")
+        raise SchemaError(f"feature must be declared, got {name!r}; {advice}")
 
     def __contains__(self, name: str) -> bool:
         """Tell whether a feature of that name is declared."""

@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.columns import one_chunk
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, similar_or
 from schemas.feature_columns import bags_of, dense_of, factors_of
 from schemas.jagged import Array, Jagged
 from schemas.job import TableConfig
@@ -108,7 +108,7 @@ def inputs_of(
     if missing:
         raise SchemaError(
             f"samples must have column {missing[0]!r}, got none; "
-            f"{nearest(missing[0], samples.schema.names or ('no column',))}"
+            f"{similar_or(missing[0], samples.schema.names, 'add it')}"
         )
     count = max(samples.num_rows, FEWEST_SAMPLES)
     columns = {name: one_chunk(samples[name]) for name in spec.columns}

@@ -15,8 +15,8 @@ from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
 from pipelines.sources.read import ORIGIN
 from schemas.columns import is_list, one_chunk
-from schemas.errors import SchemaError, nearest
-from schemas.features import Feature, FeatureSet
+from schemas.errors import SchemaError, nearest, similar_or
+from schemas.features import ROLES, Feature, FeatureSet
 from schemas.job import DataConfig
 from schemas.layout import BLOCK, TUPLE_INDEX, UNIQUE_INDEX, inverse_column, window_columns
 
@@ -48,13 +48,17 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     declared = [f.name for f in features.features if f.name not in made]
     for name in names:
         if name not in declared:
+            advice = f"add it to {data.schema}: {_declaration(samples.field(name), data)}"
             raise SchemaError(
-                f"column {name!r} must be declared in the schema; {nearest(name, declared)}"
+                f"column {name!r} must be declared in the schema; "
+                f"{similar_or(name, set(declared) - set(names), advice)}"
             )
     for name in declared:
         if name not in names:
+            advice = f"let the job's SQL yield it, or remove it from {data.schema}"
             raise SchemaError(
-                f"samples must have column {name!r}, got none; {nearest(name, names)}"
+                f"samples must have column {name!r}, got none; "
+                f"{similar_or(name, set(names) - set(declared), advice)}"
             )
         check_type(features[name], samples.field(name).type)
     if ORIGIN not in samples.names:
@@ -135,6 +139,25 @@ def _check_tables(features: FeatureSet, data: DataConfig) -> None:
             )
 
 
+def _declaration(field: pa.Field, data: DataConfig) -> str:
+    """Return the declaration of a column for the schema, with the role that it may have."""
+    word = _type_word(field.type)
+    role = "dense" if word == "FLOAT" and not is_list(field.type) else "kept"
+    role = "sparse" if field.name in data.table_of_feature else role
+    count = " value_count { min: 0 }" if is_list(field.type) else ""
+    tag = f'annotation {{ tag: "{role}" }}'
+    return (
+        f'feature {{ name: "{field.name}" type: {word}{count} {tag} }}, where tag is one of '
+        f"{', '.join(ROLES)}"
+    )
+
+
+def _type_word(kind: pa.DataType) -> str:
+    value = kind.value_type if is_list(kind) else kind
+    word = "FLOAT" if pa.types.is_floating(value) else "INT"
+    return "BYTES" if pa.types.is_string(value) else word
+
+
 def check_type(feature: Feature, kind: pa.DataType) -> None:
     """Compare one column's type with its declaration.
 
@@ -146,10 +169,7 @@ def check_type(feature: Feature, kind: pa.DataType) -> None:
         raise SchemaError(
             f"feature {feature.name!r} must be {wanted}, got {found}; change SQL or its value_count"
         )
-    value = kind.value_type if is_list(kind) else kind
-    word = "FLOAT" if pa.types.is_floating(value) else "INT"
-    word = "BYTES" if pa.types.is_string(value) else word
-    if word != feature.type:
+    if _type_word(kind) != feature.type:
         raise SchemaError(
             f"feature {feature.name!r} must be {feature.type}, got {kind}; change SQL or its type"
         )

@@ -15,12 +15,14 @@ from typing import Any
 
 from schemas.absent import column_types
 from schemas.dataset import Dataset
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, similar_or
 from schemas.features import Feature, FeatureSet
 from schemas.job import DataConfig, Job
 
 FREE = frozenset({"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"})
 """Keys of `data` that each segment may have its own of; every other one is pinned."""
+
+_DECLARE_AGAIN = "declare it and let the job's SQL yield it, NULL where there is none"
 
 NOT_IN_ID = frozenset({"gate", "generate"})
 """Keys of `data` that change no byte of samples: whatever they are, it is the same segment."""
@@ -107,8 +109,8 @@ def check_features(pinned: FeatureSet, given: FeatureSet, path: Path) -> frozens
     for feature in pinned.features:
         if feature.name not in given:
             raise SchemaError(
-                f"column {feature.name!r} must be declared as in the dataset, got none; declare "
-                f"it and let SQL yield it, NULL if need be ({nearest(feature.name, given.names)})",
+                f"column {feature.name!r} must be declared as in the dataset, got none; "
+                f"{similar_or(feature.name, given.names, _DECLARE_AGAIN)}",
                 file=str(path.parent),
             )
         _check_same(feature, given[feature.name], path)

@@ -23,7 +23,7 @@ from pipelines.samples.bad_rows import BadRow
 from pipelines.segments.content_hash import ContentHash, content_hash, row_hashes
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN, FilePart, typed_chunks
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, similar_or
 from schemas.manifest import InputFile, hash_of
 
 CONTENT = "content"
@@ -89,7 +89,8 @@ def chosen_columns(
     for name in names:
         if name not in element.column_names:
             raise SchemaError(
-                f"rows must have column {name!r}, got none; {nearest(name, element.column_names)}",
+                f"rows must have column {name!r}, got none; "
+                f"{similar_or(name, element.column_names, 'add it')}",
                 file=place,
             )
     return element.select(list(names))

@@ -236,8 +236,8 @@ JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "a column that the log has not": ("user, history,", "usr AS user, history,", "data.samples.map must run on its sources, got Binder Error"),
     "no SQL": ("SELECT session", "SELEC session", "data.samples.map must be SQL, got"),
     "an aggregate": ("FROM log", "FROM log GROUP BY ALL", "data.samples.map must not aggregate at its top level"),
-    "an undeclared column": ("clicked AS label", "clicked AS label, 1 AS extra", "column 'extra' must be declared in the schema"),
-    "a declared column that SQL leaves out": ("user, history,", "user,", "samples must have column 'history', got none"),
+    "an undeclared column": ("clicked AS label", "clicked AS label, 1 AS extra", "column 'extra' must be declared in the schema in JOB; add it to schema.pbtxt: feature { name: \"extra\" type: INT annotation { tag: \"kept\" } }, where tag is one of "),
+    "a declared column that SQL leaves out": ("user, history,", "user,", "samples must have column 'history', got none in JOB; let the job's SQL yield it, or remove it from schema.pbtxt"),
     "a wrong type": ("clicked AS label", "CAST(clicked AS DOUBLE) AS label", "feature 'label' must be INT, got double in "),
     "one value for a list": ("user, history,", "user, 1 AS history,", "feature 'history' must be a list, got int32"),
     "a time that is a number": ("session, time,", "session, epoch_us(time) AS time,", "session.time must be a timestamp, got int64"),
@@ -264,6 +264,7 @@ def test_wrong_job_is_refused_before_or_without_a_commit(
     text = job.read_text()
     assert old in text
     job.write_text(text.replace(old, new, 1))
+    message = message.replace("JOB", str(job))
     with pytest.raises(SchemaError, match=re.escape(message)):
         build(request(job, tmp_path / "log", tmp_path / "dataset"))
     assert not (tmp_path / "dataset" / "MANIFEST.json").exists()

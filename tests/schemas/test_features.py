@@ -134,6 +134,9 @@ def test_label_of_a_schema_without_exactly_one_raises(
 
 
 def test_feature_that_is_not_declared_names_the_nearest(tmp_path: Path) -> None:
-    message = "feature must be declared, got 'hist0ry'; did you mean 'history'?"
+    message = (
+        "feature must be declared, got 'hist0ry'; did you mean 'history'? If not, add it to the "
+        "schema"
+    )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         _ = load(tmp_path, GOOD)["hist0ry"]

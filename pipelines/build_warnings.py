@@ -1,0 +1,79 @@
+"""What a build says about a dataset that is sound, and yet hardly what its user wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.dataset import Dataset, Segment
+from schemas.job_split import SplitConfig
+from schemas.layout import EVALUATION, TRAIN, samples_path
+
+LEAST_DEDUP_FACTOR = 1.05
+"""Of a group that saves anything: below, its inverse indices take what its tuples save."""
+
+
+def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterator[str]:
+    """Yield a line for each thing to correct in the job.
+
+    A split may be empty in one of several segments, such as one of a day before `evaluation_from`.
+    So it is looked for in all, but where each segment holds back a part of its own day.
+
+    Args:
+        dataset: opened after the build.
+        segment_id: of the segment that was built.
+        split: of its job.
+    """
+    (built,) = (s for s in dataset.segments if s.manifest.id == segment_id)
+    looked_at = (built,) if split.evaluation_last is not None else dataset.segments
+    known = {name for segment in looked_at for name in segment.manifest.splits}
+    if split.evaluation_from is not None:
+        time = dataset.job.data.session.time
+        by_day = split.evaluation_last is not None
+        earlier, later = ("a longer", "a shorter") if by_day else ("an earlier", "a later")
+        if EVALUATION not in known:
+            yield (
+                f"no sample is for evaluation: {_range(looked_at, time)}{_key(split)}; "
+                f"set it to {earlier} time, or to null to train on all samples"
+            )
+        if TRAIN not in known:
+            yield (
+                f"no sample is for training: {_range(looked_at, time)}{_key(split)}; "
+                f"set it to {later} time, or append segments that are before it"
+            )
+    for name, group in built.manifest.groups.items():
+        if group.dedup_factor < LEAST_DEDUP_FACTOR:
+            yield (
+                f"group {name!r} hardly repeats: its dedup factor is {group.dedup_factor:.3g}, so "
+                "it saves nothing and costs its inverse indices; remove it from data.groups, its "
+                "columns are stored with the samples then"
+            )
+
+
+def _key(split: SplitConfig) -> str:
+    if split.evaluation_last is not None:
+        return f"data.split.evaluation_last={split.evaluation_last} begins at {_at(split)}"
+    return f"data.split.evaluation_from is {_at(split)}"
+
+
+def _at(split: SplitConfig) -> str:
+    return str(split.evaluation_from)
+
+
+def _range(segments: tuple[Segment, ...], time: str) -> str:
+    """Return between which times samples lie; they are read for this alone."""
+    found = [pc.min_max(column).as_py() for s in segments for column in _times(s, time)]
+    if not found:
+        return ""  # the time is in a group, or the SQL alone has it
+    first, last = min(f["min"] for f in found), max(f["max"] for f in found)
+    return f"samples are of {first} to {last}, "
+
+
+def _times(segment: Segment, time: str) -> Iterator[pa.ChunkedArray]:
+    count = 0
+    while (path := samples_path(count)) in segment.files:
+        file, count = segment.file(path), count + 1
+        if time in file.schema.names:
+            yield file.read([time])[time]

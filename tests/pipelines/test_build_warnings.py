@@ -1,0 +1,110 @@
+"""What a build says about splits that are empty and groups that save nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from pipelines.build_warnings import warnings_of
+from pipelines.commands import main
+from schemas.dataset import Dataset, open_dataset
+from schemas.job_split import SplitConfig
+from schemas.layout import EVALUATION, TRAIN
+from tests.pipelines.logs import write_job, write_log
+
+LATE = datetime(2027, 1, 1)
+NO_EVALUATION = (
+    "no sample is for evaluation: samples are of 2026-01-01 00:00:00 to 2026-01-01 00:09:57, "
+    "data.split.evaluation_from is 2027-01-01 00:00:00; set it to an earlier time, or to null to "
+    "train on all samples"
+)
+NO_TRAINING = (
+    "no sample is for training: samples are of 2026-01-01 00:00:00 to 2026-01-01 00:09:57, "
+    "data.split.evaluation_from is 2027-01-01 00:00:00; set it to a later time, or append segments "
+    "that are before it"
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, list[str]]:
+    """A dataset whose job holds nothing back, with a group of single items, and what was said."""
+    folder = tmp_path_factory.mktemp("warned")
+    write_log(folder / "log")
+    job = write_job(folder / "job")
+    text = job.read_text().replace("2026-01-01 00:08:00", "2027-01-01")
+    job.write_text(text.replace("user, history]}", "user, history], items: [item]}"))
+    given = ["build", str(job), "--input", str(folder / "log"), "--output", str(folder / "dataset")]
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("pipelines.commands._progress", said.append)
+        assert main([*given, "--json"]) == 0
+    return open_dataset(folder / "dataset"), said
+
+
+def test_build_says_what_to_correct(built: tuple[Dataset, list[str]]) -> None:
+    dataset, said = built
+    factor = dataset.segments[0].manifest.groups["items"].dedup_factor
+    assert [line for line in said if line.startswith("warning: ")] == [
+        f"warning: {NO_EVALUATION}",
+        f"warning: group 'items' hardly repeats: its dedup factor is {factor:.3g}, so it saves "
+        "nothing and costs its inverse indices; remove it from data.groups, its columns are "
+        "stored with the samples then",
+    ]
+
+
+def of_splits(dataset: Dataset, *splits: str) -> Dataset:
+    """Return a dataset with a segment for each text, which has the splits that it names."""
+    (one,) = dataset.segments
+    kept = {"user": one.manifest.groups["user"]}
+
+    def segment(number: int, names: str) -> object:
+        found = {name: (0, 1) for name in names.split()}
+        manifest = replace(one.manifest, id=str(number), splits=found, groups=kept)
+        return replace(one, manifest=manifest)
+
+    return replace(dataset, segments=tuple(segment(*each) for each in enumerate(splits)))  # type: ignore[arg-type]
+
+
+BOTH = f"{TRAIN} {EVALUATION}"
+AT = SplitConfig(evaluation_from=LATE)
+IN_DAY = SplitConfig(evaluation_from=LATE, evaluation_last=timedelta(hours=2))
+CASES: dict[str, tuple[tuple[str, ...], SplitConfig, list[str]]] = {
+    "both are there": ((BOTH,), AT, []),
+    "nothing is to be held back": ((TRAIN,), SplitConfig(), []),
+    "nothing is for evaluation": ((TRAIN,), AT, [NO_EVALUATION]),
+    "nothing is for training": ((EVALUATION,), AT, [NO_TRAINING]),
+    "another segment is for training": ((TRAIN, EVALUATION), AT, []),
+    "another segment is for evaluation": ((EVALUATION, TRAIN), AT, []),
+    "no segment is for evaluation": ((TRAIN, TRAIN), AT, [NO_EVALUATION]),
+    "the day holds nothing back": (
+        (BOTH, TRAIN),
+        IN_DAY,
+        [
+            "no sample is for evaluation: samples are of 2026-01-01 00:00:00 to 2026-01-01 "
+            "00:09:57, data.split.evaluation_last=2:00:00 begins at 2027-01-01 00:00:00; set it to "
+            "a longer time, or to null to train on all samples"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_empty_split_is_said_where_no_segment_has_it(
+    case: str, built: tuple[Dataset, list[str]]
+) -> None:
+    splits, config, expected = CASES[case]
+    dataset = of_splits(built[0], *splits)
+    assert list(warnings_of(dataset, str(len(splits) - 1), config)) == expected
+
+
+def test_times_that_are_not_stored_with_the_samples_are_left_out(
+    built: tuple[Dataset, list[str]], tmp_path: Path
+) -> None:
+    dataset = of_splits(built[0], TRAIN)
+    (segment,) = dataset.segments
+    dataset = replace(dataset, segments=(replace(segment, files={}),))
+    (line,) = warnings_of(dataset, "0", AT)
+    assert line.startswith("no sample is for evaluation: data.split.evaluation_from is 2027")
