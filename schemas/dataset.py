@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -230,25 +231,33 @@ class Dataset:
         Raises:
             SchemaError: there is none; the message has the command that builds it.
         """
-        batch = order.blocks_per_batch * self.job.data.block_samples
+        wanted = {
+            "batch_samples": order.blocks_per_batch * self.job.data.block_samples,
+            "epochs": order.epochs,
+            "shuffle": order.config.shuffle,
+            "seed": order.config.seed,
+        }
+        closest: list[str] | None = None
         for index in self.indexes:
-            m = index.manifest
-            same = (m.batch_samples, m.epochs, m.shuffle, m.seed) == (
-                batch,
-                order.epochs,
-                order.config.shuffle,
-                order.config.seed,
-            )
-            if same and m.segments == tuple(s.manifest.id for s in self.segments):
+            different = self._differences(index, wanted)
+            if not different:
                 return index
+            closest = min(closest or different, different, key=len)
+        settings = ", ".join(f"{name}={value}" for name, value in wanted.items())
+        flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in wanted.items())
         raise SchemaError(
-            f"dataset must have an index for batch_samples={batch}, epochs={order.epochs}, "
-            f"shuffle={order.config.shuffle}, seed={order.config.seed}, got none; run "
-            f"python -m pipelines oracle {self.directory} --reindex --batch-samples {batch} "
-            f"--epochs {order.epochs} --shuffle {order.config.shuffle} "
-            f"--seed {order.config.seed}{self._of_chosen}",
+            f"dataset must have an index for {settings}, got {', '.join(closest or ['none'])}; run "
+            f"python -m pipelines oracle {self.directory} --reindex {flags}{self._of_chosen}",
             file=str(self.directory / MANIFEST),
         )
+
+    def _differences(self, index: Index, wanted: Mapping[str, int | str]) -> list[str]:
+        """Return what an index is for in the place of what is wanted; nothing where it fits."""
+        found = {name: getattr(index.manifest, name) for name in wanted}
+        different = [f"{name}={found[name]}" for name in wanted if found[name] != wanted[name]]
+        if index.manifest.segments != tuple(s.manifest.id for s in self.segments):
+            different.append(f"one of {len(index.manifest.segments)} segments")
+        return different
 
     @property
     def _of_chosen(self) -> str:

@@ -19,6 +19,7 @@ from trainer.draining import Drain
 from trainer.flash.manifest import complete, set_aside
 from trainer.following import Following, FollowOptions
 from trainer.ledger import steps_with_lines
+from trainer.parts import order_of
 from trainer.run import (
     RunIdentity,
     check_run,
@@ -77,6 +78,7 @@ def begin_run(
     with watchdog(WAIT):
         dataset = data.first().dataset
     drain.check()
+    _say_without_index(dataset, job, options, say)
     origin: dict[str, Any] | None = None
     if beginning is not None:
         origin = begin_with(beginning, run, job, dataset, options.expire_days)
@@ -120,6 +122,20 @@ def _go_on(
         origin=found.origin,
     )
     return data
+
+
+def _say_without_index(
+    dataset: Dataset, job: Job, options: TrainOptions, say: Callable[[str], None]
+) -> None:
+    """Say that a run trains in another order than the indexes of its dataset, where it may."""
+    train, manifests = job.train, [index.manifest for index in dataset.indexes]
+    same = [(m.batch_samples, m.epochs) == (train.batch_samples, train.epochs) for m in manifests]
+    if options.embedding == "cached" or any(same) or not manifests:
+        return
+    try:
+        dataset.index_for(order_of(job, dataset))
+    except SchemaError as error:
+        say(f"training without an index, which --embedding {options.embedding} allows: {error}")
 
 
 def _chosen(

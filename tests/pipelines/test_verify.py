@@ -218,11 +218,16 @@ def test_oracle_writes_hints_that_agree_with_a_plain_scan(dataset: Path, tmp_pat
     assert list(misses) == sorted(misses, reverse=True)
 
 
-def test_oracle_without_an_index_for_the_batch_names_the_command(
-    dataset: Path, capsys: pytest.CaptureFixture[str]
+def test_oracle_without_an_index_for_the_batch_names_the_command_that_builds_it(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["oracle", str(dataset), "--batch-samples", "64"]) == 1
-    assert "--reindex --batch-samples 64 --epochs 1" in capsys.readouterr().err
+    copy = copy_of(dataset, tmp_path / "dataset")
+    assert main(["oracle", str(copy), "--batch-samples", "64"]) == 1
+    error = capsys.readouterr().err.strip()
+    assert "batch_samples=64, epochs=1, shuffle=none, seed=0, got batch_samples=32 in" in error
+    command = error.partition("run python -m pipelines ")[2].split()
+    assert main(command) == 0
+    assert main(["oracle", str(copy), "--batch-samples", "64"]) == 0
 
 
 def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(

@@ -123,9 +123,9 @@ def test_index_for_another_order_names_the_command_that_builds_it(
     dataset: Dataset, root: Path
 ) -> None:
     message = (
-        "dataset must have an index for batch_samples=64, epochs=2, shuffle=none, seed=0, got none "
-        f"in {root / 'MANIFEST.json'}; run python -m pipelines oracle {root} --reindex "
-        "--batch-samples 64 --epochs 2 --shuffle none --seed 0"
+        "dataset must have an index for batch_samples=64, epochs=2, shuffle=none, seed=0, got "
+        f"batch_samples=32 in {root / 'MANIFEST.json'}; run python -m pipelines oracle {root} "
+        "--reindex --batch-samples 64 --epochs 2 --shuffle none --seed 0"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         dataset.index_for(dataset.order(64, 2, "none", 0))
@@ -134,8 +134,11 @@ def test_index_for_another_order_names_the_command_that_builds_it(
 def test_index_over_other_segments_is_not_taken(dataset: Dataset) -> None:
     order = dataset.order(32, 2, "none", 0)
     assert dataset.index_for(order) is dataset.indexes[0]
-    with pytest.raises(SchemaError, match=r"^dataset must have an index for batch_samples=32"):
+    message = r"^dataset must have an index for batch_samples=32.* got one of 2 segments in "
+    with pytest.raises(SchemaError, match=message):
         replace(dataset, segments=dataset.segments[:1]).index_for(order)
+    with pytest.raises(SchemaError, match=r"^dataset must have an index for .* got none in "):
+        replace(dataset, indexes=()).index_for(order)
 
 
 def test_order_of_a_batch_that_cuts_blocks_raises(dataset: Dataset) -> None:

@@ -130,3 +130,26 @@ def test_train_into_a_file_is_one_line(
     assert main(["train", str(job), *arguments]) == 1
     error = f"error: [Errno 17] File exists: '{tmp_path / 'run'}'"
     assert capsys.readouterr().err.strip() == error
+
+
+def test_batch_that_differs_from_the_index_is_said_or_refused_with_both_numbers(
+    job: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = job.read_text().partition("train:")
+    other = write_job(tmp_path / "job", epochs="1")
+    other.write_text(
+        "".join((*text[:2], text[2].replace("batch_samples: 64", "batch_samples: 32")))
+    )
+    message = (
+        "dataset must have an index for batch_samples=32, epochs=1, shuffle=blocks, seed=5, got "
+        f"batch_samples=64 in {dataset / MANIFEST}; run python -m pipelines oracle {dataset} "
+        "--reindex --batch-samples 32 --epochs 1 --shuffle blocks --seed 5"
+    )
+    given = ["train", str(other), "--dataset", str(dataset), "--steps", "1", "--output"]
+    assert main([*given, str(tmp_path / "cached"), "--embedding", "cached"]) == 1
+    assert capsys.readouterr().err.strip() == f"error: {message}"
+    assert main([*given, str(tmp_path / "plain")]) == 0
+    without = f"training without an index, which --embedding plain allows: {message}"
+    assert without in capsys.readouterr().err.splitlines()
+    assert main(["train", str(job), *given[2:], str(tmp_path / "same")]) == 0
+    assert "without an index" not in capsys.readouterr().err
