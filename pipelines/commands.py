@@ -28,7 +28,7 @@ from pipelines.segments.finish import finish
 from pipelines.segments.prune import prune
 from pipelines.segments.verify import verify
 from schemas.declare import parse_duration
-from schemas.errors import PlanError, SchemaError
+from schemas.errors import PlanError, SchemaError, counted
 from schemas.job import load_job
 
 REFUSED = 3
@@ -343,6 +343,12 @@ def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     _say(arguments, result)
     for problem in result["problems"]:
         print(f"error: {problem}", file=sys.stderr)
+    if result["problems"]:
+        verdict = counted(len(result["problems"]), "problem")
+    else:
+        segments = counted(result["num_segments"], "segment")
+        verdict = f"ok, {counted(result['num_samples'], 'sample')}, {segments}"
+    print(f"verify: {verdict}", file=sys.stderr if arguments.json else sys.stdout)
     return 1 if result["problems"] else 0
 
 

@@ -74,6 +74,16 @@ def similar_or(name: str, known: Iterable[str], advice: str) -> str:
     return f"did you mean {close[0]!r}? If not, {advice}" if close else advice
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and what it counts.
+
+    Example:
+        >>> counted(1, "segment"), counted(2, "segment")
+        ('1 segment', '2 segments')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def check_at_least_one(config: object, *names: str) -> None:
     """Refuse counts below one; None means that there is no limit, and passes.
 

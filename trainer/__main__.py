@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from schemas.errors import PlanError, SchemaError
+from schemas.errors import PlanError, SchemaError, counted
 from schemas.events import BEHIND, LOST
 from schemas.job import load_job
 from trainer.commands import build_parser
@@ -191,8 +191,13 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     report = verify_run(arguments.run)
     _show(arguments, json.dumps(asdict(report), sort_keys=True))
-    for problem in report.problems[:1]:
+    for problem in report.problems:
         print(f"{problem}; train on with --resume, or train again", file=sys.stderr)
+    if report.problems:
+        _answer(arguments, f"verify: {counted(len(report.problems), 'problem')}")
+    else:
+        samples, steps = counted(report.num_samples, "sample"), counted(report.num_steps, "step")
+        _answer(arguments, f"verify: ok, {samples}, {steps}")
     return 1 if report.problems else 0
 
 
@@ -207,7 +212,11 @@ def _equal(arguments: argparse.Namespace) -> int:
             f"{arguments.other}; compare runs of one job and dataset",
             file=sys.stderr,
         )
-    return 0 if found.difference is None else 1
+        _answer(arguments, "equal: no")
+        return 1
+    steps, rows = counted(found.num_steps, "step"), counted(found.num_rows, "row")
+    _answer(arguments, f"equal: yes, {steps}, {rows}")
+    return 0
 
 
 def _of_model(arguments: argparse.Namespace) -> int:
@@ -311,6 +320,11 @@ def _persist(arguments: argparse.Namespace) -> int:
         answer=lambda line: tell(sys.stdout.buffer, line),
     )
     return 0
+
+
+def _answer(arguments: argparse.Namespace, line: str) -> None:
+    """Print yes or no as the last line, beside the JSON object if one is asked for."""
+    print(line, file=sys.stderr if arguments.json else sys.stdout)
 
 
 def _show(arguments: argparse.Namespace, line: str) -> None:

@@ -31,8 +31,8 @@ def verify(path: Path) -> dict[str, Any]:
     """Check a dataset from its root down.
 
     Returns:
-        `num_samples, num_blocks, problems`; no problem means that all counts, checksums, tuples,
-        access lists and next uses are what they should be.
+        `num_samples, num_segments, num_blocks, problems`; no problem means that all counts,
+        checksums, tuples, access lists and next uses are what they should be.
     """
     problems: list[str] = []
     dataset = open_dataset(path)
@@ -44,6 +44,7 @@ def verify(path: Path) -> dict[str, Any]:
         problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
     return {
         "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
+        "num_segments": len(dataset.segments),
         "num_blocks": sum(s.manifest.num_blocks for s in dataset.segments),
         "problems": problems,
     }

@@ -53,7 +53,25 @@ def test_verify_of_a_fresh_dataset_finds_nothing(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(dataset), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["problems"] == []
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["problems"], found["num_segments"]) == ([], 1)
+    assert said.err.splitlines()[-1] == f"verify: ok, {found['num_samples']} samples, 1 segment"
+    assert main(["verify", str(dataset)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said.err.strip()
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_verify_of_a_damaged_dataset_ends_with_the_number_of_problems(
+    more: list[str], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    file = next((copy / SEGMENTS).glob("*/samples/*.parquet"))
+    file.write_bytes(b"x")
+    assert main(["verify", str(copy), *more]) == 1
+    said = capsys.readouterr()
+    assert (said.err if more else said.out).splitlines()[-1] == "verify: 1 problem"
+    assert len(said.out.splitlines()) == 1 or not more
 
 
 def test_verify_names_every_file_in_which_a_byte_has_changed(dataset: Path, tmp_path: Path) -> None:

@@ -35,8 +35,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_cached_and_plain_run_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["equal", str(runs / "plain"), str(runs / "cached"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
     assert found["difference"] is None
+    assert said.err == f"equal: yes, 4 steps, {found['num_rows']} rows\n"
+    assert main(["equal", str(runs / "plain"), str(runs / "cached")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said.err.strip()
     assert found["num_steps"] == 4
     assert found["num_tensors"] > 8
     assert found["num_rows"] > 100
@@ -101,6 +105,7 @@ def test_difference_is_named(
     found = capsys.readouterr()
     assert re.fullmatch(expected, json.loads(found.out)["difference"], re.DOTALL)
     assert found.err.startswith("runs must be equal bit by bit, got ")
+    assert found.err.splitlines()[-1] == "equal: no"
 
 
 def test_folder_without_a_run_is_refused_by_name(

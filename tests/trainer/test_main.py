@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.errors import counted
 from schemas.events import LEDGER, METRICS, PHASES, read_metrics, read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
@@ -60,26 +61,27 @@ def test_verify_counts_every_sample_of_every_epoch(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert said.err == "verify: ok, 5898 samples, 96 steps\n"
     assert found["num_samples"] == found["num_expected_samples"] == 6 * 983
     assert found["problems"] == []
+    assert main(["verify", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said.err.strip()
 
 
 LEDGERS = {
     "a step is missing": (
         lambda lines: [*lines[:5], *lines[6:]],
-        "epoch 0 must train each of 62 blocks once, got 4 never and 0 more than once; "
-        "train on with --resume, or train again",
+        "epoch 0 must train each of 62 blocks once, got 4 never and 0 more than once",
     ),
     "a step is there twice": (
         lambda lines: [*lines, lines[5]],
-        "epoch 0 must train each of 62 blocks once, got 0 never and 4 more than once; "
-        "train on with --resume, or train again",
+        "epoch 0 must train each of 62 blocks once, got 0 never and 4 more than once",
     ),
     "a step is of no epoch": (
         lambda lines: [lines[0].replace('"epoch":0', '"epoch":9'), *lines[1:]],
-        "blocks must be of the training range, got 4 others; "
-        "train on with --resume, or train again",
+        "blocks must be of the training range, got 4 others",
     ),
 }
 
@@ -89,13 +91,17 @@ def test_verify_refuses_a_ledger_in_which(
     case: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, message = LEDGERS[case]
+    advice = "train on with --resume, or train again"
     for path in run.iterdir():
         if path.is_file():
             (tmp_path / path.name).write_bytes(path.read_bytes())
     lines = (tmp_path / LEDGER).read_text().splitlines()
     (tmp_path / LEDGER).write_text("".join(f"{line}\n" for line in change(lines)))
     assert main(["verify", str(tmp_path), "--json"]) == 1
-    assert capsys.readouterr().err.strip() == message
+    said = capsys.readouterr()
+    problems = [f"{each}; {advice}" for each in json.loads(said.out)["problems"]]
+    assert said.err.splitlines() == [*problems, f"verify: {counted(len(problems), 'problem')}"]
+    assert problems[0] == f"{message}; {advice}"
 
 
 def test_train_refuses_a_folder_that_holds_a_run(
