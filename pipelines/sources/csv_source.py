@@ -1,241 +1,316 @@
-"""CSV and tab-separated files: fields are read as bytes, then converted, row by row if need be.
+"""CSV and tab-separated files: records are found first, then parsed, then converted.
 
-A reader that converts while parsing stops at the first bad field and cannot
-say which row it was in. Reading bytes first keeps all good rows and gives each
-bad one its position.
+`csv_records.py` decides where records end, pyarrow parses them as texts, a block at a time, and
+each block must give as many rows as it has records, so that the position of every row is known.
+A reader that converts while parsing could not say which row a bad field was in.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
-import io
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
+from typing import BinaryIO
 
-import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
-from pipelines.sources.csv_bytes import END, MARK, ValidText, bytes_meant
-from pipelines.sources.folder import Folder, decompressed, first_line, is_transient
-from pipelines.sources.rejects import Reject
+from pipelines.sources.csv_records import (
+    MAX_ROW_BYTES,
+    Dialect,
+    Fault,
+    Records,
+    last_line_end,
+    num_line_ends,
+    num_lines,
+    walk,
+    well_formed,
+)
+from pipelines.sources.csv_values import converted
+from pipelines.sources.folder import (
+    Folder,
+    codec_of,
+    decompressed,
+    first_line,
+    is_transient,
+    unread,
+    utf16_reason,
+)
+from pipelines.sources.rejects import Reject, sort_key
+from pipelines.sources.rows import FilePart, RawRows, with_origins
 from schemas.job_sources import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
+_READ_BYTES = 1 << 20
+_SHOWN_BYTES = 4000
 
-_FRACTION = r"\.[0-9]*[1-9]|[eE]-"
-"""Texts that DuckDB would round to an integer."""
-
-_DUCKDB_TYPES = {
-    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
-    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
-    "float32": "FLOAT", "float64": "DOUBLE", "bool": "BOOLEAN", "timestamp": "TIMESTAMP",
-    "timestamp_us": "TIMESTAMP", "timestamp_ms": "TIMESTAMP_MS", "timestamp_s": "TIMESTAMP_S",
-    "timestamp_ns": "TIMESTAMP_NS", "date": "DATE",
-}  # fmt: skip
+InvalidRow = tuple[int, int, str]
+"""Number of a row in its block, its fields, its text."""
 
 
-class _BadLines:
-    """Collects lines with a wrong number of fields while the parser runs."""
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    """What pyarrow made of records with the sentinel behind them."""
 
-    def __init__(self, path: str, header: bool) -> None:
-        self.path = path
-        self.first_line = 2 if header else 1
-        self.positions: list[int] = []
-        self.rejects: list[Reject] = []
+    table: pa.Table
+    invalid: list[InvalidRow]
 
-    def __call__(self, row: pc_csv.InvalidRow) -> str:
-        if END.decode() in (row.text or ""):
-            return "skip"  # told as the open quote that it is
-        position = (row.number or self.first_line) - self.first_line
-        self.positions.append(position)
-        reason = f"line must have {row.expected_columns} fields, got {row.actual_columns}"
-        text = bytes_meant((row.text or "").encode()).decode(errors="backslashreplace")
-        self.rejects.append(Reject(self.path, position, reason, text))
-        return "skip"
+    @property
+    def num_records(self) -> int:
+        """Records without the sentinel; too few when an open quote swallowed it."""
+        return self.table.num_rows + len(self.invalid) - 1
+
+    @property
+    def rows(self) -> pa.Table:
+        """The rows with the right number of fields, without the sentinel."""
+        return self.table.slice(0, self.table.num_rows - 1)
 
 
-def read_csv(
-    folder: Folder, path: str, config: SourceConfig
-) -> Iterator[tuple[pa.Table | None, list[Reject]]]:
-    """Yield chunks of a file with a `_position` column, and the rows that had to be left out.
+def read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
+    """Yield the rows of a file in chunks, and what had to be left out.
 
     Args:
         folder: input directory.
-        path: the file, relative to it.
+        part: the whole file.
         config: how it is read; `columns` is given.
     """
-    assert config.columns, "csv sources declare their columns"
-    names = list(config.columns)
-    bad = _BadLines(path, config.header)
-    wrong = _wrong_header(folder, path, config)
-    if wrong is not None:
-        yield None, [wrong]
-        return
-    try:
-        with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
-            reader = pc_csv.open_csv(
-                pa.PythonFile(ValidText(file, config), mode="r"),
-                read_options=pc_csv.ReadOptions(
-                    use_threads=False,
-                    block_size=_BLOCK_BYTES,
-                    column_names=names,
-                    skip_rows=1 if config.header else 0,
-                ),
-                parse_options=pc_csv.ParseOptions(
-                    delimiter=config.delimiter,
-                    quote_char=config.quote or False,
-                    newlines_in_values=config.quote is not None,
-                    invalid_row_handler=bad,
-                ),
-                convert_options=pc_csv.ConvertOptions(
-                    column_types=dict.fromkeys(names, pa.binary()), strings_can_be_null=False
-                ),
-            )
-            yield from _chunks(reader, bad, path, config)
-    except FileNotFoundError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        if is_transient(error):
-            raise
-        reason = f"file must be CSV, got {first_line(error)}"
-        yield None, [Reject(path, None, reason)]
+    with folder.open(part.path) as stored, closing(decompressed(stored, part.path)) as file:
+        yield from _CsvFile(file, part, config).rows()
 
 
-def _wrong_header(folder: Folder, path: str, config: SourceConfig) -> Reject | None:
-    """Return why the first line does not name the declared columns, None when it does."""
-    assert config.columns, "csv sources declare their columns"
-    if not config.header:
+class _CsvFile:
+    """One file while it is read: what is left of the last block, and where that stands."""
+
+    def __init__(self, file: BinaryIO, part: FilePart, config: SourceConfig) -> None:
+        assert config.columns, "csv sources declare their columns"
+        self._file = file
+        self._part = part
+        self._config = config
+        self._names = list(config.columns)
+        self._dialect = Dialect(config.delimiter, config.quote, len(self._names))
+        self._data = b""
+        self._final = False
+        self._problem = ""
+        self._row = 0
+        self._line = 1
+        self._num_bytes = 0
+        self._spanning = False
+
+    def rows(self) -> Iterator[RawRows]:
+        """Yield all rows."""
+        self._fill()
+        wrong = self._begin()
+        if wrong is not None:
+            yield self._rejected([wrong])
+            return
+        while not (self._final and not self._data):
+            size = len(self._data)
+            if last_line_end(self._data, self._final):
+                yield self._block()
+            elif size >= MAX_ROW_BYTES:
+                yield self._rejected([self._skip_long_line()])
+            if self._problem and len(self._data) == size:
+                break  # what is left are pieces of a row
+            if not self._final and not self._problem:
+                self._fill()
+        wanted = self._part.num_bytes
+        if wanted not in (None, self._num_bytes) and codec_of(self._part.path) is None:
+            self._problem = f"{self._num_bytes} bytes instead of the {wanted} that were listed"
+        if self._problem:
+            yield self._rejected([unread(self._part.path, self._row, self._problem)])
+
+    def _rejected(self, rejects: list[Reject]) -> RawRows:
+        return RawRows(None, tuple(rejects))
+
+    def _read(self, size: int) -> bytes:
+        try:
+            data = self._file.read(min(size, _READ_BYTES))
+        except (OSError, pa.ArrowException) as error:
+            if is_transient(error):
+                raise
+            self._problem = first_line(error)
+            return b""
+        self._num_bytes += len(data)
+        self._final = not data
+        return data
+
+    def _fill(self) -> None:
+        """Read one more block, but never more than a row may have."""
+        pieces = [self._data]
+        missing = min(_BLOCK_BYTES, MAX_ROW_BYTES - len(self._data))
+        while missing > 0 and not self._final and not self._problem:
+            pieces.append(self._read(missing))
+            missing -= len(pieces[-1])
+        self._data = b"".join(pieces)
+
+    def _begin(self) -> Reject | None:
+        """Pass over a byte order mark and the header; return why the file cannot be read."""
+        reason = utf16_reason(self._data)
+        if reason:
+            return Reject(self._part.path, None, reason)
+        self._data = self._data.removeprefix(codecs.BOM_UTF8)
+        if not self._config.header or not self._data.strip(b"\r\n"):
+            return None
+        start = len(self._data) - len(self._data.lstrip(b"\r\n"))
+        match = self._dialect.record.match(self._data, start)
+        end = match.end() if match else last_line_end(self._data, self._final)
+        names = self._fields(self._data[start:end].strip(b"\r\n").decode(errors="replace"))
+        found, wanted = ", ".join(n.strip() for n in names), ", ".join(self._names)
+        if found != wanted:
+            reason = f"header must be {wanted}, got {found[:1000]}; declare its columns in order"
+            return Reject(self._part.path, None, reason)
+        self._use(end)
         return None
-    quoting = csv.QUOTE_NONE if config.quote is None else csv.QUOTE_MINIMAL
+
+    def _use(self, num_bytes: int) -> None:
+        self._line += num_line_ends(self._data, 0, num_bytes)
+        self._data = self._data[num_bytes:]
+
+    def _block(self) -> RawRows:
+        """Return the whole records that have been read, and what is wrong among them."""
+        records, parsed = self._parsed()
+        rows = np.delete(np.arange(records.num_rows), [f.row for f in records.faults])
+        kept = np.delete(rows, [row for row, _, _ in parsed.invalid])
+        rejects = [self._fault(fault) for fault in records.faults]
+        rejects += [self._wrong_fields(int(rows[row]), n, t) for row, n, t in parsed.invalid]
+        table, bad = converted(parsed.rows, self._config)
+        for index, (reason, value) in bad.items():
+            rejects.append(Reject(self._part.path, self._row + int(kept[index]), reason, value))
+        positions = np.delete(kept, list(bad)) + self._row
+        self._row += records.num_rows
+        self._use(records.num_bytes)
+        rows = with_origins(table, self._part.file_index, positions.astype(np.int64))
+        return RawRows(rows, tuple(sorted(rejects, key=sort_key)))
+
+    def _parsed(self) -> tuple[Records, _Parsed]:
+        """Return the records of the data and their fields, in the fastest way that is exact.
+
+        A block where each line gives one row has no quote that reaches over a line's end.
+        """
+        data, final, dialect = self._data, self._final, self._dialect
+        end = last_line_end(data, final)
+        text = data[:end]
+        if _is_utf8(text):
+            if not self._spanning or dialect.quote is None or dialect.quote not in text:
+                records = Records()
+                records.add(0, end, num_lines(data, 0, end))
+                parsed = self._parse(text)
+                if parsed.num_records == records.num_good:
+                    return records, parsed
+            found = well_formed(data, final, dialect)
+            self._spanning = found is not None
+            if found is not None and found.num_bytes:
+                parsed = self._parse(data[: found.num_bytes])
+                if not any("\n" in t or "\r" in t for _, _, t in parsed.invalid):
+                    return found, self._checked(parsed, found)
+        found = walk(data, final, len(data) >= MAX_ROW_BYTES, dialect)
+        good = b"".join(_ended(data[start:end]) for start, end in found.pieces)
+        return found, self._checked(self._parse(good), found)
+
+    def _checked(self, parsed: _Parsed, records: Records) -> _Parsed:
+        assert parsed.num_records == records.num_good, (
+            f"parser must give {records.num_good} rows, got {parsed.num_records} in "
+            f"{self._part.path} from row {self._row}"
+        )
+        return parsed
+
+    def _parse(self, text: bytes) -> _Parsed:
+        """Return records as texts; one that is left open swallows the sentinel behind the last."""
+        invalid: list[InvalidRow] = []
+
+        def skip(row: pc_csv.InvalidRow) -> str:
+            invalid.append(((row.number or 1) - 1, row.actual_columns, row.text or ""))
+            return "skip"
+
+        data = _ended(text) + self._dialect.sentinel
+        table = pc_csv.read_csv(
+            pa.BufferReader(data),
+            read_options=pc_csv.ReadOptions(
+                use_threads=False, block_size=len(data) + 1, column_names=self._names
+            ),
+            parse_options=pc_csv.ParseOptions(
+                delimiter=self._config.delimiter,
+                quote_char=self._config.quote or False,
+                newlines_in_values=self._config.quote is not None,
+                invalid_row_handler=skip,
+            ),
+            convert_options=pc_csv.ConvertOptions(
+                column_types=dict.fromkeys(self._names, pa.string()),
+                strings_can_be_null=False,
+                check_utf8=False,  # it is, and half a pass is saved
+            ),
+        )
+        return _Parsed(table, invalid)
+
+    def _fault(self, fault: Fault) -> Reject:
+        text = self._data[fault.start : min(fault.end, fault.start + _SHOWN_BYTES)]
+        line = self._line + num_line_ends(self._data, 0, fault.start)
+        shown = f"line {line}: {text.decode(errors='backslashreplace').rstrip()}"
+        reason = fault.reason or self._not_utf8(self._data[fault.start : fault.end])
+        return Reject(self._part.path, self._row + fault.row, reason, shown)
+
+    def _not_utf8(self, text: bytes) -> str:
+        fields = self._fields(text.strip(b"\r\n").decode(errors="surrogateescape"))
+        if len(fields) != len(self._names):
+            return f"line must have {len(self._names)} fields, got {len(fields)}"
+        for name, value in zip(self._names, fields, strict=True):
+            if any("\udc80" <= c <= "\udcff" for c in value):
+                return f"field {name!r} must be UTF-8"
+        return "line must be UTF-8"
+
+    def _fields(self, text: str) -> list[str]:
+        """Return the fields of a header or of a row that is explained."""
+        quote = self._config.quote
+        try:
+            quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
+            lines = text.splitlines(keepends=True)
+            delimiter = self._config.delimiter
+            return next(csv.reader(lines, delimiter=delimiter, quotechar=quote, quoting=quoting))
+        except (csv.Error, StopIteration):
+            return text.split(self._config.delimiter)
+
+    def _wrong_fields(self, row: int, count: int, text: str) -> Reject:
+        reason = f"line must have {len(self._names)} fields, got {count}"
+        return Reject(self._part.path, self._row + row, reason, text[:_SHOWN_BYTES])
+
+    def _skip_long_line(self) -> Reject:
+        """Read to the end of a line that is too long, keeping its beginning only."""
+        shown = self._data[:_SHOWN_BYTES].decode(errors="backslashreplace")
+        half = self._data.endswith(b"\r")
+        size, data = len(self._data) - half, b"\r" if half else b""
+        while True:
+            data += self._read(_READ_BYTES)
+            end = last_line_end(data, False)
+            if end or self._final or self._problem:
+                break
+            half = data.endswith(b"\r")
+            size += len(data) - half
+            data = b"\r" if half else b""
+        first = min((i for i in (data.find(b"\n"), data.find(b"\r")) if i >= 0), default=len(data))
+        rest = data[first:]
+        rest = rest[2:] if rest.startswith(b"\r\n") else rest[1:]
+        reason = (
+            f"row must be at most {MAX_ROW_BYTES >> 20} MiB, got a line of {size + first} bytes"
+        )
+        reject = Reject(self._part.path, self._row, reason, f"line {self._line}: {shown}")
+        self._row += 1
+        self._line += 1
+        self._data = rest
+        return reject
+
+
+def _ended(text: bytes) -> bytes:
+    return text if text.endswith((b"\n", b"\r")) or not text else text + b"\n"
+
+
+def _is_utf8(text: bytes) -> bool:
+    if text.isascii():
+        return True
     try:
-        with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
-            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
-            lines = csv.reader(
-                text, delimiter=config.delimiter, quotechar=config.quote, quoting=quoting
-            )
-            found = ", ".join(name.strip() for name in next(lines, config.columns))
-    except FileNotFoundError:
-        raise
-    except (OSError, pa.ArrowException, csv.Error) as error:
-        if is_transient(error):
-            raise
-        return Reject(path, None, f"file must be CSV, got {first_line(error)}")
-    wanted = ", ".join(config.columns)
-    if found == wanted:
-        return None
-    return Reject(path, None, f"header must be {wanted}, got {found}; declare its columns in order")
-
-
-def _chunks(
-    reader: pc_csv.CSVStreamingReader, bad: _BadLines, path: str, config: SourceConfig
-) -> Iterator[tuple[pa.Table | None, list[Reject]]]:
-    next_position = 0
-    ended = False
-    for batch in reader:
-        positions = _positions(batch.num_rows, next_position, bad.positions)
-        table = pa.Table.from_batches([batch]).append_column("_position", pa.array(positions))
-        last = [column[-1].as_py() for column in batch.columns] if batch.num_rows else []
-        if any(END in value for value in last):
-            ended = last[0] == END
-            table, positions = table.slice(0, table.num_rows - 1), positions[:-1]
-        next_position = int(positions[-1]) + 1 if len(positions) else next_position
-        converted, rejects = _convert(table, path, config)
-        rejects.extend(bad.rejects)
-        bad.rejects.clear()
-        yield converted, rejects
-    if bad.rejects:
-        yield None, list(bad.rejects)
-    if not ended:
-        next_position += sum(p >= next_position for p in bad.positions)
-        reason = f"quote {config.quote!r} must be closed, got none to the end of the file"
-        yield None, [Reject(path, next_position, reason)]
-
-
-def _positions(count: int, first: int, skipped: list[int]) -> np.ndarray:
-    """Return the positions of `count` rows from `first` on, with the skipped ones left out."""
-    gaps = np.array(sorted(p for p in skipped if p >= first), np.int64)
-    candidates = np.arange(first, first + count + len(gaps), dtype=np.int64)
-    return candidates[~np.isin(candidates, gaps)][:count]
-
-
-def _convert(table: pa.Table, path: str, config: SourceConfig) -> tuple[pa.Table, list[Reject]]:
-    assert config.columns, "csv sources declare their columns"
-    rejects: list[Reject] = []
-    table, not_text = _as_text(table, path)
-    rejects.extend(not_text)
-    connection = duckdb.connect(config={"threads": 1})
-    connection.register("rows", table)
-    for name, kind in config.columns.items():
-        if kind not in ("string", "binary"):
-            rejects.extend(_bad_fields(connection, table, path, name, kind, config))
-    bad = pa.array(sorted({r.position for r in rejects if r.position is not None}), pa.int64())
-    connection.register("bad", pa.table({"position": bad}))
-    selected = ", ".join(_expression(n, k, config) for n, k in config.columns.items())
-    result = connection.sql(
-        f"SELECT {selected}, _position FROM rows WHERE _position NOT IN (SELECT position FROM bad)"
-    ).to_arrow_table()
-    return result, rejects
-
-
-def _as_text(table: pa.Table, path: str) -> tuple[pa.Table, list[Reject]]:
-    names = [n for n in table.column_names if n != "_position"]
-    rejects: list[Reject] = []
-    for name in names:
-        marked = pc.match_substring(table[name], MARK).to_numpy(zero_copy_only=False)
-        for row in np.flatnonzero(marked).tolist():
-            position, found = table["_position"][row].as_py(), table[name][row].as_py()
-            reason = f"field {name!r} must be UTF-8"
-            rejects.append(Reject(path, position, reason, repr(bytes_meant(found))))
-    if rejects:
-        bad = pa.array([r.position for r in rejects], pa.int64())
-        table = table.filter(pc.invert(pc.is_in(table["_position"], value_set=bad)))
-    return _cast_text(table, names), rejects
-
-
-def _cast_text(table: pa.Table, names: list[str]) -> pa.Table:
-    columns = {n: table[n].cast(pa.string()) for n in names}
-    return pa.table({**columns, "_position": table["_position"]})
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _literal(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
-def _field(name: str, config: SourceConfig) -> str:
-    nulls = ", ".join(_literal(t) for t in config.null_values) or "NULL"
-    return f"(CASE WHEN {_quoted(name)} IN ({nulls}) THEN NULL ELSE {_quoted(name)} END)"
-
-
-def _expression(name: str, kind: str, config: SourceConfig) -> str:
-    if kind in ("string", "binary"):
-        empty = f"NULLIF({_quoted(name)}, '')" if "" in config.null_values else _quoted(name)
-        return f"{empty} AS {_quoted(name)}"
-    return f"TRY_CAST({_field(name, config)} AS {_DUCKDB_TYPES[kind]}) AS {_quoted(name)}"
-
-
-def _bad_fields(
-    connection: duckdb.DuckDBPyConnection,
-    table: pa.Table,
-    path: str,
-    name: str,
-    kind: str,
-    config: SourceConfig,
-) -> list[Reject]:
-    field = _field(name, config)
-    wrong = f"TRY_CAST({field} AS {_DUCKDB_TYPES[kind]}) IS NULL"
-    if kind.startswith(("int", "uint")):
-        wrong = f"({wrong} OR regexp_matches({field}, {_literal(_FRACTION)}))"
-    rows = connection.execute(
-        f"SELECT _position, {_quoted(name)} FROM rows WHERE {field} IS NOT NULL AND {wrong}"
-    ).fetchall()
-    return [
-        Reject(path, position, f"field {name!r} must be {kind}, got {value!r}", str(value))
-        for position, value in rows
-    ]
+        codecs.utf_8_decode(text, "strict", True)
+    except UnicodeDecodeError:
+        return False
+    return True

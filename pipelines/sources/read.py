@@ -14,7 +14,7 @@ from pipelines.sources.jsonl_source import cut_jsonl, read_jsonl
 from pipelines.sources.parquet_source import cut_parquet, parquet_schema, read_parquet
 from pipelines.sources.partitions import partition_fields, typed_partitions, with_partitions
 from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows, with_origins
+from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows
 from schemas.errors import SchemaError
 from schemas.job_sources import SourceConfig
 
@@ -75,20 +75,9 @@ def _read_file(
     folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
     if config.format == "csv":
-        yield from _read_csv(folder, part, config)
-    else:
-        read = {"parquet": read_parquet, "jsonl": read_jsonl, "avro": read_avro}[config.format]
-        yield from read(folder, part, config, schema)
-
-
-def _read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
-    for table, rejects in read_csv(folder, part.path, config):
-        if table is None:
-            yield RawRows(None, tuple(rejects))
-            continue
-        positions = table["_position"].to_numpy()
-        rows = with_origins(table.drop_columns(["_position"]), part.file_index, positions)
-        yield RawRows(rows, tuple(rejects))
+        return read_csv(folder, part, config)
+    read = {"parquet": read_parquet, "jsonl": read_jsonl, "avro": read_avro}[config.format]
+    return read(folder, part, config, schema)
 
 
 def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:

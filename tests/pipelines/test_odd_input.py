@@ -2,8 +2,9 @@
 
 import gzip
 import re
-from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +14,13 @@ import pytest
 from pipelines.samples.sql import carry_origin, connect, map_rows, run
 from pipelines.samples.tuples import separate, with_hashes
 from pipelines.samples.validate import check_columns, usable_samples
+from pipelines.sources.csv_records import MAX_ROW_BYTES
 from pipelines.sources.csv_source import read_csv
 from pipelines.sources.folder import folder_of
 from pipelines.sources.parquet_source import read_parquet
 from pipelines.sources.read import empty_rows, read_part
 from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart, RawRows
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, SourceConfig, load_job
@@ -106,29 +108,123 @@ def test_row_with_a_time_beyond_python_can_be_rejected() -> None:
     assert (bad["origin"], bad["value"]) == (7, "{'x': 4611686018427387904}")
 
 
-def read_lines(directory: Path, text: str, **config: object) -> tuple[list[object], list[Reject]]:
-    (directory / "log.csv").write_bytes(text.encode())
+def read_bytes(directory: Path, data: bytes, name: str = "log.csv", **config: Any) -> RawRows:
+    """Read a CSV file of the columns `id` and `name` as one chunk."""
+    (directory / name).write_bytes(data)
     source = SourceConfig(
         files="*",
         format="csv",
         columns={"id": "int64", "name": "string"},
-        **config,  # type: ignore[arg-type]
+        **config,
     )
-    found = list(read_csv(folder_of(directory), "log.csv", source))
-    tables: Sequence[pa.Table] = [t for t, _ in found if t is not None]
-    return [row["id"] for t in tables for row in t.to_pylist()], [r for _, rs in found for r in rs]
+    part = FilePart("log", name, 0, num_bytes=len(data))
+    found = list(read_csv(folder_of(directory), part, source))
+    tables = [rows.table for rows in found if rows.table is not None]
+    rejects = tuple(reject for rows in found for reject in rows.rejects)
+    return RawRows(pa.concat_tables(tables) if tables else None, rejects)
 
 
-def test_open_quote_is_rejected_with_the_row_that_it_starts_in(tmp_path: Path) -> None:
+def read_lines(directory: Path, text: str, **config: Any) -> tuple[list[object], list[Reject]]:
+    found = read_bytes(directory, text.encode(), **config)
+    return [] if found.table is None else found.table["id"].to_pylist(), list(found.rejects)
+
+
+NEVER_CLOSED = "quote '\"' must be closed before a delimiter or line end within 1024 KiB, got none"
+
+
+def test_open_quote_costs_its_line_only(tmp_path: Path) -> None:
     ids, rejects = read_lines(tmp_path, 'id,name\n1,a\n2,"b\n3,c\n4,d\n')
-    assert ids == [1]
-    reason = "quote '\"' must be closed, got none to the end of the file"
-    assert rejects == [Reject("log.csv", 1, reason)]
+    assert ids == [1, 3, 4]
+    assert rejects == [Reject("log.csv", 1, NEVER_CLOSED, 'line 3: 2,"b')]
 
 
-def test_quote_open_in_the_first_field_is_rejected_too(tmp_path: Path) -> None:
-    ids, rejects = read_lines(tmp_path, 'id,name\n1,a\nbad\n"2,b\n3,c\n')
-    assert (ids, [r.position for r in rejects]) == ([1], [1, 2])
+def test_open_quote_in_a_large_file_costs_its_line_only(tmp_path: Path) -> None:
+    lines = [f"{i},name{i}\n" for i in range(300_000)]
+    lines[1000] = '1000,"name\n'
+    found = read_bytes(tmp_path, ("id,name\n" + "".join(lines)).encode())
+    assert found.table is not None
+    kept = np.delete(np.arange(300_000), 1000)
+    assert (found.table[ORIGIN].to_numpy() == kept).all()
+    assert (found.table["id"].to_numpy() == kept).all()
+    assert found.rejects == (Reject("log.csv", 1000, NEVER_CLOSED, 'line 1002: 1000,"name'),)
+
+
+def test_field_over_several_lines_is_one_row(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path, b'id,name\r\n1,"a\r\n\r\n""b"", c"\r\n2,"d\ne"\r\n')
+    assert found.table is not None
+    assert found.table["name"].to_pylist() == ['a\r\n\r\n"b", c', "d\ne"]
+    assert found.rejects == ()
+
+
+def test_quote_that_a_later_one_seems_to_close_costs_its_line_only(tmp_path: Path) -> None:
+    text = 'id,name\n1,"a\n2,b\n3,"c"\n4,d\n5,"e\n6,f",g\n7,h\n'
+    ids, rejects = read_lines(tmp_path, text)
+    assert ids == [2, 3, 4, 7]
+    assert [(r.position, r.reason) for r in rejects] == [
+        (0, NEVER_CLOSED),
+        (
+            4,
+            "row that spans lines must have 2 fields, got 3; "
+            "check the quote '\"' in its first line",
+        ),
+        (5, "line must have 2 fields, got 3"),
+    ]
+
+
+def test_row_that_is_too_long_costs_itself_only(tmp_path: Path) -> None:
+    long = b"1," + b"x" * MAX_ROW_BYTES
+    found = read_bytes(tmp_path, b"id,name\n0,a\n" + long + b"\r\n2,c\n")
+    assert found.table is not None
+    assert found.table[ORIGIN].to_pylist() == [0, 2]
+    (reject,) = found.rejects
+    assert reject.position == 1
+    assert reject.reason == f"row must be at most 16 MiB, got a line of {len(long)} bytes"
+    assert reject.value.startswith("line 3: 1,xxx")
+    assert len(reject.value) < 5000
+
+
+def test_text_of_another_encoding_is_one_reject_of_its_file(tmp_path: Path) -> None:
+    found = read_bytes(tmp_path, "id,name\n1,a\n".encode("utf-16"))
+    reason = "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
+    assert (found.table, found.rejects) == (None, (Reject("log.csv", None, reason),))
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\r\n", b"id,name", b"\xef\xbb\xbfid,name\n"])
+def test_file_without_rows_is_no_fault(data: bytes, tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, data).rejects == ()
+
+
+@pytest.mark.parametrize("bad", [b"7,\xff\xfe", b"7,\xc3", b"7,a\xed\xa0\x80", b'7,"\xff\n"'])
+@pytest.mark.parametrize("place", [0, 3, 9])
+def test_row_that_is_no_text_is_rejected_and_all_others_arrive(
+    bad: bytes, place: int, tmp_path: Path
+) -> None:
+    lines = [f"{i},n\u00e9{i}".encode() for i in range(10)]
+    lines[place] = bad
+    found = read_bytes(tmp_path, b"\n".join(lines), header=False)
+    kept = [i for i in range(10) if i != place]
+    assert found.table is not None
+    assert [(r["id"], r["name"], r[ORIGIN]) for r in found.table.to_pylist()] == [
+        (i, f"n\u00e9{i}", i) for i in kept
+    ]
+    assert [(r.position, r.reason) for r in found.rejects] == [
+        (place, "field 'name' must be UTF-8")
+    ]
+    assert "\\x" in found.rejects[0].value
+
+
+def test_row_with_several_bad_fields_is_rejected_once(tmp_path: Path) -> None:
+    source = SourceConfig(files="*", format="csv", columns={"a": "int8", "b": "date", "c": "bool"})
+    (tmp_path / "a.csv").write_bytes(b"a,b,c\nx,y,z\n1,2026-01-01,true\n2,no,false\n")
+    (rows,) = read_csv(folder_of(tmp_path), FilePart("log", "a.csv", 0), source)
+    assert rows.table is not None
+    assert rows.table.drop_columns([ORIGIN]).to_pylist() == [
+        {"a": 1, "b": date(2026, 1, 1), "c": True}
+    ]
+    assert [(r.position, r.reason) for r in rows.rejects] == [
+        (0, "field 'a' must be int8, got 'x'"),
+        (2, "field 'b' must be date, got 'no'"),
+    ]
 
 
 @pytest.mark.parametrize("end", ["\n", "", "\r\n", "\n\n"])
@@ -136,12 +232,25 @@ def test_last_line_arrives_whatever_ends_it(end: str, tmp_path: Path) -> None:
     assert read_lines(tmp_path, f'id,name\n1,a\n2,"b\nc"{end}') == ([1, 2], [])
 
 
-def test_compressed_file_is_read(tmp_path: Path) -> None:
-    source = SourceConfig(files="*", format="csv", columns={"id": "int64", "name": "string"})
-    (tmp_path / "log.csv.gz").write_bytes(gzip.compress(b"id,name\n1,a\n2,b\n"))
-    found = list(read_csv(folder_of(tmp_path), "log.csv.gz", source))
-    assert [i for t, _ in found if t is not None for i in t["id"].to_pylist()] == [1, 2]
-    assert [r for _, rejects in found for r in rejects] == []
+def test_compressed_file_is_read_to_the_end_of_its_last_member(tmp_path: Path) -> None:
+    data = gzip.compress(b"id,name\n1,a\n2,") + gzip.compress(b"b\n3,c\n")
+    found = read_bytes(tmp_path, data, "log.csv.gz")
+    assert found.table is not None
+    assert (found.table["id"].to_pylist(), found.rejects) == ([1, 2, 3], ())
+
+
+def test_compressed_file_that_is_cut_short_says_from_where_it_is_lost(tmp_path: Path) -> None:
+    data = gzip.compress(b"id,name\n" + b"".join(b"%d,n\n" % i for i in range(500_000)), 1)
+    found = read_bytes(tmp_path, data[: len(data) * 3 // 4], "log.csv.gz")
+    assert found.table is not None
+    num_rows = found.table.num_rows
+    assert (found.table[ORIGIN].to_numpy() == np.arange(num_rows)).all()
+    assert num_rows > 100_000
+    (reject,) = found.rejects
+    assert reject.position is None
+    assert reject.reason.startswith(
+        f"file must be readable to its end, got none from row {num_rows} on: "
+    )
 
 
 def test_file_with_its_columns_in_another_order_is_rejected(tmp_path: Path) -> None:
