@@ -176,7 +176,7 @@ def finish_written(
 
 
 def check_usable(parts: list[PartResult], rejects: list[Reject], data: DataConfig) -> None:
-    """Refuse a build without samples, and any reject when the job says so.
+    """Refuse a build without samples or with unread files, and any reject when the job says so.
 
     Raises:
         SchemaError: naming the first reject by file and position.
@@ -184,6 +184,12 @@ def check_usable(parts: list[PartResult], rejects: list[Reject], data: DataConfi
     first = min(rejects, key=sort_key, default=None)
     if first is not None and data.on_error == "fail":
         raise SchemaError(f"{first}; repair the row, or set data.on_error: reject")
+    lost = sorted({r for r in rejects if r.rows_unknown}, key=sort_key)
+    if parts and lost and data.on_error == "reject":
+        raise SchemaError(
+            f"{len(lost)} files or parts of files could not be read, first: {lost[0]}; "
+            "repair them, or set data.on_error: reject_files to build without their rows"
+        )
     if not parts:
         reason = f"first reject: {first}" if first else "the SQL yields no rows"
         raise SchemaError(f"samples must not be empty, got none; {reason}")

@@ -160,9 +160,10 @@ class DataConfig:
     """Default index."""
     gate: GateConfig | None = None
     """Limits that keep a segment out of the dataset, beyond those of the schema."""
-    on_error: Literal["reject", "fail"] = "reject"
-    """`reject`: unusable rows go to `rejects/` with their reason;
-    `fail`: the first one ends the build."""
+    on_error: Literal["reject", "reject_files", "fail"] = "reject"
+    """`reject`: unusable rows go to `rejects/` with their reason, and a file that cannot be read
+    to its end ends the build; `reject_files`: such a file is a reject, too; `fail`: the first
+    reject ends the build."""
     schema: str = "schema.pbtxt"
     """tensorflow-metadata Schema of the sample columns, beside the job file."""
     generate: GenerateConfig | None = None

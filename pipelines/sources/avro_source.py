@@ -25,7 +25,7 @@ import pyarrow as pa
 from pipelines.sources.avro_types import arrow_schema_of, plain
 from pipelines.sources.folder import Folder, first_line
 from pipelines.sources.parquet_source import without_column
-from pipelines.sources.rejects import Reject
+from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import (
     ORIGIN,
     PART_BYTES,
@@ -40,6 +40,12 @@ from schemas.job_sources import SourceConfig
 _MARKER_BYTES = 16
 _MAX_HEAD_BYTES = 20
 _SEARCH_BYTES = 1 << 20
+
+_MAX_BLOCK_ROWS = 1 << 24
+"""A head that counts more rows is taken for damaged."""
+
+_MAX_LOST_ROWS = 1 << 16
+"""Most rows that are rejected one by one when a block cannot be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block as its head describes it; `data` is None when its marker is not behind it."""
+    """A block as its head describes it; when its marker is not behind it, `data` is None."""
 
     end: int
     num_records: int
@@ -104,8 +110,8 @@ def _blocks(
                 file.seek(size, os.SEEK_CUR)
         whole = count >= 0 and size >= 0 and file.read(_MARKER_BYTES) == header.marker
         after = file.tell() if whole else _next_marker(file, header.marker, offset, end)
-        plausible = count if 0 <= count <= after - offset else 0
-        yield _Block(after, plausible, data if whole else None)
+        known = whole and count <= _MAX_BLOCK_ROWS
+        yield _Block(after, count if known else 0, data if known else None)
         offset = after
 
 
@@ -129,7 +135,7 @@ def _next_marker(file: BinaryIO, marker: bytes, offset: int, end: int) -> int:
         found = window.find(marker)
         if found >= 0:
             return offset + found + _MARKER_BYTES
-        if offset + len(window) >= end:
+        if offset + len(window) >= end or len(window) < _MARKER_BYTES:
             break
         offset += len(window) - _MARKER_BYTES + 1
     return end
@@ -142,7 +148,7 @@ def cut_avro(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> Cu
         try:
             header = read_header(file)
         except ValueError as error:
-            return [], [Reject(part.path, None, f"file must be Avro, got {error}")]
+            return [], [file_reject(part.path, f"file must be Avro, got {error}")]
         parts: list[FilePart] = []
         start, first_row, row = header.num_bytes, 0, 0
         whole = FilePart(part.source, part.path, part.file_index)
@@ -172,12 +178,8 @@ def read_avro(
         kinds = pa.schema([own.field(c) for c in columns])
         end, position = part.offset + part.num_bytes, part.first_row
         for block in _blocks(file, header, part.offset, end):
-            records, reason = _decoded(block, header)
-            rejects = []
-            if reason:
-                lost = block.num_records - len(records)
-                text = f"{reason}; {lost} rows of its block are lost"
-                rejects.append(Reject(part.path, position + len(records), text))
+            records, problem = _decoded(block, header)
+            rejects = list(_lost(part, position, block, len(records), problem))
             good, bad = _converted(records, kinds)
             rejects.extend(
                 Reject(part.path, position + row, why, str(records[row])[:4000])
@@ -192,21 +194,40 @@ def read_avro(
             position += block.num_records
 
 
+def _lost(
+    part: FilePart, first_row: int, block: _Block, num_decoded: int, problem: str
+) -> Iterator[Reject]:
+    """Yield the rejects of the rows that a block lacks: one for each, if their number is known."""
+    num_lost = block.num_records - num_decoded
+    if not problem:
+        return
+    if block.data is None or not 0 < num_lost <= _MAX_LOST_ROWS:
+        reason = f"block from row {first_row + num_decoded} on must be readable, got {problem}"
+        yield file_reject(part.path, reason)
+        return
+    yield Reject(part.path, first_row + num_decoded, f"row must be Avro, got {problem}")
+    for row in range(num_decoded + 1, block.num_records):
+        reason = "row must be Avro, got one behind a row of its block that is not"
+        yield Reject(part.path, first_row + row, reason)
+
+
 def _decoded(block: _Block, header: Header) -> tuple[list[dict[str, Any]], str]:
     """Return the records of a block up to the first that cannot be decoded, and why it cannot."""
     if block.data is None:
-        return [], "block must end at a sync marker, got none there"
+        return [], "no sync marker at its end"
     records: list[dict[str, Any]] = []
     try:
         content = decompress(header.codec, block.data)
         container = _container(plain(header.schema), block.num_records, content)
-        for record in fastavro.reader(container, handle_unicode_errors="surrogateescape"):
+        (decoded,) = fastavro.block_reader(container, handle_unicode_errors="surrogateescape")
+        for record in decoded:
             assert isinstance(record, dict), "the schema is a record's"
             records.append(record)
+        used = getattr(decoded, "bytes_").tell()  # noqa: B009 - the types of fastavro lack it
     except Exception as error:  # zlib's, bz2's, Arrow's, whatever fastavro's decoder runs into
-        return records, f"row must be Avro, got {first_line(error)}"
-    if len(records) < block.num_records:
-        return records, "row must be Avro, got the end of its block"
+        return records, first_line(error)
+    if used < len(content):
+        return records, f"{len(content) - used} bytes behind its {block.num_records} rows"
     return records, ""
 
 

@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_ROW_BYTES = 16 << 20
-"""A longer row, its line end included, is rejected: it is more likely no row at all."""
+from pipelines.sources import lines
+from pipelines.sources.lines import LINE_END, last_line_end, num_lines
 
 MAX_QUOTED_BYTES = 1 << 20
 """Farthest that a field with line ends may reach, from quote to quote."""
 
-_LINE_END = re.compile(rb"\r\n?|\n")
 _UTF8_WINDOW = 1 << 16
 
 
@@ -116,34 +115,6 @@ class Records:
         self.num_bytes = end
 
 
-def last_line_end(data: bytes, final: bool) -> int:
-    r"""Return the byte behind the last line that is whole; a `\r` at the end may be half an end."""
-    if final:
-        return len(data)
-    limit = len(data) - data.endswith(b"\r")
-    return max(data.rfind(b"\n", 0, limit), data.rfind(b"\r", 0, limit)) + 1
-
-
-def num_line_ends(data: bytes, start: int = 0, end: int | None = None) -> int:
-    """Return the line ends in a range of bytes."""
-    end = len(data) if end is None else end
-    count = data.count(b"\n", start, end)
-    if data.find(b"\r", start, end) >= 0:
-        count += data.count(b"\r", start, end) - data.count(b"\r\n", start, end)
-    return count
-
-
-def num_lines(data: bytes, start: int, end: int) -> int:
-    """Return the lines in a range of bytes that are not empty."""
-    if start == end:
-        return 0
-    if data[start] in b"\r\n" or any(
-        data.find(pair, start, end) >= 0 for pair in (b"\n\n", b"\n\r", b"\r\r")
-    ):
-        return sum(map(bool, data[start:end].splitlines()))
-    return num_line_ends(data, start, end) + (data[end - 1] not in b"\r\n")
-
-
 def lines_not_utf8(data: bytes, final: bool) -> list[int]:
     """Return a byte of each line that is no UTF-8, ascending.
 
@@ -164,7 +135,7 @@ def lines_not_utf8(data: bytes, final: bool) -> list[int]:
                 break  # half a character
         except UnicodeDecodeError as error:
             found.append(position + error.start)
-            line_end = _LINE_END.search(data, found[-1])
+            line_end = LINE_END.search(data, found[-1])
             position = line_end.end() if line_end else len(data)
     return found
 
@@ -288,7 +259,7 @@ class _Walk:
 
     def _line_end(self, start: int) -> int:
         """Return the byte behind a line, -1 when its end has not been read."""
-        match = _LINE_END.search(self.data, start)
+        match = LINE_END.search(self.data, start)
         if self.final:
             return match.end() if match else len(self.data)
         half = match is not None and match[0] == b"\r" and match.end() == len(self.data)
@@ -312,7 +283,7 @@ class _Walk:
                 if closed < len(data) or self.final or closed - position >= MAX_QUOTED_BYTES:
                     return self._reject_line(start, position, self._never_closed(quote))
                 return self._wait(start, spanning if spanning >= 0 else position)
-            if _LINE_END.search(data, position, end):
+            if LINE_END.search(data, position, end):
                 if end - position > MAX_QUOTED_BYTES:
                     return self._reject_line(start, position, self._never_closed(quote))
                 spanning = position if spanning < 0 else spanning
@@ -352,7 +323,7 @@ class _Walk:
     def _wait(self, start: int, opened: int) -> None:
         """Leave a record until more has been read, or reject its line when no more will be."""
         if self.full and start == 0:
-            limit = f"{MAX_ROW_BYTES >> 20} MiB"
+            limit = f"{lines.MAX_ROW_BYTES >> 20} MiB"
             self._reject_line(start, opened, f"row must end within {limit}, got none that does")
 
     def _reject_line(self, start: int, opened: int, reason: str) -> None:

@@ -18,34 +18,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc_csv
 
-from pipelines.sources.csv_records import (
-    MAX_ROW_BYTES,
-    Dialect,
-    Fault,
-    Records,
+from pipelines.sources import lines
+from pipelines.sources.csv_records import Dialect, Fault, Records, walk, well_formed
+from pipelines.sources.csv_values import converted
+from pipelines.sources.folder import Folder, codec_of, decompressed
+from pipelines.sources.lines import (
+    SHOWN_BYTES,
+    TextStream,
     last_line_end,
     num_line_ends,
     num_lines,
-    walk,
-    well_formed,
-)
-from pipelines.sources.csv_values import converted
-from pipelines.sources.folder import (
-    Folder,
-    codec_of,
-    decompressed,
-    first_line,
-    is_transient,
-    unread,
+    too_long,
     utf16_reason,
 )
-from pipelines.sources.rejects import Reject, sort_key
+from pipelines.sources.rejects import Reject, file_reject, sort_key, unread
 from pipelines.sources.rows import FilePart, RawRows, with_origins
 from schemas.job_sources import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
-_READ_BYTES = 1 << 20
-_SHOWN_BYTES = 4000
 
 InvalidRow = tuple[int, int, str]
 """Number of a row in its block, its fields, its text."""
@@ -86,17 +76,15 @@ class _CsvFile:
 
     def __init__(self, file: BinaryIO, part: FilePart, config: SourceConfig) -> None:
         assert config.columns, "csv sources declare their columns"
-        self._file = file
+        size = part.num_bytes if codec_of(part.path) is None else None
+        self._stream = TextStream(file, size)
         self._part = part
         self._config = config
         self._names = list(config.columns)
         self._dialect = Dialect(config.delimiter, config.quote, len(self._names))
         self._data = b""
-        self._final = False
-        self._problem = ""
         self._row = 0
         self._line = 1
-        self._num_bytes = 0
         self._spanning = False
 
     def rows(self) -> Iterator[RawRows]:
@@ -106,62 +94,41 @@ class _CsvFile:
         if wrong is not None:
             yield self._rejected([wrong])
             return
-        while not (self._final and not self._data):
+        stream = self._stream
+        while self._data or not stream.final:
             size = len(self._data)
-            if last_line_end(self._data, self._final):
+            if last_line_end(self._data, stream.final):
                 yield self._block()
-            elif size >= MAX_ROW_BYTES:
-                yield self._rejected([self._skip_long_line()])
-            if self._problem and len(self._data) == size:
-                break  # what is left are pieces of a row
-            if not self._final and not self._problem:
-                self._fill()
-        wanted = self._part.num_bytes
-        if wanted not in (None, self._num_bytes) and codec_of(self._part.path) is None:
-            self._problem = f"{self._num_bytes} bytes instead of the {wanted} that were listed"
-        if self._problem:
-            yield self._rejected([unread(self._part.path, self._row, self._problem)])
+            elif size >= lines.MAX_ROW_BYTES:
+                yield self._rejected([self._skip_line()])
+            if stream.problem and len(self._data) == size:
+                yield self._rejected([unread(self._part.path, self._row, stream.problem)])
+                return
+            self._fill()
 
     def _rejected(self, rejects: list[Reject]) -> RawRows:
         return RawRows(None, tuple(rejects))
 
-    def _read(self, size: int) -> bytes:
-        try:
-            data = self._file.read(min(size, _READ_BYTES))
-        except (OSError, pa.ArrowException) as error:
-            if is_transient(error):
-                raise
-            self._problem = first_line(error)
-            return b""
-        self._num_bytes += len(data)
-        self._final = not data
-        return data
-
     def _fill(self) -> None:
         """Read one more block, but never more than a row may have."""
-        pieces = [self._data]
-        missing = min(_BLOCK_BYTES, MAX_ROW_BYTES - len(self._data))
-        while missing > 0 and not self._final and not self._problem:
-            pieces.append(self._read(missing))
-            missing -= len(pieces[-1])
-        self._data = b"".join(pieces)
+        self._data += self._stream.read(min(_BLOCK_BYTES, lines.MAX_ROW_BYTES - len(self._data)))
 
     def _begin(self) -> Reject | None:
         """Pass over a byte order mark and the header; return why the file cannot be read."""
         reason = utf16_reason(self._data)
         if reason:
-            return Reject(self._part.path, None, reason)
+            return file_reject(self._part.path, reason)
         self._data = self._data.removeprefix(codecs.BOM_UTF8)
         if not self._config.header or not self._data.strip(b"\r\n"):
             return None
         start = len(self._data) - len(self._data.lstrip(b"\r\n"))
         match = self._dialect.record.match(self._data, start)
-        end = match.end() if match else last_line_end(self._data, self._final)
+        end = match.end() if match else last_line_end(self._data, self._stream.final)
         names = self._fields(self._data[start:end].strip(b"\r\n").decode(errors="replace"))
         found, wanted = ", ".join(n.strip() for n in names), ", ".join(self._names)
         if found != wanted:
             reason = f"header must be {wanted}, got {found[:1000]}; declare its columns in order"
-            return Reject(self._part.path, None, reason)
+            return file_reject(self._part.path, reason)
         self._use(end)
         return None
 
@@ -190,7 +157,7 @@ class _CsvFile:
 
         A block where each line gives one row has no quote that reaches over a line's end.
         """
-        data, final, dialect = self._data, self._final, self._dialect
+        data, final, dialect = self._data, self._stream.final, self._dialect
         end = last_line_end(data, final)
         text = data[:end]
         if _is_utf8(text):
@@ -206,7 +173,7 @@ class _CsvFile:
                 parsed = self._parse(data[: found.num_bytes])
                 if not any("\n" in t or "\r" in t for _, _, t in parsed.invalid):
                     return found, self._checked(parsed, found)
-        found = walk(data, final, len(data) >= MAX_ROW_BYTES, dialect)
+        found = walk(data, final, len(data) >= lines.MAX_ROW_BYTES, dialect)
         good = b"".join(_ended(data[start:end]) for start, end in found.pieces)
         return found, self._checked(self._parse(good), found)
 
@@ -246,7 +213,7 @@ class _CsvFile:
         return _Parsed(table, invalid)
 
     def _fault(self, fault: Fault) -> Reject:
-        text = self._data[fault.start : min(fault.end, fault.start + _SHOWN_BYTES)]
+        text = self._data[fault.start : min(fault.end, fault.start + SHOWN_BYTES)]
         line = self._line + num_line_ends(self._data, 0, fault.start)
         shown = f"line {line}: {text.decode(errors='backslashreplace').rstrip()}"
         reason = fault.reason or self._not_utf8(self._data[fault.start : fault.end])
@@ -274,31 +241,16 @@ class _CsvFile:
 
     def _wrong_fields(self, row: int, count: int, text: str) -> Reject:
         reason = f"line must have {len(self._names)} fields, got {count}"
-        return Reject(self._part.path, self._row + row, reason, text[:_SHOWN_BYTES])
+        return Reject(self._part.path, self._row + row, reason, text[:SHOWN_BYTES])
 
-    def _skip_long_line(self) -> Reject:
-        """Read to the end of a line that is too long, keeping its beginning only."""
-        shown = self._data[:_SHOWN_BYTES].decode(errors="backslashreplace")
-        half = self._data.endswith(b"\r")
-        size, data = len(self._data) - half, b"\r" if half else b""
-        while True:
-            data += self._read(_READ_BYTES)
-            end = last_line_end(data, False)
-            if end or self._final or self._problem:
-                break
-            half = data.endswith(b"\r")
-            size += len(data) - half
-            data = b"\r" if half else b""
-        first = min((i for i in (data.find(b"\n"), data.find(b"\r")) if i >= 0), default=len(data))
-        rest = data[first:]
-        rest = rest[2:] if rest.startswith(b"\r\n") else rest[1:]
-        reason = (
-            f"row must be at most {MAX_ROW_BYTES >> 20} MiB, got a line of {size + first} bytes"
-        )
-        reject = Reject(self._part.path, self._row, reason, f"line {self._line}: {shown}")
+    def _skip_line(self) -> Reject:
+        """Skip a line that is too long."""
+        shown = self._data[:SHOWN_BYTES].decode(errors="backslashreplace")
+        size, self._data = self._stream.skip_line(self._data)
+        value = f"line {self._line}: {shown}"
+        reject = Reject(self._part.path, self._row, too_long(size), value)
         self._row += 1
         self._line += 1
-        self._data = rest
         return reject
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
 import hashlib
 import importlib
@@ -15,7 +14,6 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
-from pipelines.sources.rejects import Reject
 from schemas.errors import SchemaError
 
 _BLOCK_BYTES = 8 << 20
@@ -143,19 +141,6 @@ def decompressed(stored: BinaryIO, path: str) -> BinaryIO:
     if codec is None:
         return stored
     return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), codec))
-
-
-def utf16_reason(data: bytes) -> str:
-    """Return why a text that begins with these bytes cannot be read, empty when it can."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
-    return ""
-
-
-def unread(path: str, row: int, found: str) -> Reject:
-    """Return the reject of a file whose rows cannot be read from some row on."""
-    reason = f"file must be readable to its end, got none from row {row} on: {found}"
-    return Reject(path, None, reason)
 
 
 def first_line(error: BaseException) -> str:

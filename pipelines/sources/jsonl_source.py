@@ -18,15 +18,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
-from pipelines.sources.folder import Folder, codec_of, decompressed, first_line, is_transient
-from pipelines.sources.rejects import Reject
+from pipelines.sources import lines
+from pipelines.sources.folder import Folder, codec_of, decompressed, first_line
+from pipelines.sources.lines import (
+    LINE_END,
+    SHOWN_BYTES,
+    TextStream,
+    last_line_end,
+    num_line_ends,
+    too_long,
+    utf16_reason,
+)
+from pipelines.sources.rejects import Reject, file_reject, unread
 from pipelines.sources.rows import PART_BYTES, Cut, FilePart, RawRows, in_chunks, with_origins
 from schemas.job_sources import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
-
-MAX_LINE_BYTES = 64 << 20
-"""A longer line is a reject: more likely no line at all."""
 
 Line = tuple[int, bytes]
 """Position of a line in its file, and its bytes without the end."""
@@ -40,19 +47,21 @@ def cut_jsonl(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> C
     if codec_of(part.path) is not None:
         return [FilePart(part.source, part.path, part.file_index)], []
     starts, first_rows = [0], [0]
-    offset = lines = 0
+    offset = num_ends = 0
     with folder.open(part.path) as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := _whole_ends(file):
+            if not offset and utf16_reason(block):
+                return [], [file_reject(part.path, utf16_reason(block))]
             done = 0
             while (wanted := starts[-1] + part_bytes - offset) < len(block):
-                end = block.find(b"\n", max(done, wanted)) + 1
-                if not end:
+                match = LINE_END.search(block, max(done, wanted))
+                if match is None:
                     break
-                lines += block.count(b"\n", done, end)
-                done = end
-                starts.append(offset + end)
-                first_rows.append(lines)
-            lines += block.count(b"\n", done)
+                num_ends += num_line_ends(block, done, match.end())
+                done = match.end()
+                starts.append(offset + done)
+                first_rows.append(num_ends)
+            num_ends += num_line_ends(block, done)
             offset += len(block)
     ends = [*starts[1:], offset]
     parts = [
@@ -63,48 +72,50 @@ def cut_jsonl(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> C
     return parts, []
 
 
+def _whole_ends(file: BinaryIO) -> bytes:
+    r"""Return a block that does not end between `\r` and `\n`."""
+    block = file.read(_BLOCK_BYTES)
+    while block.endswith(b"\r") and (more := file.read(1)):
+        block += more
+    return block
+
+
 def read_jsonl(
     folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
     """Yield the rows of a part; a bad line is a reject, an empty one is nothing."""
     assert config.columns, "jsonl sources declare their columns"
-    position = part.first_row
+    position, data = part.first_row, b""
     with folder.open(part.path) as stored, closing(decompressed(stored, part.path)) as file:
         if not codec_of(part.path):
             file.seek(part.offset)
-        blocks = _whole_lines(file, part.num_bytes)
-        while True:
-            try:
-                lines = next(blocks, None)
-            except (OSError, pa.ArrowException) as error:
-                if is_transient(error):
-                    raise
-                reason = f"file must be {codec_of(part.path)} to its end, got {first_line(error)}"
-                yield RawRows(None, (Reject(part.path, position, reason),))
+        stream = TextStream(file, part.num_bytes)
+        while not (stream.final or stream.problem):
+            data += stream.read(min(_BLOCK_BYTES, lines.MAX_ROW_BYTES - len(data)))
+            if position == part.first_row == 0 and utf16_reason(data):
+                yield RawRows(None, (file_reject(part.path, utf16_reason(data)),))
                 return
-            if lines is None:
-                return
-            numbered = [(position + i, line) for i, line in enumerate(lines)]
-            position += len(lines)
-            yield from _rows(numbered, part, config.columns, schema)
+            end = last_line_end(data, stream.final)
+            if end:
+                block = _lines(data[:end])
+                data = data[end:]
+                numbered = [(position + i, line) for i, line in enumerate(block)]
+                position += len(block)
+                yield from _rows(numbered, part, config.columns, schema)
+            elif len(data) >= lines.MAX_ROW_BYTES:
+                shown = _shown(data)
+                size, data = stream.skip_line(data)
+                yield RawRows(None, (Reject(part.path, position, too_long(size), shown),))
+                position += 1
+        if stream.problem:
+            yield RawRows(None, (unread(part.path, position, stream.problem),))
 
 
-def _whole_lines(file: BinaryIO, num_bytes: int | None) -> Iterator[list[bytes]]:
-    """Yield the lines of a stream in blocks; one that is too long is cut short."""
-    left = num_bytes
-    pieces: list[bytes] = []  # of the line that the last block did not end
-    held = 0
-    while block := file.read(_BLOCK_BYTES if left is None else min(left, _BLOCK_BYTES)):
-        left = None if left is None else left - len(block)
-        end = block.rfind(b"\n") + 1
-        if end:
-            yield (b"".join(pieces) + block[: end - 1]).split(b"\n")
-            pieces, held = [], 0
-        if held <= MAX_LINE_BYTES:  # of a longer one, enough is kept to tell that it is one
-            pieces.append(block[end:])
-            held += len(block) - end
-    if held:
-        yield [b"".join(pieces)]
+def _lines(data: bytes) -> list[bytes]:
+    """Return the lines of a text, without their ends or with a return behind them."""
+    if b"\r" in data and data.count(b"\r") != data.count(b"\r\n"):
+        return data.splitlines()
+    return data.removesuffix(b"\n").split(b"\n")
 
 
 def _rows(
@@ -116,10 +127,11 @@ def _rows(
         text = line.strip()
         if position == 0:
             text = text.removeprefix(b"\xef\xbb\xbf")
-        if text[:1] == b"{" and text[-1:] == b"}" and len(text) <= MAX_LINE_BYTES:
+        if text[:1] == b"{" and text[-1:] == b"}":
             kept.append((position, text))
         elif text:
-            rejects.append(_no_object(part.path, position, text))
+            reason = "line must be one JSON object, from { to }"
+            rejects.append(Reject(part.path, position, reason, _shown(text)))
     tables: list[pa.Table] = []
     for good, bad in _bisected(kept, words, schema):
         rejects.extend(_reject(part.path, line, words, schema) for line in bad)
@@ -133,16 +145,8 @@ def _rows(
         yield from in_chunks(pa.concat_tables(tables))
 
 
-def _no_object(path: str, position: int, text: bytes) -> Reject:
-    if len(text) > MAX_LINE_BYTES:
-        reason = f"line must be at most {MAX_LINE_BYTES >> 20} MiB, got a longer one"
-        return Reject(path, position, reason, _shown(text))
-    reason = "line must be one JSON object, from { to }"
-    return Reject(path, position, reason, _shown(text))
-
-
 def _shown(text: bytes) -> str:
-    return text[:4000].decode(errors="backslashreplace")
+    return text[:SHOWN_BYTES].decode(errors="backslashreplace")
 
 
 Parsed = tuple[tuple[pa.Table, list[int]] | None, list[Line]]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.sources.folder import Folder, first_line, is_transient
-from pipelines.sources.rejects import Reject
+from pipelines.sources.rejects import file_reject
 from pipelines.sources.rows import (
     CHUNK_ROWS,
     ORIGIN,
@@ -31,7 +31,7 @@ def cut_parquet(folder: Folder, part: FilePart) -> Cut:
     except (OSError, pa.ArrowException) as error:
         if is_transient(error):
             raise
-        return [], [Reject(part.path, None, f"file must be Parquet, got {first_line(error)}")]
+        return [], [file_reject(part.path, f"file must be Parquet, got {first_line(error)}")]
     parts: list[FilePart] = []
     first_row = 0
     for row_group in range(metadata.num_row_groups):
@@ -60,6 +60,10 @@ def read_parquet(
                 rows = with_origins(table.select(columns), part.file_index, positions)
                 done += table.num_rows
                 yield from typed_chunks(rows, part, schema, words)
+            wanted = file.metadata.row_group(part.row_group or 0).num_rows
+            if done != wanted:
+                reason = f"row group {part.row_group} must have {wanted} rows, got {done}"
+                yield RawRows(None, (file_reject(part.path, reason),))
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
@@ -67,7 +71,7 @@ def read_parquet(
             raise
         place = f"row group {part.row_group}" + (f" from its row {done}" if done else "")
         reason = f"{place} must be readable, got {first_line(error)}"
-        yield RawRows(None, (Reject(part.path, None, reason),))
+        yield RawRows(None, (file_reject(part.path, reason),))
 
 
 def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterator[pa.Table]:
@@ -85,7 +89,7 @@ def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterato
 def without_column(part: FilePart, name: str, schema: pa.Schema) -> RawRows:
     """Return the reject of a file that lacks a column."""
     reason = f"column must exist, got none named {name!r}; {nearest(name, schema.names)}"
-    return RawRows(None, (Reject(part.path, None, reason),))
+    return RawRows(None, (file_reject(part.path, reason),))
 
 
 def parquet_schema(folder: Folder, path: str) -> pa.Schema:

@@ -13,7 +13,7 @@ from pipelines.sources.folder import Folder, first_line, is_transient
 from pipelines.sources.jsonl_source import cut_jsonl, read_jsonl
 from pipelines.sources.parquet_source import cut_parquet, parquet_schema, read_parquet
 from pipelines.sources.partitions import partition_fields, typed_partitions, with_partitions
-from pipelines.sources.rejects import Reject
+from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows
 from schemas.errors import SchemaError
 from schemas.job_sources import SourceConfig
@@ -34,7 +34,7 @@ def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:
         size = folder.size(part.path)
         if part.num_bytes not in (None, size):
             reason = f"file must stay as it was listed, got {size} bytes for {part.num_bytes}"
-            return [], [Reject(part.path, None, reason)]
+            return [], [file_reject(part.path, reason)]
         if config.format == "parquet":
             return cut_parquet(folder, part)
         if config.format == "jsonl":
@@ -47,7 +47,7 @@ def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:
 
 
 def _gone(part: FilePart) -> Reject:
-    return Reject(part.path, None, "file must stay until it is read, got none")
+    return file_reject(part.path, "file must stay until it is read, got none")
 
 
 def read_part(

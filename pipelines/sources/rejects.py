@@ -23,17 +23,31 @@ class Reject:
         position: row in the file from 0, or None when the file as a whole is unusable.
         reason: one line, what must hold and what was found.
         value: the row as text.
+        rows_unknown: whether it stands for an unknown number of rows: those of a file, or of the
+            rest of a file, that could not be read.
     """
 
     file: str
     position: int | None
     reason: str
     value: str = ""
+    rows_unknown: bool = False
 
     def __str__(self) -> str:
         """Return the reject as one line of an error."""
         place = self.file if self.position is None else f"{self.file}:{self.position}"
         return f"{self.reason} in {place}"
+
+
+def file_reject(file: str, reason: str) -> Reject:
+    """Return the reject of a file, or of a part of one, of which no row can be read."""
+    return Reject(file, None, reason, rows_unknown=True)
+
+
+def unread(file: str, row: int, found: str) -> Reject:
+    """Return the reject of what stands in a file from some row on."""
+    reason = f"file must be readable to its end, got none from row {row} on: {found}"
+    return file_reject(file, reason)
 
 
 def sort_key(reject: Reject) -> tuple[str, int, str, str]:

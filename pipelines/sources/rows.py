@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from pipelines.sources.rejects import Reject, python_rows
+from pipelines.sources.rejects import Reject, file_reject, python_rows
 from schemas.manifest import InputFile
 
 ORIGIN = "_origin"
@@ -26,6 +26,10 @@ CHUNK_ROWS = 1 << 16
 
 PART_BYTES = 32 << 20
 """Bytes of one part of a file that can be cut anywhere."""
+
+
+_WRONG_TYPE_ROWS = 1000
+"""Rows from which on a column of a part without one good value is of another type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +100,13 @@ def typed_chunks(
         wanted = schema.field(name).type
         if table.schema.field(name).type == wanted:
             continue
-        bad = list(_not_castable(table[name], wanted))
+        castable = _castable(table[name].type, wanted)
+        bad = list(_not_castable(table[name], wanted)) if castable else []
         narrow = pa.types.is_integer(wanted) and pa.types.is_integer(table[name].type)
-        if bad and not narrow and len(bad) == len(table[name].drop_null()):  # another type
+        all_bad = len(bad) >= _WRONG_TYPE_ROWS and len(bad) == len(table[name].drop_null())
+        if not castable or (all_bad and not narrow):
             reason = f"column {name!r} must be {text}, got {table[name].type}; declare or repair it"
-            yield RawRows(None, (*rejects, Reject(part.path, None, reason)))
+            yield RawRows(None, (*rejects, file_reject(part.path, reason)))
             return
         if bad:
             rejects.extend(_bad_values(table.take(pa.array(bad)), part, name, text))
@@ -110,6 +116,15 @@ def typed_chunks(
     if rejects:
         yield RawRows(None, tuple(rejects))
     yield from in_chunks(table)
+
+
+def _castable(kind: pa.DataType, wanted: pa.DataType) -> bool:
+    """Tell whether any value of a type can become one of another."""
+    try:
+        pa.array([], kind).cast(wanted)
+    except pa.ArrowNotImplementedError:
+        return False
+    return True
 
 
 def in_chunks(table: pa.Table) -> Iterator[RawRows]:
@@ -122,8 +137,6 @@ def _not_castable(column: pa.ChunkedArray, wanted: pa.DataType, first: int = 0) 
     """Yield the rows that cannot become the wanted type, ascending, found by bisection."""
     try:
         column.cast(wanted)
-    except pa.ArrowNotImplementedError:
-        yield from range(first, first + len(column))
     except pa.ArrowException:
         if len(column) == 1:
             yield first

@@ -136,27 +136,35 @@ FILE_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "reason"), FILE_FAULTS.values(), ids=FILE_FAULTS)
-def test_bad_file_is_rejected_and_the_others_arrive(
+def test_bad_file_is_rejected_where_the_job_allows_it_and_the_others_arrive(
     damage: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
     write_rows(tmp_path / "log", good_rows())
     write_rows(tmp_path / "log", raw_rows(30, seed=9), "log-1.parquet")
     damage(tmp_path / "log" / "log-1.parquet")
-    build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    job = write_job(tmp_path / "job", on_error="reject_files")
+    build(request(job, tmp_path / "log", tmp_path / "dataset"))
     (reject,) = rejects_of(tmp_path / "dataset")
     assert (reject["file"], reject["position"]) == ("log-1.parquet", None)
     assert str(reject["reason"]).startswith(reason)
     assert expanded(tmp_path / "dataset", tmp_path / "x.parquet") == samples_of(good_rows())
 
 
-def test_file_with_one_byte_changed_loses_its_row_group_at_most(tmp_path: Path) -> None:
+def test_file_with_one_byte_changed_ends_the_build_or_loses_a_row_group(tmp_path: Path) -> None:
     pq.write_table(
         good_rows(), (tmp_path / "a.parquet"), row_group_size=25, write_page_checksum=True
     )
     flipped(tmp_path / "a.parquet")
     write_rows(tmp_path / "log", raw_rows(30, seed=9), "log-1.parquet")
     (tmp_path / "a.parquet").rename(tmp_path / "log" / "log-0.parquet")
-    build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    message = (
+        "^1 files or parts of files could not be read, first: row group [012] must be readable"
+    )
+    with pytest.raises(SchemaError, match=message):
+        build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
+    assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
+    job = write_job(tmp_path / "job", on_error="reject_files")
+    build(request(job, tmp_path / "log", tmp_path / "dataset"))
     rejects = rejects_of(tmp_path / "dataset")
     assert [r["file"] for r in rejects] == ["log-0.parquet"]
     assert "must be readable, got" in str(rejects[0]["reason"])

@@ -108,7 +108,7 @@ def rows_equal(found: list[pa.Table], expected: list[pa.Table]) -> None:
 
 def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
-    job = write_job(tmp_path / "job")
+    job = write_job(tmp_path / "job", on_error="reject_files")
     (tmp_path / "log" / "torn.parquet").write_bytes(b"PAR1")
     build(request(job, tmp_path / "log", tmp_path / "expected"))
     segments: list[str] = []

@@ -14,9 +14,9 @@ import pytest
 from pipelines.samples.sql import carry_origin, connect, map_rows, run
 from pipelines.samples.tuples import separate, with_hashes
 from pipelines.samples.validate import check_columns, usable_samples
-from pipelines.sources.csv_records import MAX_ROW_BYTES
 from pipelines.sources.csv_source import read_csv
 from pipelines.sources.folder import folder_of
+from pipelines.sources.lines import MAX_ROW_BYTES
 from pipelines.sources.parquet_source import read_parquet
 from pipelines.sources.read import empty_rows, read_part
 from pipelines.sources.rejects import Reject

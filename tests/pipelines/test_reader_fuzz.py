@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipelines.sources import csv_records, csv_source
+from pipelines.sources import csv_records, csv_source, lines
 from pipelines.sources.folder import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rejects import Reject
@@ -60,9 +60,8 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
 ) -> None:
     block, max_row, max_quoted = limits
     monkeypatch.setattr(csv_source, "_BLOCK_BYTES", block)
-    monkeypatch.setattr(csv_source, "_READ_BYTES", max(1, block // 2))
-    for module in (csv_source, csv_records):
-        monkeypatch.setattr(module, "MAX_ROW_BYTES", max_row)
+    monkeypatch.setattr(lines, "_READ_BYTES", max(1, block // 2))
+    monkeypatch.setattr(lines, "MAX_ROW_BYTES", max_row)
     monkeypatch.setattr(csv_records, "MAX_QUOTED_BYTES", max_quoted)
     draw = random.Random(f"{quote} {limits}")
     mark = (quote or '"').encode()

@@ -18,7 +18,7 @@ from pipelines.sources.avro_source import cut_avro
 from pipelines.sources.folder import folder_of
 from pipelines.sources.jsonl_source import cut_jsonl
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rejects import Reject
+from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.job_sources import SourceConfig
 
@@ -135,19 +135,26 @@ def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
     rows, rejects = jsonl(tmp_path, packed[: len(packed) * 3 // 4], name)
     assert [r["id"] for r in rows] == list(range(len(rows)))
     assert len(rows) > 1000
-    assert rejects[-1].position == len(rows) + len(rejects) - 1
-    assert " to its end, got " in rejects[-1].reason
+    assert rejects[-1].rows_unknown
+    reason = f"file must be readable to its end, got none from row {len(rows)} on: "
+    assert rejects[-1].reason.startswith(reason)
 
 
 def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.sources.jsonl_source.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("pipelines.sources.lines.MAX_ROW_BYTES", 1 << 20)
     monkeypatch.setattr("pipelines.sources.jsonl_source._BLOCK_BYTES", 1 << 18)
     data = line(0) + b"\n" + b"{" + b" " * (8 << 20) + b"}\n" + line(2)
     rows, rejects = jsonl(tmp_path, data, part_bytes=1 << 22)
-    assert [r["id"] for r in rows] == [0, 2]
+    assert [(r["id"], r[ORIGIN]) for r in rows] == [(0, 0), (2, 2)]
     assert [(r.position, r.reason) for r in rejects] == [
-        (1, "line must be at most 1 MiB, got a longer one")
+        (1, f"row must be at most 1 MiB, got a line of {(8 << 20) + 2} bytes")
     ]
+
+
+def test_lines_in_utf16_are_one_reject_of_their_file(tmp_path: Path) -> None:
+    rows, rejects = jsonl(tmp_path, line(0).decode().encode("utf-16"), part_bytes=10)
+    reason = "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
+    assert (rows, rejects) == ([], [file_reject("log.jsonl", reason)])
 
 
 AVRO = {
@@ -240,9 +247,8 @@ def test_codecs_of_other_writers_are_read(
 def test_truncated_avro_file_keeps_its_whole_blocks(tmp_path: Path) -> None:
     rows, rejects = avro(tmp_path, avro_bytes("null")[:-100])
     assert [r["id"] for r in rows] == list(range(len(rows)))
-    (reject,) = rejects
-    assert (reject.file, reject.position) == ("log.avro", len(rows))
-    assert reject.reason.startswith("block must end at a sync marker, got none there; ")
+    reason = f"block from row {len(rows)} on must be readable, got no sync marker at its end"
+    assert rejects == [file_reject("log.avro", reason)]
     assert len(rows) > 900
 
 
@@ -259,6 +265,49 @@ def test_damaged_block_costs_itself_only(codec: str, tmp_path: Path) -> None:
     assert ids == sorted(set(ids))
     assert 900 < len(ids) < 1000
     assert ids[-1] == 999
+
+
+def blocks_of(data: bytes) -> tuple[bytes, list[tuple[int, bytes]]]:
+    """Return the head of an uncompressed file, and the rows and bytes of its blocks."""
+    blocks = fastavro.block_reader(io.BytesIO(data))
+    found = [(b.num_records, getattr(b, "bytes_").getvalue()) for b in blocks]  # noqa: B009
+    return data[: data.index(data[-16:]) + 16], found
+
+
+def joined(head: bytes, blocks: list[tuple[int, bytes]]) -> bytes:
+    parts = [varint(count) + varint(len(body)) + body + head[-16:] for count, body in blocks]
+    return head + b"".join(parts)
+
+
+def test_rows_of_a_block_that_cannot_be_decoded_are_rejected_one_by_one(tmp_path: Path) -> None:
+    head, blocks = blocks_of(avro_bytes("null"))
+    (count, body), first = blocks[1], blocks[0][0]
+    blocks[1] = count, body[: len(body) // 2]
+    rows, rejects = avro(tmp_path, joined(head, blocks))
+    ids = [r["id"] for r in rows]
+    assert [r[ORIGIN] for r in rows] == ids
+    assert [r.position for r in rejects] == sorted(set(range(1000)) - set(ids))
+    assert first < len(ids) < 1000
+
+
+@pytest.mark.parametrize("counted", [-1, 1])
+def test_block_whose_head_counts_other_rows_than_it_has_is_a_fault(
+    counted: int, tmp_path: Path
+) -> None:
+    head, blocks = blocks_of(avro_bytes("null"))
+    blocks[1] = blocks[1][0] + counted, blocks[1][1]
+    rows, rejects = avro(tmp_path, joined(head, blocks))
+    assert len(rows) == 1000 + min(0, counted)
+    assert [r.rows_unknown for r in rejects] == [counted < 0]
+
+
+def test_rows_that_compress_to_less_than_a_byte_have_places_of_their_own(tmp_path: Path) -> None:
+    schema = {"type": "record", "name": "Row", "fields": [{"name": "id", "type": "long"}]}
+    file = io.BytesIO()
+    rows = [{"id": 1}] * 50_000
+    fastavro.writer(file, schema, rows, codec="deflate", sync_interval=10_000)
+    found, rejects = avro(tmp_path, file.getvalue(), part_bytes=30)
+    assert ([r[ORIGIN] for r in found], rejects) == (list(range(50_000)), [])
 
 
 def test_bytes_that_are_no_text_reject_their_record_only(tmp_path: Path) -> None:
@@ -304,10 +353,9 @@ def test_file_that_goes_or_changes_after_the_listing_is_one_clear_reject(tmp_pat
     folder = folder_of(tmp_path)
     (part,), _ = parts_of_file(folder, whole, config)
     _, (reject,) = parts_of_file(folder, replace(whole, num_bytes=7), config)
-    assert reject == Reject(
-        "log.jsonl", None, f"file must stay as it was listed, got {len(line(1))} bytes for 7"
-    )
+    reason = f"file must stay as it was listed, got {len(line(1))} bytes for 7"
+    assert reject == file_reject("log.jsonl", reason)
     (tmp_path / "log.jsonl").unlink()
-    gone = Reject("log.jsonl", None, "file must stay until it is read, got none")
+    gone = file_reject("log.jsonl", "file must stay until it is read, got none")
     assert parts_of_file(folder, whole, config) == ([], [gone])
     assert read(tmp_path, "log.jsonl", config, [part]) == ([], [gone])
