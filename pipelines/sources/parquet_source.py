@@ -60,10 +60,6 @@ def read_parquet(
                 rows = with_origins(table.select(columns), part.file_index, positions)
                 done += table.num_rows
                 yield from typed_chunks(rows, part, schema, words)
-            wanted = file.metadata.row_group(part.row_group or 0).num_rows
-            if done != wanted:
-                reason = f"row group {part.row_group} must have {wanted} rows, got {done}"
-                yield RawRows(None, (file_reject(part.path, reason),))
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:

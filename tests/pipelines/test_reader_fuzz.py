@@ -1,27 +1,38 @@
 """Readers against files of random faults: every row is accepted or rejected, at its place."""
 
+import gzip
+import io
+import json
 import random
 from pathlib import Path
 
+import fastavro
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from pipelines.sources import csv_records, csv_source, lines
+from pipelines.sources import csv_records, csv_source, jsonl_source, lines
+from pipelines.sources.avro_source import cut_avro
 from pipelines.sources.folder import folder_of
+from pipelines.sources.jsonl_source import cut_jsonl
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.rows import ORIGIN, PART_BYTES, FilePart
 from schemas.job_sources import SourceConfig
 from tests.pipelines.csv_reference import Reference
 
 NAMES = ["x", "y", "z"]
 
 
-def read_all(directory: Path, name: str, config: SourceConfig) -> tuple[pa.Table, list[Reject]]:
+def read_all(
+    directory: Path, name: str, config: SourceConfig, part_bytes: int = PART_BYTES
+) -> tuple[pa.Table, list[Reject]]:
+    """Return what a file holds, and what had to be left out, in order."""
     folder = folder_of(directory)
     schema = empty_rows(folder, "log", config, [name]).schema
     whole = FilePart("log", name, 0, num_bytes=(directory / name).stat().st_size)
-    parts, rejects = parts_of_file(folder, whole, config)
+    cut = {"jsonl": cut_jsonl, "avro": cut_avro}.get(config.format)
+    parts, rejects = cut(folder, whole, part_bytes) if cut else parts_of_file(folder, whole, config)
     found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
     tables = [rows.table for rows in found if rows.table is not None]
     assert all(table.schema == schema for table in tables)
@@ -74,7 +85,7 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
         pieces = list(CSV_PIECES)
         if draw.random() < 0.5:  # mostly good rows
             row = b",".join([b"a"] * len(names)) + b"\n"
-            quoted = draw.choice([b'"b"', b'"b\n"', b'"b""\n\n,"'])
+            quoted = draw.choice([b'"b"', b'"b\n"', b'"b""\n\n,"', b'"' + b"x\n" * 8 + b'"'])
             pieces += 8 * [row] + 4 * [row.replace(b"a", quoted, 1)]
         data = b"".join(draw.choices(pieces, k=draw.randint(0, 40))).replace(b'"', mark)
         (tmp_path / "a.csv").write_bytes(data)
@@ -89,3 +100,123 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
         accepted = [(i, *r) for i, r in enumerate(expected) if r is not None]
         found = [(r[ORIGIN], *(r[n].encode() for n in names)) for r in table.to_pylist()]
         assert found == accepted, data
+
+
+LINES = [
+    *(b'{"a": 1}', b'{"a": 2}\n', b'{"a": 3}\r\n', b'{"a": 4}\r', b'{"a": null}\n', b"{}\n"),
+    *(b'{"a": 1', b"}", b'"', b"\n", b"\r", b"\r\n", b"null\n", b"\xff", b"\0", b" ", b"7\n"),
+    *(b'{"a": "x"}\n', b'{"b": [1, "\xc3\xa9"]}\n', b'{"a": 1, "a": 2}\n', b'{"a": 1.5}\n'),
+]
+
+
+def integer_of(line: bytes) -> tuple[int | None] | None:
+    """Return the field `a` of a JSON object, None for a line that is none or has another type."""
+    try:
+        pairs = json.loads(line.decode(), object_pairs_hook=list)
+    except ValueError:
+        return None
+    values = [v for k, v in pairs if k == "a"] if isinstance(pairs, list) else [""]
+    if not line.startswith(b"{") or len(values) > 1:
+        return None
+    value = values[0] if values else None
+    return (value,) if value is None or type(value) is int else None
+
+
+@pytest.mark.parametrize("block", [1, 5, 64, 8 << 20])
+def test_json_lines_are_accepted_or_rejected_one_by_one(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl_source, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 60 if block <= 60 else 16 << 20)
+    draw = random.Random(block)
+    config = SourceConfig(files="*", format="jsonl", columns={"a": "int64"})
+    for _ in range(150 if block > 1 else 40):
+        good = draw.choice([0, 30])
+        data = b"".join(draw.choices(LINES + LINES[1:6] * good, k=draw.randint(0, 40)))
+        (tmp_path / "a.jsonl").write_bytes(data)
+        texts = [line.strip() for line in data.splitlines()]
+        values = {i: integer_of(text) for i, text in enumerate(texts) if text}
+        table, rejects = read_all(tmp_path, "a.jsonl", config, draw.randint(1, 100))
+        found = dict(zip(table[ORIGIN].to_pylist(), table["a"].to_pylist(), strict=True))
+        too_long = [r.position for r in rejects if r.reason.startswith("row must be at most")]
+        assert all(len(data.splitlines()[p or 0]) > 57 for p in too_long)
+        expected = {i: v[0] for i, v in values.items() if v and i not in too_long}
+        assert found == expected, data
+        assert sorted([r.position or 0 for r in rejects]) == sorted(values.keys() - found.keys())
+        assert not any(r.rows_unknown for r in rejects)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_compressed_file_that_is_cut_or_changed_anywhere_is_never_read_as_whole(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "_READ_BYTES", 64)
+    draw = random.Random(kind)
+    config = SourceConfig(files="*", format=kind, columns={"a": "int64"}, header=False)  # type: ignore[arg-type]
+    texts = [b"%d\n" % i if kind == "csv" else b'{"a": %d}\n' % i for i in range(200)]
+    at = draw.randint(1, 199)
+    members = [gzip.compress(b"".join(part)) for part in (texts[:at], texts[at:])]
+    data, name = b"".join(members), f"log.{kind}.gz"
+    for size in draw.sample(range(len(data)), 60):
+        (tmp_path / name).write_bytes(data[:size])
+        table, rejects = read_all(tmp_path, name, config)
+        assert table["a"].to_pylist() == list(range(table.num_rows))
+        whole = size in (0, len(members[0]))  # nothing tells that more would follow
+        assert [r.rows_unknown for r in rejects] == [True] * (not whole), size
+    for _ in range(60):
+        changed = bytearray(data)
+        changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        (tmp_path / name).write_bytes(bytes(changed))
+        table, rejects = read_all(tmp_path, name, config)
+        assert rejects or table["a"].to_pylist() == list(range(200))
+
+
+def damaged(data: bytes, draw: random.Random) -> bytes:
+    """Return a file that was cut, or lost bytes, or has other ones."""
+    place = draw.randrange(len(data))
+    kind = draw.choice(["cut", "lost", "changed", "changed", "changed"])
+    if kind == "cut":
+        return data[:place]
+    size = draw.choice([1, 4, 40])
+    if kind == "lost":
+        return data[:place] + data[place + size :]
+    other = bytes(b ^ draw.randrange(256) for b in data[place : place + size])
+    return data[:place] + other + data[place + size :]
+
+
+def no_row_is_lost(found: tuple[pa.Table, list[Reject]], num_rows: int) -> bool:
+    """Tell whether all rows arrived or were rejected, or a reject says that rows are unknown."""
+    table, rejects = found
+    places = table[ORIGIN].to_pylist() + [r.position for r in rejects if not r.rows_unknown]
+    assert len(set(places)) == len(places)
+    return any(r.rows_unknown for r in rejects) or len(places) >= num_rows
+
+
+@pytest.mark.parametrize("codec", ["null", "deflate"])
+def test_damaged_avro_file_loses_no_row_in_silence(codec: str, tmp_path: Path) -> None:
+    schema = {"type": "record", "name": "Row", "fields": [
+        {"name": "a", "type": "long"}, {"name": "b", "type": ["null", "string"]}]}  # fmt: skip
+    file = io.BytesIO()
+    rows = [{"a": i, "b": None if i % 3 else f"n{i}"} for i in range(300)]
+    fastavro.writer(file, schema, rows, codec=codec, sync_interval=300)
+    data, draw = file.getvalue(), random.Random(codec)
+    marker = data[-16:]
+    ends = {i + 16 for i in range(len(data)) if data.startswith(marker, i)}
+    config = SourceConfig(files="*", format="avro", columns={"a": "int64", "b": "string"})
+    for _ in range(300):
+        bad = damaged(data, draw)
+        if len(bad) in ends and data.startswith(bad):
+            continue  # nothing tells that more blocks would follow
+        (tmp_path / "a.avro").write_bytes(bad)
+        found = read_all(tmp_path, "a.avro", config, draw.choice([100, 1000, 1 << 20]))
+        assert no_row_is_lost(found, 300), bad
+
+
+def test_damaged_parquet_file_loses_no_row_in_silence(tmp_path: Path) -> None:
+    table = pa.table({"a": list(range(300)), "b": [f"n{i}" for i in range(300)]})
+    pq.write_table(table, tmp_path / "good", row_group_size=50, write_page_checksum=True)
+    data, draw = (tmp_path / "good").read_bytes(), random.Random(0)
+    config = SourceConfig(files="*", format="parquet", columns={"a": "int64", "b": "string"})
+    for _ in range(200):
+        (tmp_path / "a.parquet").write_bytes(damaged(data, draw))
+        assert no_row_is_lost(read_all(tmp_path, "a.parquet", config), 300)
