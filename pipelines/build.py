@@ -18,7 +18,7 @@ from pipelines.build_warnings import warnings_of
 from pipelines.groups.job import with_groups
 from pipelines.learned.files import learned_so_far, place_learned, returned_files, stage_learned
 from pipelines.parts.part import PartResult, unpacked
-from pipelines.prepare import BuildRequest, check_map, prepare
+from pipelines.prepare import BuildRequest, Prepared, check_map, prepare
 from pipelines.progress import watched
 from pipelines.runners import in_process, runner_module
 from pipelines.samples.sampling_units import write_units
@@ -85,20 +85,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         request.say(f"segment {there.id}: already there, nothing to do")
         return Built(there, built=False)
     building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-    context = BuildContext(
-        folder=folder_of(request.input_root),
-        segment_root=building,
-        listing=listing,
-        data=job.data,
-        features=features,
-        steps=prepared.steps,
-        empty_rows=prepared.empty_rows,
-        broadcast=prepared.broadcast,
-        key_types=prepared.key_types,
-        num_parts=num_parts_of(listing, job.data),
-        learned=learned_so_far(request.dataset),
-        shuffle_by=shuffle_by(request.beam_args),
-    )
+    context = context_of(request, job, features, prepared, building)
     with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
         if (building / MANIFEST).exists():
             request.say("segment finished by an attempt that died: taken over")
@@ -109,6 +96,34 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         reference = publish(proposal_of(request, job, features, key, building))
     request.say(f"segment {reference.id} committed")
     return Built(reference, built=True, waited_sec=waited_sec)
+
+
+def context_of(
+    request: BuildRequest, job: Job, features: FeatureSet, prepared: Prepared, building: Path
+) -> BuildContext:
+    """Return what every stage of a build must know.
+
+    Args:
+        request: what is to be built.
+        job: the job file.
+        features: declared columns.
+        prepared: what is known before the work starts.
+        building: directory of the segment being built.
+    """
+    return BuildContext(
+        folder=folder_of(request.input_root),
+        segment_root=building,
+        listing=prepared.listing,
+        data=job.data,
+        features=features,
+        steps=prepared.steps,
+        empty_rows=prepared.empty_rows,
+        broadcast=prepared.broadcast,
+        key_types=prepared.key_types,
+        num_parts=num_parts_of(prepared.listing, job.data),
+        learned=learned_so_far(request.dataset),
+        shuffle_by=shuffle_by(request.beam_args),
+    )
 
 
 def hashes_of(
@@ -195,6 +210,19 @@ def check_usable(parts: list[PartResult], rejects: list[Reject], data: DataConfi
         raise SchemaError(f"samples must not be empty, got none; {reason}")
 
 
+def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
+    """Return the job file, with the split of the request's day, and its schema.
+
+    Raises:
+        SchemaError: one of them is not as it must be.
+    """
+    job = load_job(request.job_path)
+    if request.day is not None:
+        split = job.data.split.on(date.fromisoformat(request.day))
+        job = replace(job, data=replace(job.data, split=split))
+    return job, load_features(request.job_path.parent / job.data.schema)
+
+
 def build(request: BuildRequest) -> dict[str, Any]:
     """Build a dataset of one segment, or append one, with its indexes.
 
@@ -205,12 +233,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
         SchemaError: the job, the input or the dataset does not fit.
     """
     started = time.perf_counter()
-    job = load_job(request.job_path)
+    job, features = load_request(request)
     if request.day is not None:
-        day = date.fromisoformat(request.day)
-        request = replace(request, position=position_of_day(day))
-        job = replace(job, data=replace(job.data, split=job.data.split.on(day)))
-    features = load_features(request.job_path.parent / job.data.schema)
+        request = replace(request, position=position_of_day(date.fromisoformat(request.day)))
     if request.append:
         read_dataset(request.dataset)  # refuses a directory that is no dataset
     request, job = with_groups(request, job, features, PART_INPUT_BYTES)

@@ -17,6 +17,8 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from pipelines.arguments import build_parser
 from pipelines.build import build
 from pipelines.forget.at_once import ForgetRequest, forget
@@ -25,6 +27,8 @@ from pipelines.generator.log import GeneratorConfig, write_log
 from pipelines.oracle.command import oracle
 from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
+from pipelines.preview.preview import PreviewRequest, preview
+from pipelines.preview.show import WIDTH, show
 from pipelines.segments.finish import finish
 from pipelines.segments.prune import prune
 from pipelines.segments.verify import verify
@@ -95,6 +99,23 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         say=_progress,
     )
     _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
+    return 0
+
+
+def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
+    found = preview(
+        PreviewRequest(
+            job_path=arguments.job,
+            input_root=arguments.input,
+            rows=arguments.rows,
+            day=_text_of(arguments.day),
+            say=_progress,
+        )
+    )
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        show(found, Console(width=WIDTH))
     return 0
 
 
@@ -259,6 +280,7 @@ def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 _COMMANDS = {
     "generate": _generate,
+    "preview": _preview,
     "build": _build,
     "append": _append,
     "finish": _finish,

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 
 from pipelines.beam.commit import SEGMENT, Wanted, committed
-from pipelines.beam.context import BuildContext
 from pipelines.beam.io import INCOMING
 from pipelines.beam.options import shuffle_of
 from pipelines.beam.segment import segment_pipeline
-from pipelines.build import PART_INPUT_BYTES, hashes_of, num_parts_of
+from pipelines.build import PART_INPUT_BYTES, context_of, hashes_of
 from pipelines.groups.job import with_groups
-from pipelines.learned.files import learned_so_far, stage_learned
+from pipelines.learned.files import stage_learned
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.segments.admit import admit
-from pipelines.sources.folder import folder_of
 from pipelines.sources.rejects import Reject
 from pipelines.stages import REJECTS
 from schemas.features import load_features
@@ -79,18 +78,9 @@ class BuildDataset(beam.PTransform):
                 REJECTS: nothing | "typed" >> beam.Map(_as_is).with_output_types(Reject),
             }
         request.dataset.mkdir(parents=True, exist_ok=True)
-        context = BuildContext(
-            folder=folder_of(request.input_root),
-            segment_root=request.dataset / f"{INCOMING}.{request.attempt}",
-            listing=prepared.listing,
-            data=job.data,
-            features=features,
-            steps=prepared.steps,
-            num_parts=num_parts_of(prepared.listing, job.data),
-            empty_rows=prepared.empty_rows,
-            broadcast=prepared.broadcast,
-            key_types=prepared.key_types,
-            learned=learned_so_far(request.dataset),
+        building = request.dataset / f"{INCOMING}.{request.attempt}"
+        context = replace(
+            context_of(request, job, features, prepared, building),
             shuffle_by=shuffle_of(pipeline.options),
         )
         context.segment_root.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from pipelines.sources.folder import Folder
 from pipelines.sources.partitions import typed_partitions
@@ -12,15 +13,25 @@ from schemas.job_sources import SourceConfig
 from schemas.manifest import InputFile
 
 
-def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[InputFile, ...]:
-    """Find the files of every source, sorted by source and path, with sizes and content hashes.
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file of a source: its path below the input directory, and its size."""
+
+    path: str
+    num_bytes: int
+
+
+def find_files(
+    folder: Folder, sources: Mapping[str, SourceConfig]
+) -> dict[str, tuple[FoundFile, ...]]:
+    """Find the files of every source, sorted by source and path; reads none of them.
 
     Raises:
         SchemaError: the directory is missing, a source has no file, its folders do not give the
             columns of `partitions`, or a file goes meanwhile.
     """
     files = folder.files()
-    found: list[InputFile] = []
+    found: dict[str, tuple[FoundFile, ...]] = {}
     for name in sorted(sources):
         pattern = sources[name].files
         matches = regex_of(pattern)
@@ -33,18 +44,42 @@ def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[In
             )
         for path in matching:
             typed_partitions(path, sources[name].partitions)
-        found.extend(_described(folder, name, path, files[path]) for path in matching)
-    return tuple(found)
+        found[name] = tuple(_sized(folder, path, files[path]) for path in matching)
+    return found
 
 
-def _described(folder: Folder, source: str, path: str, size: int | None) -> InputFile:
+def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[InputFile, ...]:
+    """Find the files of every source, sorted by source and path, with sizes and content hashes.
+
+    Raises:
+        SchemaError: as `find_files`.
+    """
+    return tuple(
+        _described(folder, name, file)
+        for name, files in find_files(folder, sources).items()
+        for file in files
+    )
+
+
+def _sized(folder: Folder, path: str, size: int | None) -> FoundFile:
     try:
-        num_bytes = folder.size(path) if size is None else size
-        return InputFile(source=source, path=path, num_bytes=num_bytes, sha256=folder.sha256(path))
+        return FoundFile(path, folder.size(path) if size is None else size)
     except FileNotFoundError as error:
-        raise SchemaError(
-            "file must stay while it is listed, got none; wait until the log is complete", file=path
-        ) from error
+        raise _gone(path) from error
+
+
+def _described(folder: Folder, source: str, file: FoundFile) -> InputFile:
+    try:
+        sha256 = folder.sha256(file.path)
+    except FileNotFoundError as error:
+        raise _gone(file.path) from error
+    return InputFile(source=source, path=file.path, num_bytes=file.num_bytes, sha256=sha256)
+
+
+def _gone(path: str) -> SchemaError:
+    return SchemaError(
+        "file must stay while it is listed, got none; wait until the log is complete", file=path
+    )
 
 
 def regex_of(pattern: str) -> re.Pattern[str]:

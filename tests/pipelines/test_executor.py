@@ -134,6 +134,7 @@ def test_commands_in_process_import_no_beam(tmp_path: Path, repository: Path) ->
         ["append", str(job), "--input", str(tmp_path / "more"), "--dataset", dataset, *here],
         ["oracle", dataset, "--reindex", "--batch-samples", "64", *here],
         ["verify", dataset, "--json"],
+        ["preview", str(job), "--input", str(tmp_path / "input"), "--json"],
     ]
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, json.dumps(commands)],

@@ -1,0 +1,187 @@
+"""Look at what a build would make of the first rows of a log; nothing is left behind.
+
+The first rows are copied to a temporary folder (`excerpt.py`), and the stages of a build run over
+them in this process, so that what is said of a row, and by which words, is what a build says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines import executor
+from pipelines.beam.context import BuildContext
+from pipelines.build import PART_INPUT_BYTES, context_of, load_request
+from pipelines.executor import Collected, Rows
+from pipelines.groups.job import with_groups
+from pipelines.prepare import BuildRequest, prepare
+from pipelines.preview.estimates import SampleTable, estimates, notes_of, python_values
+from pipelines.preview.excerpt import Excerpt, excerpts
+from pipelines.runners import IN_PROCESS
+from pipelines.samples.check_joins import broadcast_sides
+from pipelines.samples.tuples import Tuples
+from pipelines.sources.folder import folder_of
+from pipelines.sources.listing import find_files
+from pipelines.sources.rejects import Reject, sort_key
+from pipelines.sources.rows import ORIGIN
+from pipelines.stages import REJECTS
+from schemas.job import Job
+from schemas.manifest import InputFile
+
+NUM_SAMPLES = 10
+"""Samples that are shown."""
+NUM_REJECTS = 5
+"""Rejects that are shown, and reasons."""
+OTHER_ROWS = 10_000
+"""Rows that are read of each source that samples are not made of, and of each side table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviewRequest:
+    """What is to be looked at.
+
+    Attributes:
+        job_path: the job file.
+        input_root: directory of raw files, or its URL.
+        rows: rows that are read of the source that samples are made of.
+        day: label of the segment, for a job whose split needs one.
+        say: told what is going on, one line at a time.
+    """
+
+    job_path: Path
+    input_root: Path | str
+    rows: int = 1000
+    day: str | None = None
+    say: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        """Refuse to look at nothing."""
+        if self.rows < 1:
+            raise ValueError(f"rows must be at least 1, got {self.rows}; leave --rows out")
+
+
+def preview(request: PreviewRequest) -> dict[str, Any]:
+    """Run the stages of a build over the first rows of a log.
+
+    Returns:
+        What `preview --json` prints.
+
+    Raises:
+        SchemaError: the job or the input does not fit; in the words of a build.
+    """
+    started = time.perf_counter()
+    with TemporaryDirectory(prefix="presage-preview-") as scratch:
+        building = BuildRequest(
+            job_path=request.job_path,
+            input_root=str(Path(scratch, "input")),
+            dataset=Path(scratch, "dataset"),
+            beam_args=["--runner", IN_PROCESS],
+            attempt="preview",
+            day=request.day,
+            say=request.say,
+        )
+        found = _previewed(request, building)
+    return {**found, "wall_sec": round(time.perf_counter() - started, 3)}
+
+
+def _previewed(request: PreviewRequest, building: BuildRequest) -> dict[str, Any]:
+    job, features = load_request(building)
+    data, folder = job.data, folder_of(request.input_root)
+    files = find_files(folder, data.inputs)
+    every = [
+        InputFile(source=name, path=file.path, num_bytes=file.num_bytes, sha256="")
+        for name, found in files.items()
+        for file in found
+    ]
+    broadcast_sides(data, every)  # refuses what a build of all files would
+    rows = {name: max(request.rows, OTHER_ROWS) for name in data.inputs}
+    rows[data.sample_source] = request.rows
+    copied = excerpts(folder, data.inputs, files, rows, Path(building.input_root))
+    listing = tuple(file for excerpt in copied.values() for file in excerpt.listing)
+    building = replace(building, listing=tuple(sorted(listing, key=lambda f: (f.source, f.path))))
+    building, job = with_groups(building, job, features, PART_INPUT_BYTES)
+    prepared = prepare(building, job, features)
+    building.dataset.mkdir()
+    context = context_of(building, job, features, prepared, building.dataset / "segment")
+    return _run(context, job, copied, request)
+
+
+def _run(
+    context: BuildContext, job: Job, copied: Mapping[str, Excerpt], request: PreviewRequest
+) -> dict[str, Any]:
+    """Run the stages, and say what came of each."""
+    found, counted, side_rows = Collected(), Counter[str](), dict[str, list[pa.Table]]()
+
+    def rows() -> Iterator[Rows]:
+        for source, table in executor.read_all(context, found):
+            counted[source] += table.num_rows
+            side_rows.setdefault(source, []).append(table)
+            yield source, table
+
+    sent = executor.make_samples(context, rows(), found)
+    tuples: list[Tuples] = [t for part in sent.values() for t in part]
+    samples = SampleTable.of(tuples, context)
+    learned = executor.learn(context, found) if tuples else []
+    parts = executor.write_parts(context, sent, learned[0] if learned else {})
+    distinct = dict(executor.number_tables(context, parts))
+    rejects = _rejects(found.values[REJECTS], sum(counted.values()))
+    made = estimates(context, samples, parts, distinct, side_rows)
+    sources = {
+        name: _source(context, name, excerpt, counted[name]) for name, excerpt in copied.items()
+    }
+    return {
+        "job": job.name,
+        "input": str(request.input_root),
+        "rows": counted[context.data.sample_source],
+        "sources": sources,
+        "num_samples": samples.rows.num_rows,
+        "num_sessions": sum(part.num_sessions for part in parts),
+        "samples": python_values(samples.rows.slice(0, NUM_SAMPLES)),
+        "rejects": rejects,
+        **made,
+        "notes": notes_of(context, sources, samples, rejects, made),
+    }
+
+
+def _source(context: BuildContext, name: str, excerpt: Excerpt, rows: int) -> dict[str, Any]:
+    schema = context.empty_rows[name].schema
+    return {
+        "format": context.data.inputs[name].format,
+        "num_files": len(excerpt.files),
+        "num_bytes": excerpt.num_bytes,
+        "rows_read": rows,
+        "whole": excerpt.is_whole,
+        "columns": {f.name: _type_text(f.type) for f in schema if f.name != ORIGIN},
+    }
+
+
+def _type_text(kind: pa.DataType) -> str:
+    """Return a type as a job file has it, any kind of list as a list."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list<{_type_text(kind.value_type)}>"
+    return str(kind)
+
+
+def _rejects(rejects: list[Reject], rows: int) -> dict[str, Any]:
+    """Return how many rows cannot be used, why, and the first of them."""
+    ordered = sorted(set(rejects), key=sort_key)
+    reasons: dict[str, list[Reject]] = {}
+    for reject in ordered:
+        reasons.setdefault(reject.reason, []).append(reject)
+    commonest = sorted(reasons.items(), key=lambda item: -len(item[1]))[:NUM_REJECTS]
+    return {
+        "num": len(ordered),
+        "share": round(len(ordered) / max(1, rows, len(ordered)), 6),
+        "reasons": [{"reason": reason, "num": len(of)} for reason, of in commonest],
+        "first": [
+            {"file": r.file, "position": r.position, "reason": r.reason, "value": r.value}
+            for r in ordered[:NUM_REJECTS]
+        ],
+    }

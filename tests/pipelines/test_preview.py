@@ -1,0 +1,230 @@
+"""A preview says what a build would, of the first rows alone, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import fastavro
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.preview.excerpt import MAX_FILES, excerpts
+from pipelines.preview.preview import PreviewRequest, preview
+from pipelines.preview.show import WIDTH
+from pipelines.sources.folder import Folder, folder_of
+from pipelines.sources.listing import find_files
+from pipelines.sources.read import parts_of_file, read_part
+from pipelines.sources.rows import ORIGIN, FilePart
+from schemas.job_sources import SourceConfig
+from tests.pipelines import logs, test_joins
+from tests.pipelines.logs import request
+
+NUM_ROWS = 40_000
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, empty."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scratch: Path) -> None:
+    logs.write_log(tmp_path / "log")
+    job = logs.write_job(tmp_path / "job")
+    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
+    asked = replace(
+        request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]
+    )
+    built = build(asked)
+    assert [found[k] for k in ("num_samples", "num_sessions")] == [
+        built[k] for k in ("num_samples", "num_sessions")
+    ]
+    counts = {
+        name: {k: group[k] for k in ("num_unique", "dedup_factor")}
+        for name, group in found["groups"].items()
+    }
+    assert counts == built["groups"]
+    assert found["sources"]["log"]["whole"]
+    assert found["sources"]["log"]["columns"]["history"] == "list<int64>"
+    assert not any("estimates" in note for note in found["notes"])
+    assert sum(split["num_samples"] for split in found["splits"].values()) == built["num_samples"]
+    assert len(found["samples"]) == 10
+    assert list(scratch.iterdir()) == []
+
+
+def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) -> None:
+    rows = logs.write_log(tmp_path / "log")
+    job = logs.write_job(tmp_path / "job")
+    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log", rows=30))
+    assert found["rows"] == 30
+    items = rows.slice(0, 30)["items"].to_pylist()
+    assert found["num_samples"] == sum(map(len, items))
+    assert [sample["item"] for sample in found["samples"]] == [i for part in items for i in part][
+        :10
+    ]
+    assert found["notes"][0].startswith("groups, tables, splits and joins are estimates from the ")
+    assert any("no sample is for evaluation" in note for note in found["notes"])
+
+
+def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
+    rows = logs.write_log(tmp_path / "log")
+    job = logs.write_job(tmp_path / "job")
+    text = job.read_text().replace("clicked AS label", "(clicked / (user - 52))::INT AS label")
+    job.write_text(text)
+    (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
+    bad = sum(user == 52 for user in rows["user"].to_pylist())
+    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["rejects"]
+    build(replace(request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]))
+    (path,) = (tmp_path / "d").rglob("rejects/*.parquet")
+    assert found["first"] == pq.read_table(path).to_pylist()[: len(found["first"])]
+    assert found["num"] == bad + 1
+    assert sum(each["num"] for each in found["reasons"]) == bad + 1
+
+
+def test_a_join_that_matches_nothing_says_so(tmp_path: Path) -> None:
+    test_joins.write_input(tmp_path / "input")
+    job = test_joins.write_job(tmp_path / "job")
+    path = tmp_path / "input" / "items.jsonl"
+    path.write_text("\n".join(f'{{"item": {i}, "price": 1, "tags": [1]}}' for i in range(900, 950)))
+    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input"))
+    items, users = found["joins"]
+    assert (items["table"], items["matched"], items["of"]) == ("items", 0, found["num_samples"])
+    assert 0 < users["matched"] < users["of"]
+    note = f"no 'item' of {items['of']} is found in all 50 rows of 'items'"
+    assert note in found["notes"]
+    assert "column 'price' is null in every sample" in found["notes"]
+
+
+def many_rows() -> pa.Table:
+    numbers = np.arange(NUM_ROWS)
+    return pa.table({"a": numbers, "text": [f'line {i}\n"x", and more' for i in numbers.tolist()]})
+
+
+def csv_bytes(rows: pa.Table) -> bytes:
+    lines = (f'{r["a"]},"{r["text"].replace(chr(34), chr(34) * 2)}"' for r in rows.to_pylist())
+    return ("a,text\n" + "\n".join(lines) + "\n").encode()
+
+
+def avro_bytes(rows: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    fields = [{"name": "a", "type": "long"}, {"name": "text", "type": "string"}]
+    schema = {"type": "record", "name": "row", "fields": fields}
+    fastavro.writer(sink, schema, rows.to_pylist(), codec="deflate")
+    return sink.getvalue()
+
+
+def parquet_bytes(rows: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(rows, sink, row_group_size=NUM_ROWS)
+    return sink.getvalue()
+
+
+def jsonl_bytes(rows: pa.Table) -> bytes:
+    return "\n".join(map(json.dumps, rows.to_pylist())).encode()
+
+
+FORMATS = {
+    "csv": ("x.csv", "csv", csv_bytes),
+    "compressed csv": ("x.csv.zst", "csv", lambda t: pa.compress(csv_bytes(t), "zstd", True)),
+    "json lines": ("x.jsonl", "jsonl", jsonl_bytes),
+    "compressed json lines": ("x.jsonl.gz", "jsonl", lambda t: gzip.compress(jsonl_bytes(t), 1)),
+    "avro": ("x.avro", "avro", avro_bytes),
+    "parquet": ("x.parquet", "parquet", parquet_bytes),
+}
+
+
+@pytest.mark.parametrize(("name", "kind", "encode"), FORMATS.values(), ids=FORMATS.keys())
+def test_an_excerpt_has_the_first_rows_of_a_file_and_no_others(
+    name: str, kind: str, encode: object, tmp_path: Path
+) -> None:
+    rows = many_rows()
+    (tmp_path / "log").mkdir()
+    content = encode(rows)  # pyright: ignore[reportCallIssue]
+    (tmp_path / "log" / name).write_bytes(content)
+    config = SourceConfig(files="x.*", format=kind, columns={"a": "int64", "text": "string"})  # pyright: ignore[reportArgumentType]
+    folder, sources = folder_of(tmp_path / "log"), {"log": config}
+    (tmp_path / "copy").mkdir()
+    found = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
+    assert not found["log"].is_whole
+    (copied,) = found["log"].listing
+    assert copied.num_bytes < len(content) / 4
+    table = read(folder_of(tmp_path / "copy"), copied.path, config)
+    assert 240 <= table.num_rows <= 3_000
+    assert table.drop_columns([ORIGIN]).equals(rows.slice(0, table.num_rows))
+    assert table[ORIGIN].to_pylist() == list(range(table.num_rows))
+
+
+def read(folder: Folder, path: str, config: SourceConfig) -> pa.Table:
+    schema = pa.schema([("a", pa.int64()), ("text", pa.string()), (ORIGIN, pa.int64())])
+    parts, rejects = parts_of_file(folder, FilePart("log", path, 0), config)
+    assert not rejects
+    found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
+    assert not any(rows.rejects for rows in found)
+    return pa.concat_tables(rows.table for rows in found if rows.table is not None).combine_chunks()
+
+
+def test_of_many_files_only_the_first_are_read(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    for i in range(MAX_FILES + 9):
+        (tmp_path / "log" / f"{i:03d}.jsonl").write_text('{"a": 1}\n')
+    config = SourceConfig(files="*.jsonl", format="jsonl", columns={"a": "int64"})
+    folder, sources = folder_of(tmp_path / "log"), {"log": config}
+    found = excerpts(folder, sources, find_files(folder, sources), {"log": 500}, tmp_path / "copy")
+    assert len(found["log"].files) == MAX_FILES + 9
+    assert len(found["log"].listing) == MAX_FILES
+    assert not found["log"].is_whole
+
+
+def test_preview_prints_one_object_or_a_hundred_columns(
+    tmp_path: Path, scratch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test_joins.write_input(tmp_path / "input")
+    job = test_joins.write_job(tmp_path / "job")
+    words = ["preview", str(job), "--input", str(tmp_path / "input"), "--rows", "100"]
+    assert main([*words, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["num_samples"] > 100
+    assert printed.count("\n") == 1
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[1:])) <= WIDTH
+    text = "\n".join(lines)
+    for word in ("Sources", "First 10 samples", "No rejects", "dedup factor", "look-ups", "Joins"):
+        assert word in text
+    assert list(scratch.iterdir()) == []
+
+
+WRONG = {
+    "no such folder": ("FROM log", "FROM log", "nowhere"),
+    "no such file": ('"*.parquet"', '"*.csv"', "log"),
+    "no such column": ("time, user", "time, usr", "log"),
+    "a column that is not declared": ("clicked AS label", "clicked AS label, 1 AS more", "log"),
+    "no job": ("name: shop", "nam: shop", "log"),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "folder"), WRONG.values(), ids=WRONG.keys())
+def test_what_does_not_fit_is_said_in_the_words_of_a_build(
+    before: str, after: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.write_log(tmp_path / "log", num_rows=30)
+    job = logs.write_job(tmp_path / "job")
+    job.write_text(job.read_text().replace(before, after))
+    words = [str(job), "--input", str(tmp_path / folder)]
+    assert main(["preview", *words]) == 1
+    said = capsys.readouterr().err
+    assert main(["build", *words, "--output", str(tmp_path / "d"), "--runner=InProcess"]) == 1
+    assert said == capsys.readouterr().err
+    assert said.count("\n") == 1
