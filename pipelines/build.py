@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from pipelines import executor
