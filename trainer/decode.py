@@ -306,4 +306,6 @@ def _keys(column: pa.Array) -> Array:
             column = column.cast(pa.int64())
         if pa.types.is_integer(column.type):
             return numpy_of(column).astype(np.int64)
+        if pa.types.is_dictionary(column.type):  # texts: each distinct one is hashed once
+            return _keys(column.dictionary)[numpy_of(column.indices)]
     return hash_keys(comparable(column)).view(np.int64)
