@@ -181,7 +181,14 @@ def chosen_of(found: RunIdentity) -> tuple[str, ...] | None:
 def first_checkpoint(run: Path, options: TrainOptions) -> Path | None:
     """Return what a run that has been begun begins with, None for nothing."""
     begun = options.resume or options.start_from is not None
-    return resumable_checkpoint(run) if begun else None
+    found = resumable_checkpoint(run) if begun else None
+    if begun and found is None and (num_steps := steps_with_lines(run)[0]):
+        logger.warning(
+            "%s has no checkpoint: its %s steps are trained again. Set "
+            "train.checkpoint.every_steps to save beside training.",
+            *(run, num_steps),
+        )
+    return found
 
 
 def resumable_checkpoint(run: Path) -> Path | None:

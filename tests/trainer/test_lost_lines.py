@@ -156,6 +156,14 @@ def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
     assert_whole(folder, stopped)
 
 
+def test_resume_without_a_checkpoint_says_what_is_trained_again(
+    folder: Path, stopped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(stopped / CHECKPOINTS)
+    resume(folder, stopped, steps=1)
+    assert f"{stopped} has no checkpoint: its 12 steps are trained again" in caplog.text
+
+
 def test_damaged_checkpoint_that_the_lines_reach_leaves_the_newer_ones(
     folder: Path, stopped: Path
 ) -> None:
