@@ -15,7 +15,8 @@ def found_in(directory: Path, value: int | str) -> list[str]:
     """Name each file below a directory that holds an id, in whatever form.
 
     Parquet files are also read column by column, so that compression and encodings hide nothing,
-    and their minima and maxima are looked at; `.npy` files are read as their numbers.
+    and their minima and maxima are looked at; `.npy` files are read as their numbers, `.zst` files
+    as what they compress.
 
     Args:
         directory: what is searched, hidden files too.
@@ -31,6 +32,8 @@ def holds(path: Path, value: int | str) -> bool:
     if isinstance(value, int):
         needles.append(int(value).to_bytes(8, "little", signed=True))
     data = path.read_bytes()
+    if path.suffix == ".zst":
+        data = pa.CompressedInputStream(pa.py_buffer(data), "zstd").read()
     if any(needle in data for needle in needles) or str(value) in path.name:
         return True
     if path.suffix == ".parquet":
