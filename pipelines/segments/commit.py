@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pipelines.beam.shuffle import SHUFFLE
 from pipelines.gate.anomalies import anomalies_text
 from pipelines.oracle.files import write_file
-from pipelines.parts.encodings import choose, open_writer
+from pipelines.parts.encodings import DICTIONARY, Encodings, open_writer
 from pipelines.parts.part import LOOKUPS, PartResult
 from pipelines.parts.slices import slices_of
 from pipelines.parts.write import join_blocks
@@ -135,7 +135,8 @@ def finish_segment(
         shutil.rmtree(root / scratch, ignore_errors=True)
     remove_partial(root)
     blocks = join_blocks(r.blocks for r in results)
-    with open_writer(str(root / BLOCKS), blocks.schema, choose(blocks)) as writer:
+    encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
+    with open_writer(str(root / BLOCKS), blocks.schema, Encodings(encodings)) as writer:
         writer.write_table(blocks)
     if rejects:
         write_file(root, rejects_path(0), to_table(rejects))

@@ -13,9 +13,9 @@ from schemas.dataset import Segment, verified
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
 
-COMPRESSION_LEVEL = 15
-"""Of zstd. The text of 17 columns, 541 kB: 34 kB in 49 ms, 44 kB in 2 ms at level 3, and 29 kB in
-293 ms at 19 (benchmarks/storage.md, 2026-11-23)."""
+COMPRESSION_LEVEL = 9
+"""Of zstd. The text of 17 columns, 541 kB: 35 kB in 11 ms, 44 kB in 2 ms at level 3, 34 kB in 49 ms
+at 15 and 29 kB in 293 ms at 19 (benchmarks/storage.md, 2026-11-23)."""
 
 
 def write_statistics(segment: Path, text: str) -> None:
