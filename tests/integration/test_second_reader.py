@@ -119,8 +119,8 @@ def segment(log: Path) -> Path:
 
 def samples_of(log: Path) -> pl.DataFrame:
     paths = sorted((log / "log").glob("*.parquet"))
-    log = pl.concat([pl.read_parquet(path) for path in paths])
-    return log.with_columns(
+    rows = pl.concat([pl.read_parquet(path) for path in paths])
+    return rows.with_columns(
         item_code=pl.format(CODE + "{}", "item_id"),
         clicked_codes=pl.col("clicked_items").list.eval(pl.format(CODE + "{}", pl.element())),
     ).select(list(COLUMNS))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.beam import transforms
+from pipelines import stages
 from pipelines.build import build
 from pipelines.parts import part
 from pipelines.parts.star import check_blocks
@@ -207,14 +207,14 @@ def test_bundles_that_run_twice_beside_half_written_files_change_no_byte(
         part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
         return part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transforms, "build_part", twice)
-    emit = transforms._SqlStage.hand_over  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(stages, "build_part", twice)
+    emit = stages.SampleStage._hand_over  # pyright: ignore[reportPrivateUsage]
 
     def handed_over_twice(self: object, good: object) -> object:
         list(emit(self, good))  # type: ignore[arg-type]
         return emit(self, good)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(transforms._SqlStage, "hand_over", handed_over_twice)  # pyright: ignore
+    monkeypatch.setattr(stages.SampleStage, "_hand_over", handed_over_twice)
     dataset = tmp_path / "dataset"
     build(request(one / "job" / "job.yaml", one / "log", dataset))
     assert bytes_of(dataset) == bytes_of(one / "dataset")
