@@ -42,7 +42,7 @@ REJECTS_SCHEMA = pa.schema(
         pa.field("file", pa.string()),  # relative to the input directory
         pa.field(
             "position", pa.int64()
-        ),  # row in the file from 0, null when the file is unreadable
+        ),  # row in the file from 0, null when the file or the rest of it is unreadable
         pa.field("reason", pa.string()),
         pa.field("value", pa.string()),  # the row as text, cut at 1,000 characters
     ]
