@@ -7,13 +7,31 @@ from datetime import date, timedelta
 from pathlib import Path
 
 from schemas.declare import parse_duration
+from schemas.paths import (
+    ALLOW_OUTSIDE,
+    ALLOW_OUTSIDE_HELP,
+    SINGLE_WRITER,
+    SINGLE_WRITER_HELP,
+    ArgumentParser,
+)
 
 DESCRIPTION = "Build, check and rewrite datasets."
+WRITTEN = {
+    "build": "output",
+    "append": "dataset",
+    "finish": "dataset",
+    "prune": "dataset",
+    "rewrite": "output",
+    "forget": "dataset",
+    "score": "output",
+    "oracle": "dataset",
+}
+"""Commands to the argument with the folder that they write to, where others may write, too."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; what those of `_WITH_BEAM` do not know goes there."""
-    parser = argparse.ArgumentParser(prog="python -m pipelines", description=DESCRIPTION)
+    parser = ArgumentParser(prog="python -m pipelines", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("generate", help="write the synthetic log of a job")
@@ -131,6 +149,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
     )
     command.add_argument("--json", action="store_true")
+    for name in WRITTEN:
+        command = commands.choices[name]
+        command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
+    for name in ("preview", "build", "append"):
+        command = commands.choices[name]
+        command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     return parser
 
 

@@ -221,7 +221,7 @@ def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
     if request.day is not None:
         split = job.data.split.on(date.fromisoformat(request.day))
         job = replace(job, data=replace(job.data, split=split))
-    return job, load_features(request.job_path.parent / job.data.schema)
+    return job, load_features(request.schema_path(job))
 
 
 def build(request: BuildRequest) -> dict[str, Any]:

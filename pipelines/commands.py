@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.arguments import build_parser
+from pipelines.arguments import WRITTEN, build_parser
 from pipelines.build import build
 from pipelines.forget.at_once import ForgetRequest, forget
 from pipelines.gate.judge import GateError
@@ -34,6 +34,7 @@ from pipelines.segments.prune import prune
 from pipelines.segments.verify import verify
 from schemas.errors import PlanError, SchemaError, counted
 from schemas.job import load_job
+from schemas.paths import check_writable
 
 REFUSED = 3
 """Exit code of a build whose segment did not pass the gate."""
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if beam_args and arguments.command not in _WITH_BEAM:
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
+        if arguments.command in WRITTEN and getattr(arguments, "reindex", True):
+            place = getattr(arguments, WRITTEN[arguments.command])
+            check_writable(place, single_writer=arguments.single_writer)
         return _COMMANDS[arguments.command](arguments, beam_args)
     except GateError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -94,6 +98,7 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         beam_args=beam_args,
         attempt=uuid.uuid4().hex[:12],
         check_sql=arguments.check_sql,
+        allow_outside=arguments.allow_outside,
         last=arguments.last,
         day=_text_of(arguments.day),
         say=_progress,
@@ -109,6 +114,7 @@ def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
             input_root=arguments.input,
             rows=arguments.rows,
             day=_text_of(arguments.day),
+            allow_outside=arguments.allow_outside,
             say=_progress,
         )
     )
@@ -143,6 +149,7 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         beam_args=beam_args,
         attempt=uuid.uuid4().hex[:12],
         check_sql=arguments.check_sql,
+        allow_outside=arguments.allow_outside,
         append=True,
         position=arguments.position,
         day=_text_of(arguments.day),

@@ -40,6 +40,7 @@ from schemas.features import FeatureSet
 from schemas.job import DataConfig, Job
 from schemas.job_sources import SourceConfig
 from schemas.manifest import InputFile
+from schemas.paths import schema_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class BuildRequest:
         say: told what is going on, one line at a time.
         listing: input files, where they are known already.
         job_bytes: what becomes the dataset's job file, where that is not the job file as it is.
+        allow_outside: whether the job's schema may lie outside the folder of the job file.
     """
 
     job_path: Path
@@ -79,6 +81,15 @@ class BuildRequest:
     say: Callable[[str], None] = lambda _: None
     listing: tuple[InputFile, ...] | None = None
     job_bytes: bytes | None = None
+    allow_outside: bool = False
+
+    def schema_path(self, job: Job) -> Path:
+        """Return the file of the job's schema.
+
+        Raises:
+            SchemaError: it lies outside the folder of the job file.
+        """
+        return schema_path(self.job_path, job.data.schema, allow_outside=self.allow_outside)
 
 
 @dataclass(frozen=True, slots=True)

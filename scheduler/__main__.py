@@ -38,6 +38,14 @@ from scheduler.status.server import serving
 from scheduler.status.terminal import render
 from scheduler.status.watching import board_of, port_of, watching
 from schemas.errors import PlanError, SchemaError
+from schemas.paths import (
+    ALLOW_OUTSIDE,
+    ALLOW_OUTSIDE_HELP,
+    SINGLE_WRITER,
+    SINGLE_WRITER_HELP,
+    ArgumentParser,
+    check_writable,
+)
 
 FILE_WIDTH = 160
 """Columns of what is printed into a file."""
@@ -47,7 +55,7 @@ PRINTED = 20
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
+    parser = ArgumentParser(prog="python -m scheduler", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("fit", help="a model of throughput for each job of a CSV file")
     command.add_argument("measurements", type=Path, metavar="MEASUREMENTS.csv")
@@ -66,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--history", type=Path, help="folder with finished runs and build.json files"
     )
+    command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument("--explain", action="store_true", help="a table and the reasons")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     command.set_defaults(run=_plan)
@@ -98,6 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--runner", type=Path, metavar="FILE", help="where segment jobs run; Beam's local runner"
     )
+    command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
+    command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument("--dry-run", action="store_true", help="what would be decided first")
     command.add_argument(
         "--status",
@@ -161,7 +172,12 @@ def _fit(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    snapshot = take_snapshot(arguments.job, arguments.dataset, arguments.history)
+    snapshot = take_snapshot(
+        arguments.job,
+        arguments.dataset,
+        arguments.history,
+        allow_outside=arguments.allow_outside,
+    )
     config = snapshot.job.schedule
     decision = plan(snapshot, config)
     if arguments.json:
@@ -185,6 +201,7 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    check_writable(arguments.output, single_writer=arguments.single_writer)
     check_driver(arguments.driver, arguments.cluster, arguments.jobs, arguments.output)
     request = RunRequest(
         job_files=arguments.jobs,
@@ -196,6 +213,8 @@ def _run(arguments: argparse.Namespace) -> None:
             output=arguments.output,
             runner=place_of(arguments.runner, arguments.output),
         ),
+        single_writer=arguments.single_writer,
+        allow_outside=arguments.allow_outside,
     )
     if arguments.dry_run:
         for planned in plan_jobs(request):

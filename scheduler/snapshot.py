@@ -17,6 +17,7 @@ from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError, nearest
 from schemas.features import FeatureSet, load_features
 from schemas.job import Job, load_job
+from schemas.paths import schema_path
 
 ASSUMED_SAMPLES = 1_000_000
 """Samples of a job that has neither a dataset nor `data.generate`."""
@@ -71,15 +72,24 @@ class Snapshot:
     """Its measurements."""
 
 
-def take_snapshot(job: Path, dataset: Path | None, history: Path | None) -> Snapshot:
+def take_snapshot(
+    job: Path, dataset: Path | None, history: Path | None, *, allow_outside: bool = False
+) -> Snapshot:
     """Read everything that is known of a job.
+
+    Args:
+        job: the job file.
+        dataset: that tells sizes of the data; None where there is none yet.
+        history: folder with earlier builds and runs.
+        allow_outside: whether its schema may lie outside the folder of the job file.
 
     Raises:
         SchemaError: a file is missing, damaged, or does not belong to the job.
     """
     read = load_job(job)
     if dataset is None:
-        facts = facts_of_job(read, load_features(job.parent / read.data.schema))
+        schema = schema_path(job, read.data.schema, allow_outside=allow_outside)
+        facts = facts_of_job(read, load_features(schema))
     else:
         facts = facts_of_dataset(read, open_dataset(dataset))
     return Snapshot(

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from schemas.errors import SchemaError
 from schemas.layout import FILES_SCHEMA
+from schemas.paths import is_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,12 @@ def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
 def read_files(path: Path) -> dict[str, FileEntry]:
     """Read `files.parquet` by path; its own bytes must have been verified before."""
     rows = pq.read_table(path, memory_map=True).to_pylist()
+    for row in rows:
+        if not is_below(row["path"]):
+            raise SchemaError(
+                f"path must stay in the folder of the file, got {row['path']!r}; rebuild",
+                file=str(path),
+            )
     return {
         row["path"]: FileEntry(
             row["path"],

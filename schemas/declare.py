@@ -24,6 +24,14 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)$")
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
+MAX_BYTES = 4 << 20
+"""Largest document; the longest shipped one has 6 KB."""
+MAX_DEPTH = 32
+"""Deepest nesting; no key of a job file lies deeper than 7."""
+MAX_NODES = 100_000
+"""Most keys, values and lists, those of an anchor counted wherever it is named."""
+
+
 def parse_duration(text: str) -> timedelta:
     """Return the time span that a text such as `90s`, `30m`, `1d` means.
 
@@ -97,6 +105,7 @@ def parse_yaml(text: str, name: str, kind: type[T]) -> T:
         SchemaError: a key or value breaks its declaration.
     """
     try:
+        _check_size(text, name)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = str(error.problem_mark.line + 1) if error.problem_mark else None
@@ -113,6 +122,54 @@ def parse_yaml(text: str, name: str, kind: type[T]) -> T:
     if node is None:
         raise SchemaError("job file must not be empty; start from a shipped one", file=name)
     return _Reader(name).build(kind, node, "")
+
+
+def _check_size(text: str, name: str) -> None:
+    """Refuse a document that would take much to read, before it is: composing it is recursive.
+
+    Raises:
+        SchemaError: it is too large, too deep, or an anchor stands for itself.
+    """
+    if len(text) > MAX_BYTES:
+        raise SchemaError(
+            f"file must have at most {MAX_BYTES:,} characters, got {len(text):,}; shorten it",
+            file=name,
+        )
+    counts, open_anchors = [0], list[str | None]()
+    sizes: dict[str | None, int] = {}
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        place = str(event.start_mark.line + 1)
+        if isinstance(event, yaml.CollectionStartEvent):
+            counts.append(1)
+            open_anchors.append(event.anchor)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            sizes[open_anchors.pop()] = counts[-1]
+            counts[-2:] = [counts[-2] + counts[-1]]
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = 1
+            counts[-1] += 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in open_anchors:
+                raise SchemaError(
+                    f"anchor must not stand for itself, got *{event.anchor}; write it out",
+                    file=name,
+                    place=place,
+                )
+            counts[-1] += sizes.get(event.anchor, 0)
+        if len(open_anchors) > MAX_DEPTH:
+            raise SchemaError(
+                f"keys and lists must be nested at most {MAX_DEPTH} deep; take the brackets, or "
+                "the indentation, away",
+                file=name,
+                place=place,
+            )
+        if sum(counts) > MAX_NODES:
+            raise SchemaError(
+                f"file must have at most {MAX_NODES:,} keys and values, anchors written out; "
+                "shorten it",
+                file=name,
+                place=place,
+            )
 
 
 class _Reader:

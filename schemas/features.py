@@ -15,6 +15,7 @@ from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import schema_pb2
 
 from schemas.errors import SchemaError, nearest, similar_or
+from schemas.paths import is_below
 
 Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -102,10 +103,21 @@ def load_features(path: Path) -> FeatureSet:
             "see docs/job.md",
             file=str(path),
         ) from error
+    except RecursionError as error:
+        raise SchemaError(
+            "schema must list features, got braces nested hundreds deep; see docs/job.md",
+            file=str(path),
+        ) from error
     defaults = _defaults(proto)
     features = tuple(_feature(f, path, defaults.get(f.name)) for f in proto.feature)
     names = [f.name for f in features]
     for name in names:
+        if not is_below(name):  # the windows of a list lie in a folder of its name
+            raise SchemaError(
+                f"feature must have a name without '..' that does not begin with '/', got "
+                f"{name!r}; rename it",
+                file=str(path),
+            )
         if names.count(name) > 1:
             raise SchemaError(
                 f"feature must appear once, got {name!r} twice; keep one", file=str(path)

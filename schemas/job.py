@@ -7,7 +7,6 @@ an example.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -31,10 +30,10 @@ from schemas.job_transforms import (
     check_vocabularies,
 )
 from schemas.layout import SAMPLE_WEIGHT
+from schemas.paths import NAME, check_names
 
 MAX_GROUPS = 8
 MAX_BLOCK_SAMPLES = 1 << 16
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 AUTO = "auto"
 SAMPLES = "samples"
 """Where a transform writes when its inputs are not all in one dedup group."""
@@ -186,7 +185,8 @@ class DataConfig:
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         self.storage.check_groups(self.groups)
         _check_tables(self.tables)
-        _check_names("vocabularies", self.vocabularies)
+        check_names("vocabularies", self.vocabularies)
+        check_names("sides", self.sides)
         check_vocabularies(self.vocabularies, self.transforms)
 
     @property
@@ -233,13 +233,21 @@ class Job:
     """A whole job file."""
 
     name: str
-    """Short name, used in logs and manifests."""
+    """Short name, used in logs and manifests and, by the scheduler, for the job's folder."""
     data: DataConfig
     """What the dataset is made of."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """What is trained on it."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """What it may run on."""
+
+    def __post_init__(self) -> None:
+        """Refuse a name that is no name of a folder."""
+        if not NAME.fullmatch(self.name):
+            raise ValueError(
+                "name must be of letters, digits, '_' and '-', not first a '-', got "
+                f"{self.name!r}; rename it"
+            )
 
 
 def load_job(path: str | Path) -> Job:
@@ -289,7 +297,7 @@ def _check_groups(
 ) -> None:
     if len(groups) > MAX_GROUPS:
         raise ValueError(f"groups must be at most {MAX_GROUPS}, got {len(groups)}; merge some")
-    _check_names("groups", groups)
+    check_names("groups", groups)
     if SAMPLES in groups:
         raise ValueError(f"groups must not use the name {SAMPLES!r}; rename the group")
     if groups == {AUTO: ()}:
@@ -327,17 +335,8 @@ def _check_groups(
             owner[column] = group
 
 
-def _check_names(key: str, names: Iterable[str]) -> None:
-    """Refuse names that cannot be directories and columns."""
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"{key} must be named by letters, digits, '_' and '-', got {name!r}; rename it"
-            )
-
-
 def _check_tables(tables: Mapping[str, TableConfig]) -> None:
-    _check_names("tables", tables)
+    check_names("tables", tables)
     owner: dict[str, str] = {}
     for name, table in tables.items():
         for feature in table.features:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from schemas.errors import SchemaError
 from schemas.layout import FORMAT_VERSION, MANIFEST
+from schemas.paths import NAME, is_below
 
 T = TypeVar("T")
 _ABSENT_WHERE_NONE = ("day", "tombstones_sha256")
@@ -293,6 +294,25 @@ def _check_keys(kind: type, body: Mapping[str, Any], path: Path, place: str = ""
         )
 
 
+def _check_ids(ids: Iterable[str], path: Path) -> None:
+    """Refuse names of folders that would lead elsewhere."""
+    for name in ids:
+        if not NAME.fullmatch(name):
+            raise SchemaError(
+                f"id must be of letters, digits, '_' and '-', got {name!r}; restore the manifest",
+                file=str(path),
+            )
+
+
+def _check_paths(paths: Iterable[str], path: Path) -> None:
+    """Refuse paths that would lead out of the dataset."""
+    for name in paths:
+        if not is_below(name):
+            raise SchemaError(
+                f"path must stay in the dataset, got {name!r}; restore the manifest", file=str(path)
+            )
+
+
 def _build(kind: type[T], body: Mapping[str, Any], path: Path, place: str) -> T:
     _check_keys(kind, body, path, place)
     return kind(**body)
@@ -315,6 +335,8 @@ def read_segment(directory: Path, wanted: Reference | None = None) -> SegmentMan
     body["groups"] = {k: _build(GroupCounts, v, path, f"groups.{k}.") for k, v in groups}
     body["tables"] = {k: _build(TableCounts, v, path, f"tables.{k}.") for k, v in tables}
     body["splits"] = {k: (v[0], v[1]) for k, v in body["splits"].items()}
+    _check_ids([body["id"]], path)
+    _check_paths(body["learned"], path)
     return SegmentManifest(**body)
 
 
@@ -328,6 +350,7 @@ def read_dataset(directory: Path) -> DatasetManifest:
     _check_keys(DatasetManifest, body, path)
     for part in ("segments", "indexes"):
         body[part] = tuple(_build(Reference, r, path, f"{part}.") for r in body[part])
+        _check_ids((reference.id for reference in body[part]), path)
     return DatasetManifest(**body)
 
 
@@ -340,4 +363,5 @@ def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifes
     body = _read(directory, wanted)
     _check_keys(IndexManifest, body, directory / MANIFEST)
     body["segments"] = tuple(body["segments"])
+    _check_ids([body["id"], *body["segments"]], directory / MANIFEST)
     return IndexManifest(**body)

@@ -15,7 +15,8 @@ from pathlib import Path
 from schemas.errors import PlanError, SchemaError, counted
 from schemas.events import BEHIND, LOST
 from schemas.job import load_job
-from trainer.commands import build_parser
+from schemas.paths import check_writable
+from trainer.commands import WRITTEN, build_parser
 from trainer.draining import Drain, DrainInterrupt
 
 __all__ = ["build_parser", "main"]
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "persist": _persist,
     }[arguments.command]
     try:
+        if arguments.command in WRITTEN:
+            place = getattr(arguments, WRITTEN[arguments.command])
+            check_writable(place, single_writer=arguments.single_writer)
         return command(arguments)
     except (SchemaError, PlanError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

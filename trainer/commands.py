@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from schemas.paths import SINGLE_WRITER, SINGLE_WRITER_HELP, ArgumentParser
 from trainer.export_options import add_export
 from trainer.serving_options import TLS_NAME, add_replica, add_store, not_negative, positive
+
+WRITTEN = {"train": "output", "forget": "run", "store": "directory"}
+"""Commands to the argument with the folder that they write to, where others may write, too."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer", description="Train a model on a dataset."
-    )
+    parser = ArgumentParser(prog="python -m trainer", description="Train a model on a dataset.")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("train", help="train a job on a dataset")
     run.add_argument("job", type=Path, help="job file")
@@ -100,6 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
     agent.add_argument("--parent", type=positive, required=True, help="process id of the trainer")
     for command in (run, score, check, equal, gone, move, kill, again):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    for name in WRITTEN:
+        command = commands.choices[name]
+        command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
     return parser
 
 

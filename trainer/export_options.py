@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from schemas.paths import ArgumentParser
 from trainer.serving_options import not_negative
 
 
-def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_export(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
     """Add the commands that make models to serve."""
     made = commands.add_parser("export", help="one CPU artifact of a run's model, to serve")
     changes = commands.add_parser("publish", help="rows that changed between two checkpoints")

@@ -26,6 +26,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--input", required=True, help="directory of raw files, or its URL")
     made.add_argument("--output", required=True, help="directory of the dataset, on the mount")
     made.add_argument("--append", choices=YES, default="false", help="the dataset must be there")
+    made.add_argument("--single_writer", choices=YES, default="false", help="no other job writes")
     return made
 
 
@@ -40,7 +41,13 @@ def pipeline_of(arguments: Sequence[str]) -> beam.Pipeline:
     """
     asked, beam_args = parser().parse_known_args(arguments)
     pipeline = beam.Pipeline(options=parsed_options(beam_args))
-    made = pipeline | BuildDataset(asked.job, asked.input, asked.output, asked.append == "true")
+    made = pipeline | BuildDataset(
+        asked.job,
+        asked.input,
+        asked.output,
+        asked.append == "true",
+        single_writer=asked.single_writer == "true",
+    )
     _ = made["segment"] | "say segment" >> beam.Map(_say, "segment %s committed")
     _ = made["rejects"] | "say reject" >> beam.Map(_say, "rejected: %s")
     return pipeline

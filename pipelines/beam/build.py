@@ -22,6 +22,7 @@ from pipelines.sources.rejects import Reject
 from pipelines.stages import REJECTS
 from schemas.features import load_features
 from schemas.job import load_job
+from schemas.paths import check_writable, local_path, schema_path
 
 
 class BuildDataset(beam.PTransform):
@@ -38,8 +39,9 @@ class BuildDataset(beam.PTransform):
     """
 
     def __init__(
-        self, job: str | Path, log: str | Path, dataset: str | Path, append: bool = False
-    ) -> None:
+        self, job: str | Path, log: str | Path, dataset: str | Path, append: bool = False,
+        *, single_writer: bool = False, allow_outside: bool = False,
+    ) -> None:  # fmt: skip
         """Check the job.
 
         Args:
@@ -47,21 +49,27 @@ class BuildDataset(beam.PTransform):
             log: directory of raw files, or its URL.
             dataset: directory of the dataset.
             append: whether the dataset must be there already.
+            single_writer: the word that nothing else writes there, for a network filesystem.
+            allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
-            SchemaError: the job does not fit.
+            SchemaError: the job does not fit, or the dataset is no place to write to.
         """
         super().__init__()
         path = Path(job).resolve()
         self._parsed = load_job(path)
-        self._features = load_features(path.parent / self._parsed.data.schema)
+        schema = schema_path(path, self._parsed.data.schema, allow_outside=allow_outside)
+        self._features = load_features(schema)
+        target = local_path(dataset).resolve()
+        check_writable(target, single_writer=single_writer)
         self._request = BuildRequest(
             job_path=path,
             input_root=str(log),
-            dataset=Path(dataset).resolve(),
+            dataset=target,
             beam_args=["--direct_num_workers=1"],  # of the index, which the last worker makes
             attempt=uuid.uuid4().hex[:12],
             append=append,
+            allow_outside=allow_outside,
         )
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
@@ -17,6 +19,7 @@ from pipelines.segments.admit import admit, finished_segments, proposal_of
 from pipelines.segments.lock import locked, workplace
 from pipelines.segments.publish import publish
 from pipelines.stages import REJECTS
+from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import Job
 from schemas.layout import MANIFEST, SEGMENTS
@@ -59,17 +62,35 @@ def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, 
     hashes, key = hashes_of(job, features, listing)
     there = admit(request, job, features, key, listing)
     if there is None:
-        with locked(incoming):
-            if not (incoming / MANIFEST).exists():
-                finish_written(request, wanted.context, key, hashes, values)
-            building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-            with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
-                if not (building / MANIFEST).exists():
-                    for child in sorted(incoming.iterdir(), key=lambda c: c.name == MANIFEST):
-                        child.rename(building / child.name)
-                there = publish(proposal_of(request, job, features, key, building))
+        building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
+        with (
+            ExitStack() as held,
+            workplace(building, ".*", lambda: finished_segments(request.dataset, key)),
+        ):
+            if not (building / MANIFEST).exists():
+                held.enter_context(locked(_parts_of(wanted)))
+                if not (incoming / MANIFEST).exists():
+                    finish_written(request, wanted.context, key, hashes, values)
+                # One call: all of it moves, with the lock, or nothing does.
+                incoming.rename(building)
+            there = publish(proposal_of(request, job, features, key, building))
     shutil.rmtree(incoming, ignore_errors=True)
     return there.id
+
+
+def _parts_of(wanted: Wanted) -> Path:
+    """Return the directory that the pipeline wrote to.
+
+    Raises:
+        SchemaError: it is gone, so an attempt that failed had moved it, and another build swept it.
+    """
+    incoming = wanted.context.segment_root
+    if not incoming.is_dir():
+        raise SchemaError(
+            "parts of the segment must be there, got none; run the pipeline again",
+            file=str(incoming),
+        )
+    return incoming
 
 
 def committed(listing: Any, made: Mapping[str, Any], wanted: Wanted) -> dict[str, beam.PCollection]:

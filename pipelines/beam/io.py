@@ -31,6 +31,7 @@ from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import Job, load_job
 from schemas.manifest import InputFile
+from schemas.paths import check_writable, local_path, schema_path
 
 INCOMING = ".incoming"
 """Begin of the names of directories below a dataset into which pipelines write their parts."""
@@ -51,7 +52,7 @@ class WriteDataset(beam.PTransform):
 
     def __init__(
         self, job: str | Path, dataset: str | Path, name: str, num_parts: int = 1,
-        append: bool = False,
+        append: bool = False, *, single_writer: bool = False, allow_outside: bool = False,
     ) -> None:  # fmt: skip
         """Check the job.
 
@@ -61,19 +62,23 @@ class WriteDataset(beam.PTransform):
             name: stands for the rows where a file would, in the manifest and in rejects.
             num_parts: ranges of session keys that are built apart; the rows of each fit a worker.
             append: whether the dataset must be there already.
+            single_writer: the word that nothing else writes there, for a network filesystem.
+            allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
-            SchemaError: the job does not fit.
+            SchemaError: the job does not fit, or the dataset is no place to write to.
         """
         super().__init__()
         path = Path(job).resolve()
         if num_parts < 1:
             raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
         self._parsed = load_job(path)
-        self._features = load_features(path.parent / self._parsed.data.schema)
+        schema = schema_path(path, self._parsed.data.schema, allow_outside=allow_outside)
+        self._features = load_features(schema)
         check_one_source(self._parsed, path)
         file = InputFile(source=self._parsed.data.sample_source, path=name, num_bytes=0, sha256="")
-        target = Path(dataset).resolve()
+        target = local_path(dataset).resolve()
+        check_writable(target, single_writer=single_writer)
         self._request = BuildRequest(
             job_path=path,
             input_root=target / INCOMING,  # no file is read
@@ -82,6 +87,7 @@ class WriteDataset(beam.PTransform):
             attempt=uuid.uuid4().hex[:12],
             append=append,
             listing=(file,),
+            allow_outside=allow_outside,
         )
         self._prepared = prepare(self._request, self._parsed, self._features)
         self._num_parts = num_parts
@@ -154,7 +160,7 @@ class ReadDataset(beam.PTransform):
             model_inputs: whether to add the columns that transforms and sampling made.
         """
         super().__init__()
-        self.dataset, self.model_inputs = Path(dataset).resolve(), model_inputs
+        self.dataset, self.model_inputs = local_path(dataset).resolve(), model_inputs
 
     def expand(self, input_or_inputs: Any) -> Any:
         """List the row groups, spread them, join each."""

@@ -34,6 +34,7 @@ from schemas.errors import SchemaError, nearest
 from schemas.features import load_features
 from schemas.job import load_job
 from schemas.manifest import InputFile
+from schemas.paths import schema_path
 
 ROWS = "rows"
 
@@ -48,13 +49,17 @@ class ReadSource(beam.PTransform):
     Example: `rows = (pipeline | ReadSource("job.yaml", "log"))["rows"]`
     """
 
-    def __init__(self, job: str | Path, log: str | Path, source: str | None = None) -> None:
+    def __init__(
+        self, job: str | Path, log: str | Path, source: str | None = None, *,
+        allow_outside: bool = False,
+    ) -> None:  # fmt: skip
         """Check the job.
 
         Args:
             job: the job file.
             log: directory of raw files, or its URL.
             source: name in the job; the source that samples are made of when None.
+            allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
             SchemaError: the job does not fit, or has no such source.
@@ -62,7 +67,8 @@ class ReadSource(beam.PTransform):
         super().__init__()
         path = Path(job).resolve()
         self._data = load_job(path).data
-        self._features = load_features(path.parent / self._data.schema)
+        schema = schema_path(path, self._data.schema, allow_outside=allow_outside)
+        self._features = load_features(schema)
         self._folder, self._source = folder_of(log), source or self._data.sample_source
         if self._source not in self._data.inputs:
             advice = nearest(self._source, self._data.inputs)
@@ -115,13 +121,16 @@ class MakeSamples(beam.PTransform):
     Example: `samples = (rows | MakeSamples("job.yaml"))["samples"]`
     """
 
-    def __init__(self, job: str | Path, name: str = ROWS, num_parts: int = 1) -> None:
+    def __init__(
+        self, job: str | Path, name: str = ROWS, num_parts: int = 1, *, allow_outside: bool = False
+    ) -> None:
         """Check the job.
 
         Args:
             job: the job file; its source declares its columns.
             name: stands for the rows where a file would, in rejects.
             num_parts: ranges of keys that `samples.per` works on apart; those of each fit a worker.
+            allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
             SchemaError: the job does not fit.
@@ -131,7 +140,8 @@ class MakeSamples(beam.PTransform):
         if num_parts < 1:
             raise ValueError(f"num_parts must be at least 1, got {num_parts}; leave it out")
         parsed = load_job(path)
-        features = load_features(path.parent / parsed.data.schema)
+        schema = schema_path(path, parsed.data.schema, allow_outside=allow_outside)
+        features = load_features(schema)
         check_one_source(parsed, path)
         nowhere = path.parent / ".nowhere"  # no file is read, none is written
         file = InputFile(source=parsed.data.sample_source, path=name, num_bytes=0, sha256="")

@@ -37,7 +37,9 @@ class PresageBuild(beam.PTransform):
 
     _yaml_requires_inputs = False
 
-    def __init__(self, job: str, input: str, output: str, append: bool = False) -> None:
+    def __init__(
+        self, job: str, input: str, output: str, append: bool = False, single_writer: bool = False
+    ) -> None:
         """Check the job.
 
         Args:
@@ -45,9 +47,10 @@ class PresageBuild(beam.PTransform):
             input: directory of raw files.
             output: directory of the dataset.
             append: whether the dataset must be there already.
+            single_writer: the word that nothing else writes there, for a network filesystem.
         """
         super().__init__()
-        self._build = BuildDataset(job, input, output, append)
+        self._build = BuildDataset(job, input, output, append, single_writer=single_writer)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Build."""
@@ -61,8 +64,9 @@ class PresageWriteDataset(beam.PTransform):
     """
 
     def __init__(
-        self, job: str, output: str, name: str, num_parts: int = 1, append: bool = False
-    ) -> None:
+        self, job: str, output: str, name: str, num_parts: int = 1, append: bool = False,
+        single_writer: bool = False,
+    ) -> None:  # fmt: skip
         """Check the job.
 
         Args:
@@ -71,9 +75,12 @@ class PresageWriteDataset(beam.PTransform):
             name: stands for the rows where a file would, in the manifest and in rejects.
             num_parts: ranges of session keys that are built apart; rows of each fit a worker.
             append: whether the dataset must be there already.
+            single_writer: the word that nothing else writes there, for a network filesystem.
         """
         super().__init__()
-        self._write = WriteDataset(job, output, name, num_parts, append)
+        self._write = WriteDataset(
+            job, output, name, num_parts, append, single_writer=single_writer
+        )
         data = load_job(job).data
         words = data.sources[data.sample_source].declared
         self._types = {column: arrow_type(word) for column, word in words.items()}

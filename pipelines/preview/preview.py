@@ -59,6 +59,7 @@ class PreviewRequest:
     input_root: Path | str
     rows: int = 1000
     day: str | None = None
+    allow_outside: bool = False
     say: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ def preview(request: PreviewRequest) -> dict[str, Any]:
             beam_args=["--runner", IN_PROCESS],
             attempt="preview",
             day=request.day,
+            allow_outside=request.allow_outside,
             say=request.say,
         )
         found = _previewed(request, building)

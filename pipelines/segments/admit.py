@@ -50,7 +50,7 @@ def admit(
     Raises:
         SchemaError: the dataset holds something else, pins something else, or has the same input.
     """
-    check_limits(schema_of((request.job_path.parent / job.data.schema).read_bytes()))
+    check_limits(schema_of(request.schema_path(job).read_bytes()))
     root = root_of(request.dataset)
     there = with_key(root, key)
     if there is not None:
@@ -149,7 +149,7 @@ def proposal_of(
 ) -> Proposal:
     """Return what `publish` needs; the dataset may have changed since `admit`."""
     manifest = read_segment(building)
-    schema = (request.job_path.parent / job.data.schema).read_bytes()
+    schema = request.schema_path(job).read_bytes()
 
     def judge(dataset: Dataset | None, before: int) -> str:
         if dataset is not None:

@@ -15,6 +15,7 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 
 from schemas.errors import SchemaError
+from schemas.paths import local_path
 
 _BLOCK_BYTES = 8 << 20
 
@@ -126,8 +127,9 @@ def _remote() -> ModuleType:
 
 
 def folder_of(root: str | Path) -> Folder:
-    """Return the folder that a command line names."""
-    return Folder(str(root))
+    """Return the folder that a command line names; a `file://` URL is a local one."""
+    text = str(root)
+    return Folder(str(local_path(text)) if text.startswith("file:") else text)
 
 
 def codec_of(path: str) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 from scheduler.alone import alone
 from scheduler.drivers.asking import asked_to_end
 from scheduler.drivers.process.machine import ThisMachine
+from scheduler.retrain.commands import Flags
 from scheduler.retrain.days import days_between, days_of, folder_of_day
 from scheduler.retrain.decide import REFUSED, Asked, Finished
 from scheduler.retrain.drive import Retraining, retrain_day
@@ -21,6 +22,14 @@ from scheduler.retrain.root import Root, read_pointer
 from scheduler.retrain.state import State
 from schemas.errors import PlanError, SchemaError
 from schemas.job import Job, load_job
+from schemas.paths import (
+    ALLOW_OUTSIDE,
+    ALLOW_OUTSIDE_HELP,
+    SINGLE_WRITER,
+    SINGLE_WRITER_HELP,
+    check_writable,
+    local_path,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--again", action="store_true", help="train and judge days once more that were turned down"
     )
+    command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
+    command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument("--list", action="store_true", help="what happened to each day")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -105,12 +116,14 @@ def retrain(arguments: argparse.Namespace, today: date, say: Callable[[str], Non
     days, root = _days(arguments, today), _root_of(arguments, job)
     _check_split(job, arguments.job)
     folders = {day: _input_of(arguments, job, day, len(days)) for day in days}
+    check_writable(root.folder, single_writer=arguments.single_writer)
     found: list[tuple[str, Finished]] = []
     with _alone(root), Log(root.folder / STATE) as log, asked_to_end() as stopped:
         work = Retraining(
             job_file=arguments.job.resolve(),
             root=root,
             config=job.schedule.retrain,
+            flags=Flags(arguments.single_writer, arguments.allow_outside),
             processes=ThisMachine().of_job(job.name, root.processes),
             log=log,
             stopped=stopped,
@@ -142,7 +155,7 @@ def _root_of(arguments: argparse.Namespace, job: Job) -> Root:
             "output must be given, got neither --output nor schedule.retrain.output; name the "
             "folder of it all"
         )
-    return Root((arguments.job.parent / said).resolve())
+    return Root((arguments.job.parent / local_path(said)).resolve())
 
 
 def _input_of(arguments: argparse.Namespace, job: Job, day: str, num_days: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from scheduler.drivers.process.commands import module, on_this_machine
@@ -9,6 +10,30 @@ from scheduler.retrain.records import Started
 from scheduler.retrain.root import Root, facts_of
 from scheduler.retrain.state import Attempt
 from schemas.job_retrain import RetrainConfig
+from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What stages are told beside their paths.
+
+    Attributes:
+        single_writer: the word of the user that nothing else writes below the root.
+        allow_outside: whether the job's schema may lie outside the folder of the job file.
+    """
+
+    single_writer: bool = False
+    allow_outside: bool = False
+
+    @property
+    def write(self) -> list[str]:
+        """Return those of commands that write."""
+        return [SINGLE_WRITER] if self.single_writer else []
+
+    @property
+    def build(self) -> list[str]:
+        """Return those of commands that build."""
+        return [*self.write, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
 
 
 def command_of(
@@ -17,6 +42,7 @@ def command_of(
     job_file: Path,
     root: Root,
     config: RetrainConfig,
+    flags: Flags,
 ) -> list[str]:
     """Return the command of a stage.
 
@@ -26,11 +52,12 @@ def command_of(
         job_file: the job.
         root: folder of it all.
         config: of the job.
+        flags: of the user.
     """
     if started.stage == "append":
-        return _append(started, attempt, job_file, root)
+        return [*_append(started, attempt, job_file, root), *flags.build]
     if started.stage == "train":
-        return _train(started, job_file, root, config)
+        return [*_train(started, job_file, root, config), *flags.write]
     run = started.run if started.stage == "evaluate" else started.base
     assert run is not None, "a comparison names the run that it is made with"
     evaluate = [*module("trainer"), "evaluate", str(job_file), "--dataset", str(root.dataset)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.drivers.processes import Processes
-from scheduler.retrain.commands import command_of
+from scheduler.retrain.commands import Flags, command_of
 from scheduler.retrain.days import check_folder
 from scheduler.retrain.decide import (
     Asked,
@@ -63,6 +63,8 @@ class Retraining:
     """Folder of it all."""
     config: RetrainConfig
     """Of the job."""
+    flags: Flags
+    """What stages are told beside their paths."""
     processes: Processes
     """Where stages run."""
     log: Log
@@ -134,7 +136,10 @@ def _begin(work: Retraining, asked: Asked, run: str, source: str) -> None:
 
 def _start(work: Retraining, step: Run) -> None:
     """Write down that a stage is started; what waits for it starts it."""
-    sizes = sizes_of(work.job_file, work.root) if step.stage in ("append", "train") else ALONE
+    sizes = ALONE
+    if step.stage in ("append", "train"):
+        outside = work.flags.allow_outside
+        sizes = sizes_of(work.job_file, work.root, allow_outside=outside)
     words = f"; {sizes.words}" if sizes.words else ""
     work.say(f"{step.run}: {step.stage}: {step.reason}{words}")
     work.log.append(
@@ -156,7 +161,7 @@ def _await(work: Retraining, started: Started) -> None:
     """Start a process unless somebody has, wait for its end, and write down what it left."""
     attempt, name = work.log.state.attempt(started.run), started.process
     if not work.processes.is_known(name):
-        command = command_of(started, attempt, work.job_file, work.root, work.config)
+        command = command_of(started, attempt, work.job_file, work.root, work.config, work.flags)
         work.processes.start(name, command)
     _until_ended(work, name, work.stopped)
     result = result_of(work.processes.output(name))

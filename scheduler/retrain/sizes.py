@@ -28,7 +28,7 @@ ALONE = Sizes(workers=1, num_replicas=1, words="")
 """Of a stage that has one process."""
 
 
-def sizes_of(job_file: Path, root: Root) -> Sizes:
+def sizes_of(job_file: Path, root: Root, *, allow_outside: bool = False) -> Sizes:
     """Return the sizes of the best plan for a day like those of the dataset.
 
     Raises:
@@ -36,7 +36,9 @@ def sizes_of(job_file: Path, root: Root) -> Sizes:
         PlanError: nothing fits.
     """
     dataset = root.dataset if root.has_dataset else None
-    snapshot = _of_one_day(take_snapshot(job_file, dataset, root.folder), root)
+    snapshot = _of_one_day(
+        take_snapshot(job_file, dataset, root.folder, allow_outside=allow_outside), root
+    )
     config, machine = snapshot.job.schedule, machine_budget()
     budget = replace(
         config.budget,

@@ -292,3 +292,41 @@ def test_parse_duration_knows_each_unit() -> None:
     message = "duration must be a number and a unit, got '-1s'; write 30m, 12h or 1d"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_duration("-1s")
+
+
+NESTED = {
+    "flow": "name: " + "[" * 20_000 + "]" * 20_000,
+    "flow, never closed": "name: " + "{a: " * 20_000,
+    "blocks": "\n".join(f"{' ' * i}a:" for i in range(2_000)),
+    "list items": "- " * 20_000 + "a",
+}
+
+
+@pytest.mark.parametrize("text", NESTED.values(), ids=NESTED)
+def test_deep_nesting_ends_in_one_line(text: str, tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="must be nested at most 32 deep") as error:
+        read(tmp_path, text)
+    assert re.search(r"in .*job\.yaml:\d+; take", str(error.value))
+    assert "\n" not in str(error.value)
+
+
+def test_expansion_of_anchors_is_bounded(tmp_path: Path) -> None:
+    lines = ["name: a", "a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    with pytest.raises(SchemaError, match="at most 100,000 keys and values, anchors written out"):
+        read(tmp_path, "\n".join(lines))
+
+
+def test_anchor_that_stands_for_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"must not stand for itself, got \*a in .*:2; write"):
+        read(tmp_path, "name: a\ngroups: &a {user: *a}\n")
+
+
+def test_large_document_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match="must have at most 4,194,304 characters, got 5,000,000"):
+        read(tmp_path, "#" * 5_000_000)
+
+
+def test_anchors_are_read(tmp_path: Path) -> None:
+    text = "name: a\ngroups: {user: &columns [a, b], item: *columns}\n"
+    assert read(tmp_path, text).groups == {"user": ("a", "b"), "item": ("a", "b")}

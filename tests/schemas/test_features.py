@@ -140,3 +140,18 @@ def test_feature_that_is_not_declared_names_the_nearest(tmp_path: Path) -> None:
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         _ = load(tmp_path, GOOD)["hist0ry"]
+
+
+def test_schema_nested_deep_is_refused_in_one_line(tmp_path: Path) -> None:
+    depth = 20_000
+    text = 'feature { name: "x" struct_domain { ' * depth + "} }" * depth
+    with pytest.raises(SchemaError, match="got braces nested hundreds deep") as error:
+        load(tmp_path, text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../b", "/etc/passwd", "..", ""])
+def test_name_that_would_lead_out_of_the_dataset_is_refused(name: str, tmp_path: Path) -> None:
+    text = f'feature {{ name: "{name}" type: INT annotation {{ tag: "sparse" }} }}'
+    with pytest.raises(SchemaError, match=re.escape(f"got {name!r}")):
+        load(tmp_path, text)

@@ -357,3 +357,15 @@ def test_shipped_jobs_and_their_columns_are_read(repository: Path) -> None:
         assert features.label
         assert set(features.with_role("sparse")) == set(job.data.table_of_feature)
         assert set(job.data.group_of_column) <= set(features.names)
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/x", "a/b", "..", "", "-x", "a b", "a\nb"])
+def test_name_that_is_no_name_of_a_folder_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=re.escape(f"got {name!r}")):
+        load_job(write(tmp_path, {"name": name}))
+
+
+def test_side_table_whose_name_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    side = {"files": "x.parquet", "format": "parquet", "key": "user_id"}
+    with pytest.raises(SchemaError, match="sides must be named by letters"):
+        load_job(write(tmp_path, {"data": {"sides": {"../x": side}}}))

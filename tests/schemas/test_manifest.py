@@ -204,3 +204,21 @@ def test_replace_bytes_that_cannot_be_written_leaves_the_old_file(
     with pytest.raises(OSError, match="no space left"):
         replace_bytes(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+def test_ids_and_paths_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    elsewhere = "00000-/../../x"
+    write_manifest(tmp_path, replace(SEGMENT, id=elsewhere))
+    with pytest.raises(SchemaError, match="id must be of letters"):
+        read_segment(tmp_path)
+    write_manifest(tmp_path, replace(SEGMENT, learned={"../x": "0f"}))
+    with pytest.raises(SchemaError, match="path must stay in the dataset"):
+        read_segment(tmp_path)
+    named = (Reference(id=elsewhere, manifest_sha256="0f"),)
+    for part in ({"segments": named}, {"indexes": named}):
+        write_manifest(tmp_path, replace(DATASET, **part))
+        with pytest.raises(SchemaError, match="id must be of letters"):
+            read_dataset(tmp_path)
+    write_manifest(tmp_path, replace(INDEX, segments=(elsewhere,)))
+    with pytest.raises(SchemaError, match="id must be of letters"):
+        read_index(tmp_path)

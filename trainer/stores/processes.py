@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from schemas.errors import SchemaError
+from schemas.paths import SINGLE_WRITER
 from trainer.child import close_pipes, end_children, start_child
 from trainer.readable import is_readable
 from trainer.stores.claims import text_of
@@ -96,6 +97,7 @@ class LocalStores:
         arguments = ["store", "--port", str(port), "--slots", slots, "--end-with-stdin"]
         arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
         arguments += ["--token-file", str(self.directory / TOKEN)]
+        arguments += [SINGLE_WRITER]  # the trainer was asked for its word, they lie in its run
         # ^C is for the trainer, which needs them until it has saved
         return start_child(arguments, answers=True, own_session=True)
 

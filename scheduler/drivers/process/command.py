@@ -26,6 +26,7 @@ from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
 from schemas.job_schedule import BudgetConfig
 from schemas.manifest import replace_bytes
+from schemas.paths import local_path
 
 PLATFORM = "platform"
 """File in the scheduler's folder that says where its processes run."""
@@ -48,6 +49,10 @@ class RunRequest:
     """File of the cluster whose Pods processes are; None for this machine."""
     driver: DriverOptions
     """How processes are watched."""
+    single_writer: bool = False
+    """The word of the user that nothing else writes below `output`, for a network filesystem."""
+    allow_outside: bool = False
+    """Whether a job's schema may lie outside the folder of its file."""
 
 
 def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path]:
@@ -72,7 +77,7 @@ def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path
         name, folder = (name, folder) if equals else (names[0], word)
         if name not in names:
             raise PlanError(f"input must be of a job that is run, got {name!r}; use {names[0]!r}")
-        found[name] = Path(folder)
+        found[name] = local_path(folder)
     return found
 
 
@@ -203,7 +208,14 @@ def _submissions(request: RunRequest) -> tuple[list[Submitted], dict[str, Workpl
     places: dict[str, Workplace] = {}
     # The most important first, so that none is begun only to make room.
     for job_file in sorted(request.job_files, key=lambda p: -load_job(p).schedule.priority):
-        submitted, place = submit(job_file, request.inputs, request.output, time.time())
+        submitted, place = submit(
+            job_file,
+            request.inputs,
+            request.output,
+            time.time(),
+            single_writer=request.single_writer,
+            allow_outside=request.allow_outside,
+        )
         if submitted.job in places:
             raise SchemaError(
                 f"jobs must have names of their own, got {submitted.job!r} twice; rename one",

@@ -44,7 +44,8 @@ def segment_command(
     append = [*module("pipelines"), "append", str(place.job_file), "--dataset", str(place.dataset)]
     turn = ["--position", str(number), "--in-order"]
     running = elsewhere or on_this_machine(workers)
-    return [*([*append, *turn] if number else build), *source, *last, *running]
+    begun = [*append, *turn] if number else build
+    return [*begun, *source, *last, *place.build_flags, *running]
 
 
 def lead_command(
@@ -63,6 +64,7 @@ def lead_command(
     train += ["--output", str(place.run), "--follow", "--resume"]
     train += ["--embedding", "cached"] if served else []
     train += ["--replicas", "0"] if grouped else []
+    train += place.write_flags
     return [*train, *(["--host", reach.host] if grouped and reach is not None else [])]
 
 
@@ -81,7 +83,7 @@ def store_command(
     home = number - first
     slots = "{}:{}".format(*first_slots(home, count)) if home < count else "none"
     store = [*module("trainer"), "store", "--directory", str(store_folder(place, number))]
-    store += ["--slots", slots]
+    store += ["--slots", slots, *place.write_flags]
     return [*store, *(_of_loopback(place) if reach is None else _served(reach))]
 
 

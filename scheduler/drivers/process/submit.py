@@ -18,13 +18,20 @@ from scheduler.snapshot import facts_of_job
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import GenerateConfig, Job, load_job
+from schemas.paths import schema_path
 
 HISTORY = "history"
 """Folder of what finished jobs taught, in the scheduler's folder."""
 
 
 def submit(
-    job_file: Path, inputs: Mapping[str, Path], output: Path, time_sec: float
+    job_file: Path,
+    inputs: Mapping[str, Path],
+    output: Path,
+    time_sec: float,
+    *,
+    single_writer: bool = False,
+    allow_outside: bool = False,
 ) -> tuple[Submitted, Workplace]:
     """Prepare the folder of a job.
 
@@ -34,12 +41,15 @@ def submit(
             `data.generate` says is written.
         output: folder of the scheduler.
         time_sec: the time.
+        single_writer: as in `Workplace`.
+        allow_outside: as in `Workplace`.
 
     Raises:
         SchemaError: the job file, or its input, is none.
     """
     job = load_job(job_file)
-    features = load_features(job_file.parent / job.data.schema)
+    schema = schema_path(job_file, job.data.schema, allow_outside=allow_outside)
+    features = load_features(schema)
     folder = output / job.name
     source = inputs.get(job.name) or _generated(job, job_file, folder)
     cut = cut_input(job, source, folder)
@@ -56,7 +66,14 @@ def submit(
         history=read_history(past) if past.is_dir() else History(),
         num_segments=len(cut),
     )
-    return submitted, Workplace(job_file.resolve(), folder.resolve(), len(cut))
+    place = Workplace(
+        job_file.resolve(),
+        folder.resolve(),
+        len(cut),
+        single_writer=single_writer,
+        allow_outside=allow_outside,
+    )
+    return submitted, place
 
 
 def _generated(job: Job, job_file: Path, folder: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from schemas.errors import SchemaError
 from schemas.job import Job
 from schemas.manifest import replace_bytes
+from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,25 @@ class Workplace:
         job_file: the job file.
         folder: everything else.
         num_segments: segments of its input.
+        single_writer: the word of who started the scheduler that nothing else writes there.
+        allow_outside: whether the job's schema may lie outside the folder of the job file.
     """
 
     job_file: Path
     folder: Path
     num_segments: int
+    single_writer: bool = False
+    allow_outside: bool = False
+
+    @property
+    def build_flags(self) -> list[str]:
+        """Return what commands that build are told beside their paths."""
+        return [*self.write_flags, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
+
+    @property
+    def write_flags(self) -> list[str]:
+        """Return what commands that write are told beside their paths."""
+        return [SINGLE_WRITER] if self.single_writer else []
 
     @property
     def dataset(self) -> Path:

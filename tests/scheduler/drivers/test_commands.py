@@ -63,6 +63,20 @@ def test_commands_of_trainers_parse(place: Workplace) -> None:
     assert parser.parse_args(move_command(place, (), (2,), 1)[3:]).slots == "0:4096"
 
 
+def test_word_of_a_single_writer_is_handed_to_what_writes(place: Workplace) -> None:
+    told = replace(place, single_writer=True, allow_outside=True)
+    for number in (0, 1):
+        found, _ = pipelines_parser().parse_known_args(segment_command(told, number, 1)[3:])
+        assert (found.single_writer, found.allow_outside) == (True, True)
+        found, _ = pipelines_parser().parse_known_args(segment_command(place, number, 1)[3:])
+        assert (found.single_writer, found.allow_outside) == (False, False)
+    parser = trainer_parser()
+    for grouped in (False, True):
+        lead = lead_command(told, grouped=grouped, served=False)[3:]
+        assert parser.parse_args(lead).single_writer
+    assert parser.parse_args(store_command(told, 1, 2)[3:]).single_writer
+
+
 REACH = Reach(host="$(HOST)", folder="/run/job", name="job.presage")
 
 

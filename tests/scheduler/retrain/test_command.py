@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.__main__ import main
 from scheduler.drivers.process.command import machine_budget
-from scheduler.retrain.commands import command_of
+from scheduler.retrain.commands import Flags, command_of
 from scheduler.retrain.log import STATE, Log
 from scheduler.retrain.records import Started
 from scheduler.retrain.root import Root
@@ -22,6 +22,7 @@ from tests.scheduler.retrain.world import World, good_but_for
 
 ONE, TWO, THREE = (f"2026-01-0{i}" for i in range(1, 4))
 SPLIT = "  split: {evaluation_from: 2026-01-02}\n"
+NO_FLAGS = Flags()
 
 
 def job_of(folder: Path, schedule: str = "  priority: 0", split: str = SPLIT) -> Path:
@@ -150,13 +151,22 @@ def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path
     assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.words)
 
 
-def command(stage: str, root: Root, **more: object) -> list[str]:
+def command(stage: str, root: Root, flags: Flags = NO_FLAGS, **more: object) -> list[str]:
     """The words of a stage after `python -m`."""
     sizes = {"workers": 2, "num_replicas": 3}
     started = Started(time_sec=0.0, run=f"{TWO}.1", process="p", stage=stage, **sizes, **more)  # pyright: ignore[reportArgumentType]: of a table
     attempt = Attempt(run=f"{TWO}.1", day=TWO, input="logs")
     config = RetrainConfig(expire_days=9)
-    return command_of(started, attempt, Path("job.yaml"), root, config)[2:]
+    return command_of(started, attempt, Path("job.yaml"), root, config, flags)[2:]
+
+
+def test_word_of_a_single_writer_is_handed_to_what_writes(tmp_path: Path) -> None:
+    root, flags = Root(tmp_path), Flags(single_writer=True, allow_outside=True)
+    both = ["--single-writer", "--allow-outside"]
+    assert command("append", root, flags)[-2:] == both
+    assert command("train", root, flags, segments=("a",))[-1] == "--single-writer"
+    evaluate = command("evaluate", root, flags, segments=("a",))
+    assert not set(both) & set(evaluate), "it writes nothing"
 
 
 def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""Names that lead elsewhere, URLs, and filesystems that several hosts write to: all refused."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import SchemaError
+from schemas.paths import (
+    ArgumentParser,
+    check_writable,
+    is_below,
+    local_path,
+    mount_of,
+    schema_path,
+)
+
+MOUNTS = """\
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
+40 27 0:40 / /mnt/nfs rw shared:1 - nfs4 server:/export rw,vers=4.2
+41 40 0:41 / /mnt/nfs/scratch rw - tmpfs tmpfs rw
+42 27 0:42 / /mnt/with\\040space rw master:2 propagate_from:3 - fuse.sshfs host: rw
+43 27 0:43 / /mnt/win rw - cifs //host/share rw
+44 27 0:44 / /mnt/host rw - 9p drvfs rw
+45 27 0:45 / /mnt/cloud rw - fuse.gcsfuse bucket rw
+46 27 0:46 / /mnt/rootless rw - fuse.fuse-overlayfs overlay rw
+47 27 0:47 / /mnt/ntfs rw - fuseblk /dev/sdb1 rw
+48 27 0:48 / /mnt/docker rw - overlay overlay rw,lowerdir=/a
+49 27 0:49 / /mnt/ceph rw - ceph 10.0.0.1:/ rw
+50 27 0:50 / /mnt/twice rw - ext4 /dev/vdb rw
+51 50 0:51 / /mnt/twice rw - nfs server:/export rw
+52 27 0:52 / /mnt/lustre rw - lustre 10.0.0.1@tcp:/fs rw,localflock
+"""
+REFUSED = {
+    "/mnt/nfs/a/dataset": "nfs4 (mounted at /mnt/nfs)",
+    "/mnt/nfs": "nfs4",
+    "/mnt/with space/run": "fuse.sshfs (mounted at /mnt/with space)",
+    "/mnt/win/x": "cifs",
+    "/mnt/host/x": "9p",
+    "/mnt/cloud/x": "fuse.gcsfuse",
+    "/mnt/ceph/x": "ceph",
+    "/mnt/lustre/x": "lustre",
+    "/mnt/twice/x": "nfs (mounted at /mnt/twice)",
+}
+ALLOWED = (
+    "/mnt/nfs/scratch/x",
+    "/mnt/nfsx/x",
+    "/mnt/rootless/x",
+    "/mnt/ntfs/x",
+    "/mnt/docker/x",
+    "/home/user/x",
+)
+
+
+@pytest.mark.parametrize("place", REFUSED)
+def test_network_filesystem_is_refused_without_the_word_of_a_single_writer(place: str) -> None:
+    with pytest.raises(SchemaError) as error:
+        check_writable(Path(place), mounts=MOUNTS)
+    message = str(error.value)
+    assert REFUSED[place] in message
+    assert repr(place) in message
+    assert message.endswith("give --single-writer if nothing else writes there")
+    assert "\n" not in message
+    check_writable(Path(place), mounts=MOUNTS, single_writer=True)
+
+
+@pytest.mark.parametrize("place", ALLOWED)
+def test_local_filesystem_is_allowed(place: str) -> None:
+    check_writable(Path(place), mounts=MOUNTS)
+
+
+def test_link_to_a_network_filesystem_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/mnt/nfs/data")
+    with pytest.raises(SchemaError, match="nfs4"):
+        check_writable(tmp_path / "link" / "dataset", mounts=MOUNTS)
+
+
+def test_this_machine_names_the_filesystem_of_a_temporary_folder(tmp_path: Path) -> None:
+    point, kind = mount_of(
+        Path(os.path.realpath(tmp_path)), Path("/proc/self/mountinfo").read_text()
+    )
+    stat = subprocess.run(
+        ["stat", "--file-system", "--format=%T", tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert tmp_path.is_relative_to(point)
+    assert stat.stdout.strip().startswith(kind[:3]), "`stat` asks the kernel by statfs"
+    check_writable(tmp_path)
+
+
+def test_mounted_tmpfs_is_found_and_allowed(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs none "$0" && grep " $0 " /proc/self/mountinfo'
+    command = ["unshare", "--mount", "sh", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no mount may be made here: {done.stderr.strip()}")
+    assert mount_of(tmp_path / "x", f"{MOUNTS}{done.stdout}") == (str(tmp_path), "tmpfs")
+
+
+URLS = ("s3://bucket/x", "gs://b", "hdfs://n/x", "az://c/x", "http://h/x", "s3:/b", "file://host/x")
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_url_is_no_place_of_this_machine(url: str) -> None:
+    with pytest.raises(SchemaError, match="must be a folder or file of this machine, got"):
+        local_path(url)
+
+
+def test_file_url_and_paths_with_colons_are_places() -> None:
+    assert local_path("file:///a/b c") == Path("/a/b c")
+    assert local_path("file:/a") == Path("/a")
+    assert local_path("2026-01-01T10:00/x") == Path("2026-01-01T10:00/x")
+    assert local_path("a:/b") == Path("a:/b")
+
+
+def test_arguments_of_every_command_are_read_as_local_places(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = ArgumentParser(prog="test")
+    command = parser.add_subparsers(dest="command").add_parser("build")
+    command.add_argument("--output", type=Path)
+    found = parser.parse_args(["build", "--output", "file:///tmp/x"])
+    assert found == argparse.Namespace(command="build", output=Path("/tmp/x"))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["build", "--output", "s3://bucket/x"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("test build: error: argument --output: path must be a folder or file")
+
+
+@pytest.mark.parametrize("path", ["", ".", "..", "a/../../b", "/a", "a/..", "../a", "a\0b"])
+def test_path_that_leads_elsewhere_is_not_below(path: str) -> None:
+    assert not is_below(path)
+
+
+def test_schema_outside_the_folder_of_the_job_needs_a_flag(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    assert schema_path(job, "a/../schema.pbtxt") == tmp_path / "a/../schema.pbtxt"
+    for schema in ("../x.pbtxt", "/etc/x.pbtxt", "a/../../x.pbtxt"):
+        with pytest.raises(SchemaError, match=r"data\.schema must lie in the folder") as error:
+            schema_path(job, schema)
+        assert f"in {job}; copy it there, or give --allow-outside" in str(error.value)
+        assert schema_path(job, schema, allow_outside=True) == tmp_path / schema
