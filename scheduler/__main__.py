@@ -28,16 +28,18 @@ from scheduler.drivers.runners.place import place_of
 from scheduler.explain import as_json, explain, summary
 from scheduler.machine.log import recover
 from scheduler.machine.words import jobs_as_json, pools_in_words, replayed
+from scheduler.machine_sizes import machine_budget, named_or, on_cluster, on_machine
 from scheduler.measurements import fit_file, fit_summary
 from scheduler.policy import plan
 from scheduler.retrain import command as retraining
 from scheduler.retrain.table import rows_of, table_of
 from scheduler.simulator import command as simulation
-from scheduler.snapshot import take_snapshot
+from scheduler.snapshot import Snapshot, take_snapshot
 from scheduler.status.server import serving
 from scheduler.status.terminal import render
 from scheduler.status.watching import board_of, port_of, watching
 from schemas.errors import PlanError, SchemaError
+from schemas.job_schedule import ScheduleConfig
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
@@ -178,7 +180,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         arguments.history,
         allow_outside=arguments.allow_outside,
     )
-    config = snapshot.job.schedule
+    config, changes = _limits_of(snapshot)
+    for line in changes:
+        _say(line)
     decision = plan(snapshot, config)
     if arguments.json:
         print(json.dumps(as_json(snapshot, config, decision)))
@@ -187,6 +191,15 @@ def _plan(arguments: argparse.Namespace) -> None:
         Console(stderr=arguments.json).print(explain(snapshot, config, decision))
     elif not arguments.json:
         print(summary(decision))
+
+
+def _limits_of(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
+    """Return the schedule that is planned for, and what of it was changed to fit this machine."""
+    declared = snapshot.job.schedule
+    if declared.driver == "kubernetes":
+        return on_cluster(declared), ()
+    budget = named_or(declared.budget, machine_budget())
+    return on_machine(snapshot, budget, shares_cores=budget.cpus != declared.budget.cpus)
 
 
 def _simulate(arguments: argparse.Namespace) -> None:

@@ -113,10 +113,9 @@ def overdraft(grid: Grid, config: ScheduleConfig) -> Floats:
     compared to 1e-9, as they are sums of fractions.
     """
     pools = preprocessing_resources(grid, config), training_resources(grid, config)
-    cpus = pools[0].cpus + pools[1].cpus - config.budget.cpus - 1e-9
-    memory = pools[0].memory_bytes + pools[1].memory_bytes - config.budget.memory
-    over = np.maximum(cpus / config.budget.cpus, memory / config.budget.memory)
-    return np.maximum(over, 0.0)
+    cpus = (pools[0].cpus + pools[1].cpus - 1e-9) / config.budget.cpus
+    memory = (pools[0].memory_bytes + pools[1].memory_bytes) / config.budget.memory
+    return np.maximum(np.maximum(cpus, memory) - 1.0, 0.0)
 
 
 def pairs(first: Ints, second: Ints) -> Grid:

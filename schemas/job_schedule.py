@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -9,6 +10,8 @@ from typing import Literal
 from schemas.job_retrain import RetrainConfig
 
 _GIB = 1 << 30
+UNNAMED_CPUS, UNNAMED_MEMORY = math.inf, 1 << 62
+"""A budget that the file does not name has no limit of its own: that of the machine counts."""
 MAX_STORES = 16
 """Stores of one job: rows move between them in so many ranges."""
 MAX_HASTE = 100.0
@@ -64,10 +67,10 @@ class TrainingPoolConfig:
 class BudgetConfig:
     """What all pools of the job may use together."""
 
-    cpus: float = 16.0
-    """Cores."""
-    memory: int = 64 * _GIB
-    """Bytes; a text such as `64GiB` in the file."""
+    cpus: float = UNNAMED_CPUS
+    """Cores; all of the machine when left out."""
+    memory: int = UNNAMED_MEMORY
+    """Bytes; a text such as `64GiB` in the file; all of the machine when left out."""
     cpu_hour_price: float = 0.04
     """Price of one core for one hour, in any currency."""
     gib_hour_price: float = 0.005
@@ -78,7 +81,11 @@ class BudgetConfig:
     scheduler's own when null."""
 
     def __post_init__(self) -> None:
-        """Refuse a haste that nothing means."""
+        """Refuse a budget of nothing, and a haste that nothing means."""
+        if not (self.cpus > 0 and self.memory > 0):
+            raise ValueError(
+                f"cpus and memory must be above 0, got {self.cpus:g} and {self.memory}; raise them"
+            )
         if self.haste is not None and not 0.0 <= self.haste <= MAX_HASTE:
             raise ValueError(
                 f"haste must be in [0, {MAX_HASTE:g}], got {self.haste:g}; write 1 for time x cost"

@@ -28,6 +28,7 @@ from scheduler.machine.events import (
     Ticked,
 )
 from scheduler.machine.state import Action
+from scheduler.machine_sizes import MachineSizes
 from scheduler.past import past_job_of
 from scheduler.snapshot import DataFacts
 from schemas.events import Decision, RunSummary, StepMetric
@@ -108,6 +109,10 @@ def _facts_of(body: Mapping[str, Any]) -> DataFacts:
     return DataFacts(**body)
 
 
+def _sizes_of(body: Mapping[str, Any] | None) -> MachineSizes | None:
+    return None if body is None else MachineSizes(**body)
+
+
 def _floats(values: Any) -> tuple[float, ...]:
     return tuple(map(float, values))
 
@@ -125,6 +130,7 @@ _FIELDS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "time_sec": float,
         "facts": _facts_of,
         "history": _history_of,
+        "sizes": _sizes_of,
         "seconds": _floats,
         "slots": lambda value: value if isinstance(value, int) else _rows(value),
         "touched_rows": _ints,

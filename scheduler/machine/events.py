@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler.history import History
+from scheduler.machine_sizes import MachineSizes
 from scheduler.snapshot import DataFacts
 
 Outcome = Literal["done", "left", "failed", "lost", "oom"]
@@ -112,6 +113,8 @@ class Submitted(JobEvent):
     """What is known of its past, and of other jobs."""
     num_segments: int
     """Segments that its input is cut into."""
+    sizes: MachineSizes | None = None
+    """What its file leaves to the machine; as it is for Pods, and in older logs, when None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

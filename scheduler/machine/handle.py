@@ -49,6 +49,7 @@ from scheduler.machine.taking_in import (
     on_started,
     on_stepped,
 )
+from scheduler.machine_sizes import on_cluster
 from scheduler.pools import Cores
 from scheduler.snapshot import Snapshot
 from schemas.job import parse_job
@@ -118,6 +119,9 @@ def _submit(state: State, event: Submitted) -> State:
     if old is not None and old.phase not in ("drained", "draining", "failed"):
         return state
     job = parse_job(event.document, event.job)
+    declared = job.schedule
+    settled = on_cluster(declared) if event.sizes is None else event.sizes.applied_to(declared)
+    job = replace(job, schedule=settled)
     snapshot = Snapshot(job=job, facts=event.facts, history=event.history)
     config = job.schedule
     if old is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scheduler.drivers.process.command import machine_budget
 from scheduler.explain import summary
+from scheduler.machine_sizes import machine_budget, on_machine
 from scheduler.policy import plan
 from scheduler.retrain.root import Root, facts_of
 from scheduler.snapshot import Snapshot, take_snapshot
@@ -39,19 +39,19 @@ def sizes_of(job_file: Path, root: Root, *, allow_outside: bool = False) -> Size
     snapshot = _of_one_day(
         take_snapshot(job_file, dataset, root.folder, allow_outside=allow_outside), root
     )
-    config, machine = snapshot.job.schedule, machine_budget()
-    budget = replace(
-        config.budget,
-        cpus=min(config.budget.cpus, machine.cpus),
-        memory=min(config.budget.memory, machine.memory),
-    )
-    training = replace(config.training, max_stores=0)
-    decision = plan(snapshot, replace(config, budget=budget, training=training))
+    schedule, machine = snapshot.job.schedule, machine_budget()
+    own = schedule.budget
+    budget = replace(own, cpus=min(own.cpus, machine.cpus), memory=min(own.memory, machine.memory))
+    training = replace(schedule.training, max_stores=0)
+    alone = replace(snapshot.job, schedule=replace(schedule, training=training))
+    snapshot = replace(snapshot, job=alone)
+    config, changes = on_machine(snapshot, budget, shares_cores=machine.cpus < own.cpus)
+    decision = plan(snapshot, config)
     chosen = decision.chosen
     return Sizes(
         workers=chosen.workers_per_job,
         num_replicas=chosen.num_replicas,
-        words=summary(decision),
+        words="; ".join([summary(decision), *changes]),
     )
 
 

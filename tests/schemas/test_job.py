@@ -17,6 +17,7 @@ from schemas.errors import SchemaError
 from schemas.features import ROLES, load_features
 from schemas.hashing import MAX_ROW
 from schemas.job import Job, load_job
+from schemas.job_schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig
 
 SMALLEST: dict[str, Any] = {
     "name": "small",
@@ -130,6 +131,8 @@ def test_document_shows_the_true_defaults(document: str) -> None:
             continue  # the keys below it are in the table
         if isinstance(default, timedelta):
             assert parse_duration(text) == default, path
+        elif default in (UNNAMED_CPUS, UNNAMED_MEMORY):
+            assert text == "this machine", path
         elif path.endswith(".memory"):
             assert parse_size(text) == default, path
         elif default is None:
@@ -320,7 +323,7 @@ def test_smallest_job_has_the_defaults_of_the_dataclasses(tmp_path: Path) -> Non
     assert job.data.sample_source == "log"
     assert job.data.block_samples == 1024
     assert job.train.cache.lookahead == 50
-    assert job.schedule.budget.memory == 64 << 30
+    assert job.schedule.budget == BudgetConfig(cpus=UNNAMED_CPUS, memory=UNNAMED_MEMORY)
 
 
 def test_table_may_have_every_row_that_fits(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,10 +20,11 @@ from scheduler.machine.events import BudgetSet, Event, Submitted
 from scheduler.machine.handle import handle
 from scheduler.machine.log import LOG, Log, recover
 from scheduler.machine.state import Action, State
+from scheduler.machine_sizes import machine_budget, named_or, on_cluster
 from schemas.declare import read_yaml
 from schemas.errors import PlanError, SchemaError
 from schemas.job import load_job
-from schemas.job_schedule import BudgetConfig
+from schemas.job_schedule import BudgetConfig, ScheduleConfig
 from schemas.manifest import replace_bytes
 from schemas.paths import local_path
 
@@ -81,12 +81,6 @@ def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path
     return found
 
 
-def machine_budget() -> BudgetConfig:
-    """Return what this machine has."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return BudgetConfig(cpus=float(len(os.sched_getaffinity(0))), memory=memory)
-
-
 def run_jobs(request: RunRequest) -> State:
     """Run jobs until all have ended.
 
@@ -100,7 +94,7 @@ def run_jobs(request: RunRequest) -> State:
     """
     budget = budget_of(request)
     with _alone(request.output), Log(request.output / LOG) as log, asked_to_end() as asked:
-        jobs, places = _submissions(request)
+        jobs, places = _submissions(request, budget)
         found = recover(request.output / LOG)
         if unnamed := unnamed_jobs(found.state, places):
             raise PlanError(
@@ -163,7 +157,7 @@ def plan_jobs(request: RunRequest) -> list[Planned]:
         SchemaError: as `run_jobs`.
     """
     budget, now = budget_of(request), time.time()
-    jobs, places = _submissions(request)
+    jobs, places = _submissions(request, budget)
     state, planned = State(), list[Planned]()
     first: list[Event] = [
         *request.driver.runner.begin(state, now),
@@ -196,14 +190,19 @@ def budget_of(request: RunRequest) -> BudgetConfig:
         SchemaError: the file is none.
     """
     if request.budget is None and request.cluster is not None:
-        own = [load_job(path).schedule.budget for path in request.job_files]
+        own = [on_cluster(load_job(path).schedule).budget for path in request.job_files]
         return BudgetConfig(cpus=sum(b.cpus for b in own), memory=sum(b.memory for b in own))
     if request.budget is None:
         return machine_budget()
-    return read_yaml(request.budget, BudgetConfig)
+    named = read_yaml(request.budget, BudgetConfig)
+    if request.cluster is not None:
+        return on_cluster(ScheduleConfig(budget=named)).budget
+    return named_or(named, machine_budget())
 
 
-def _submissions(request: RunRequest) -> tuple[list[Submitted], dict[str, Workplace]]:
+def _submissions(
+    request: RunRequest, budget: BudgetConfig
+) -> tuple[list[Submitted], dict[str, Workplace]]:
     jobs: list[Submitted] = []
     places: dict[str, Workplace] = {}
     # The most important first, so that none is begun only to make room.
@@ -215,6 +214,9 @@ def _submissions(request: RunRequest) -> tuple[list[Submitted], dict[str, Workpl
             time.time(),
             single_writer=request.single_writer,
             allow_outside=request.allow_outside,
+            budget=budget if request.cluster is None else None,
+            shares_cores=request.budget is None,
+            say=request.driver.say,
         )
         if submitted.job in places:
             raise SchemaError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from scheduler.drivers.process.commands import environment, generate_command
 from scheduler.drivers.process.workplace import Workplace, cut_input
 from scheduler.history import History, read_history
 from scheduler.machine.events import Submitted
-from scheduler.snapshot import facts_of_job
+from scheduler.machine_sizes import MachineSizes, on_machine
+from scheduler.snapshot import Snapshot, facts_of_job
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import GenerateConfig, Job, load_job
+from schemas.job_schedule import BudgetConfig
 from schemas.paths import schema_path
 
 HISTORY = "history"
@@ -32,6 +34,9 @@ def submit(
     *,
     single_writer: bool = False,
     allow_outside: bool = False,
+    budget: BudgetConfig | None = None,
+    shares_cores: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Submitted, Workplace]:
     """Prepare the folder of a job.
 
@@ -43,6 +48,9 @@ def submit(
         time_sec: the time.
         single_writer: as in `Workplace`.
         allow_outside: as in `Workplace`.
+        budget: of all jobs together on this machine, None where Pods run.
+        shares_cores: whether the budget is what the machine has, which processes may share.
+        say: told what the job's processes get that was declared otherwise.
 
     Raises:
         SchemaError: the job file, or its input, is none.
@@ -58,13 +66,30 @@ def submit(
         generate = replace(job.data.generate or GenerateConfig(), num_samples=counted)
         job = replace(job, data=replace(job.data, generate=generate))
     past = output / HISTORY
+    snapshot = Snapshot(
+        job=job,
+        facts=facts_of_job(job, features),
+        history=read_history(past) if past.is_dir() else History(),
+    )
+    sizes = None
+    if budget is not None:
+        own = job.schedule.budget
+        least = replace(
+            budget, cpus=min(own.cpus, budget.cpus), memory=min(own.memory, budget.memory)
+        )
+        shared = shares_cores and budget.cpus < own.cpus
+        config, changes = on_machine(snapshot, least, shares_cores=shared, num_segments=len(cut))
+        sizes = MachineSizes.of(config)
+        for line in changes:
+            say(f"{job.name}: {line}")
     submitted = Submitted(
         time_sec=time_sec,
         job=job.name,
         document=job_file.read_text(encoding="utf-8"),
-        facts=facts_of_job(job, features),
-        history=read_history(past) if past.is_dir() else History(),
+        facts=snapshot.facts,
+        history=snapshot.history,
         num_segments=len(cut),
+        sizes=sizes,
     )
     place = Workplace(
         job_file.resolve(),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.drivers.process.command import machine_budget
+from scheduler.machine_sizes import machine_budget
 from scheduler.retrain.commands import Flags, command_of
 from scheduler.retrain.log import STATE, Log
 from scheduler.retrain.records import Started
