@@ -24,6 +24,7 @@ from pipelines.build import build
 from pipelines.forget.at_once import ForgetRequest, forget
 from pipelines.gate.judge import GateError
 from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.measured import keep_measurement
 from pipelines.oracle.command import oracle
 from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
@@ -103,7 +104,9 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         day=_text_of(arguments.day),
         say=_progress,
     )
-    _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
+    result = {**build(request), "startup_sec": round(startup, 3)}
+    keep_measurement(request.dataset, result, beam_args)
+    _say(arguments, result)
     return 0
 
 
@@ -158,7 +161,9 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         last=arguments.last,
         say=_progress,
     )
-    _say(arguments, {**build(request), "startup_sec": round(startup, 3)})
+    result = {**build(request), "startup_sec": round(startup, 3)}
+    keep_measurement(request.dataset, result, beam_args)
+    _say(arguments, result)
     return 0
 
 

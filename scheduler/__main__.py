@@ -74,7 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("job", type=Path, metavar="JOB", help="job file")
     command.add_argument("--dataset", type=Path, help="dataset that tells sizes of the data")
     command.add_argument(
-        "--history", type=Path, help="folder with finished runs and build.json files"
+        "--history",
+        type=Path,
+        help="folder with finished runs and build.json files; by default beside --dataset",
     )
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
     command.add_argument("--explain", action="store_true", help="a table and the reasons")

@@ -9,14 +9,29 @@ jobs, finished before, taught.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scheduler.past import PAST_JOBS, PastJob, read_past
+from schemas.dataset import Dataset
 from schemas.errors import SchemaError
-from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
+from schemas.events import (
+    IDENTITY,
+    METRICS,
+    SUMMARY,
+    RunSummary,
+    StepMetric,
+    read_lines,
+    read_metrics,
+    read_summary,
+)
+from schemas.layout import BUILDS
 
 BUILD = "build.json"
+BESIDE = (f"*/{SUMMARY}", f"*/*/{SUMMARY}")
+"""Where runs lie, seen from the folder with their dataset: `run`, `runs/first`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +42,13 @@ class BuildRecord:
         num_samples: samples that it wrote.
         startup_sec: seconds before the work began.
         rows_per_sec: samples per second of work, start-up left out.
+        num_workers: processes that it ran in.
     """
 
     num_samples: int
     startup_sec: float
     rows_per_sec: float
+    num_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +86,58 @@ def read_history(directory: Path) -> History:
     read = (_read_build(path) for path in sorted(directory.rglob(BUILD)))
     builds = tuple(record for record in read if record is not None)
     folders = [path.parent for path in sorted(directory.rglob(SUMMARY))]
-    runs = tuple(
+    files = sorted(directory.rglob(PAST_JOBS))
+    return History(
+        builds, _runs(folders, directory), tuple(job for path in files for job in read_past(path))
+    )
+
+
+def history_beside(dataset: Dataset) -> History:
+    """Read the builds of a dataset on this machine, and the finished runs beside it.
+
+    Runs are looked for two folders deep below the one that holds the dataset; those count that
+    trained one of its segments.
+
+    Raises:
+        SchemaError: a file is not what its name says.
+    """
+    here = dataset.directory.resolve().parent
+    segments = {segment.manifest_sha256 for segment in dataset.manifest.segments}
+    folders = sorted({path.parent for pattern in BESIDE for path in here.glob(pattern)})
+    own = (folder for folder in folders if _trained(folder) & segments)
+    lines = dataset.directory / BUILDS
+    builds = read_lines(lines, _record_of, _refusal) if lines.is_file() else []
+    return History(tuple(builds), _runs(own, here))
+
+
+def _trained(run: Path) -> set[str]:
+    """Return hashes of the manifests of the segments that a run trained, none of what is no run."""
+    try:
+        return set(json.loads((run / IDENTITY).read_text(encoding="utf-8"))["segments"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return set()
+
+
+def _runs(folders: Iterable[Path], root: Path) -> tuple[RunRecord, ...]:
+    return tuple(
         RunRecord(
-            folder.relative_to(directory).as_posix(),
+            folder.relative_to(root).as_posix(),
             read_summary(folder / SUMMARY),
             tuple(read_metrics(folder / METRICS)),
         )
         for folder in folders
         if (folder / METRICS).is_file()
     )
-    files = sorted(directory.rglob(PAST_JOBS))
-    return History(builds, runs, tuple(job for path in files for job in read_past(path)))
+
+
+def _refusal(line: str, error: Exception) -> str:
+    return f"line must be a build, got {line!r}: {error!r}; remove the file"
+
+
+def _record_of(body: Mapping[str, Any]) -> BuildRecord:
+    workers = int(body.get("num_workers", 1))
+    samples, startup = int(body["num_samples"]), float(body["startup_sec"])
+    return BuildRecord(samples, startup, float(body["rows_per_sec"]), workers)
 
 
 def _read_build(path: Path) -> BuildRecord | None:
@@ -88,9 +146,7 @@ def _read_build(path: Path) -> BuildRecord | None:
         body = json.loads(path.read_text(encoding="utf-8"))
         if body.get("built") is False:
             return None
-        record = BuildRecord(
-            int(body["num_samples"]), float(body["startup_sec"]), float(body["rows_per_sec"])
-        )
+        record = _record_of(body)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise SchemaError(
             f"build must be what build --json prints, got {error!r}; build again or remove it",

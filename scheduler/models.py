@@ -108,7 +108,7 @@ def fit_segments(
     prior: Sequence[float],
     prior_spread: float,
 ) -> Fit:
-    """Fit segment jobs, and builds that ran one at a time with one worker.
+    """Fit segment jobs, and builds that ran one at a time.
 
     Args:
         window: what was measured of the running job.
@@ -123,10 +123,12 @@ def fit_segments(
     rates = np.array([build.rows_per_sec for build in builds])
     startups = np.array([build.startup_sec for build in builds])
     assumed = np.array(prior)
-    per_row = min(cpus, 1.0) / float(np.median(rates))
+    workers = np.array([float(build.num_workers) for build in builds])
+    alone = (assumed[1] + assumed[2] / workers) / (assumed[1] + assumed[2])
+    per_row = min(cpus, 1.0) / float(np.median(rates * alone))
     known = assumed * per_row / (assumed[1] + assumed[2])
     known[0] = float(np.median(startups))
-    setting = SegmentSetting(rows=rows, worker_cpus=cpus)
+    setting = SegmentSetting(rows=rows, workers=workers, worker_cpus=cpus)
     past = observe(NOTHING, setting, startups + rows / rates, 0.0)
     return fit_window(over(past, window), SegmentSetting, known.tolist(), prior_spread)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.history import History, read_history
+from scheduler.history import History, history_beside, read_history
 from scheduler.lookahead import Lookahead, look_ahead
 from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError, nearest
@@ -80,7 +80,7 @@ def take_snapshot(
     Args:
         job: the job file.
         dataset: that tells sizes of the data; None where there is none yet.
-        history: folder with earlier builds and runs.
+        history: folder with earlier builds and runs; what lies beside the dataset when None.
         allow_outside: whether its schema may lie outside the folder of the job file.
 
     Raises:
@@ -91,12 +91,12 @@ def take_snapshot(
         schema = schema_path(job, read.data.schema, allow_outside=allow_outside)
         facts = facts_of_job(read, load_features(schema))
     else:
-        facts = facts_of_dataset(read, open_dataset(dataset))
-    return Snapshot(
-        job=read,
-        facts=facts,
-        history=History() if history is None else read_history(history),
-    )
+        opened = open_dataset(dataset)
+        facts = facts_of_dataset(read, opened)
+        if history is None:
+            return Snapshot(job=read, facts=facts, history=history_beside(opened))
+    known = History() if history is None else read_history(history)
+    return Snapshot(job=read, facts=facts, history=known)
 
 
 def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:

@@ -20,6 +20,8 @@ PLAIN_STATISTICS = "statistics.pbtxt"  # of segments written before 2026-11-23
 ANOMALIES = "anomalies.pbtxt"
 SAMPLING = "sampling.parquet"
 EVENTS = "events.parquet"
+BUILDS = "builds.jsonl"
+"""How fast builds were; beside the root manifest, and no part of the dataset."""
 
 BLOCK = "block"
 UNIQUE_INDEX = "unique_index"

@@ -1,12 +1,13 @@
 """A small job, with its schema, on disk; and the same as a snapshot without files."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from scheduler.history import History, RunRecord
 from scheduler.snapshot import DataFacts, Snapshot
-from schemas.events import RunSummary, StepMetric
+from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
 from schemas.job import load_job
 from schemas.job_schedule import ScheduleConfig
 
@@ -107,3 +108,34 @@ def make_run(
         expanded=expanded,
     )
     return RunRecord("run", summary, metrics)
+
+
+def write_run(folder: Path, sec: float, num_steps: int = 20) -> None:
+    """Leave what a finished run leaves, every step of 256 samples as long as the others."""
+    folder.mkdir(parents=True)
+    metrics = [
+        StepMetric(
+            step=step,
+            loss=0.5,
+            num_samples=256,
+            num_replicas=1,
+            samples_per_sec=256 / sec,
+            phases={"forward": sec},
+        )
+        for step in range(num_steps)
+    ]
+    summary = RunSummary(
+        num_steps=num_steps,
+        num_samples=256 * num_steps,
+        loss_first=0.5,
+        loss_last=0.5,
+        ne=None,
+        auc=None,
+        gauc=None,
+        samples_per_sec=256 / sec,
+        cache_hit_rate=None,
+        fetched_rows=0,
+        peak_rss_bytes=900 << 20,
+    )
+    (folder / METRICS).write_text("".join(f"{to_line(metric)}\n" for metric in metrics))
+    (folder / SUMMARY).write_text(json.dumps(asdict(summary)))

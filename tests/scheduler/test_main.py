@@ -3,51 +3,19 @@
 import json
 import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from scheduler.__main__ import main
 from scheduler.history import read_history
-from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
-from tests.scheduler.made import write_job
+from schemas.events import SUMMARY
+from tests.scheduler.made import write_job, write_run
 
 POOLS = {
     "preprocessing": {"segment_jobs", "workers_per_job", "cpus", "memory_bytes", "rows_per_sec"},
     "training": {"num_replicas", "num_stores", "cpus", "memory_bytes", "samples_per_sec"},
 }
-
-
-def write_run(folder: Path, sec: float, num_steps: int = 20) -> None:
-    """Leave what a finished run leaves, every step of 256 samples as long as the others."""
-    folder.mkdir(parents=True)
-    metrics = [
-        StepMetric(
-            step=step,
-            loss=0.5,
-            num_samples=256,
-            num_replicas=1,
-            samples_per_sec=256 / sec,
-            phases={"forward": sec},
-        )
-        for step in range(num_steps)
-    ]
-    summary = RunSummary(
-        num_steps=num_steps,
-        num_samples=256 * num_steps,
-        loss_first=0.5,
-        loss_last=0.5,
-        ne=None,
-        auc=None,
-        gauc=None,
-        samples_per_sec=256 / sec,
-        cache_hit_rate=None,
-        fetched_rows=0,
-        peak_rss_bytes=900 << 20,
-    )
-    (folder / METRICS).write_text("".join(f"{to_line(metric)}\n" for metric in metrics))
-    (folder / SUMMARY).write_text(json.dumps(asdict(summary)))
 
 
 def write_build(path: Path, rows_per_sec: float) -> None:
@@ -60,7 +28,8 @@ def write_build(path: Path, rows_per_sec: float) -> None:
 def test_main_plan_json_prints_one_object_with_every_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(write_job(tmp_path)), "--json", "--explain"]) == 0
+    job = write_job(tmp_path, "  budget: {cpus: 16, memory: 64GiB}")
+    assert main(["plan", str(job), "--json", "--explain"]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1
     body = json.loads(printed.out)
@@ -79,7 +48,8 @@ def test_main_plan_json_prints_one_object_with_every_key(
 def test_main_plan_explain_prints_pools_and_reasons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(write_job(tmp_path)), "--explain"]) == 0
+    job = write_job(tmp_path, "  budget: {cpus: 16, memory: 64GiB}")
+    assert main(["plan", str(job), "--explain"]) == 0
     out = capsys.readouterr().out
     for text in ("samples/s", "rows/s", "runner-up", "low confidence", "balance", "rule: the"):
         assert text in out

@@ -1,6 +1,7 @@
 """What a snapshot says of a real dataset equals what the raw log says."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import BuildRequest, build
+from pipelines.commands import main as build_command
 from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.measured import keep_measurement
+from pipelines.segments.verify import verify
 from scheduler.__main__ import main
+from scheduler.history import History
 from scheduler.snapshot import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.accesses import indexed_steps
 from schemas.dataset import open_dataset
+from schemas.events import IDENTITY
 from schemas.job import Job, load_job
 from schemas.plan import plan
 from schemas.plan_size import summarize
 from schemas.rows import rows_of_ids
-from tests.scheduler.made import write_job
+from tests.scheduler.made import write_job, write_run
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +170,64 @@ def test_take_snapshot_reads_builds_below_the_history(demo_job: Path, built: Pat
     printed = json.loads((built / "build.json").read_text())
     assert [b.rows_per_sec for b in history.builds] == [printed["rows_per_sec"]]
     assert history.runs == ()
+
+
+def test_plan_right_after_a_build_finds_it_and_the_runs_beside_the_dataset(
+    demo_job: Path, built: Path, tmp_path: Path
+) -> None:
+    dataset = tmp_path / "dataset"
+    shutil.copytree(built / "dataset", dataset)
+    assert take_snapshot(demo_job, dataset, None).history == History()
+    printed = json.loads((built / "build.json").read_text())
+    keep_measurement(dataset, printed, [])
+    workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
+    keep_measurement(dataset, {**printed, "rows_per_sec": 100.0}, workers)
+    keep_measurement(dataset, {**printed, "built": False}, [])
+    trained = [segment.manifest_sha256 for segment in open_dataset(dataset).manifest.segments]
+    write_trained_run(tmp_path / "run", trained)
+    write_trained_run(tmp_path / "runs" / "first", trained)
+    write_trained_run(tmp_path / "runs" / "of-another-dataset", ["0f"])
+    found = take_snapshot(demo_job, dataset, None).history
+    assert [(b.rows_per_sec, b.num_workers) for b in found.builds] == [
+        (printed["rows_per_sec"], 1),
+        (100.0, 2),
+    ]
+    assert [run.name for run in found.runs] == ["run", "runs/first"]
+    assert verify(dataset)["problems"] == []
+
+
+def write_trained_run(folder: Path, segments: list[str]) -> None:
+    write_run(folder, 0.1)
+    (folder / IDENTITY).write_text(json.dumps({"segments": segments}))
+
+
+def test_main_build_leaves_what_the_next_plan_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(tmp_path)
+    rows = pa.table(
+        {
+            "session_id": list(range(600)),
+            "time": pa.array(range(600), pa.timestamp("s")),
+            "clicked": [0, 1] * 300,
+            "user_id": [1, 2, 3] * 200,
+            "item_id": list(range(600)),
+            "clicked_items": [[1, 2]] * 600,
+            "item_price": [1.0] * 600,
+        }
+    )
+    (tmp_path / "log").mkdir()
+    pq.write_table(rows, tmp_path / "log" / "a.parquet")
+    dataset = tmp_path / "dataset"
+    words = ["build", str(job), "--input", str(tmp_path / "log"), "--output", str(dataset)]
+    assert build_command([*words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    history = take_snapshot(job, dataset, None).history
+    assert [(b.rows_per_sec, b.startup_sec) for b in history.builds] == [
+        (printed["rows_per_sec"], printed["startup_sec"])
+    ]
+    assert main(["plan", str(job), "--dataset", str(dataset), "--explain"]) == 0
+    assert "no build was measured" not in capsys.readouterr().out
 
 
 def test_main_plan_with_a_dataset_plans_it(
