@@ -6,15 +6,12 @@ manifest names it, and it may be removed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from apache_beam.options.pipeline_options import DirectOptions
-
-from pipelines.beam.runner import local_runner, local_workers, pipeline_options
 from pipelines.build import PART_INPUT_BYTES
+from pipelines.runners import in_process, runner_module
 from schemas.layout import BUILDS
 from schemas.manifest import canonical_json
 
@@ -29,15 +26,12 @@ def keep_measurement(dataset: Path, result: Mapping[str, Any], beam_args: Sequen
         result: what `build --json` prints.
         beam_args: Beam options of the build.
     """
-    bundles = -(-result["input_bytes"] // PART_INPUT_BYTES)
-    options = pipeline_options([*local_workers(beam_args, bundles), *beam_args])
-    if not result["built"] or local_runner(options) is None:
-        return
-    direct = options.view_as(DirectOptions)
-    # Threads wait for each other, so many of them are one worker.
     workers = 1
-    if direct.direct_running_mode == "multi_processing":
-        workers = direct.direct_num_workers or len(os.sched_getaffinity(0))
+    if not in_process(beam_args):
+        bundles = -(-result["input_bytes"] // PART_INPUT_BYTES)
+        workers = runner_module("runner").local_processes(beam_args, bundles)
+    if not result["built"] or workers is None:
+        return
     line = canonical_json({**{name: result[name] for name in _KEPT}, "num_workers": workers})
     with (dataset / BUILDS).open("ab") as file:
         file.write(f"{line}\n".encode())

@@ -135,6 +135,20 @@ def local_workers(beam_args: Sequence[str], bundles: int) -> list[str]:
     return [f"--direct_num_workers={workers}", f"--direct_running_mode={mode}"]
 
 
+def local_processes(beam_args: Sequence[str], bundles: int) -> int | None:
+    """Return in how many processes the local runner works, None where another one is asked for.
+
+    Threads of one process wait for each other, so they count as one.
+    """
+    options = pipeline_options([*local_workers(beam_args, bundles), *beam_args])
+    if options.view_as(StandardOptions).runner not in LOCAL_RUNNERS:
+        return None
+    direct = options.view_as(DirectOptions)
+    if direct.direct_running_mode != "multi_processing":
+        return 1
+    return direct.direct_num_workers or len(os.sched_getaffinity(0))
+
+
 def worker_error(text: str) -> str:
     r"""Return the line that matters of what a portable runner says about a failure.
 

@@ -52,6 +52,7 @@ class PreviewRequest:
         input_root: directory of raw files, or its URL.
         rows: rows that are read of the source that samples are made of.
         day: label of the segment, for a job whose split needs one.
+        allow_outside: whether the job's schema may lie outside the folder of the job file.
         say: told what is going on, one line at a time.
     """
 

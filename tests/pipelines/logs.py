@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from pipelines.build import build
 from pipelines.prepare import BuildRequest
+from schemas.layout import BUILDS
 
 JOB = """
 name: shop
@@ -111,8 +112,8 @@ def copy_of(dataset: Path, target: Path) -> Path:
 
 
 def bytes_of(directory: Path) -> dict[str, bytes]:
-    """Return every file below a directory by its relative path."""
-    files = (p for p in sorted(directory.rglob("*")) if p.is_file())
+    """Return every file below a directory by its relative path; times are no part of a dataset."""
+    files = (p for p in sorted(directory.rglob("*")) if p.is_file() and p.name != BUILDS)
     return {str(p.relative_to(directory)): p.read_bytes() for p in files}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -95,13 +97,32 @@ def test_this_machine_names_the_filesystem_of_a_temporary_folder(tmp_path: Path)
     check_writable(tmp_path)
 
 
-def test_mounted_tmpfs_is_found_and_allowed(tmp_path: Path) -> None:
-    script = 'mount -t tmpfs none "$0" && grep " $0 " /proc/self/mountinfo'
-    command = ["unshare", "--mount", "sh", "-c", script, str(tmp_path)]
+MOUNTING = """
+import ctypes, os, sys
+kind, place = sys.argv[1:]
+data = b""
+if kind.startswith("fuse"):
+    data = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % os.open("/dev/fuse", os.O_RDWR)
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.mount(b"none", place.encode(), kind.encode(), 0, data):
+    sys.exit(os.strerror(ctypes.get_errno()))
+print(open("/proc/self/mountinfo").read())
+"""
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("tmpfs", False), ("fuse.test", True)])
+def test_filesystem_that_is_really_mounted_is_known(
+    kind: str, refused: bool, tmp_path: Path
+) -> None:
+    place = tmp_path / "with space"
+    place.mkdir()
+    command = ["unshare", "--mount", sys.executable, "-c", MOUNTING, kind, str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no mount may be made here: {done.stderr.strip()}")
-    assert mount_of(tmp_path / "x", f"{MOUNTS}{done.stdout}") == (str(tmp_path), "tmpfs")
+    assert mount_of(place / "x", done.stdout) == (str(place), kind)
+    with pytest.raises(SchemaError, match=kind) if refused else nullcontext():
+        check_writable(place / "x", mounts=done.stdout)
 
 
 URLS = ("s3://bucket/x", "gs://b", "hdfs://n/x", "az://c/x", "http://h/x", "s3:/b", "file://host/x")

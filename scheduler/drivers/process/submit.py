@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scheduler.drivers.process.commands import environment, generate_command
-from scheduler.drivers.process.workplace import Workplace, cut_input
+from scheduler.drivers.process.workplace import Workplace, cut_input, matches
 from scheduler.history import History, read_history
 from scheduler.machine.events import Submitted
 from scheduler.machine_sizes import MachineSizes, on_machine
@@ -24,6 +24,9 @@ from schemas.paths import schema_path
 
 HISTORY = "history"
 """Folder of what finished jobs taught, in the scheduler's folder."""
+TRIED_FILES, TRIED_BYTES = 3, 1 << 20
+"""Beginnings of text files that tell how long lines are."""
+CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 def submit(
@@ -61,7 +64,7 @@ def submit(
     folder = output / job.name
     source = inputs.get(job.name) or _generated(job, job_file, folder)
     cut = cut_input(job, source, folder)
-    counted = _num_rows(job, [path for part in cut for path in part])
+    counted = _num_rows(job, [path for part in cut for path in part], source)
     if counted is not None:
         generate = replace(job.data.generate or GenerateConfig(), num_samples=counted)
         job = replace(job, data=replace(job.data, generate=generate))
@@ -125,12 +128,29 @@ def _generated(job: Job, job_file: Path, folder: Path) -> Path:
     return log
 
 
-def _num_rows(job: Job, files: list[Path]) -> int | None:
-    """Return the rows of the input, None where they are not known without reading it."""
-    if len(job.data.sources) != 1 or next(iter(job.data.sources.values())).format != "parquet":
-        return None
+def _num_rows(job: Job, files: Sequence[Path], source: Path) -> int | None:
+    """Return the rows of the source of samples, None where they are not known without reading it.
+
+    Lines of text are counted at the beginning of some files.
+    """
+    config = job.data.sources[job.data.sample_source]
+    own = [path for path in files if matches(path.relative_to(source), config.files)]
     try:
-        rows = sum(pq.read_metadata(path).num_rows for path in files)
+        if config.format == "parquet":
+            return sum(pq.read_metadata(path).num_rows for path in own) or None
+        return _num_lines(own) if config.format in ("csv", "jsonl") else None
     except (OSError, pa.ArrowInvalid):
-        return None  # the build rejects what is no Parquet, by name
-    return rows or None
+        return None  # the build rejects what is of another format, by name
+
+
+def _num_lines(files: Sequence[Path]) -> int | None:
+    """Return about how many lines text files have."""
+    lines = stored = 0
+    for path in files[:TRIED_FILES]:
+        with pa.OSFile(str(path)) as file:
+            codec = CODECS.get(path.suffix)
+            text = file if codec is None else pa.CompressedInputStream(file, codec)
+            lines += text.read(TRIED_BYTES).count(b"\n")
+            stored += file.tell()
+    total = sum(path.stat().st_size for path in files)
+    return round(total * lines / stored) if lines else None

@@ -97,7 +97,7 @@ def cut_input(job: Job, source: Path, folder: Path) -> list[list[Path]]:
     data = job.data
     if len(data.sources) == 1 and not data.sides:
         (wanted,) = data.sources.values()
-        files = [f for f in files if _matches(f.relative_to(source), wanted.files)]
+        files = [f for f in files if matches(f.relative_to(source), wanted.files)]
         cut = [[path] for path in files]
     else:
         cut = [files]
@@ -114,7 +114,7 @@ def cut_input(job: Job, source: Path, folder: Path) -> list[list[Path]]:
     return cut
 
 
-def _matches(path: Path, pattern: str) -> bool:
+def matches(path: Path, pattern: str) -> bool:
     """Tell whether a path fits a glob in which `**` stands for any folders."""
     parts = pattern.split("/")
     if "**" in parts:

@@ -14,7 +14,9 @@ from kubernetes import client
 from kubernetes.dynamic import DynamicClient
 from kubernetes.utils import parse_quantity
 
+from scheduler import __main__ as scheduler
 from scheduler.__main__ import build_parser, main
+from schemas.job_schedule import BudgetConfig
 from tests.cluster.kustomize import objects_of
 from tests.cluster.manifests import SMALL
 from tests.cluster.servers import Cluster
@@ -135,8 +137,13 @@ def test_pods_of_the_manifests_run(
 
 
 def test_day_of_the_example_has_room_for_what_the_plan_takes(
-    folder: Path, repository: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    repository: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    machine = BudgetConfig(cpus=8.0, memory=32 << 30)
+    monkeypatch.setattr(scheduler, "machine_budget", lambda: machine)
     assert main(["plan", str(repository / "schemas" / "demo" / "job.yaml"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     pools = plan["preprocessing"], plan["training"]

@@ -1,0 +1,94 @@
+"""What a job is submitted with: rows of its input, and sizes for this machine."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scheduler.drivers.driver import DriverOptions
+from scheduler.drivers.process import command
+from scheduler.drivers.process.command import RunRequest, plan_jobs
+from scheduler.drivers.process.submit import submit
+from schemas.errors import SchemaError
+from schemas.job_schedule import BudgetConfig
+from tests.scheduler.made import write_job
+
+GIB = 1 << 30
+LINES = "".join(f"{i},a longer text {i}\n" for i in range(100_000))
+
+
+def job_of(folder: Path, kind: str, files: str) -> Path:
+    job = write_job(folder)
+    columns = ", columns: {a: int64, b: string}" if kind != "parquet" else ""
+    text = job.read_text().replace(
+        '{files: "*.parquet", format: parquet}', f'{{files: "{files}", format: {kind}{columns}}}'
+    )
+    job.write_text(text)
+    return job
+
+
+def rows_of(folder: Path, kind: str, files: str) -> int:
+    job = job_of(folder, kind, files)
+    submitted, _ = submit(job, {"small": folder / "log"}, folder / "out", 0.0)
+    return submitted.facts.num_samples
+
+
+def test_rows_of_text_are_estimated_from_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "a.csv").write_text(LINES)
+    (tmp_path / "log" / "b.csv").write_text(LINES[: len(LINES) // 2])
+    (tmp_path / "log" / "other.txt").write_text(LINES)
+    assert rows_of(tmp_path, "csv", "*.csv") == pytest.approx(150_000, rel=0.05)
+
+
+def test_rows_of_compressed_text_are_estimated(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "a.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    assert rows_of(tmp_path, "jsonl", "*.gz") == pytest.approx(100_000, rel=0.3)
+
+
+def test_rows_of_parquet_are_counted_and_damage_is_left_to_the_build(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    pq.write_table(pa.table({"a": range(321)}), tmp_path / "log" / "a.parquet")
+    assert rows_of(tmp_path, "parquet", "*.parquet") == 321
+    (tmp_path / "two" / "log").mkdir(parents=True)
+    (tmp_path / "two" / "log" / "a.parquet").write_bytes(b"no parquet")
+    assert rows_of(tmp_path / "two", "parquet", "*.parquet") == 100_000, "what generate says"
+
+
+def test_name_of_a_job_cannot_lead_out_of_the_output(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    job = write_job(tmp_path / "in")
+    job.write_text(job.read_text().replace("name: small", "name: ../../escaped"))
+    with pytest.raises(SchemaError, match="name must be of letters"):
+        submit(job, {}, tmp_path / "a" / "b" / "out", 0.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("cpus", [1.0, 2.0])
+def test_jobs_are_admitted_on_small_machines_by_default(
+    cpus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = BudgetConfig(cpus=cpus, memory=4 * GIB)
+    monkeypatch.setattr(command, "machine_budget", lambda: machine)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "a.csv").write_text(LINES)
+    said: list[str] = []
+    request = RunRequest(
+        job_files=[job_of(tmp_path, "csv", "*.csv")],
+        inputs={"small": tmp_path / "log"},
+        output=tmp_path / "out",
+        budget=None,
+        driver=DriverOptions(output=tmp_path / "out", say=said.append),
+    )
+    verbs = [planned.action.verb for planned in plan_jobs(request)]
+    assert verbs == ["admit", "start"]
+    assert [line.split(" instead")[0] for line in said] == (
+        []
+        if cpus == 2.0
+        else ["small: preprocessing.worker has 0.5", "small: training.replica has 0.5"]
+    )
