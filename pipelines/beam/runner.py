@@ -91,8 +91,8 @@ def run_pipeline(
     """
     if in_process(beam_args):
         raise SchemaError(
-            f"runner {IN_PROCESS} runs build, append and oracle, got another command; use a "
-            "runner of Beam"
+            f"runner {IN_PROCESS} runs build, append, rewrite and oracle, got another command; "
+            "use a runner of Beam"
         )
     options = pipeline_options([*local_workers(beam_args, bundles), *beam_args])
     names: list[str] = []

@@ -18,13 +18,13 @@ import pyarrow as pa
 import yaml
 
 from pipelines.beam.context import BuildContext
-from pipelines.beam.runner import run_pipeline
 from pipelines.beam.shuffle import SHUFFLE
-from pipelines.build import PART_INPUT_BYTES, build
+from pipelines.build import PART_INPUT_BYTES, build, shuffle_by
 from pipelines.parts.expand import row_groups
 from pipelines.prepare import BuildRequest
-from pipelines.rewrite.flat import HIDDEN, FlatPart, can_be_moved, decoded, flat_pipeline
+from pipelines.rewrite.flat import HIDDEN, FlatPart, FlatStage, can_be_moved, decoded, run_flat
 from pipelines.rewrite.input import FILES, SOURCE, Rows, check_microseconds, look_at, star_word
+from pipelines.runners import in_process, runner_module
 from pipelines.samples.steps import Steps
 from pipelines.segments.content_hash import ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.segments.lock import workplace
@@ -176,20 +176,21 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         steps=Steps(None, None),
         num_parts=max(1, -(-rows.num_bytes // PART_INPUT_BYTES)),
         empty_rows={SOURCE: schema.empty_table()},
+        shuffle_by=shuffle_by(request.beam_args),
     )
-    outcome = run_pipeline(
-        lambda p: flat_pipeline(p, context, rows.schema, rows.session, rows.time),
-        request.beam_args,
-        written,
-        context.num_parts,
-    )
-    reject = min(outcome.values["rejects"], key=sort_key, default=None)
+    schema = pa.ipc.read_schema(rows.schema.serialize())  # as it is after it went to a worker
+    stage = FlatStage(context, schema, rows.session, rows.time)
+    if in_process(request.beam_args):
+        values = run_flat(stage)
+    else:
+        values = runner_module("flat").run_flat(stage, request.beam_args)
+    reject = min(values["rejects"], key=sort_key, default=None)
     if reject is not None:
         raise SchemaError(f"{reject}; replace or remove the file")
-    parts: list[FlatPart] = outcome.values["parts"]
+    parts: list[FlatPart] = values["parts"]
     if not parts:
         raise SchemaError("input must have rows, got none", file=str(rows.folder))
-    shutil.rmtree(written / SHUFFLE)
+    shutil.rmtree(written / SHUFFLE, ignore_errors=True)
     content = sum((p.content for p in parts), ContentHash())
     request.say("comparing all rows with the input")
     _check_equal(content_hash(decoded(b) for b in rows.batches()), content)
@@ -229,6 +230,11 @@ def _build(request: BuildRequest) -> dict[str, Any]:
         return build(request)
     except SchemaError as error:
         what, _, advice = error.message.partition("; ")
+        if what.startswith("groups: auto must see samples"):
+            raise SchemaError(
+                "--layout star can keep none of the rows: the session key or the time is null, or "
+                "lists hold nulls; use --layout flat, which keeps every row"
+            ) from error
         if "data.on_error" not in advice:
             raise
         message = f"{what}; repair the row, or use --layout flat, which keeps every row"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 
 from pipelines.beam.context import BuildContext
-from pipelines.beam.shuffle import Reference, read_reference, write_chunk
-from pipelines.beam.transforms import ReadRows
+from pipelines.executor import Collected, read_all
 from pipelines.parts.cluster import cluster, hash_session_keys, part_of_key
 from pipelines.parts.encodings import choose, open_writer
 from pipelines.parts.write import ROW_GROUP_BYTES
@@ -24,7 +22,7 @@ from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, join, split
 from pipelines.segments.content_hash import ContentHash, content_hash
 from pipelines.sources.rows import ORIGIN
-from pipelines.stages import REJECTS, SAMPLES
+from pipelines.stages import REJECTS
 from schemas.layout import part_name
 
 KEY, TIME = "_key", "_time"
@@ -46,33 +44,49 @@ class FlatPart:
     content: ContentHash
 
 
-class _HandOver(beam.DoFn):
-    """Rows to (part, reference), by the hash of their session key."""
+@dataclass(frozen=True, slots=True)
+class FlatStage:
+    """The two stages of a rewriting: rows to parts by session, parts to files.
 
-    def __init__(self, context: BuildContext, session: str, time: str | None) -> None:
-        self.context, self.session, self.time = context, session, time
+    Attributes:
+        context: of the rewriting.
+        schema: of the rows.
+        session: the session key.
+        time: what orders the rows of a session, if anything does.
+    """
 
-    def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, Reference]]:
-        table = with_order(decoded(rows[1]), self.session, self.time)
+    context: BuildContext
+    schema: pa.Schema
+    session: str
+    time: str | None
+
+    def hand_over(self, table: pa.Table) -> Iterator[tuple[int, Any]]:
+        """Yield (part, element of `context.crossing`) for rows, by the hash of their session."""
+        ordered = with_order(decoded(table), self.session, self.time)
         num_parts = self.context.num_parts
-        target = part_of_key(hash_session_keys(table[KEY]), num_parts)
-        parts = split(Tuples(table, {}, {}), target, num_parts)
-        yield from write_chunk(self.context.segment_root, uuid.uuid4().hex, parts).items()
+        target = part_of_key(hash_session_keys(ordered[KEY]), num_parts)
+        yield from self.context.crossing.send(split(Tuples(ordered, {}, {}), target, num_parts))
 
-
-class _WriteFlat(beam.DoFn):
-    def __init__(self, context: BuildContext, schema: pa.Schema) -> None:
-        self.context, self.schema = context, schema
-
-    def process(self, part: tuple[int, Iterable[Reference]]) -> Iterator[FlatPart]:
-        root = self.context.segment_root
-        rows = join([read_reference(root, r, []) for r in sorted(part[1])])
+    def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
+        """Write the file of one part."""
+        rows = join(list(self.context.crossing.receive(sent)))
         clustered = cluster(rows, self.context.data)
         table = clustered.samples.samples.select(self.schema.names)
-        path = root / part_name(part[0])
+        path = self.context.segment_root / part_name(part)
         write_flat_part(path, encoded(table, self.schema))
         content = content_hash(table.slice(i, 1 << 16) for i in range(0, table.num_rows, 1 << 16))
-        yield FlatPart(path.stat().st_size, clustered.num_sessions, content)
+        return FlatPart(path.stat().st_size, clustered.num_sessions, content)
+
+
+def run_flat(stage: FlatStage) -> Mapping[str, list[Any]]:
+    """Rewrite all rows in this process; return `parts` and `rejects`."""
+    found = Collected()
+    sent: defaultdict[int, list[Any]] = defaultdict(list)
+    for _, table in read_all(stage.context, found):
+        for part, rows in stage.hand_over(table):
+            sent[part].append(rows)
+    parts = [stage.write(part, sent.pop(part)) for part in sorted(sent)]
+    return {"parts": parts, "rejects": found.values[REJECTS]}
 
 
 def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:
@@ -139,24 +153,6 @@ def write_flat_part(path: Path, table: pa.Table) -> None:
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def flat_pipeline(
-    pipeline: beam.Pipeline,
-    context: BuildContext,
-    schema: pa.Schema,
-    session: str,
-    time: str | None,
-) -> Mapping[str, beam.PCollection[Any]]:
-    """Add the clustering of all rows to a pipeline."""
-    rows = pipeline | "ReadRows" >> ReadRows(context)
-    parts = (
-        rows[SAMPLES]
-        | "hand over" >> beam.ParDo(_HandOver(context, session, time))
-        | "cluster by session" >> beam.GroupByKey()
-        | "write flat" >> beam.ParDo(_WriteFlat(context, schema))
-    )
-    return {"parts": parts, "rejects": rows[REJECTS]}
 
 
 HIDDEN = (ORIGIN, LIST_INDEX, KEY, TIME)

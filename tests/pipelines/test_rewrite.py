@@ -77,16 +77,23 @@ def folder_of(directory: Path, columns: dict[str, pa.Array], num_files: int = 3)
     return directory / "in"
 
 
+IN_PROCESS = "--runner=InProcess"
+
+
 def run(
-    capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str
+    capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str, beam: bool = False
 ) -> dict[str, Any]:
+    more = more if beam else (IN_PROCESS, *more)
     assert main(["rewrite", str(folder), "--output", str(output), *more, "--json"]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1
     return json.loads(printed.out)
 
 
-def refused(capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str) -> str:
+def refused(
+    capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str, beam: bool = False
+) -> str:
+    more = more if beam else (IN_PROCESS, *more)
     assert main(["rewrite", str(folder), "--output", str(output), *more]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -135,7 +142,7 @@ def test_flat_keeps_every_type_and_the_schema(
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
     monkeypatch.setattr("pipelines.rewrite.command.PART_INPUT_BYTES", -(-size // num_parts))
-    result = run(capsys, folder, tmp_path / "out", "--layout", "flat")
+    result = run(capsys, folder, tmp_path / "out", "--layout", "flat", beam=num_parts > 1)
     files = sorted((tmp_path / "out").iterdir())
     assert [f.name for f in files] == [f"{i:05d}.parquet" for i in range(num_parts)]
     before = pq.read_schema(next(folder.rglob("*.parquet")))
@@ -170,7 +177,7 @@ def test_same_files_in_any_order_give_the_same_bytes(
 ) -> None:
     folder = folder_of(tmp_path, HELD | ODD)
     for name in ("one", "two"):
-        run(capsys, folder, tmp_path / name, "--layout", "flat")
+        run(capsys, folder, tmp_path / name, "--layout", "flat", beam=name == "one")
     one, two = (sorted((tmp_path / n).iterdir()) for n in ("one", "two"))
     assert [f.read_bytes() for f in one] == [f.read_bytes() for f in two]
 
@@ -212,6 +219,16 @@ def test_times_that_a_star_cannot_hold_are_refused_by_column(
     assert refused(capsys, folder, tmp_path / "out") == (
         "error: column 'ts' holds times finer than a microsecond, which --layout star cannot keep "
         "in more/part-2.parquet; use --layout flat, which keeps every row"
+    )
+
+
+def test_rows_of_which_a_star_can_keep_none_are_refused_with_a_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path, columns(seen=pa.array([[1, None]] * NUM)))
+    assert refused(capsys, folder, tmp_path / "out") == (
+        "error: --layout star can keep none of the rows: the session key or the time is null, or "
+        "lists hold nulls; use --layout flat, which keeps every row"
     )
 
 
@@ -297,7 +314,9 @@ def test_rewrite_is_refused_with(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, more, message = REFUSED[name]
-    assert refused(capsys, folder_of(tmp_path, table), tmp_path / "out", *more) == message
+    assert (
+        refused(capsys, folder_of(tmp_path, table), tmp_path / "out", *more, beam=True) == message
+    )
 
 
 def test_files_of_two_kinds_are_refused_by_column(
@@ -327,6 +346,7 @@ def test_columns_of_folder_names_become_columns_of_the_rows(
 ) -> None:
     folder = hive(tmp_path, n=pa.array(range(NUM)))
     command = ["rewrite", str(folder), "--output", str(tmp_path / "out"), "--layout", layout]
+    command.append(IN_PROCESS)
     assert main(command) == 0
     assert "columns from folder names: day (date), city (string)\n" in capsys.readouterr().err
     rows = by_view(tmp_path / "out", "samples") if layout == "star" else None
@@ -401,9 +421,7 @@ def test_files_that_are_not_parquet_are_counted(
     folder = folder_of(tmp_path, columns(), num_files=1)
     for name in ("_SUCCESS", "_metadata", "notes.txt", ".part-0.parquet.crc"):
         (folder / name).write_bytes(b"PAR1" if name == "_metadata" else b"")
-    assert (
-        main(["rewrite", str(folder), "--output", str(tmp_path / "out"), "--layout", "flat"]) == 0
-    )
+    assert main(["rewrite", str(folder), "--output", str(tmp_path / "out"), IN_PROCESS]) == 0
     line = "files that are not Parquet, not read: 3, such as _SUCCESS\n"
     assert line in capsys.readouterr().err
 
@@ -431,7 +449,8 @@ def test_a_damaged_file_is_named_and_nothing_is_left(
     data = bytearray(path.read_bytes())
     data[40:400] = bytes(360)
     path.write_bytes(data)
-    assert "part-0.parquet" in refused(capsys, folder, tmp_path / "out", "--layout", layout)
+    line = refused(capsys, folder, tmp_path / "out", "--layout", layout, beam=layout == "flat")
+    assert "part-0.parquet" in line
 
 
 def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(

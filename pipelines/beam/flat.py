@@ -1,0 +1,51 @@
+"""The pipeline of `rewrite --layout flat` on Beam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import apache_beam as beam
+import pyarrow as pa
+
+from pipelines.beam.runner import run_pipeline
+from pipelines.beam.transforms import ReadRows
+from pipelines.rewrite.flat import FlatPart, FlatStage
+from pipelines.stages import REJECTS, SAMPLES
+
+
+class _HandOver(beam.DoFn):
+    def __init__(self, stage: FlatStage) -> None:
+        self.stage = stage
+
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, Any]]:
+        yield from self.stage.hand_over(rows[1])
+
+
+class _WriteFlat(beam.DoFn):
+    def __init__(self, stage: FlatStage) -> None:
+        self.stage = stage
+
+    def process(self, part: tuple[int, Iterable[Any]]) -> Iterator[FlatPart]:
+        yield self.stage.write(*part)
+
+
+def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:
+    """Add the clustering of all rows to a pipeline."""
+    rows = pipeline | "ReadRows" >> ReadRows(stage.context)
+    hand_over: Any = beam.ParDo(_HandOver(stage))
+    parts = (
+        rows[SAMPLES]
+        | "hand over" >> hand_over.with_output_types(tuple[int, stage.context.crossing.element])
+        | "cluster by session" >> beam.GroupByKey()
+        | "write flat" >> beam.ParDo(_WriteFlat(stage))
+    )
+    return {"parts": parts, "rejects": rows[REJECTS]}
+
+
+def run_flat(stage: FlatStage, beam_args: list[str]) -> Mapping[str, list[Any]]:
+    """Rewrite all rows on Beam; return `parts` and `rejects`, as `rewrite.flat.run_flat`."""
+    context = stage.context
+    return run_pipeline(
+        lambda p: flat_pipeline(p, stage), beam_args, context.segment_root, context.num_parts
+    ).values
