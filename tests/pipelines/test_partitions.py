@@ -1,17 +1,19 @@
 """Columns of folder names: read as DuckDB reads them, refused where they are unclear."""
 
-from dataclasses import replace
+import re
 from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from pipelines.groups.sample import _keys  # pyright: ignore[reportPrivateUsage] - no other way in
+from pipelines.commands import main
+from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest, Prepared, prepare
-from pipelines.samples.steps import steps_of
 from pipelines.segments.pinned import identity_of
+from pipelines.sources.arrow_types import arrow_type
 from pipelines.sources.folder import folder_of
 from pipelines.sources.listing import list_inputs
 from pipelines.sources.partitions import (
@@ -196,6 +198,18 @@ def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
     assert prepared(job, log)[1] == []
 
 
+def test_types_in_the_examples_of_the_job_page_are_known(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "job.md").read_text()
+    found = 0
+    for example in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
+        sources = (yaml.safe_load(example).get("data") or {}).get("sources") or {}
+        for source in sources.values():
+            for word in {**source.get("columns", {}), **source.get("partitions", {})}.values():
+                arrow_type(word)
+                found += 1
+    assert found > 10
+
+
 def test_identity_of_a_job_without_partitions_is_what_it_was(log: Path, tmp_path: Path) -> None:
     plain = load_job(job_of(tmp_path / "a", "", {"x": "INT"})).data
     declared = load_job(job_of(tmp_path / "b", ", partitions: {day: date}", {"x": "INT"})).data
@@ -203,15 +217,23 @@ def test_identity_of_a_job_without_partitions_is_what_it_was(log: Path, tmp_path
     assert identity_of(declared)["sources"]["log"]["partitions"] == {"day": "date"}
 
 
-def test_key_of_a_folder_name_is_found_without_reading_other_columns(log: Path) -> None:
-    config = SourceConfig(
-        files="parquet/**/*", format="parquet", columns={"x": "int64"}, partitions={"day": "date"}
-    )
-    paths = sorted(p.relative_to(log).as_posix() for p in log.glob("parquet/**/*.parquet"))
-    empty = empty_rows(folder_of(log), "log", config, paths)
-    data = load_job(job_of(log.parent / "a", "", {"x": "INT"})).data
-    data = replace(data, sources={"log": config})
-    known = Prepared((), steps_of(data), {"log": empty})
-    part = FilePart("log", paths[1], 1, row_group=0)
-    (keys,) = _keys(folder_of(log), part, "day", data, known)
-    assert keys.to_pylist() == [date(2026, 3, 2)] * 2
+def test_key_of_a_folder_name_is_found_without_reading_other_columns(
+    log: Path, tmp_path: Path
+) -> None:
+    job = """
+name: log
+data:
+  sources:
+    log: {files: "parquet/**/*", format: parquet, columns: {x: int64}, partitions: {day: date}}
+  samples: {per: {key: day, sql: "SELECT x, day::TIMESTAMP AS day FROM log"}}
+  session: {key: x, time: day}
+  groups: auto
+  tables: {}
+"""
+    path = job_of(tmp_path / "job", "", {"x": "INT", "day": "INT"})
+    path.write_text(job)
+    command = ["build", str(path), "--input", str(log), "--output", str(tmp_path / "out")]
+    assert main([*command, "--runner=InProcess"]) == 0
+    expand(tmp_path / "out", tmp_path / "x.parquet")
+    rows = pq.read_table(tmp_path / "x.parquet").sort_by("x").to_pylist()
+    assert [(row["x"], row["day"].day) for row in rows] == [(1, 1), (2, 2), (10, 1), (20, 2)]
