@@ -38,7 +38,6 @@ from pipelines.sources.streams import with_events
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.job import DataConfig, Job
-from schemas.job_sources import SourceConfig
 from schemas.manifest import InputFile
 from schemas.paths import schema_path
 
@@ -142,8 +141,12 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
             name: empty_rows(folder, name, config, [f.path for f in listing if f.source == name])
             for name, config in data.inputs.items()
         }
-        for name, config in data.inputs.items():
-            _say_undeclared(request, name, config, listing, empty[name])
+        for name, config in data.inputs.items() if request.listing is None else ():
+            paths = [f.path for f in listing if f.source == name]
+            columns = empty[name].column_names
+            note = undeclared_partitions(name, paths, config.partitions, columns)
+            if note is not None:
+                request.say(note)
         check_repeatable(data, empty)
         broadcast = broadcast_sides(data, listing)
         sources = {name: empty[name] for name in data.sources}
@@ -171,26 +174,6 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         lists = passed_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passed(lists, tuple(samples.column_names))
     return Prepared(listing, last_hashed(steps, data, passed), empty, broadcast, kinds)
-
-
-def _say_undeclared(
-    request: BuildRequest,
-    name: str,
-    config: SourceConfig,
-    listing: tuple[InputFile, ...],
-    empty: pa.Table,
-) -> None:
-    """Say once which columns of folder names the SQL does not see."""
-    if request.listing is not None:  # said when the files were listed, or there are none
-        return
-    paths = [f.path for f in listing if f.source == name]
-    found = undeclared_partitions(paths, config.partitions, empty.column_names)
-    if found:
-        columns = ", ".join(f"{column}: {word}" for column, word in found.items())
-        request.say(
-            f"source {name}: folder names such as {paths[0].rpartition('/')[0]}/ give columns that "
-            f"the SQL does not see; add `partitions: {{{columns}}}` to read them"
-        )
 
 
 def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> int:

@@ -29,6 +29,7 @@ from pipelines.samples.check_joins import broadcast_sides
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.folder import folder_of
 from pipelines.sources.listing import find_files
+from pipelines.sources.partitions import undeclared_partitions
 from pipelines.sources.rejects import Reject, sort_key
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS
@@ -149,8 +150,22 @@ def _run(
         "samples": python_values(samples.rows.slice(0, NUM_SAMPLES)),
         "rejects": rejects,
         **made,
-        "notes": notes_of(context, sources, samples, rejects, made),
+        "notes": [
+            *_undeclared(context, copied),
+            *notes_of(context, sources, samples, rejects, made),
+        ],
     }
+
+
+def _undeclared(context: BuildContext, copied: Mapping[str, Excerpt]) -> Iterator[str]:
+    """Yield a note for each source whose folder names give columns that the job does not read."""
+    for name, excerpt in copied.items():
+        paths = [file.path for file in excerpt.files]
+        types = context.data.inputs[name].partitions
+        columns = context.empty_rows[name].column_names
+        note = undeclared_partitions(name, paths, types, columns)
+        if note is not None:
+            yield note
 
 
 def _source(context: BuildContext, name: str, excerpt: Excerpt, rows: int) -> dict[str, Any]:

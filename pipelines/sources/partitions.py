@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from urllib.parse import unquote
 
@@ -141,15 +142,29 @@ def with_partitions(rows: RawRows, values: Mapping[str, pa.Scalar], names: list[
         return rows
     for name, value in values.items():
         table = table.append_column(name, pa.repeat(value, table.num_rows))
-    return RawRows(table.select(names), rows.rejects)
+    return replace(rows, table=table.select(names))
 
 
 def undeclared_partitions(
-    paths: Sequence[str], types: Mapping[str, str], columns: Iterable[str]
-) -> dict[str, str]:
-    """Return columns that all paths name in folders, but neither the job nor the files have."""
+    name: str, paths: Sequence[str], types: Mapping[str, str], columns: Iterable[str]
+) -> str | None:
+    """Return a note about columns that folder names give and the SQL does not see, if any.
+
+    Args:
+        name: of the source.
+        paths: all its files, relative to the input directory.
+        types: its `partitions`.
+        columns: all columns that the SQL sees.
+    """
     try:
         found = infer_partitions(paths)
     except SchemaError:
-        return {}  # not a partitioned source: its folders differ in what they name
-    return {n: word for n, word in found.items() if n not in types and n not in set(columns)}
+        return None  # not a partitioned source: its folders differ in what they name
+    seen = {*types, *columns}
+    unseen = ", ".join(f"{column}: {word}" for column, word in found.items() if column not in seen)
+    if not unseen:
+        return None
+    return (
+        f"source {name}: folder names such as {paths[0].rpartition('/')[0]}/ give columns that "
+        f"the SQL does not see; add `partitions: {{{unseen}}}` to read them"
+    )

@@ -12,6 +12,7 @@ import yaml
 from pipelines.commands import main
 from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest, Prepared, prepare
+from pipelines.preview.preview import PreviewRequest, preview
 from pipelines.segments.pinned import identity_of
 from pipelines.sources.arrow_types import arrow_type
 from pipelines.sources.folder import folder_of
@@ -82,7 +83,7 @@ def test_folders_that_differ_are_refused_by_path(name: str) -> None:
     with pytest.raises(SchemaError) as refused:
         infer_partitions(paths)
     assert str(refused.value) == message
-    assert undeclared_partitions(paths, {}, []) == {}
+    assert undeclared_partitions("log", paths, {}, []) is None
 
 
 def test_declared_columns_have_the_declared_types_or_are_refused() -> None:
@@ -164,13 +165,16 @@ data:
   session: {{key: x, time: x}}
   tables: {{}}
 """
-SCHEMA = 'feature {{ name: "{}" type: {} annotation {{ tag: "kept" }} }}\n'
+SCHEMA = 'feature {{ name: "{}" type: {} annotation {{ tag: "{}" }} }}\n'
 
 
 def job_of(directory: Path, more: str, columns: dict[str, str]) -> Path:
     directory.mkdir()
     (directory / "job.yaml").write_text(JOB.format(more=more))
-    text = "".join(SCHEMA.format(name, kind) for name, kind in columns.items())
+    text = "".join(
+        SCHEMA.format(name, kind, "label" if name == "x" else "kept")
+        for name, kind in columns.items()
+    )
     (directory / "schema.pbtxt").write_text(text)
     return directory / "job.yaml"
 
@@ -193,9 +197,14 @@ def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
         "source log: folder names such as parquet/day=2026-03-01/city=%C3%85rhus/ give columns "
         "that the SQL does not see; add `partitions: {day: date, city: string}` to read them"
     ]
+    shown = preview(PreviewRequest(job_path=tmp_path / "a" / "job.yaml", input_root=log))
+    assert shown["notes"][0] == said[0]
     more = ", partitions: {day: timestamp, city: string}"
     job = job_of(tmp_path / "b", more, {"x": "INT", "day": "INT", "city": "BYTES"})
     assert prepared(job, log)[1] == []
+    shown = preview(PreviewRequest(job_path=job, input_root=log))
+    assert "partitions" not in str(shown["notes"])
+    assert [row["city"] for row in shown["samples"]] == ["\u00c5rhus"] * 4
 
 
 def test_types_in_the_examples_of_the_job_page_are_known(tmp_path: Path) -> None:
