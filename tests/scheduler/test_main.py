@@ -143,3 +143,18 @@ def test_main_plan_with_missing_paths_names_them(
     )
     assert "manifest must exist" in fail(["plan", str(job), "--dataset", str(nowhere)], capsys)
     assert "job file must be readable" in fail(["plan", str(nowhere)], capsys)
+
+
+def test_main_plan_reads_a_schema_outside_the_folder_with_the_flag_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    job = write_job(tmp_path / "jobs")
+    (tmp_path / "jobs" / "schema.pbtxt").rename(tmp_path / "schema.pbtxt")
+    text = job.read_text()
+    job.write_text(text.replace("data:\n", "data:\n  schema: ../schema.pbtxt\n", 1))
+    assert fail(["plan", str(job)], capsys) == (
+        f"data.schema must lie in the folder of the job file, got '../schema.pbtxt' in {job}; "
+        "copy it there, or give --allow-outside"
+    )
+    assert main(["plan", str(job), "--allow-outside"]) == 0

@@ -55,7 +55,7 @@ ALLOWED = (
     "/mnt/rootless/x",
     "/mnt/ntfs/x",
     "/mnt/docker/x",
-    "/home/user/x",
+    "/srv/x",
 )
 
 
