@@ -181,7 +181,9 @@ def test_every_byte_is_covered_by_the_root(log: Path) -> None:
     top = manifest(root)
     for name, key in (("job.yaml", "job_sha256"), ("schema.pbtxt", "schema_sha256")):
         assert hashlib.sha256((root / name).read_bytes()).hexdigest() == top[key]
-    covered = {root / n for n in ("MANIFEST.json", "job.yaml", "schema.pbtxt", "view.sql")}
+    covered = {
+        root / n for n in ("MANIFEST.json", "job.yaml", "schema.pbtxt", "view.sql", "builds.jsonl")
+    }
     parts = [(root / "segments" / r["id"], r) for r in top["segments"]]
     parts += [(root / r["id"], r) for r in top["indexes"]]
     for directory, reference in parts:
