@@ -42,7 +42,7 @@ def shop(directory: Path) -> Path:
     (directory / "input").mkdir(parents=True)
     pq.write_table(bad, directory / "input" / "log.parquet", row_group_size=40)
     (directory / "input" / "torn.parquet").write_bytes(b"PAR1")
-    job = logs.write_job(directory / "job")
+    job = logs.write_job(directory / "job", on_error="reject_files")
     text = job.read_text().replace(
         "  block_samples", "  sampling: {negatives: 0.5}\n  block_samples"
     )

@@ -157,7 +157,8 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
     assert (listed[0].path, listed[0].num_bytes) == ("a.parquet", len(sink.getvalue()))
     del box["box://bucket/c.parquet"]
     monkeypatch.setattr("pipelines.prepare.list_inputs", lambda *_: listed)
-    result = build(request(write_job(tmp_path / "job"), "box://bucket", tmp_path / "dataset"))
+    job = write_job(tmp_path / "job", on_error="reject_files")
+    result = build(request(job, "box://bucket", tmp_path / "dataset"))
     rejects = pq.read_table(next((tmp_path / "dataset").rglob("rejects/*.parquet"))).to_pylist()
     assert [(r["file"], r["position"]) for r in rejects] == [
         ("b.parquet", None),

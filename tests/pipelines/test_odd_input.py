@@ -19,7 +19,7 @@ from pipelines.sources.folder import folder_of
 from pipelines.sources.lines import MAX_ROW_BYTES
 from pipelines.sources.parquet_source import read_parquet
 from pipelines.sources.read import empty_rows, read_part
-from pipelines.sources.rejects import Reject
+from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart, RawRows
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -79,7 +79,7 @@ def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) 
     tables = [rows.table.drop_columns(["_origin"]) for rows in found if rows.table is not None]
     assert pa.concat_tables(tables).to_pylist() == [{"x": 1, "y": "a"}, {"x": 2**40, "y": "b"}]
     reason = "column must exist, got none named 'y'; use one of x"
-    assert [r for rows in found for r in rows.rejects] == [Reject("c.parquet", None, reason)]
+    assert [r for rows in found for r in rows.rejects] == [file_reject("c.parquet", reason)]
 
 
 def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
@@ -186,7 +186,7 @@ def test_row_that_is_too_long_costs_itself_only(tmp_path: Path) -> None:
 def test_text_of_another_encoding_is_one_reject_of_its_file(tmp_path: Path) -> None:
     found = read_bytes(tmp_path, "id,name\n1,a\n".encode("utf-16"))
     reason = "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
-    assert (found.table, found.rejects) == (None, (Reject("log.csv", None, reason),))
+    assert (found.table, found.rejects) == (None, (file_reject("log.csv", reason),))
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\r\n", b"id,name", b"\xef\xbb\xbfid,name\n"])
@@ -257,7 +257,7 @@ def test_file_with_its_columns_in_another_order_is_rejected(tmp_path: Path) -> N
     ids, rejects = read_lines(tmp_path, "name,id\n7,1\n8,2\n")
     assert ids == []
     reason = "header must be id, name, got name, id; declare its columns in order"
-    assert rejects == [Reject("log.csv", None, reason)]
+    assert rejects == [file_reject("log.csv", reason)]
 
 
 def test_header_with_a_byte_order_mark_quotes_and_blanks_is_accepted(tmp_path: Path) -> None:
