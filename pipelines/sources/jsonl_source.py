@@ -3,8 +3,8 @@
 Arrow's parser is fast but takes objects, not lines: it would accept an object
 that spans two lines, or two on one, and it crashes at a line `null`. So each
 line must look like an object before it is parsed, and there must be as many
-rows as lines. A block that does not parse is bisected down to its bad lines: a
-line is good exactly when it can be read alone.
+rows as lines. A block that does not parse is divided, and its lines are looked at one
+by one (`json_values.py`), then bisected: a line is good exactly when it can be read alone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -20,6 +21,7 @@ import pyarrow.json as pa_json
 
 from pipelines.sources import lines
 from pipelines.sources.folder import Folder, codec_of, decompressed, first_line
+from pipelines.sources.json_values import UnsureError, problem
 from pipelines.sources.lines import (
     LINE_END,
     SHOWN_BYTES,
@@ -29,11 +31,17 @@ from pipelines.sources.lines import (
     too_long,
     utf16_reason,
 )
-from pipelines.sources.rejects import Reject, file_reject, unread
+from pipelines.sources.rejects import Reject, file_reject, sort_key, unread
 from pipelines.sources.rows import PART_BYTES, Cut, FilePart, RawRows, in_chunks, with_origins
 from schemas.job_sources import SourceConfig
 
 _BLOCK_BYTES = 8 << 20
+
+_SHARES = 16
+"""Parts of a block that does not parse, each of which is parsed again."""
+
+_CHECKED_LINES = 1 << 13
+"""Lines of a part from which on it is divided again instead."""
 
 Line = tuple[int, bytes]
 """Position of a line in its file, and its bytes without the end."""
@@ -133,14 +141,16 @@ def _rows(
             reason = "line must be one JSON object, from { to }"
             rejects.append(Reject(part.path, position, reason, _shown(text)))
     tables: list[pa.Table] = []
-    for good, bad in _bisected(kept, words, schema):
-        rejects.extend(_reject(part.path, line, words, schema) for line in bad)
-        if good is not None:
-            table, numbers = good
+    for found in _parsed(kept, words, schema, _CHECKED_LINES):
+        if isinstance(found, BadLine):
+            text = _shown(found.text)
+            rejects.append(Reject(part.path, found.position, found.reason, text))
+        else:
+            table, numbers = found
             positions = np.array(numbers, np.int64)
             tables.append(with_origins(table, part.file_index, positions))
     if rejects:
-        yield RawRows(None, tuple(rejects))
+        yield RawRows(None, tuple(sorted(rejects, key=sort_key)))
     if tables:
         yield from in_chunks(pa.concat_tables(tables))
 
@@ -149,25 +159,65 @@ def _shown(text: bytes) -> str:
     return text[:SHOWN_BYTES].decode(errors="backslashreplace")
 
 
-Parsed = tuple[tuple[pa.Table, list[int]] | None, list[Line]]
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that cannot be read, and why."""
+
+    position: int
+    text: bytes
+    reason: str
 
 
-def _bisected(
-    lines: Sequence[Line], words: Mapping[str, str], schema: pa.Schema
+Parsed = BadLine | tuple[pa.Table, list[int]]
+"""A line that cannot be read, or rows and their positions."""
+
+
+def _parsed(
+    lines: Sequence[Line], words: Mapping[str, str], schema: pa.Schema, checked: int
 ) -> Iterator[Parsed]:
-    """Yield tables of lines that can be read, and lines that cannot, in order."""
+    """Yield tables of lines that can be read, in order, and lines that cannot.
+
+    Args:
+        lines: each looks like an object.
+        words: columns to parse.
+        schema: their types.
+        checked: as many lines that do not parse are checked one by one; bisected when 0.
+    """
     if not lines:
         return
     try:
         table = parse([line for _, line in lines], words, schema)
-        yield (table, [position for position, _ in lines]), []
+        yield table, [position for position, _ in lines]
+        return
     except (pa.ArrowException, ValueError):
         if len(lines) == 1:
-            yield None, [lines[0]]
+            (position, text), *_ = lines
+            yield BadLine(position, text, _reason(text, words, schema))
             return
-        half = len(lines) // 2
-        yield from _bisected(lines[:half], words, schema)
-        yield from _bisected(lines[half:], words, schema)
+    if checked and len(lines) <= checked:
+        yield from _without_bad(lines, words, schema)
+        return
+    size = -(-len(lines) // (_SHARES if checked else 2))
+    for start in range(0, len(lines), size):
+        yield from _parsed(lines[start : start + size], words, schema, checked)
+
+
+def _without_bad(
+    lines: Sequence[Line], words: Mapping[str, str], schema: pa.Schema
+) -> Iterator[Parsed]:
+    """Yield lines that are surely bad, then what Arrow makes of the others."""
+    kinds = {name: schema.field(name).type for name in words}
+    others: list[Line] = []
+    for position, text in lines:
+        try:
+            reason = problem(text, words, kinds)
+        except UnsureError:
+            reason = ""
+        if reason:
+            yield BadLine(position, text, reason)
+        else:
+            others.append((position, text))
+    yield from _parsed(others, words, schema, 0)
 
 
 def parse(lines: Sequence[bytes], words: Mapping[str, str], schema: pa.Schema) -> pa.Table:
@@ -206,12 +256,6 @@ def _parsed_as(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(f.name, _parsed_as(f.type)) for f in kind])
     return pa.timestamp("s") if pa.types.is_date(kind) else kind
-
-
-def _reject(path: str, line: Line, words: Mapping[str, str], schema: pa.Schema) -> Reject:
-    """Return why a line cannot be read: the first field that cannot be read alone."""
-    position, text = line
-    return Reject(path, position, _reason(text, words, schema), _shown(text))
 
 
 def _reason(text: bytes, words: Mapping[str, str], schema: pa.Schema) -> str:

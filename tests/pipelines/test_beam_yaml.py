@@ -48,7 +48,7 @@ def json_lines(directory: Path, begin: str) -> list[dict[str, Any]]:
 def test_a_build_in_yaml_gives_the_bytes_of_the_command(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     (tmp_path / "log" / "torn.parquet").write_bytes(b"PAR1")
-    job = write_job(tmp_path / "job")
+    job = write_job(tmp_path / "job", on_error="reject_files")
     build(request(job, tmp_path / "log", tmp_path / "expected"))
     variables = {"job": job, "input": tmp_path / "log", "output": tmp_path / "dataset"}
     run((FILES / "build.yaml").read_text(), variables)
