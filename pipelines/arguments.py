@@ -39,6 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--output", type=Path, required=True, metavar="DIR")
     command.add_argument("--num-samples", type=int, metavar="N")
 
+    command = commands.add_parser("init", help="write a first job for the files of a folder")
+    command.add_argument("folder", metavar="DIR", help="a directory or a URL")
+    command.add_argument("--output", type=Path, required=True, metavar="JOBDIR")
+    command.add_argument("--json", action="store_true")
+
     command = commands.add_parser("preview", help="what a build would see, in seconds")
     command.add_argument("job", type=Path, metavar="JOB")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")

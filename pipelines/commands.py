@@ -24,6 +24,7 @@ from pipelines.build import build
 from pipelines.forget.at_once import ForgetRequest, forget
 from pipelines.gate.judge import GateError
 from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.init.init import InitRequest, init
 from pipelines.measured import keep_measurement
 from pipelines.oracle.command import oracle
 from pipelines.parts.expand import expand
@@ -107,6 +108,12 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     result = {**build(request), "startup_sec": round(startup, 3)}
     keep_measurement(request.dataset, result, beam_args)
     _say(arguments, result)
+    return 0
+
+
+def _init(arguments: argparse.Namespace, _: list[str]) -> int:
+    request = InitRequest(input_root=arguments.folder, output=arguments.output, say=_progress)
+    _say(arguments, init(request))
     return 0
 
 
@@ -292,6 +299,7 @@ def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 _COMMANDS = {
     "generate": _generate,
+    "init": _init,
     "preview": _preview,
     "build": _build,
     "append": _append,

@@ -104,8 +104,8 @@ def _splits(context: BuildContext, samples: SampleTable) -> dict[str, Any]:
     for name in names:
         mine = samples.rows.filter(pa.array(samples.is_evaluation == (name == EVALUATION)))
         times = pc.min_max(mine[context.data.session.time])
-        label = context.features.label
-        mean = pc.mean(mine[label]).as_py() if label in mine.column_names and len(mine) else None
+        labels = [n for n in context.features.with_role("label") if n in mine.column_names]
+        mean = pc.mean(mine[labels[0]].cast(pa.float64())).as_py() if labels and len(mine) else None
         found[name] = {
             "num_samples": mine.num_rows,
             "first_time": _plain(times["min"].as_py()),

@@ -1,0 +1,354 @@
+"""What a column of a log is: its values, how SQL makes a sample's column of it, and its role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.columns import one_chunk
+
+Shape = Literal["int", "float", "bool", "text", "time", "list"]
+Role = Literal["sparse", "dense", "label", "kept"]
+
+MANY = 0.95
+"""Share of values that have to be of a form for a column to be of it."""
+_TIME_WORDS = {"time", "ts", "timestamp", "date", "datetime", "at", "created", "epoch", "unix"}
+_ID_WORDS = {"id", "ids", "uid", "key", "code", "hash", "user", "item", "article", "video", "song"}
+_ROW_WORDS = {"impression", "request", "event", "row", "order", "transaction", "log", "index"}
+_DENSE_WORDS = {
+    "num", "count", "counts", "cnt", "age", "price", "cost", "amount", "duration", "length", "len",
+    "size",
+    "rank", "position", "days", "hours", "seconds", "sec", "ms", "minutes", "ratio", "rate", "ctr",
+    "score", "depth", "width", "height", "value", "quantity", "qty", "weight", "distance",
+    "playtime",
+}  # fmt: skip
+_OUTCOME_WORDS = {
+    "click", "clicked", "clicks", "like", "liked", "follow", "comment", "forward", "hate", "view",
+    "viewed", "play", "played", "playtime", "dwell", "watch", "watched", "stay", "finish",
+    "finished", "purchase", "purchased", "bought", "conversion", "converted", "positive", "next",
+    "read", "scroll", "label", "target", "share", "shared", "rating", "enter", "profile",
+}  # fmt: skip
+_FORMATS = (
+    "%m/%d/%Y %I:%M:%S %p", "%d/%m/%Y %H:%M:%S", "%m/%d/%Y %H:%M:%S", "%Y/%m/%d %H:%M:%S",
+    "%Y%m%d%H%M%S", "%Y-%m-%d-%H-%M-%S", "%d.%m.%Y %H:%M:%S", "%d-%b-%Y %H:%M:%S",
+    "%a %b %d %H:%M:%S %Y", "%d/%b/%Y:%H:%M:%S %z", "%Y%m%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y",
+)  # fmt: skip
+_EPOCHS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_EARLY, _LATE = 946_684_800, 4_102_444_800
+"""Seconds of 2000 and of 2100: a whole number between them, in some unit, may be a time."""
+_SHOWN = re.compile(r"\S*[^\s-]-[01]")
+_CODE = re.compile(r"[A-Za-z0-9_]{1,24}|-?\d+(\.\d+)?")
+_NUMBERED = re.compile(r"[A-Za-z]{0,3}\d+|-?\d+\.\d+")
+_KEYWORDS = frozenset(
+    row[0]
+    for row in duckdb.connect()
+    .execute("SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'")
+    .fetchall()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column that samples may have.
+
+    Attributes:
+        name: in the samples.
+        expr: what SQL makes it of.
+        shape: of its values.
+        of: shape of a list's values.
+        values: the first ones, as the expression gives them; those of a list are flat.
+        num_rows: rows that were looked at.
+        num_nulls: of them, without a value.
+        why: what was seen.
+        shown: whether it is a text of pairs `id-0 id-1`: what was shown, and whether clicked.
+    """
+
+    name: str
+    expr: str
+    shape: Shape
+    values: pa.Array
+    num_rows: int
+    num_nulls: int = 0
+    of: Shape | None = None
+    why: str = ""
+    shown: bool = False
+
+    @property
+    def words(self) -> set[str]:
+        """Return the words of its name."""
+        return words_of(self.name)
+
+    @property
+    def num_distinct(self) -> int:
+        """Return how many values differ."""
+        return len(pc.unique(self.values.drop_null()))
+
+    @property
+    def is_id(self) -> bool:
+        """Tell whether its values name things."""
+        if self.shape == "int":
+            return not self.words & _DENSE_WORDS or bool(self.words & {"id", "key", "code"})
+        return self.shape == "text" and not self.is_prose
+
+    @property
+    def is_prose(self) -> bool:
+        """Tell whether it is a text for people, or an address, rather than a name of something."""
+        if self.shape != "text":
+            return False
+        texts = self.values.drop_null()
+        lengths = pc.mean(pc.utf8_length(texts)).as_py() or 0
+        return lengths > 30 or (lengths > 16 and self.num_distinct > 0.8 * len(texts))
+
+    @property
+    def is_binary(self) -> bool:
+        """Tell whether it is 0 or 1 in every row."""
+        if self.shape == "bool":
+            return not self.num_nulls
+        found = set(pc.unique(self.values.drop_null()).to_pylist()) if self.shape == "int" else {2}
+        return found == {0, 1} and not self.num_nulls
+
+    @property
+    def is_outcome(self) -> bool:
+        """Tell whether its name says that it is known only after the sample."""
+        return bool(self.words & _OUTCOME_WORDS) and not self.words & {"id", "ids"}
+
+    @property
+    def is_row_id(self) -> bool:
+        """Tell whether it names single rows, so that nothing can be learned of a value."""
+        many = self.num_distinct > 0.9 * max(1, len(self.values))
+        things = self.words & (_ID_WORDS - {"id", "ids", "key"})
+        return self.shape in ("int", "text") and (
+            (bool(self.words & _ROW_WORDS) and self.num_distinct > 1) or (many and not things)
+        )
+
+
+def words_of(name: str) -> set[str]:
+    """Return the words of a name.
+
+    Example:
+        >>> sorted(words_of("userId_2")), sorted(words_of("is_click"))
+        (['2', 'id', 'user'], ['click', 'is'])
+    """
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1_\2", name)
+    return {word.lower() for word in re.split(r"[^A-Za-z0-9]+", spaced) if word}
+
+
+def quoted(name: str) -> str:
+    """Return a column's name as SQL needs it."""
+    plain = re.fullmatch(r"[a-z_][a-z0-9_]*", name) and name not in _KEYWORDS
+    return name if plain else '"' + name.replace('"', '""') + '"'
+
+
+def plain_name(name: str) -> str:
+    """Return a name of letters, digits and underlines.
+
+    Example:
+        >>> plain_name("User ID"), plain_name("2nd")
+        ('user_id', 'c_2nd')
+    """
+    spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
+    text = re.sub(r"\W+", "_", spaced).strip("_").lower() or "column"
+    return f"c_{text}" if text[0].isdigit() else text
+
+
+def columns_of(table: pa.Table) -> Iterator[Column | tuple[str, str]]:
+    """Yield the columns of raw rows; (name, reason) for one that samples cannot have."""
+    for name in table.column_names:
+        yield from _columns(plain_name(name), quoted(name), one_chunk(table[name]))
+
+
+def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[str, str]]:
+    kind, t = values.type, pa.types
+    if t.is_dictionary(kind):
+        values, kind = values.cast(kind.value_type), kind.value_type
+    rows, nulls = len(values), values.null_count
+    if nulls == rows:
+        yield name, "null in every row that was looked at"
+        return
+
+    def made(shape: Shape, sql: str = expr, found: pa.Array = values, **more: object) -> Column:
+        return Column(name, sql, shape, found, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
+
+    if t.is_boolean(kind):
+        yield made("bool")
+    elif t.is_integer(kind):
+        sql = f"CAST({expr} AS BIGINT)" if t.is_uint64(kind) else expr
+        yield _epoch(made("int", sql), name) or made("int", sql)
+    elif t.is_floating(kind) or t.is_decimal(kind):
+        yield _whole(
+            _finite(made("float", f"CAST({expr} AS DOUBLE)" if t.is_decimal(kind) else expr))
+        )
+    elif t.is_timestamp(kind) or t.is_date(kind):
+        yield made("time", found=values.cast(pa.timestamp("us"), safe=False), why="its type")
+    elif t.is_string(kind) or t.is_large_string(kind):
+        yield _text(name, expr, values.cast(pa.string()))
+    elif t.is_struct(kind):
+        for index, field in enumerate(kind):
+            inner = pc.struct_field(values, [index])
+            yield from _columns(
+                f"{name}_{plain_name(field.name)}", f"{expr}.{quoted(field.name)}", inner
+            )
+    elif t.is_list(kind) or t.is_large_list(kind):
+        yield from _lists(name, expr, values, made)
+    else:
+        yield name, f"of type {kind}, which samples cannot have; cast it in SQL"
+
+
+def _lists(
+    name: str, expr: str, values: pa.Array, made: Callable[..., Column]
+) -> Iterator[Column | tuple[str, str]]:
+    inner, t = values.type.value_type, pa.types
+    flat = values.flatten()
+    if t.is_struct(inner):
+        for index, field in enumerate(inner):
+            part = pa.LargeListArray.from_arrays(_offsets(values), pc.struct_field(flat, [index]))
+            sql = f"list_transform({expr}, lambda x: x.{quoted(field.name)})"
+            yield from _columns(f"{name}_{plain_name(field.name)}", sql, part)
+    elif t.is_integer(inner) or t.is_floating(inner) or t.is_string(inner):
+        of = "int" if t.is_integer(inner) else "float" if t.is_floating(inner) else "text"
+        sql = f"list_filter({expr}, lambda x: x IS NOT NULL)" if flat.null_count else expr
+        why = "a list whose nulls are left out" if flat.null_count else "a list"
+        yield made("list", sql, flat.drop_null(), of=of, why=why)
+    else:
+        yield name, f"a list of {inner}, which samples cannot have; make numbers of it in SQL"
+
+
+def _offsets(values: pa.Array) -> pa.Array:
+    lengths = pc.fill_null(pc.list_value_length(values), 0).to_numpy(zero_copy_only=False)
+    return pa.array(np.append(0, np.cumsum(lengths)), pa.int64())
+
+
+def _epoch(column: Column, name: str) -> Column | None:
+    """Return a column of whole numbers as times, when its name and its numbers say so."""
+    if not words_of(name) & _TIME_WORDS:
+        return None
+    low, high = (pc.min_max(column.values)[side].as_py() for side in ("min", "max"))
+    for unit, scale in _EPOCHS.items():
+        if _EARLY * scale <= low and high <= _LATE * scale:
+            sql = {
+                "s": f"make_timestamp({column.expr} * 1000000)",
+                "ms": f"make_timestamp({column.expr} * 1000)",
+                "us": f"make_timestamp({column.expr})",
+                "ns": f"make_timestamp({column.expr} // 1000)",
+            }[unit]
+            numbers = column.values.to_numpy(zero_copy_only=False).astype(np.float64)
+            times = pa.array(numbers / scale * 1e6, from_pandas=True).cast(pa.int64(), safe=False)
+            why = f"whole numbers that are {unit} since 1970"
+            return Column(
+                column.name, sql, "time", times.cast(pa.timestamp("us")), column.num_rows,
+                column.num_nulls, why=why,
+            )  # fmt: skip
+    return None
+
+
+def _finite(column: Column) -> Column:
+    """Return a column of floats with nulls where it has no number."""
+    if pc.all(pc.is_finite(column.values.drop_null().cast(pa.float64()))).as_py():
+        return column
+    sql = f"CASE WHEN isfinite({column.expr}) THEN {column.expr} END"
+    return replace(column, expr=sql, why="what is no number becomes null")
+
+
+def _whole(column: Column) -> Column:
+    """Return a column of floats that name things as whole numbers."""
+    values = column.values.cast(pa.float64()).drop_null()
+    whole = pc.all(pc.equal(pc.floor(values), values)).as_py()
+    if whole and column.words & {"id", "code"}:
+        numbers = column.values.cast(pa.int64(), safe=False)
+        return replace(column, expr=f"CAST({column.expr} AS BIGINT)", shape="int", values=numbers)
+    return column
+
+
+def _text(name: str, expr: str, values: pa.Array) -> Column:
+    """Return what a column of texts holds: times, lists, numbers, or texts."""
+    texts = values.drop_null()
+    sample = texts.slice(0, 2000).to_pylist()
+    full = [text for text in sample if text.strip()]
+    rows, nulls = len(values), values.null_count
+
+    def made(sql: str, shape: Shape, found: pa.Array, **more: object) -> Column:
+        return Column(name, sql, shape, found, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
+
+    leading = any(re.match(r"-?0\d", text) for text in full)  # such as 007: a name
+    for kind in () if leading else (pa.int64(), pa.float64()):
+        try:
+            numbers = values.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+        sql = f"CAST({expr} AS {'BIGINT' if kind == pa.int64() else 'DOUBLE'})"
+        plain = made(sql, "int" if kind == pa.int64() else "float", numbers, why="numbers")
+        return (_epoch(plain, name) or plain) if kind == pa.int64() else _whole(plain)
+    moment = _moment(expr, texts)
+    if moment is not None:
+        return made(moment[0], "time", moment[1], why=moment[2])
+    return _list_in(name, expr, full, made) or made(expr, "text", values)
+
+
+def _moment(expr: str, texts: pa.Array) -> tuple[str, pa.Array, str] | None:
+    """Return (SQL, times, why) of texts that are times."""
+    connection = duckdb.connect()
+    connection.register("_texts", pa.table({"x": texts}))
+    ways = [("CAST(x AS TIMESTAMP)", "TRY_CAST(x AS TIMESTAMP)", "ISO times")]
+    ways += [(f"strptime(x, '{f}')", f"try_strptime(x, '{f}')", f"times as {f}") for f in _FORMATS]
+    for sql, attempt, why in ways:
+        query = f"SELECT {attempt} AS t FROM _texts"
+        first = connection.sql(query + " LIMIT 100").to_arrow_table()["t"]
+        if first.null_count:
+            continue
+        found = one_chunk(connection.sql(query).to_arrow_table()["t"])
+        if found.null_count <= (1 - MANY) * len(found):
+            made = sql.replace("x", expr, 1)
+            if "%z" in sql:
+                made = f"CAST({made} AS TIMESTAMP)"
+            return made, found.cast(pa.timestamp("us"), safe=False), why
+    return None
+
+
+def _list_in(name: str, expr: str, texts: list[str], made: Callable[..., Column]) -> Column | None:
+    """Return a text of several values, such as `1|2|3` or `[1, 2]`, as a list."""
+    if not texts:
+        return None
+    if sum(t.strip()[0] == "[" and t.strip()[-1] == "]" for t in texts) > MANY * len(texts):
+        parts = [[w.strip().strip("'\"") for w in t.strip()[1:-1].split(",")] for t in texts]
+        words = [w for part in parts for w in part if w]
+        kind, found = _typed(words)
+        types = {"int": "BIGINT[]", "float": "FLOAT[]", "text": "VARCHAR[]"}
+        return made(f"CAST({expr} AS {types[kind]})", "list", found, of=kind, why="lists in [ ]")
+    for mark in ("|", " ", ";", ","):
+        parts = [[w for w in t.strip().split(mark) if w] for t in texts]
+        if sum(len(p) > 1 for p in parts) < 0.2 * len(texts):
+            continue
+        words = [w.strip() for part in parts for w in part]
+        if mark == " " and all(map(_SHOWN.fullmatch, words)):
+            kind, found = _typed([w.rpartition("-")[0] for w in words])
+            sql = f"list_filter(string_split({expr}, ' '), lambda x: x <> '')"
+            why = "pairs of an id and 0 or 1: what was shown, and what was clicked"
+            return made(sql, "list", found, of=kind, why=why, shown=True)
+        form = _NUMBERED if mark == " " else _CODE
+        if sum(bool(form.fullmatch(w)) for w in words) < MANY * len(words):
+            continue
+        kind, found = _typed(words)
+        sql = f"list_filter(string_split({expr}, '{mark}'), lambda x: trim(x) <> '')"
+        if kind != "text":
+            cast = "BIGINT" if kind == "int" else "FLOAT"
+            sql = f"list_transform({sql}, lambda x: CAST(x AS {cast}))"
+        return made(sql, "list", found, of=kind, why=f"values between {mark!r}")
+    return None
+
+
+def _typed(words: list[str]) -> tuple[Shape, pa.Array]:
+    """Return the type of all words, and the words in it."""
+    texts = pa.array(words, pa.string())
+    for shape, kind in (("int", pa.int64()), ("float", pa.float32())):
+        try:
+            return shape, texts.cast(kind)  # pyright: ignore[reportReturnType]
+        except pa.ArrowInvalid:
+            continue
+    return "text", texts

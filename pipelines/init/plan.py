@@ -1,0 +1,445 @@
+"""A first job for a log: which files samples are made of, what each column is, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.init.columns import Column, Role, columns_of, quoted, words_of
+from pipelines.init.files import Kind
+from schemas.columns import one_chunk
+
+_LABELS = (
+    "label", "target", "clicked", "click", "is_click", "purchased", "purchase", "converted",
+    "conversion", "bought", "liked", "like", "is_like", "y",
+)  # fmt: skip
+_SESSIONS = ({"session", "visit"}, {"user", "uid", "member", "customer", "client", "person"},
+             {"device", "cookie", "account", "visitor", "profile"})  # fmt: skip
+_TIMES = {"time", "timestamp", "ts", "datetime", "at", "event"}
+_NOT_THINGS = {"id", "ids", "fixed", "inview", "list", "seq", "history", "of", "the", "last"}
+_OVERLAP = {"int": 0.5, "text": 0.05}
+"""Share of values that have to be among another column's for the two to mean the same things:
+whole numbers may be equal by chance."""
+_FEW = 20
+"""Distinct values below which equal values mean nothing."""
+_MAX_TABLE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A column of the samples, and why it is what it is."""
+
+    column: Column
+    role: Role
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A side table that is looked up.
+
+    Attributes:
+        kind: its files.
+        key: its column that is looked up.
+        asked: column of the samples with that key.
+        columns: new name to column, as they are taken.
+        time: column from which on a row holds; None when its keys are distinct.
+        why: what was seen.
+    """
+
+    kind: Kind
+    key: str
+    asked: str
+    columns: Mapping[str, str]
+    time: str | None
+    why: str
+
+
+@dataclass(slots=True)
+class Plan:
+    """A job, before it is written.
+
+    Attributes:
+        kind: files that samples are made of.
+        features: columns of the samples.
+        inner: what SQL reads from: the source, or a subquery that takes lists apart.
+        session: (column, why).
+        time: (column, why).
+        is_timed: whether the time is one, rather than a number that stands for it.
+        has_gap: whether a pause cuts sessions.
+        sides: side tables.
+        tables: name to features.
+        left_out: (what, why) of columns and files that are not used.
+    """
+
+    kind: Kind
+    features: list[Feature] = field(default_factory=list[Feature])
+    inner: str = ""
+    session: tuple[str, str] = ("", "")
+    time: tuple[str, str] = ("", "")
+    is_timed: bool = True
+    has_gap: bool = False
+    sides: list[Side] = field(default_factory=list[Side])
+    tables: dict[str, list[Feature]] = field(default_factory=dict[str, list[Feature]])
+    left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+    @property
+    def label(self) -> Feature | None:
+        """Return the label, None when none was found."""
+        return next((f for f in self.features if f.role == "label"), None)
+
+
+def typed(kind: Kind) -> Kind:
+    """Return files of CSV with the columns that hold numbers declared as numbers."""
+    if kind.config.format != "csv":
+        return kind
+    rows, words = kind.rows, dict(kind.config.columns or {})
+    for name in rows.column_names:
+        texts = one_chunk(rows[name])
+        present = texts.drop_null()
+        if not len(present) or any(
+            re.match(r"-?0\d", t) for t in present.slice(0, 2000).to_pylist()
+        ):
+            continue
+        for word, arrow in (("int64", pa.int64()), ("float64", pa.float64())):
+            try:
+                numbers = texts.cast(arrow)
+            except pa.ArrowInvalid:
+                continue
+            words[name] = word
+            rows = rows.set_column(rows.column_names.index(name), name, numbers)
+            break
+    return replace(kind, rows=rows, config=replace(kind.config, columns=words))
+
+
+def plan_of(kinds: Sequence[Kind], unique: Mapping[tuple[str, str], bool]) -> Plan:
+    """Return a job for some kinds of files.
+
+    Args:
+        kinds: with typed columns, at least one.
+        unique: (kind, column) to whether no value stands in two rows, as far as it is known.
+    """
+    seen = {kind.name: list(columns_of(kind.rows)) for kind in kinds}
+    columns = {n: [c for c in found if isinstance(c, Column)] for n, found in seen.items()}
+    kind = max(kinds, key=lambda k: (_evidence(k, columns[k.name]), k.num_bytes, k.name))
+    plan = Plan(kind)
+    for found in seen[kind.name]:
+        if not isinstance(found, Column):
+            plan.left_out.append((f"column {found[0]}", found[1]))
+    mine = _with_label(plan, kind, columns[kind.name])
+    _choose_time(plan, mine)
+    _choose_session(plan)
+    for other in sorted(kinds, key=lambda k: (k.config.format == "csv", -k.num_bytes)):
+        if other is not kind:
+            _add_side(plan, other, columns[other.name], unique)
+    plan.tables = _tables(plan)
+    return plan
+
+
+def _evidence(kind: Kind, columns: Sequence[Column]) -> int:
+    """Return how much speaks for making samples of some files."""
+    shown = any(c.shown for c in columns) or _clicked_of(kind, columns) is not None
+    label = _named_label(columns) is not None
+    return 3 * shown + 2 * label + 2 * any(c.shape == "time" for c in columns)
+
+
+def _named_label(columns: Sequence[Column]) -> Column | None:
+    known = {c.name: c for c in columns if c.is_binary}
+    exact = [known[name] for name in _LABELS if name in known]
+    parts = [c for name in _LABELS[:6] for c in known.values() if name in c.words]
+    return next(iter([*exact, *parts]), None)
+
+
+def _clicked_of(kind: Kind, columns: Sequence[Column]) -> tuple[Column, Column] | None:
+    """Return two columns of lists, what was shown and what of it was chosen."""
+    lists = [c for c in columns if c.shape == "list" and not c.shown and c.expr == quoted(c.name)]
+    for shown in lists:
+        for chosen in lists:
+            if shown is chosen or shown.of != chosen.of or shown.of == "float":
+                continue
+            if len(chosen.values) >= len(shown.values) or not len(chosen.values):
+                continue
+            pairs = zip(
+                kind.rows[_source(kind, shown)].to_pylist(),
+                kind.rows[_source(kind, chosen)].to_pylist(),
+                strict=True,
+            )
+            both = [(set(a), set(b)) for a, b in list(pairs)[:2000] if a and b]
+            if both and sum(b <= a for a, b in both) >= 0.95 * len(both):
+                return shown, chosen
+    return None
+
+
+def _source(kind: Kind, column: Column) -> str:
+    return next(n for n in kind.rows.column_names if quoted(n) == column.expr)
+
+
+def _with_label(plan: Plan, kind: Kind, columns: list[Column]) -> list[Column]:
+    """Add the label, and what SQL has to take apart for it; return the columns that are left."""
+    plan.inner = quoted(kind.name)
+    taken = {c.name for c in columns}
+    item = next(n for n in ("item", "shown_item", "item_") if n not in taken)
+    pairs = next((c for c in columns if c.shown), None)
+    both = _clicked_of(kind, columns)
+    if pairs is not None:
+        plan.inner = f"(SELECT *, unnest({pairs.expr}) AS pair_\n            FROM {plan.inner})"
+        sql = "regexp_replace(pair_, '-[01]$', '')"
+        if pairs.of == "int":
+            sql = f"CAST({sql} AS BIGINT)"
+        why = f"one sample for each entry of {pairs.name}, such as N1-0"
+        _add(plan, Column(item, sql, pairs.of or "text", pairs.values, 0), "sparse", why)
+        label = Column("label", "CAST(right(pair_, 1) AS TINYINT)", "int", pa.array([0, 1]), 0)
+        _add(plan, label, "label", f"the 0 or 1 of each entry of {pairs.name}")
+        return [c for c in columns if c is not pairs]
+    if both is not None:
+        shown, chosen = both
+        plan.inner = f"(SELECT *, unnest({shown.expr}) AS {item}\n            FROM {plan.inner})"
+        why = f"one sample for each entry of {shown.name}"
+        things = Column(item, item, shown.of or "int", shown.values, 0, why=shown.name)
+        _add(plan, things, "sparse", why)
+        sql = f"CAST(coalesce(list_contains({chosen.expr}, {item}), false) AS TINYINT)"
+        label = Column("label", sql, "int", pa.array([0, 1]), 0)
+        _add(plan, label, "label", f"whether {chosen.name} has the entry of {shown.name}")
+        return [c for c in columns if c not in both]
+    named = _named_label(columns)
+    if named is not None:
+        _add(plan, named, "label", "0 or 1 in every row, and its name")
+    return [c for c in columns if c is not named]
+
+
+def _add(plan: Plan, column: Column, role: Role, why: str) -> None:
+    plan.features.append(Feature(column, role, why))
+
+
+def _role(column: Column, *, in_side: bool = False) -> tuple[Role, str]:
+    """Return the role of a column, and why."""
+    distinct = column.num_distinct
+    if column.shape == "time":
+        return "kept", f"a time ({column.why})"
+    if column.is_outcome and not in_side and column.shape != "list":
+        return "kept", "by its name known only after the sample: a model must not read it"
+    if column.shape == "list":
+        many = f"{distinct} distinct values"
+        if column.of == "float":
+            return "kept", f"{column.why}; a list of numbers that are no ids"
+        return "sparse", f"{column.why}, {many}"
+    if distinct <= 1:
+        return "kept", "the same in every row that was looked at"
+    if column.is_prose:
+        return "kept", "a long text; make features of it in SQL"
+    if column.is_row_id:
+        return "kept", "another value in nearly every row: nothing can be learned of one"
+    if column.shape in ("float", "bool"):
+        return "dense", "a number" if column.shape == "float" else "true or false"
+    if column.is_id:
+        return "sparse", f"{distinct} distinct {'texts' if column.shape == 'text' else 'numbers'}"
+    return "dense", "a number, by its name"
+
+
+def _choose_time(plan: Plan, columns: Sequence[Column]) -> None:
+    """Choose what orders the samples of a session, and add the other columns."""
+    times = [c for c in columns if c.shape == "time"]
+    times.sort(key=lambda c: (c.num_nulls > 0, not c.words & _TIMES, -c.num_distinct))
+    if times:
+        plan.time = times[0].name, f"{times[0].why}; {times[0].num_distinct} distinct"
+    else:
+        names = {c.name for c in columns}
+        name = next(n for n in ("row_time", "row_time_") if n not in names)
+        constant = Column(name, "CAST(0 AS BIGINT)", "int", pa.array([0]), 0)
+        why = "no column is a time: samples of a session stay in the order of the files"
+        _add(plan, constant, "kept", why)
+        plan.time, plan.is_timed = (name, why), False
+    for column in columns:
+        _add(plan, column, *_role(column))
+
+
+def _choose_session(plan: Plan) -> None:
+    """Choose the session key."""
+    scalars = [
+        f.column
+        for f in plan.features
+        if f.role != "label" and f.column.shape in ("int", "text") and f.column.num_rows
+    ]
+    candidates = [c for c in scalars if c.is_id and c.num_distinct > 1 and not c.is_outcome]
+    candidates = [c for c in candidates if not c.is_prose]
+    for index, words in enumerate(_SESSIONS):
+        named = [c for c in candidates if c.words & words and not c.num_nulls]
+        named = named or [c for c in candidates if c.words & words]
+        if named:
+            key = max(named, key=lambda c: (bool(c.words & {"id", "key"}), c.num_distinct))
+            plan.session = key.name, _session_why(key, "its name")
+            plan.has_gap = index > 0 and plan.is_timed
+            if not index:
+                _set_role(plan, key, "kept", "names a session: nothing can be learned of one")
+            return
+    repeating = [c for c in candidates if c.num_distinct < c.num_rows and not c.num_nulls]
+    if repeating:
+        key = max(repeating, key=lambda c: c.num_distinct)
+        why = "no name says session or user; of the columns that repeat the one with most values"
+        plan.session, plan.has_gap = (key.name, _session_why(key, why)), plan.is_timed
+        _set_role(plan, key, "sparse", "the session key; may name users")
+        return
+    why = "no column looks like a session or a user: all rows are one session; name a better one"
+    if candidates:
+        key = candidates[0]
+        plan.session = key.name, "no value of any column repeats: each row is a session"
+        return
+    _add(plan, Column("all_rows", "CAST(0 AS BIGINT)", "int", pa.array([0]), 0), "kept", why)
+    plan.session = "all_rows", why
+
+
+def _set_role(plan: Plan, column: Column, role: Role, why: str) -> None:
+    for index, feature in enumerate(plan.features):
+        if feature.column is column:
+            plan.features[index] = Feature(column, role, why)
+
+
+def _session_why(key: Column, why: str) -> str:
+    nulls = f", {key.num_nulls} rows without it are rejected" if key.num_nulls else ""
+    return f"{why}; {key.num_rows / max(1, key.num_distinct):.1f} rows a value{nulls}"
+
+
+def _add_side(
+    plan: Plan, kind: Kind, columns: Sequence[Column], unique: Mapping[tuple[str, str], bool]
+) -> None:
+    """Look samples up in some files, when they have a key of them."""
+    found = _key_of(plan, kind, columns)
+    what = f"{kind.name} ({kind.config.files})"
+    if found is None:
+        plan.left_out.append((what, "has no column whose values samples of the log have"))
+        return
+    key, asked, why = found
+    source = _source(kind, key)
+    time = None
+    if key.num_nulls == key.num_rows or not unique.get((kind.name, source), False):
+        plain = [c for c in columns if c.shape == "time" and c.expr == quoted(c.name)]
+        if not plain:
+            reason = f"has several rows of one {source}, and no time from which on each holds"
+            plan.left_out.append((what, f"{reason}; see samples.per and samples.events"))
+            return
+        time = _source(kind, plain[0])
+    names = {f.column.name for f in plan.features}
+    plain = {quoted(name) for name in kind.rows.column_names}
+    taken: dict[str, Column] = {}
+    without: dict[str, list[str]] = {}
+    for column in columns:
+        if column is key or (time is not None and column.expr == quoted(time)):
+            continue
+        reason = None
+        if column.name in names:
+            reason = "the samples have columns of these names already"
+        elif column.is_prose:
+            reason = "long texts"
+        elif column.expr not in plain:
+            reason = f"{column.why or column.shape}: only SQL makes features of them"
+        if reason is None:
+            taken[column.name] = column
+        else:
+            without.setdefault(reason, []).append(column.name)
+    if not taken:
+        plan.left_out.append((what, "has nothing that the samples have not, or that they can take"))
+        return
+    for column in taken.values():
+        role, why_role = _role(column, in_side=True)
+        _add(plan, column, role, f"from {kind.name}; {why_role}")
+    for reason, left in without.items():
+        plan.left_out.append((f"{kind.name}: {', '.join(left)}", reason))
+    found_columns = {name: _source(kind, column) for name, column in taken.items()}
+    plan.sides.append(Side(kind, source, asked, found_columns, time, why))
+
+
+def _key_of(plan: Plan, kind: Kind, columns: Sequence[Column]) -> tuple[Column, str, str] | None:
+    """Return the key of a side table, the column of samples that has it, and why."""
+    scalars = [f.column for f in plan.features if f.column.shape in ("int", "text")]
+    plain = {quoted(n) for n in kind.rows.column_names}
+    keys = [c for c in columns if c.shape in ("int", "text") and c.expr in plain]
+    named = [
+        (key, mine)
+        for key in keys
+        for mine in scalars
+        if key.name == mine.name and key.shape == mine.shape and key.is_id
+        and key.num_distinct > 0.5 * key.num_rows
+    ]  # fmt: skip
+    if named:
+        key, mine = max(named, key=lambda pair: pair[0].num_distinct / pair[0].num_rows)
+        return key, mine.name, f"both have a column {mine.name!r}"
+    for key in keys:
+        if key.shape != "text" or key.is_prose or key.num_distinct < max(_FEW, 0.99 * key.num_rows):
+            continue
+        for mine in scalars:
+            share = _share(mine, key)
+            enough = share >= _OVERLAP["text"] and mine.num_distinct >= _FEW
+            if mine.shape == "text" and enough:
+                why = f"{share:.0%} of the values of {mine.name!r} are among its first {key.name!r}"
+                return key, mine.name, why
+    return None
+
+
+def _share(mine: Column, other: Column) -> float:
+    """Return the share of a column's distinct values that another has."""
+    values = pc.unique(mine.values.drop_null())
+    if not len(values) or values.type != other.values.type:
+        return 0.0
+    found = pc.sum(pc.is_in(values, value_set=pc.unique(other.values.drop_null()))).as_py()
+    return (found or 0) / len(values)
+
+
+def _tables(plan: Plan) -> dict[str, list[Feature]]:
+    """Return the embedding tables: features that mean the same things share one."""
+    found: list[list[Feature]] = []
+    for feature in [f for f in plan.features if f.role == "sparse"]:
+        home = next((t for t in found if any(_same_things(feature, f) for f in t)), None)
+        if home is None:
+            found.append([feature])
+        else:
+            home.append(feature)
+    tables: dict[str, list[Feature]] = {}
+    for features in found:
+        first = next((f for f in features if f.column.shape != "list"), features[0])
+        stem = re.sub(r"_ids?$", "", first.column.name)
+        name = stem if stem.endswith("s") else f"{stem}s"
+        tables[name if name not in tables else f"{first.column.name}_table"] = features
+    return tables
+
+
+def _same_things(one: Feature, other: Feature) -> bool:
+    a, b = one.column, other.column
+    if (a.of or a.shape) != (b.of or b.shape) or "list" not in (a.shape, b.shape):
+        return False
+    if _things(a) & _things(b):
+        return True
+    least = min(a.num_distinct, b.num_distinct)
+    limit = _OVERLAP["text" if type_of(a) == "BYTES" else "int"]
+    return least >= _FEW and max(_share(a, b), _share(b, a)) >= limit
+
+
+def _things(column: Column) -> set[str]:
+    """Return what the values are of, by the names of the column and of the one it is made of."""
+    words = words_of(column.name) | (set() if " " in column.why else words_of(column.why))
+    return {word.removesuffix("s") for word in words - _NOT_THINGS}
+
+
+def num_rows_of(features: Sequence[Feature], scale: float) -> int:
+    """Return the rows of a table: four for each value that is to be expected, a power of two.
+
+    Args:
+        features: that look into it.
+        scale: rows of the log for each that was looked at.
+    """
+    distinct = sum(f.column.num_distinct for f in features)
+    values = max(1, sum(len(f.column.values) for f in features))
+    expected = distinct * (scale if distinct > 0.1 * values else 1.0)
+    return min(_MAX_TABLE, max(16, 1 << int(4 * expected - 1).bit_length()))
+
+
+def type_of(column: Column) -> Literal["INT", "FLOAT", "BYTES"]:
+    """Return the type of a column in the schema."""
+    shape = column.of or column.shape
+    if shape == "text":
+        return "BYTES"
+    return "FLOAT" if shape == "float" else "INT"

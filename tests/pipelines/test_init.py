@@ -1,0 +1,271 @@
+"""A first job from files alone: it builds as it is, and says why each choice was made."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import fastavro
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.init.columns import Column, columns_of
+from pipelines.init.init import InitRequest, init
+from pipelines.parts.expand import expand
+from pipelines.prepare import BuildRequest
+from pipelines.segments.verify import verify
+from schemas.job import load_job
+
+NUM_ROWS = 400
+
+
+def rows(seed: int = 0) -> list[dict[str, object]]:
+    """Rows of sessions of four, with lists, times and texts."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(NUM_ROWS):
+        user = i // 4
+        found.append(
+            {
+                "user_id": user,
+                "ts": 1_767_225_600 + i * 30,
+                "item_id": int(rng.integers(100, 400)),
+                "city": ["bern", "ulm", "oslo"][user % 3],
+                "price": round(float(rng.random()) * 10, 2),
+                "seen": [int(x) for x in rng.integers(100, 400, user % 4)],
+                "clicked": int(rng.random() < 0.3),
+            }
+        )
+    return found
+
+
+def csv_log(root: Path) -> None:
+    """Lists between bars, ISO times, a header, quotes, and a side table as TSV."""
+    with (root / "clicks.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["user_id", "time", "item_id", "city", "seen", "tags", "words", "clicked"])
+        for i, r in enumerate(rows()):
+            time = np.datetime64(int(str(r["ts"])), "s")
+            seen = "|".join(map(str, r["seen"]))  # pyright: ignore[reportArgumentType]
+            tags, words = f"[{i % 7}, {i % 5}]", f"a{i % 9} b{i % 4}"
+            values = [r["user_id"], time, r["item_id"], f"{r['city']}, x", seen, tags, words]
+            writer.writerow([*values, r["clicked"]])
+    lines = [f"{i}\tbrand {i % 9}\t{i / 7:.3f}" for i in range(100, 400)]
+    (root / "items.tsv").write_text("item_id\tbrand\tweight_kg\n" + "\n".join(lines) + "\n")
+
+
+def json_log(root: Path) -> None:
+    """Nested objects, a list of objects, epochs, compressed, in folders by day."""
+    for day in range(2):
+        (root / f"day-{day}").mkdir()
+        with gzip.open(root / f"day-{day}" / "part.jsonl.gz", "wt") as file:
+            for r in rows(day):
+                line = {
+                    "context": {"user_id": r["user_id"], "city": r["city"], "geo": {"lat": 1.5}},
+                    "ts_ms": (r["ts"] + day * 86_400) * 1000,  # pyright: ignore[reportOperatorIssue]
+                    "items": [{"id": x, "score": 0.5} for x in r["seen"]],  # pyright: ignore[reportGeneralTypeIssues]
+                    "label": r["clicked"],
+                }
+                file.write(json.dumps(line) + "\n")
+
+
+def avro_log(root: Path) -> None:
+    """Unions with null, and a second kind of files with the items' prices."""
+    kinds = {"user_id": "long", "ts": "long", "item_id": "long", "clicked": "int"}
+    fields = [{"name": n, "type": ["null", k]} for n, k in kinds.items()]
+    schema = {"type": "record", "name": "click", "fields": fields}
+    with (root / "clicks.avro").open("wb") as file:
+        fastavro.writer(file, schema, [{n: r[n] for n in kinds} for r in rows()])
+    prices = {"item_id": list(range(100, 400)), "price": [i / 10 for i in range(300)]}
+    pq.write_table(pa.table(prices), root / "prices.parquet")
+
+
+def shown_log(root: Path) -> None:
+    """What was shown and what of it was clicked, as two lists."""
+    found = rows()
+    shown = [[i, i + 1, i + 2] for i in range(NUM_ROWS)]
+    table = {
+        "visitor": [f"v{r['user_id']}" for r in found],
+        "time": pa.array([r["ts"] for r in found], pa.timestamp("s")),
+        "shown": shown,
+        "picked": [s[1:2] if r["clicked"] else [] for s, r in zip(shown, found, strict=True)],
+    }
+    pq.write_table(pa.table(table), root / "log.parquet")
+
+
+def bare_log(root: Path) -> None:
+    """Neither time nor session nor label, and names that SQL reserves."""
+    table = {"select": [0.5, 1.5, float("nan"), None], "Ordered By!": [1.0, 2.0, 3.5, 4.5]}
+    pq.write_table(pa.table(table), root / "x.parquet")
+    (root / "README").write_text("nothing")
+
+
+def one_column(root: Path) -> None:
+    """Tab-separated, without a header, with one column of texts and one of numbers."""
+    lines = [f"N{i % 40}\t{1_700_000_000 + i}" for i in range(NUM_ROWS)]
+    (root / "plays.txt").write_text("\n".join(lines))
+
+
+LOGS: dict[str, tuple[Callable[[Path], None], dict[str, object]]] = {
+    "csv": (csv_log, {
+        "session": "user_id", "time": "time", "label": "clicked", "sides": ["items"],
+        "columns": {
+            "clicked": "label", "user_id": "sparse", "time": "kept", "item_id": "sparse",
+            "city": "sparse", "seen": "sparse", "tags": "sparse", "words": "sparse",
+            "brand": "sparse", "weight_kg": "dense",
+        },
+    }),
+    "json lines": (json_log, {
+        "session": "context_user_id", "time": "ts_ms", "label": "label", "sides": [],
+        "columns": {
+            "label": "label", "context_user_id": "sparse", "context_city": "sparse",
+            "context_geo_lat": "kept", "ts_ms": "kept", "items_id": "sparse",
+            "items_score": "kept",
+        },
+    }),
+    "avro": (avro_log, {
+        "session": "user_id", "time": "ts", "label": "clicked", "sides": ["prices"],
+        "columns": {
+            "clicked": "label", "user_id": "sparse", "ts": "kept", "item_id": "sparse",
+            "price": "dense",
+        },
+    }),
+    "shown and clicked": (shown_log, {
+        "session": "visitor", "time": "time", "label": "label", "sides": [],
+        "columns": {"item": "sparse", "label": "label", "visitor": "sparse", "time": "kept"},
+    }),
+    "nothing to go by": (bare_log, {
+        "session": "all_rows", "time": "row_time", "label": None, "sides": [],
+        "columns": {
+            "row_time": "kept", "select": "dense", "ordered_by": "dense", "all_rows": "kept",
+        },
+    }),
+    "without a header": (one_column, {
+        "session": "c0", "time": "row_time", "label": None, "sides": [],
+        "columns": {"row_time": "kept", "c0": "sparse", "c1": "kept"},
+    }),
+}  # fmt: skip
+
+
+def built(job: Path, log: Path, dataset: Path) -> dict[str, object]:
+    """Build a dataset of a job as it is, and verify it."""
+    result = build(
+        BuildRequest(
+            job_path=job,
+            input_root=log,
+            dataset=dataset,
+            beam_args=["--runner=InProcess"],
+            attempt="test",
+        )
+    )
+    assert verify(dataset)["problems"] == []
+    return result
+
+
+@pytest.mark.parametrize(("write", "wanted"), LOGS.values(), ids=LOGS.keys())
+def test_a_first_job_has_what_is_in_the_files_and_builds_as_it_is(
+    write: Callable[[Path], None], wanted: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "log").mkdir()
+    write(tmp_path / "log")
+    found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    assert {key: found[key] for key in wanted} == wanted
+    result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
+    assert result["num_rejects"] == 0
+    assert result["num_samples"] == found["num_samples"] or found["num_samples"] >= NUM_ROWS
+
+
+def test_values_of_a_first_job_are_those_of_the_log(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    csv_log(tmp_path / "log")
+    init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
+    expand(tmp_path / "dataset", tmp_path / "x.parquet")
+    samples = sorted(pq.read_table(tmp_path / "x.parquet").to_pylist(), key=lambda r: r["time"])
+    for i, (sample, row) in enumerate(zip(samples, rows(), strict=True)):
+        assert (sample["user_id"], sample["item_id"]) == (row["user_id"], row["item_id"])
+        assert (sample["seen"] or []) == row["seen"]
+        assert sample["tags"] == [i % 7, i % 5]
+        assert sample["words"] == [f"a{i % 9}", f"b{i % 4}"]
+        assert sample["brand"] == f"brand {row['item_id'] % 9}"  # pyright: ignore[reportOperatorIssue]
+
+
+def test_a_first_job_says_why(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    csv_log(tmp_path / "log")
+    (tmp_path / "log" / "LICENSE").write_text("free")
+    init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    text = (tmp_path / "job" / "job.yaml").read_text()
+    for line in (
+        "# Not used: LICENSE: no format that can be read, or no rows.",
+        "# session.key: its name; 4.0 rows a value.",
+        "# session.time: ISO times; 400 distinct.",
+        "# both have a column 'item_id'; no item_id stands twice.",
+        "# About the last tenth of the rows is for evaluation.",
+    ):
+        assert line in text
+    assert "# values between '|'" in (tmp_path / "job" / "schema.pbtxt").read_text()
+    split = load_job(tmp_path / "job" / "job.yaml").data.split.evaluation_from
+    assert str(split) == "2026-01-01 02:59:00"
+
+
+def test_init_keeps_a_job_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log").mkdir()
+    words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job"), "--json"]
+    assert main(words) == 1
+    assert "input must have files of Parquet, CSV, JSON lines or Avro" in capsys.readouterr().err
+    shown_log(tmp_path / "log")
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["session"] == "visitor"
+    assert printed.count("\n") == 1
+    assert main(words) == 1
+    message = f"job must not be there yet, got one in {tmp_path / 'job' / 'job.yaml'}; choose"
+    assert message in capsys.readouterr().err
+
+
+TEXTS = {
+    "bars": (["1|2|3", "4", "5|6"], "list", "int"),
+    "brackets": (["[1, 2]", "[3]", "[]"], "list", "int"),
+    "quoted words in brackets": (["['a', 'b']", "['c']", "['a']"], "list", "text"),
+    "blanks": (["N1 N2", "N3", "N1 N3 N4"], "list", "text"),
+    "decimals": (["0.5;1.5", "2.5;1", "0.5"], "list", "float"),
+    "a sentence": (["to be or not", "the end", "no more words"], "text", None),
+    "American times": (["11/12/2019 2:14:46 PM", "1/2/2020 1:00:00 AM"], "time", None),
+    "ISO times": (["2026-01-31T12:00:00Z", "2026-01-31T12:00:01Z"], "time", None),
+    "a date": (["2026-01-31", "2026-02-01"], "time", None),
+    "numbers": (["1", "-2", "3"], "int", None),
+    "names of digits": (["007", "008", "123"], "text", None),
+}
+
+
+@pytest.mark.parametrize(("texts", "shape", "of"), TEXTS.values(), ids=TEXTS.keys())
+def test_texts_are_taken_for_what_they_hold(texts: list[str], shape: str, of: str | None) -> None:
+    (found,) = columns_of(pa.table({"x": texts}))
+    assert isinstance(found, Column)
+    assert (found.shape, found.of) == (shape, of)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("log", "samples"),
+    [
+        ("mind", 189_359),
+        ("ebnerd_test", 10_848),
+        ("30music_sample10", 343_183),
+        ("kuairand_pure_part", 228_329),
+    ],
+)
+def test_a_first_job_of_a_real_log_keeps_all_of_its_samples(
+    log: str, samples: int, shared_data: Path, tmp_path: Path
+) -> None:
+    init(InitRequest(input_root=shared_data / log, output=tmp_path / "job"))
+    result = built(tmp_path / "job" / "job.yaml", shared_data / log, tmp_path / "dataset")
+    assert (result["num_samples"], result["num_rejects"]) == (samples, 0)
