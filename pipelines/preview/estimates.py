@@ -173,8 +173,6 @@ def notes_of(
             f"groups, tables, splits and joins are estimates from the first {source['rows_read']} "
             f"rows of {data.sample_source!r}; --rows N looks at more"
         )
-    if not num_samples:
-        notes.append("no sample came of these rows: see the rejects, or the job's SQL yields none")
     if rejects["share"] > MANY_REJECTS:
         notes.append(f"{rejects['share']:.1%} of the rows that were read cannot be used")
     for join in made["joins"]:

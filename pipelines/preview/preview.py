@@ -18,9 +18,10 @@ import pyarrow as pa
 
 from pipelines import executor
 from pipelines.beam.context import BuildContext
-from pipelines.build import PART_INPUT_BYTES, context_of, load_request
+from pipelines.build import PART_INPUT_BYTES, check_usable, context_of, load_request
 from pipelines.executor import Collected, Rows
 from pipelines.groups.job import with_groups
+from pipelines.parts.part import PartResult
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.preview.estimates import SampleTable, estimates, notes_of, python_values
 from pipelines.preview.excerpt import Excerpt, excerpts
@@ -33,6 +34,7 @@ from pipelines.sources.partitions import undeclared_partitions
 from pipelines.sources.rejects import Reject, sort_key
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS
+from schemas.errors import SchemaError
 from schemas.job import Job
 from schemas.manifest import InputFile
 
@@ -152,6 +154,7 @@ def _run(
         **made,
         "notes": [
             *_undeclared(context, copied),
+            *_refusal(context, parts, found.values[REJECTS]),
             *notes_of(context, sources, samples, rejects, made),
         ],
     }
@@ -166,6 +169,16 @@ def _undeclared(context: BuildContext, copied: Mapping[str, Excerpt]) -> Iterato
         note = undeclared_partitions(name, paths, types, columns)
         if note is not None:
             yield note
+
+
+def _refusal(
+    context: BuildContext, parts: list[PartResult], rejects: list[Reject]
+) -> Iterator[str]:
+    """Yield what would end a build of these rows."""
+    try:
+        check_usable(parts, rejects, context.data)
+    except SchemaError as error:
+        yield f"a build ends here: {error}"
 
 
 def _source(context: BuildContext, name: str, excerpt: Excerpt, rows: int) -> dict[str, Any]:

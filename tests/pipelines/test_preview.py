@@ -80,7 +80,7 @@ def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) 
 
 def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
     rows = logs.write_log(tmp_path / "log")
-    job = logs.write_job(tmp_path / "job")
+    job = logs.write_job(tmp_path / "job", on_error="reject_files")
     text = job.read_text().replace("clicked AS label", "(clicked / (user - 52))::INT AS label")
     job.write_text(text)
     (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
@@ -91,6 +91,15 @@ def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
     assert found["first"] == pq.read_table(path).to_pylist()[: len(found["first"])]
     assert found["num"] == bad + 1
     assert sum(each["num"] for each in found["reasons"]) == bad + 1
+
+
+def test_preview_says_what_would_end_a_build(tmp_path: Path) -> None:
+    logs.write_log(tmp_path / "log")
+    (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
+    for on_error, words in (("reject", "on_error: reject_files"), ("fail", "on_error: reject")):
+        job = logs.write_job(tmp_path / on_error, on_error=on_error)
+        notes = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["notes"]
+        assert any(note.startswith("a build ends here: ") and words in note for note in notes)
 
 
 def test_a_join_that_matches_nothing_says_so(tmp_path: Path) -> None:
