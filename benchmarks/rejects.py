@@ -50,9 +50,7 @@ MAP = """
 """
 LISTS = "list_transform(string_split(seen, ' '), lambda i: CAST(i AS BIGINT)) AS seen"
 STEPS = {
-    "map": MAP.format(
-        time="strptime(time, '%Y-%m-%d %H:%M:%S')", history="[user]", table="log"
-    ),
+    "map": MAP.format(time="strptime(time, '%Y-%m-%d %H:%M:%S')", history="[user]", table="log"),
     "per": PER.format(price="CAST(price AS DOUBLE) AS price").replace(
         "seen, clicked,", f"{LISTS},\n               clicked AS label,"
     ),

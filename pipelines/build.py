@@ -7,7 +7,8 @@ list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -155,12 +156,23 @@ def write_segment(
     """Run the pipeline and finish the segment in its hidden directory."""
     building = context.segment_root
     stage_learned(request.dataset, context.learned, building)
-    with watched(building, context.num_parts, request.say):
+    with watched(building, context.num_parts, request.say), in_job_file(request.job_path):
         if in_process(request.beam_args):
             values = executor.run_segment(context)
         else:
             values = runner_module("segment").run_segment(context, request.beam_args)
     finish_written(request, context, key, hashes, values)
+
+
+@contextmanager
+def in_job_file(path: Path) -> Iterator[None]:
+    """Say in which file a key stands that a worker's error names."""
+    try:
+        yield
+    except SchemaError as error:
+        if error.file is None and error.message.startswith("data."):
+            raise SchemaError(error.message, file=str(path)) from error
+        raise
 
 
 def finish_written(

@@ -15,11 +15,11 @@ from pipelines.runners import in_process
 from pipelines.samples.check_joins import broadcast_sides, key_types
 from pipelines.samples.check_repeatable import check_repeatable
 from pipelines.samples.check_sql import check_map_sql, first_rows
+from pipelines.samples.connection import Connection, connect
 from pipelines.samples.keys import key_type
 from pipelines.samples.passed_lists import Passed, passed_lists
 from pipelines.samples.per_key import PerKey, run_keys
 from pipelines.samples.sampling import check_sampling
-from pipelines.samples.sql import connect
 from pipelines.samples.steps import (
     PER,
     Steps,
@@ -153,7 +153,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         if data.samples.per is not None:
             key_type(sources, data.samples.per.key)
         at_hand = {name: empty[name] for name in broadcast}
-        before = samples_of_nothing(connect(), steps, data, sources, at_hand)
+        before = samples_of_nothing(connect(data.samples.limits), steps, data, sources, at_hand)
         sides = {name: empty[name] for name in data.sides}
         kinds = key_types(data, before.schema, {n: table.schema for n, table in sides.items()})
         samples = looked_up_nothing(before, data, sides, kinds)
@@ -185,7 +185,7 @@ def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> in
     if data.samples.map is None:
         raise SchemaError("--check-sql must have a job with samples.map; samples.per is not cut")
     table = PER if data.samples.per is not None else data.sample_source
-    connection = connect()
+    connection = connect(data.samples.limits)
     for name in prepared.broadcast:
         rows = list(_chunks(request, data, prepared, name))
         whole = pa.concat_tables(rows) if rows else prepared.empty_rows[name]
@@ -213,7 +213,7 @@ def _chunks(
 
 
 def _per_key(
-    connection: duckdb.DuckDBPyConnection,
+    connection: Connection,
     request: BuildRequest,
     data: DataConfig,
     prepared: Prepared,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 
 from pipelines.beam.context import BuildContext
@@ -20,12 +19,13 @@ from pipelines.parts.cluster import hash_session_keys, part_of_key
 from pipelines.parts.part import PartResult, build_part
 from pipelines.parts.pins import Pins, pin
 from pipelines.samples.bad_rows import BadRow, SqlResult, each
+from pipelines.samples.connection import connect
 from pipelines.samples.keys import key_column, key_hashes, key_type
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
 from pipelines.samples.sampling import sample_negatives
 from pipelines.samples.sampling_units import count_units
 from pipelines.samples.side_stages import Sides, join_one, visible_columns
-from pipelines.samples.sql import connect, with_list_index
+from pipelines.samples.sql import with_list_index
 from pipelines.samples.steps import PER, hashed, mapped
 from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
@@ -113,7 +113,7 @@ class SampleStage:
             count: told of samples that come out.
         """
         self.context, self.count = context, count
-        self.connection: duckdb.DuckDBPyConnection = connect()
+        self.connection = connect(context.data.samples.limits)
         self.inputs = learned_inputs(context.data)
         self.sides = Sides()
 

@@ -1,4 +1,4 @@
-"""The `train.limits` and `train.follow` sections of the job file: how long anything may wait."""
+"""The `limits` and `follow` sections of the job file: how long anything may take or wait."""
 
 from __future__ import annotations
 
@@ -43,6 +43,23 @@ class LimitsConfig:
     def seconds(self) -> dict[str, float]:
         """Return each limit in seconds, by name."""
         return {field.name: getattr(self, field.name).total_seconds() for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlLimitsConfig:
+    """The most that one statement of the job may take for one chunk of rows (65,536 at most)."""
+
+    time: timedelta = timedelta(minutes=5)
+    """Until its last row."""
+    memory: int = 4 << 30
+    """Bytes that DuckDB may use, and bytes of the result; nothing is spilled to disk."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that no statement keeps."""
+        if self.time <= timedelta():
+            raise ValueError("time must be longer than nothing, got 0s; write 60s")
+        if self.memory < 16 << 20:
+            raise ValueError(f"memory must be at least 16MiB, got {self.memory}; write 1GiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Literal
 
 from schemas.errors import nearest
+from schemas.job_limits import SqlLimitsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,8 @@ class SamplesConfig:
     """Look-ups in side tables, one after the other."""
     events: EventsConfig | None = None
     """Labels that come in a stream of their own."""
+    limits: SqlLimitsConfig = field(default_factory=SqlLimitsConfig)
+    """What a statement may take for one chunk of rows; beyond, the build ends."""
 
     def __post_init__(self) -> None:
         """Refuse samples without SQL."""

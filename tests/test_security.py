@@ -18,7 +18,7 @@ import pipelines.__main__
 import scheduler.__main__
 import trainer.__main__
 from pipelines.beam.runner import run_pipeline
-from pipelines.samples.sql import connect
+from pipelines.samples.connection import connect
 from scheduler.drivers.process.stores import prepare_stores, token_of
 from scheduler.drivers.process.workplace import Workplace
 from tests.cluster.sockets import sockets_of
@@ -181,9 +181,9 @@ def test_sql_of_a_job_reads_no_file(tmp_path: Path) -> None:
     (tmp_path / "secret.csv").write_text("a\n1\n")
     connection = connect()
     with pytest.raises(duckdb.Error, match="disabled by configuration"):
-        connection.execute(f"SELECT * FROM read_csv('{tmp_path / 'secret.csv'}')")
+        connection.query(f"SELECT * FROM read_csv('{tmp_path / 'secret.csv'}')")
     with pytest.raises(duckdb.Error, match="locked"):
-        connection.execute("SET enable_external_access = true")
+        connection.query("SET enable_external_access = true")
 
 
 def test_installs_ask_for_hashes() -> None:

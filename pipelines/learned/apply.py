@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.learned.declared import apply_declared
-from pipelines.samples.sql import connect, run
+from pipelines.samples.connection import Connection, connect, named
+from pipelines.samples.sql import run
 from schemas.columns import is_list
 from schemas.errors import SchemaError
 from schemas.job_transforms import TransformConfig
@@ -42,7 +43,8 @@ def with_transforms(
             )
             continue
         try:
-            table = transformed(table, step)
+            with named(f"data.transforms.{group}"):
+                table = transformed(table, step)
         except duckdb.Error as error:
             raise SchemaError(
                 f"transforms.{group} must run on every row, got {str(error).splitlines()[0]}; "
@@ -118,7 +120,7 @@ def _check_finite(name: str, column: pa.ChunkedArray) -> None:
 _OF_THREAD = threading.local()
 
 
-def _connection() -> duckdb.DuckDBPyConnection:
+def _connection() -> Connection:
     """Return the thread's connection: opening one costs more than most groups' transforms."""
     if not hasattr(_OF_THREAD, "connection"):
         _OF_THREAD.connection = connect()

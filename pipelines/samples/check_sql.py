@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import duckdb
 import pyarrow as pa
 
-from pipelines.samples.sql import LIST_INDEX, connect, map_rows, with_list_index
+from pipelines.samples.connection import Connection, connect
+from pipelines.samples.sql import LIST_INDEX, map_rows, with_list_index
 from pipelines.sources.read import ORIGIN
 from schemas.columns import comparable_tuple
 from schemas.errors import SchemaError
@@ -24,7 +24,7 @@ def check_map_sql(
     statement: str,
     source: str,
     chunks: Iterable[pa.Table],
-    connection: duckdb.DuckDBPyConnection | None = None,
+    connection: Connection | None = None,
 ) -> int:
     """Compare the samples that row-local SQL makes of the same rows in one, two and seven pieces.
 
@@ -73,7 +73,7 @@ def _joined(taken: list[pa.Table]) -> pa.Table:
 
 
 def _samples(
-    connection: duckdb.DuckDBPyConnection, statement: str, source: str, rows: pa.Table, cuts: int
+    connection: Connection, statement: str, source: str, rows: pa.Table, cuts: int
 ) -> pa.Table:
     size = -(-rows.num_rows // cuts)
     results = (

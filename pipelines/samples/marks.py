@@ -103,6 +103,7 @@ def _parser(function: str, text: str) -> str:
     if not hasattr(_OF_THREAD, "connection"):
         _OF_THREAD.connection = duckdb.connect()
     made = _OF_THREAD.connection.execute(f"SELECT {function}(?)", [text]).fetchone()
+    assert made is not None, f"{function} gives one row"
     return str(made[0])
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.samples.bad_rows import SqlResult
+from pipelines.samples.connection import Connection
 from pipelines.samples.sql import map_rows, normalized
 from pipelines.samples.tuples import HASH_PREFIX
 from pipelines.sources.rows import ORIGIN
@@ -102,7 +103,7 @@ def _text(name: object) -> str:
 
 
 def map_samples(
-    connection: duckdb.DuckDBPyConnection,
+    connection: Connection,
     statement: str,
     passed: Passed,
     source: str,

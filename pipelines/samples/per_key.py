@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,6 +28,7 @@ from pipelines.samples.bad_rows import (
     bad_rows,
     without_marked,
 )
+from pipelines.samples.connection import Connection, named
 from pipelines.samples.keys import key_column, key_type
 from pipelines.samples.sql import run, run_key
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
@@ -71,7 +71,7 @@ def _quoted(name: str) -> str:
 
 
 def run_keys(
-    connection: duckdb.DuckDBPyConnection, per: PerKey, tables: Mapping[str, pa.Table]
+    connection: Connection, per: PerKey, tables: Mapping[str, pa.Table]
 ) -> Iterator[SqlResult]:
     """Yield the samples of all keys that have rows in the statement's source.
 
@@ -89,7 +89,9 @@ def run_keys(
             for name, table in tables.items()
         }
         codes = {n: c[(c >= first) & (c < end)] for n, c in coded.items()}
-        yield _run(connection, per, rows, codes)
+        with named("data.samples.per.sql"):
+            result = _run(connection, per, rows, codes)
+        yield result
 
 
 def _coded(tables: Mapping[str, pa.Table], per: PerKey) -> dict[str, NDArray[np.int64]]:
@@ -123,7 +125,7 @@ def batches_of(counts: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int
 
 
 def _run(
-    connection: duckdb.DuckDBPyConnection,
+    connection: Connection,
     per: PerKey,
     tables: Mapping[str, pa.Table],
     codes: Mapping[str, NDArray[np.int64]],
@@ -154,7 +156,7 @@ def _run(
 
 
 def _halved(
-    connection: duckdb.DuckDBPyConnection,
+    connection: Connection,
     per: PerKey,
     tables: Mapping[str, pa.Table],
     codes: Mapping[str, NDArray[np.int64]],
@@ -183,7 +185,7 @@ def _halved(
 
 
 def _in_order(
-    connection: duckdb.DuckDBPyConnection,
+    connection: Connection,
     per: PerKey,
     samples: pa.Table,
     tables: Mapping[str, pa.Table],

@@ -24,25 +24,13 @@ from pipelines.samples.bad_rows import (
     reason_of,
     without_marked,
 )
+from pipelines.samples.connection import Connection
 from pipelines.sources.rows import ORIGIN
 from schemas.columns import one_chunk
 from schemas.errors import SchemaError
 
 LIST_INDEX = "_list_index"
 """Column added to every sample: its position among the samples of one raw row."""
-
-
-def connect() -> duckdb.DuckDBPyConnection:
-    """Return a connection that sees only registered tables: one thread, no files, no network."""
-    connection = duckdb.connect()
-    connection.execute("SET threads = 1")
-    connection.execute("SET preserve_insertion_order = true")
-    connection.execute("SET arrow_large_buffer_size = true")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET TimeZone = 'UTC'")
-    connection.execute("SET python_enable_replacements = false")
-    connection.execute("SET lock_configuration = true")
-    return connection
 
 
 def table_names(statement: str) -> frozenset[str]:
@@ -102,9 +90,7 @@ def carry_origin(statement: str, key: str) -> str:
     return str(done[0])
 
 
-def run(
-    connection: duckdb.DuckDBPyConnection, statement: str, tables: Mapping[str, pa.Table]
-) -> pa.Table:
+def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) -> pa.Table:
     """Run one statement over named tables; lists come back as `large_list`.
 
     Raises:
@@ -113,15 +99,13 @@ def run(
     for name, table in tables.items():
         connection.register(name, table)
     try:
-        return normalized(connection.sql(statement).to_arrow_table())
+        return normalized(connection.query(statement))
     finally:
         for name in tables:
             connection.unregister(name)
 
 
-def map_rows(
-    connection: duckdb.DuckDBPyConnection, statement: str, source: str, rows: pa.Table
-) -> SqlResult:
+def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table) -> SqlResult:
     """Run row-local SQL over raw rows; rows that raise are set apart.
 
     Args:
@@ -143,7 +127,7 @@ def map_rows(
 
 
 def run_key(
-    connection: duckdb.DuckDBPyConnection,
+    connection: Connection,
     statement: str,
     source: str,
     tables: Mapping[str, pa.Table],

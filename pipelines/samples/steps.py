@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import duckdb
 import pyarrow as pa
 
 from pipelines.samples.bad_rows import SqlResult
+from pipelines.samples.connection import Connection, named
 from pipelines.samples.passed_lists import Passed, map_samples
 from pipelines.samples.per_key import visible_rows
 from pipelines.samples.sides import joined, side_table, sorted_rows
@@ -79,7 +79,7 @@ def tables_in(data: DataConfig) -> frozenset[str]:
 
 
 def mapped(
-    connection: duckdb.DuckDBPyConnection, steps: Steps, source: str, result: SqlResult
+    connection: Connection, steps: Steps, source: str, result: SqlResult
 ) -> Iterator[SqlResult]:
     """Yield what `samples.map` makes of rows, in chunks; the rows themselves without it.
 
@@ -96,18 +96,21 @@ def mapped(
         yield SqlResult(None, result.bad_rows)
     for start in range(0, result.samples.num_rows, CHUNK_ROWS):
         chunk = result.samples.slice(start, CHUNK_ROWS)
-        yield map_samples(connection, steps.map, steps.passed, source, chunk)
+        with named("data.samples.map"):
+            made = map_samples(connection, steps.map, steps.passed, source, chunk)
+        yield made
 
 
-def hashed(connection: duckdb.DuckDBPyConnection, steps: Steps, samples: pa.Table) -> pa.Table:
+def hashed(connection: Connection, steps: Steps, samples: pa.Table) -> pa.Table:
     """Return samples with the hashes of their groups, where no statement before has made them."""
     if steps.hashes is None:
         return samples
-    return run(connection, steps.hashes, {_SAMPLES: samples})
+    with named("data.groups"):
+        return run(connection, steps.hashes, {_SAMPLES: samples})
 
 
 def samples_of_nothing(
-    connection: duckdb.DuckDBPyConnection,
+    connection: Connection,
     steps: Steps,
     data: DataConfig,
     tables: Mapping[str, pa.Table],
@@ -130,9 +133,10 @@ def samples_of_nothing(
     for name, table in sides.items():
         connection.register(name, table.drop_columns([ORIGIN]))
     made = visible_rows(tables, data.sample_source)
-    for statement in (steps.per, steps.map):
+    for key, statement in (("data.samples.per.sql", steps.per), ("data.samples.map", steps.map)):
         if statement is not None:
-            made = {PER: run(connection, statement, made)}
+            with named(key):
+                made = {PER: run(connection, statement, made)}
     (samples,) = made.values()
     return samples
 

@@ -33,6 +33,7 @@ def identity_of(data: DataConfig) -> dict[str, Any]:
     found = {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
     if data.split.evaluation_last is None:
         del found["split"]["evaluation_last"]  # ids are what they were before there were these keys
+    del found["samples"]["limits"]
     for inputs in (found["sources"], found["sides"]):
         for config in inputs.values():
             if not config["partitions"]:

@@ -8,8 +8,9 @@ import pyarrow as pa
 import pytest
 
 from pipelines.samples.bad_rows import MAX_ATTEMPTS, SqlResult, isolated, reason_of, without_marked
+from pipelines.samples.connection import Connection, connect
 from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sql import carry_origin, connect, map_rows, run, with_list_index
+from pipelines.samples.sql import carry_origin, map_rows, run, with_list_index
 from pipelines.sources.read import ORIGIN
 from schemas.columns import comparable_tuple
 from schemas.jagged import hash_keys
@@ -30,7 +31,8 @@ STATEMENTS = {
     "a cast of what is unnested": "SELECT CAST(unnest(string_split(z, ' ')) AS INT) AS z FROM log",
     "an alias that fails later": "SELECT CAST(x AS INT) AS a, 1 // (1 - a) AS b FROM log",
     "an aggregate over a list": (
-        "SELECT (SELECT max(CAST(e AS INT)) FROM unnest(string_split(z, ' ')) AS t(e)) AS s FROM log"
+        "SELECT (SELECT max(CAST(e AS INT)) FROM unnest(string_split(z, ' ')) AS t(e)) AS s "
+        "FROM log"
     ),
     "a subquery with a filter around it": (
         "SELECT * FROM (SELECT CAST(x AS INT) AS a, k, _origin FROM log) WHERE k > 2"
@@ -49,7 +51,9 @@ STATEMENTS = {
         "SELECT CAST(side.name AS INT) AS n FROM log LEFT JOIN side ON log.k % 4 = side.code"
     ),
     "a constant that fails": "SELECT CAST('no' AS INT) AS n FROM log",
-    "a function that may raise": "SELECT CASE WHEN k = 3 THEN error('three') ELSE k END AS k FROM log",
+    "a function that raises": (
+        "SELECT CASE WHEN k = 3 THEN error('three') ELSE k END AS k FROM log"
+    ),
     "nothing that fails": "SELECT x, y FROM log",
 }
 
@@ -89,7 +93,7 @@ def rows_of(seed: int, num_rows: int = 24, share: float = 0.3) -> pa.Table:
 
 
 def one_by_one(
-    connection: duckdb.DuckDBPyConnection, statement: str, rows: pa.Table
+    connection: Connection, statement: str, rows: pa.Table
 ) -> tuple[list[pa.Table], dict[int, str]]:
     """Return the samples of each good row, and why each bad row is bad."""
     good: list[pa.Table] = []

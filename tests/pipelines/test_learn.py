@@ -16,7 +16,8 @@ from pipelines.learned.files import learned_so_far
 from pipelines.learned.inputs import learned_inputs, transforms_before
 from pipelines.learned.learn import counted_column, partials
 from pipelines.learned.partials import Counts, Drawn, Partial, Sums, drawn, sums_of
-from pipelines.samples.sql import connect, map_rows, with_list_index
+from pipelines.samples.connection import connect
+from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes
 from schemas.errors import SchemaError
 from schemas.job import DataConfig, load_job

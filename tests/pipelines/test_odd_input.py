@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.sql import carry_origin, connect, map_rows, run
+from pipelines.samples.connection import connect
+from pipelines.samples.sql import carry_origin, map_rows, run
 from pipelines.samples.tuples import separate, with_hashes
 from pipelines.samples.validate import check_columns, usable_samples
 from pipelines.sources.csv_source import read_csv

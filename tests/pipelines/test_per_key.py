@@ -4,8 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipelines.samples.connection import connect
 from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sql import carry_origin, connect, run_key
+from pipelines.samples.sql import carry_origin, run_key
 from pipelines.sources.read import ORIGIN
 
 PLAYS = pa.table(

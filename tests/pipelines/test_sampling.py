@@ -15,9 +15,10 @@ from pipelines.parts.expand import expand
 from pipelines.report.page import write_report
 from pipelines.report.sampling import estimated_factors, num_keys
 from pipelines.samples import sampling_units
+from pipelines.samples.connection import connect
 from pipelines.samples.sampling import Unit, draws, hash_samples, sample_negatives
 from pipelines.samples.sampling_units import UNITS, count_units, merge_counts, units_table
-from pipelines.samples.sql import connect, map_rows, with_list_index
+from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, join, separate, with_hashes
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.parts.encodings import choose, open_writer
-from pipelines.samples.sql import carry_origin, connect, map_rows, run, with_list_index
+from pipelines.samples.connection import connect
+from pipelines.samples.sql import carry_origin, map_rows, run, with_list_index
 from pipelines.sources.read import ORIGIN
 from pipelines.statistics.columns import column_statistics, sum_columns, table_statistics
 from pipelines.statistics.exact_sum import exact_sum, exact_sum_of_squares

@@ -3,7 +3,8 @@
 import numpy as np
 import pyarrow as pa
 
-from pipelines.samples.sql import connect, run
+from pipelines.samples.connection import connect
+from pipelines.samples.sql import run
 from pipelines.samples.tuples import hash_column, join, separate, with_hashes
 
 GROUPS = {"history": ("history",)}
