@@ -34,7 +34,7 @@ from pipelines.segments.publish import publish, settle
 from pipelines.segments.turn import wait_for_turn
 from pipelines.sources.folder import folder_of
 from pipelines.sources.late import read_counts, write_counts
-from pipelines.sources.rejects import Reject, sort_key
+from pipelines.sources.reject_files import RejectCounts, counts_of, lines_of, merged, shown
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -55,11 +55,13 @@ class Built:
         reference: the segment's name in the root manifest.
         built: whether it was made now; False when it was there already.
         waited_sec: seconds that it waited for the segments before it.
+        rejects: rows that could not be used; None when it was there already.
     """
 
     reference: Reference
     built: bool
     waited_sec: float = 0.0
+    rejects: RejectCounts | None = None
 
 
 def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Built:
@@ -93,11 +95,15 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
             request.say("segment finished by an attempt that died: taken over")
         else:
             write_segment(request, context, key, hashes)
+        rejects, manifest = counts_of(building), read_segment(building)
+        where = f"{request.dataset / SEGMENTS}/*-{key}/rejects"
+        for line in lines_of(rejects, manifest.num_samples, where):
+            request.say(line)
         position = request.position if request.in_order else None
         waited_sec = wait_for_turn(request.dataset, position or 0, request.say)
         reference = publish(proposal_of(request, job, features, key, building))
     request.say(f"segment {reference.id} committed")
-    return Built(reference, built=True, waited_sec=waited_sec)
+    return Built(reference, True, waited_sec, rejects)
 
 
 def context_of(
@@ -184,7 +190,8 @@ def finish_written(
 ) -> None:
     """Finish a segment from what its pipeline gave; done again, it gives the same."""
     building, parts = context.segment_root, unpacked(values["parts"])
-    check_usable(parts, values["rejects"], context.data)
+    rejects = merged(values["rejects"])
+    check_usable(parts, rejects, context.data)
     write_units(building, values["units"])
     learned = returned_files(values, context.learned)
     place_learned(building, request.dataset, learned)
@@ -193,7 +200,7 @@ def finish_written(
         building,
         f"00000-{key}",
         parts,
-        values["rejects"],
+        rejects,
         dict(values["tables"]),
         context.listing,
         hashes,
@@ -203,19 +210,19 @@ def finish_written(
     )
 
 
-def check_usable(parts: list[PartResult], rejects: list[Reject], data: DataConfig) -> None:
+def check_usable(parts: list[PartResult], rejects: RejectCounts, data: DataConfig) -> None:
     """Refuse a build without samples or with unread files, and any reject when the job says so.
 
     Raises:
         SchemaError: naming the first reject by file and position.
     """
-    first = min(rejects, key=sort_key, default=None)
+    first = next(iter(rejects.first), None)
     if first is not None and data.on_error == "fail":
         raise SchemaError(f"{first}; repair the row, or set data.on_error: reject")
-    lost = sorted({r for r in rejects if r.rows_unknown}, key=sort_key)
-    if parts and lost and data.on_error == "reject":
+    lost = rejects.unread
+    if parts and lost and data.on_error != "reject_files":
         raise SchemaError(
-            f"{len(lost)} files or parts of files could not be read, first: {lost[0]}; "
+            f"{lost.count} files or parts of files could not be read, first: {lost.first[0]}; "
             "repair them, or set data.on_error: reject_files to build without their rows"
         )
     if not parts:
@@ -270,6 +277,7 @@ def summary(opened: Dataset, made: Built, wall_sec: float) -> dict[str, Any]:
     index_bytes = sum(i.manifest.oracle_bytes for i in opened.indexes)
     (events,) = (read_counts(s) for s in opened.segments if s.manifest.id == manifest.id)
     versions = replaced_by(opened.manifest, manifest.id)
+    path = str(place / "rejects")
     return {
         "segment": manifest.id,
         **({"day": manifest.day, "replaced": versions} if manifest.day else {}),
@@ -289,4 +297,5 @@ def summary(opened: Dataset, made: Built, wall_sec: float) -> dict[str, Any]:
             for name, g in manifest.groups.items()
         },
         **({"events": events} if events else {}),
+        **({"rejects": shown(made.rejects, manifest.num_samples, path)} if made.rejects else {}),
     }

@@ -25,6 +25,7 @@ from pipelines.parts.part import PartResult, packed
 from pipelines.samples.sampling_units import merge_counts
 from pipelines.samples.side_stages import good_side_rows, join_one, join_part, sides_of
 from pipelines.sources.late import add_counts
+from pipelines.sources.reject_files import RejectCounts, places_of, write_rejects
 from pipelines.stages import (
     EVENTS,
     REJECTS,
@@ -82,7 +83,7 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
         **({"learned": learned} if learned else {}),
         "parts": [packed(part) for part in parts],
         "tables": number_tables(context, parts),
-        "rejects": found.values[REJECTS],
+        "rejects": reject_counts(context, found.values[REJECTS]),
         "units": [merge_counts(found.values[SAMPLING])],
         "events": [add_counts(found.values[EVENTS])],
     }
@@ -188,6 +189,15 @@ def write_parts(
     pins = pins_of(context, samples[min(samples)], files)
     learned = load_building(context.segment_root, files, context.data)
     return [write_part(context, part, samples.pop(part), pins, learned) for part in sorted(samples)]
+
+
+def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectCounts]:
+    """Write the rejects; return their counts by range of places."""
+    places: defaultdict[int, list[pa.Table]] = defaultdict(list)
+    for table in tables:
+        for place, rows in cut_by(table, places_of(table, context.listing)):
+            places[place].append(rows)
+    return [write_rejects(context.segment_root, p, places[p]) for p in sorted(places)]
 
 
 def number_tables(context: BuildContext, parts: list[PartResult]) -> list[tuple[str, int]]:

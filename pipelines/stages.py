@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.beam.context import BuildContext
 from pipelines.learned.files import LEARNED, load_building
@@ -18,7 +19,8 @@ from pipelines.learned.learn import partials
 from pipelines.parts.cluster import hash_session_keys, part_of_key
 from pipelines.parts.part import PartResult, build_part
 from pipelines.parts.pins import Pins, pin
-from pipelines.samples.bad_rows import BadRow, SqlResult, each
+from pipelines.progress import count_rows
+from pipelines.samples.bad_rows import SqlResult, bad_rows
 from pipelines.samples.connection import connect
 from pipelines.samples.keys import key_column, key_hashes, key_type
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
@@ -31,8 +33,8 @@ from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
 from pipelines.sources.late import write_late
 from pipelines.sources.read import parts_of_file, read_part
-from pipelines.sources.rejects import python_rows
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.rejects import as_table
+from pipelines.sources.rows import FilePart
 from pipelines.sources.streams import with_events
 from schemas.columns import one_chunk
 from schemas.learned import Learned
@@ -55,13 +57,19 @@ def no_count(_side: str, _table: pa.Table) -> None:
     """Count nothing."""
 
 
+def rejected(context: BuildContext, table: pa.Table) -> Output:
+    """Return rejects as an output, counted for the eye."""
+    count_rows(context.segment_root, rejected=table.num_rows)
+    return REJECTS, table
+
+
 def cut_file(context: BuildContext, part: FilePart) -> Iterator[Output]:
     """Yield the parts of a file that can be read apart, as samples, and rejects."""
     parts, rejects = parts_of_file(context.folder, part, context.data.inputs[part.source])
-    for reject in rejects:
-        yield REJECTS, reject
-    for one in parts:
-        yield SAMPLES, one
+    if rejects:
+        yield rejected(context, as_table(rejects))
+    for each in parts:
+        yield SAMPLES, each
 
 
 def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
@@ -69,9 +77,10 @@ def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
     config = context.data.inputs[part.source]
     schema = context.empty_rows[part.source].schema
     for rows in read_part(context.folder, part, config, schema):
-        for reject in rows.rejects:
-            yield REJECTS, reject
+        for rejects in rows.all_rejects():
+            yield rejected(context, rejects)
         if rows.table is not None and rows.table.num_rows:
+            count_rows(context.segment_root, read=rows.table.num_rows)
             yield SAMPLES, rows.table
 
 
@@ -92,11 +101,11 @@ def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[
         wanted[events.event_time or events.time] = "event time"
     for name, what in wanted.items():
         valid = one_chunk(table[name]).is_valid()
-        for row in python_rows(table.filter(pa.compute.invert(valid))):
-            reason = f"{what} {name!r} must not be null"
-            bad = BadRow(row.pop(ORIGIN), reason, str(row))
-            yield REJECTS, context.reject(bad)
-        table = table.filter(valid)
+        without = table.filter(pc.invert(valid))
+        if without.num_rows:
+            bad = bad_rows(without, f"{what} {name!r} must not be null")
+            yield rejected(context, context.rejects(bad))
+            table = table.filter(valid)
     kind = key_type({n: context.empty_rows[n] for n in data.sources}, key)
     hashes = key_hashes(key_column(table, key, kind))
     yield SAMPLES, (part_of_key(hashes, context.num_parts), table)
@@ -149,14 +158,15 @@ class SampleStage:
             results = mapped(self.connection, steps, source, SqlResult(tables[source]))
         else:
             per = PerKey(steps.per or "", source, data.samples.per.key)
-            made = run_keys(self.connection, per, tables)
+            drops = data.on_error == "drop_key"
+            made = run_keys(self.connection, per, tables, context.place_text if drops else None)
             results = (r for m in made for r in mapped(self.connection, steps, PER, m))
         for result in results:
             yield from self._looked_up(result)
 
     def _looked_up(self, result: SqlResult) -> Iterator[Output]:
-        for row in each(result.bad_rows):
-            yield REJECTS, self.context.reject(row)
+        if result.bad_rows.num_rows:
+            yield rejected(self.context, self.context.rejects(result.bad_rows))
         if result.samples is None:
             return
         samples = with_list_index(result.samples)
@@ -180,8 +190,8 @@ class SampleStage:
         if good.num_samples:
             self.count("out", good.samples)
             yield from self._hand_over(good)
-        for row in each(unusable):
-            yield REJECTS, context.reject(row)
+        if unusable.num_rows:
+            yield rejected(context, context.rejects(unusable))
 
     def _hand_over(self, good: Tuples) -> Iterator[Output]:
         keys = hash_session_keys(good.column(self.context.data.session.key))

@@ -159,10 +159,11 @@ class DataConfig:
     """Default index."""
     gate: GateConfig | None = None
     """Limits that keep a segment out of the dataset, beyond those of the schema."""
-    on_error: Literal["reject", "reject_files", "fail"] = "reject"
+    on_error: Literal["reject", "reject_files", "fail", "drop_key"] = "reject"
     """`reject`: unusable rows go to `rejects/` with their reason, and a file that cannot be read
     to its end ends the build; `reject_files`: such a file is a reject, too; `fail`: the first
-    reject ends the build."""
+    reject ends the build; `drop_key`: as `reject`, and a row that `samples.per` cannot use takes
+    the other rows of its key with it."""
     schema: str = "schema.pbtxt"
     """tensorflow-metadata Schema of the sample columns, beside the job file."""
     generate: GenerateConfig | None = None
@@ -182,6 +183,11 @@ class DataConfig:
                 f"use {max(1, self.oracle.batch_samples // block) * block}"
             )
         check_sources(self.sources, self.samples, self.sides)
+        if self.on_error == "drop_key" and self.samples.per is None:
+            raise ValueError(
+                "on_error must be reject or fail without samples.per, got drop_key; there are no "
+                "keys to drop"
+            )
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         self.storage.check_groups(self.groups)
         _check_tables(self.tables)

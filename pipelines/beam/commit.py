@@ -13,6 +13,7 @@ import apache_beam as beam
 from apache_beam import pvalue
 
 from pipelines.beam.context import BuildContext
+from pipelines.beam.transforms import REJECTED, EachReject
 from pipelines.build import finish_written, hashes_of
 from pipelines.prepare import BuildRequest
 from pipelines.segments.admit import admit, finished_segments, proposal_of
@@ -98,16 +99,17 @@ def committed(listing: Any, made: Mapping[str, Any], wanted: Wanted) -> dict[str
 
     Args:
         listing: PCollection of one tuple, the input as the manifest names it.
-        made: outputs of `segment.segment_of_rows`.
+        made: outputs, `REJECTED` among them, of `segment.segment_of_rows`.
         wanted: the segment.
 
     Returns:
         `{"segment": PCollection[str], "rejects": PCollection[Reject]}`.
     """
+    outputs = {name: values for name, values in made.items() if name != REJECTED}
     lists = [
         pvalue.AsSingleton(values | f"all {name} to commit" >> beam.combiners.ToList())
-        for name, values in made.items()
+        for name, values in outputs.items()
     ]
-    stage = beam.ParDo(_Commit(wanted, tuple(made)), *lists)
+    stage = beam.ParDo(_Commit(wanted, tuple(outputs)), *lists)
     done = listing | "commit" >> stage.with_output_types(str)
-    return {SEGMENT: done, REJECTS: made[REJECTS]}
+    return {SEGMENT: done, REJECTS: made[REJECTED] | "each reject" >> EachReject()}

@@ -9,13 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipelines.beam.shuffle import ByReference, ByValue, Crossing, InMemory
-from pipelines.samples.bad_rows import BadRow
 from pipelines.samples.steps import Steps
 from pipelines.sources.folder import Folder
-from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import FilePart, place_of
+from pipelines.sources.rows import FilePart, place_of, places_of_rows
 from schemas.features import FeatureSet
 from schemas.job import DataConfig
+from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 
 
@@ -74,10 +73,14 @@ class BuildContext:
             return samples.events.shard or samples.events.key[0]
         return samples.per.key if samples.per is not None else None
 
-    def reject(self, row: BadRow) -> Reject:
-        """Return a bad row with the place it came from."""
-        file, position = place_of(row.origin, self.listing)
-        return Reject(file, position, row.reason, row.value)
+    def rejects(self, bad: pa.Table) -> pa.Table:
+        """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects, with the places that they came from."""
+        files, positions = places_of_rows(bad["origin"], self.listing)
+        return pa.table([files, positions, bad["reason"], bad["value"]], schema=REJECTS_SCHEMA)
+
+    def place_text(self, origin: int) -> str:
+        """Return the place of a row as errors name it."""
+        return "{}:{}".format(*place_of(origin, self.listing))
 
     def files(self) -> list[FilePart]:
         """Return one part per input file."""

@@ -12,7 +12,7 @@ from pipelines.beam.context import BuildContext
 from pipelines.beam.learn import Learn, MergeCounts
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.tables import IndexTables, NumberAccesses
-from pipelines.beam.transforms import BuildParts, MakeSamples, ReadRows
+from pipelines.beam.transforms import REJECTED, BuildParts, MakeSamples, ReadRows, WriteRejects
 from pipelines.learned.files import LEARNED
 from pipelines.learned.inputs import learned_inputs
 from pipelines.oracle.index_table import TableTotals
@@ -48,13 +48,15 @@ def segment_of_rows(
     number = NumberAccesses(context.segment_root, context.data.tables, context.num_parts)
     tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
+    counts = rejects | "WriteRejects" >> WriteRejects(context)
     units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())
     events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
     return {
         **outputs,
         "parts": parts[SAMPLES],
         "tables": tables,
-        "rejects": rejects,
+        "rejects": counts,
+        REJECTED: rejects,
         "units": units,
         "events": events,
     }
@@ -62,9 +64,12 @@ def segment_of_rows(
 
 def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, list[Any]]:
     """Build a segment on Beam; return the values of each output, as `executor.run_segment`."""
-    return run_pipeline(
-        lambda p: segment_pipeline(p, context), beam_args, context.segment_root, context.num_parts
-    ).values
+
+    def make(pipeline: beam.Pipeline) -> Mapping[str, beam.PCollection]:
+        made = segment_pipeline(pipeline, context)
+        return {name: values for name, values in made.items() if name != REJECTED}
+
+    return run_pipeline(make, beam_args, context.segment_root, context.num_parts).values
 
 
 def run_index(

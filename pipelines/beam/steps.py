@@ -18,8 +18,8 @@ from pipelines.beam.coders import SourceRows
 from pipelines.beam.context import BuildContext
 from pipelines.beam.io import check_one_source
 from pipelines.beam.shuffle import Crossing
+from pipelines.beam.transforms import EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
-from pipelines.beam.transforms import ReadRows
 from pipelines.prepare import BuildRequest, prepare
 from pipelines.samples.steps import steps_of
 from pipelines.samples.tuples import Tuples
@@ -27,7 +27,6 @@ from pipelines.sources.folder import folder_of
 from pipelines.sources.given_rows import CONTENT, GivenContext, TypeRows
 from pipelines.sources.listing import list_inputs
 from pipelines.sources.read import empty_rows
-from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS, SAMPLES
 from schemas.errors import SchemaError, nearest
@@ -98,7 +97,7 @@ class ReadSource(beam.PTransform):
         read = input_or_inputs | "read" >> ReadRows(context)
         return {
             ROWS: read[SAMPLES] | "rows" >> beam.Map(_rows).with_output_types(pa.Table),
-            REJECTS: read[REJECTS] | "rejects" >> beam.Map(_as_is).with_output_types(Reject),
+            REJECTS: read[REJECTS] | "rejects" >> EachReject(),
         }
 
     def _listing(self) -> tuple[InputFile, ...]:
@@ -177,7 +176,7 @@ class MakeSamples(beam.PTransform):
         rejects = (typed[REJECTS], made[REJECTS]) | "join rejects" >> beam.Flatten()
         return {
             SAMPLES: made[SAMPLES] | "samples" >> beam.Map(_table).with_output_types(pa.Table),
-            REJECTS: rejects | "rejects" >> beam.Map(_as_is).with_output_types(Reject),
+            REJECTS: rejects | "rejects" >> EachReject(),
         }
 
 
@@ -225,7 +224,3 @@ def _rows(pair: tuple[str, pa.Table]) -> pa.Table:
 
 def _table(pair: tuple[int, pa.Table]) -> pa.Table:
     return pair[1]
-
-
-def _as_is(reject: Reject) -> Reject:
-    return reject

@@ -23,6 +23,8 @@ from pipelines.beam.memory import keep_freed_memory
 from pipelines.learned.files import LEARNED, load_building
 from pipelines.parts.part import packed
 from pipelines.parts.pins import Pins
+from pipelines.sources.reject_files import RejectCounts, places_of, write_rejects
+from pipelines.sources.rejects import Reject, from_table
 from pipelines.sources.rows import FilePart
 from pipelines.stages import (
     BLOCKS,
@@ -39,6 +41,9 @@ from pipelines.stages import (
     write_part,
 )
 from schemas.learned import Learned
+
+REJECTED = "rejected"
+"""Output of a segment's pipeline with the rejects themselves, which stay with the workers."""
 
 
 def tagged(outputs: Iterable[Output]) -> Iterator[Any]:
@@ -230,6 +235,48 @@ class MakeSamples(beam.PTransform):
 
     def _is_side(self, row: tuple[str, pa.Table]) -> bool:
         return row[0] in self.context.data.sides
+
+
+class _SpreadRejects(beam.DoFn):
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    def process(self, table: pa.Table) -> Iterator[tuple[int, bytes]]:
+        return spread(table, places_of(table, self.context.listing))
+
+
+class _WriteRejects(beam.DoFn):
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    def process(self, rejects: tuple[int, Iterable[bytes]]) -> Iterator[RejectCounts]:
+        tables = (from_bytes(content) for content in rejects[1])
+        yield write_rejects(self.context.segment_root, rejects[0], tables)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class WriteRejects(beam.PTransform):
+    """Tables of rejects to files, one for each range of places, and their counts."""
+
+    context: BuildContext
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Bring the rejects of neighbouring rows to one worker."""
+        spreading = beam.ParDo(_SpreadRejects(self.context))
+        return (
+            input_or_inputs
+            | "spread rejects" >> spreading.with_output_types(tuple[int, bytes])
+            | "by place" >> beam.GroupByKey()
+            | "write rejects" >> beam.ParDo(_WriteRejects(self.context))
+        )
+
+
+class EachReject(beam.PTransform):
+    """Tables of rejects to single ones, for the pipelines of others."""
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Take the tables apart."""
+        return input_or_inputs | beam.FlatMap(from_table).with_output_types(Reject)
 
 
 class _Pin(beam.DoFn):

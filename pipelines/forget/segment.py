@@ -21,10 +21,11 @@ from pipelines.parts.part import build_part, packed, unpacked
 from pipelines.parts.pins import Pins, pin
 from pipelines.segments.commit import finish_segment
 from pipelines.sources.late import write_late
-from pipelines.sources.rejects import Reject
+from pipelines.sources.reject_files import RejectCounts, merged, write_rejects
+from pipelines.sources.rejects import Reject, as_table, from_table
 from schemas.dataset import Dataset, Segment
 from schemas.features import FeatureSet
-from schemas.layout import EVENTS, MANIFEST, SAMPLING, late_path, rejects_path
+from schemas.layout import EVENTS, MANIFEST, SAMPLING, late_path
 from schemas.manifest import (
     Reference,
     SegmentManifest,
@@ -109,7 +110,7 @@ def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
         return {"parts": made["parts"], "tables": made["blocks"] | "NumberAccesses" >> number}
 
     found = run_pipeline(make, rewriting.beam_args, building, len(parts)).values
-    rejects = _left(segment, rejects_path(0), rewriting.texts)
+    rejects = _write_rejects(segment, building, rewriting.texts)
     _copy_others(rewriting)
     m = segment.manifest
     finish_segment(
@@ -128,11 +129,18 @@ def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
     return True
 
 
+def _write_rejects(segment: Segment, building: Path, texts: frozenset[str] | None) -> RejectCounts:
+    """Write the rejects in which no forgotten id stands, file by file."""
+    paths = sorted(path for path in segment.files if path.startswith("rejects/"))
+    tables = (as_table(_left(segment, path, texts)) for path in paths)
+    return merged(write_rejects(building, n, [table]) for n, table in enumerate(tables))
+
+
 def _left(segment: Segment, path: str, texts: frozenset[str] | None) -> list[Reject]:
     """Return the lines of a file of rejects or late events in which no forgotten id stands."""
-    if texts is None or path not in segment.files:
+    if texts is None:
         return []
-    rows = [Reject(**row) for row in segment.file(path).read().to_pylist()]
+    rows = from_table(segment.file(path).read())
     return [r for r in rows if not any(t in r.value or t in r.reason for t in texts)]
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import anomalies_pb2
 
-from pipelines.sources.rejects import Reject, sort_key
-
-SHOWN_ROWS = 3
-"""Rejected rows that are shown with a reason."""
-SHOWN_CHARACTERS = 200
-"""Characters of a row that are shown."""
+from pipelines.sources.reject_files import SHOWN_CHARACTERS, RejectCounts
+from pipelines.sources.rejects import Reject
 
 Kind = anomalies_pb2.AnomalyInfo
 
@@ -62,7 +58,7 @@ class Distance:
 
 
 def anomalies_proto(
-    rejects: Iterable[Reject],
+    rejects: RejectCounts,
     findings: Sequence[Finding] = (),
     distances: Sequence[Distance] = (),
     severity: str = "ERROR",
@@ -70,22 +66,18 @@ def anomalies_proto(
     """Return rejects by reason, findings by feature and measured distances as a proto.
 
     Args:
-        rejects: all rejects of the segment.
+        rejects: of the segment, by kind of reason.
         findings: limits that are broken.
         distances: of every column that has a comparator.
         severity: of the findings.
     """
     proto = anomalies_pb2.Anomalies()
-    by_reason: dict[str, list[Reject]] = {}
-    for reject in sorted(set(rejects), key=sort_key):
-        by_reason.setdefault(reject.reason, []).append(reject)
-    for reason in sorted(by_reason):
-        rows = by_reason[reason]
+    for reason, found in sorted(rejects.by_count(), key=lambda pair: pair[0]):
         info = proto.anomaly_info[reason]
         info.severity = Kind.ERROR
         info.short_description = reason
-        shown = "; ".join(map(shown_row, rows[:SHOWN_ROWS]))
-        info.description = f"{len(rows)} rows were rejected, such as {shown}"
+        shown = "; ".join(map(shown_row, found.first))
+        info.description = f"{found.count} rows were rejected, such as {shown}"
     for finding in findings:
         is_whole = finding.feature is None
         info = proto.dataset_anomaly_info if is_whole else proto.anomaly_info[finding.feature or ""]
@@ -96,7 +88,7 @@ def anomalies_proto(
 
 
 def anomalies_text(
-    rejects: Iterable[Reject],
+    rejects: RejectCounts,
     findings: Sequence[Finding] = (),
     distances: Sequence[Distance] = (),
     severity: str = "ERROR",

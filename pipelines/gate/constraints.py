@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from tensorflow_metadata.proto.v0 import schema_pb2, statistics_pb2
 
-from pipelines.gate.anomalies import SHOWN_ROWS, Finding
+from pipelines.gate.anomalies import Finding
 from pipelines.gate.distance import shares
+from pipelines.sources.reject_files import SHOWN_ROWS
 
 Feature = statistics_pb2.FeatureNameStatistics
 

@@ -8,20 +8,22 @@ the segment as a whole stand in the job's `data.gate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tensorflow_metadata.proto.v0 import schema_pb2, statistics_pb2
 
-from pipelines.gate.anomalies import SHOWN_ROWS, Distance, Finding, shown_row
+from pipelines.gate.anomalies import Distance, Finding, shown_row
 from pipelines.gate.constraints import common_of, example_findings, feature_findings
 from pipelines.gate.distance import infinity_norm, jensen_shannon, shares
 from pipelines.parts.slices import DEDUP_FACTOR, LABEL_DELAY_SEC, SAMPLES_PER_SESSION
-from pipelines.sources.rejects import Reject, sort_key
+from pipelines.sources.reject_files import SHOWN_ROWS, RejectCounts
+from pipelines.sources.rejects import sort_key
 from schemas.errors import SchemaError
 from schemas.job_gate import GateConfig
 from schemas.layout import EVALUATION, TRAIN
 
+MANY_REJECTS = "Many rejects"
 Feature = statistics_pb2.FeatureNameStatistics
 Features = Mapping[str, Feature]
 
@@ -48,7 +50,7 @@ def judge(
     gate: GateConfig | None,
     statistics: statistics_pb2.DatasetFeatureStatisticsList,
     before: statistics_pb2.DatasetFeatureStatisticsList | None,
-    rejects: Sequence[Reject],
+    rejects: RejectCounts,
 ) -> Verdict:
     """Compare a segment with its limits.
 
@@ -78,10 +80,9 @@ def judge(
     count = statistics.datasets[0].num_examples
     earlier = before.datasets[0].num_examples if before else None
     findings.extend(example_findings(schema.dataset_constraints, count, earlier))
-    if gate is not None:
-        findings.extend(reject_findings(gate, rejects, count))
-        if past:
-            findings.extend(session_findings(gate, schema, whole, past["segment"]))
+    findings.extend(reject_findings(gate or GateConfig(), rejects, count))
+    if gate is not None and past:
+        findings.extend(session_findings(gate, schema, whole, past["segment"]))
     return Verdict(tuple(findings), tuple(distances))
 
 
@@ -189,18 +190,17 @@ def far_finding(distance: Distance) -> Finding:
     )  # fmt: skip
 
 
-def reject_findings(gate: GateConfig, rejects: Sequence[Reject], count: int) -> Iterator[Finding]:
+def reject_findings(gate: GateConfig, rejects: RejectCounts, count: int) -> Iterator[Finding]:
     """Yield that too many rows could not be used, with the first ones."""
-    limit, found = gate.max_reject_fraction, len(set(rejects))
+    limit, found = gate.max_reject_fraction, rejects.num_rows
     share = found / (found + count)
     if limit is None or share <= limit:
         return
-    rows = sorted(set(rejects), key=sort_key)[:SHOWN_ROWS]
     yield Finding(
-        None, "CUSTOM_VALIDATION", "Many rejects",
+        None, "CUSTOM_VALIDATION", MANY_REJECTS,
         f"rejects must be at most {limit:g} of all rows, got {share:.4g} "
         f"({found} of {found + count})",
-        tuple(f"{shown_row(r)}: {r.reason}" for r in rows),
+        tuple(f"{shown_row(r)}: {r.reason}" for r in rejects.first),
     )  # fmt: skip
 
 
@@ -253,8 +253,9 @@ def _custom(features: Features, name: str) -> statistics_pb2.CustomStatistic | N
     return next(found, None)
 
 
-def _with_rows(finding: Finding, rejects: Sequence[Reject]) -> Finding:
+def _with_rows(finding: Finding, rejects: RejectCounts) -> Finding:
     """Add the first rejected rows whose reason names the column."""
-    mine = [r for r in rejects if f"{finding.feature!r}" in r.reason]
+    counts = rejects.kinds.values()
+    mine = [r for c in counts for r in c.first if f"{finding.feature!r}" in r.reason]
     rows = tuple(shown_row(r) for r in sorted(mine, key=sort_key)[:SHOWN_ROWS])
     return Finding(finding.feature, finding.type, finding.short, finding.text, rows)

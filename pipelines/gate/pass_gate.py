@@ -6,27 +6,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.parquet as pq
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import schema_pb2
 
 from pipelines.gate.anomalies import anomalies_text
-from pipelines.gate.judge import GateError, judge
-from pipelines.sources.rejects import Reject
+from pipelines.gate.judge import MANY_REJECTS, GateError, judge
+from pipelines.sources.reject_files import counts_of, reject_files
 from pipelines.statistics.stored import read_statistics, statistics_in
 from schemas.job_gate import GateConfig
-from schemas.layout import ANOMALIES, rejects_path
+from schemas.layout import ANOMALIES
+
+_NO_GATE = " (data.gate.max_reject_fraction)"
 
 
 def schema_of(text: bytes) -> schema_pb2.Schema:
     """Return a schema that `load_features` has accepted."""
     return text_format.Parse(text, schema_pb2.Schema())
-
-
-def rejects_of(segment: Path) -> list[Reject]:
-    """Return the rejects of a segment."""
-    path = segment / rejects_path(0)
-    return [Reject(**row) for row in pq.read_table(path).to_pylist()] if path.exists() else []
 
 
 def pass_gate(
@@ -43,7 +38,7 @@ def pass_gate(
         building: its directory.
         earlier: the segment before it, None for the first.
         schema: declared columns with their constraints.
-        gate: the job's `data.gate`; without one, findings are written down only.
+        gate: the job's `data.gate`; without one, only too many rejects keep the segment out.
         aside: where statistics, anomalies and rejects of a refused segment are kept.
         say: told of findings that do not keep the segment out.
 
@@ -53,10 +48,13 @@ def pass_gate(
     Raises:
         GateError: the segment breaks a limit, and the job says that it must not.
     """
-    rejects = rejects_of(building)
+    rejects = counts_of(building)
     before = read_statistics(statistics_in(earlier)) if earlier else None
     verdict = judge(schema, gate, read_statistics(statistics_in(building)), before, rejects)
-    fails = bool(verdict.findings) and gate is not None and gate.action == "fail"
+    refused = verdict.findings if gate is not None and gate.action == "fail" else ()
+    if gate is None:
+        refused = tuple(f for f in verdict.findings if f.short == MANY_REJECTS)
+    fails = bool(refused)
     severity = "ERROR" if fails else "WARNING"
     text = anomalies_text(rejects, verdict.findings, verdict.distances, severity)
     if fails:
@@ -64,7 +62,7 @@ def pass_gate(
         lines = "\n".join(map(str, verdict.findings))
         raise GateError(
             f"segment must pass the gate, got {len(verdict.findings)} findings; mend the input or "
-            f"the limits, see {aside}\n{lines}"
+            f"the limits{_NO_GATE if gate is None else ''}, see {aside}\n{lines}"
         )
     for finding in verdict.findings:
         say(f"warning: {finding}")
@@ -78,6 +76,7 @@ def keep_aside(building: Path, aside: Path, anomalies: str) -> None:
     aside.mkdir()
     shutil.copy(statistics_in(building), aside)
     (aside / ANOMALIES).write_text(anomalies, encoding="utf-8")
-    if (building / rejects_path(0)).exists():
-        (aside / rejects_path(0)).parent.mkdir()
-        shutil.copy(building / rejects_path(0), aside / rejects_path(0))
+    for path in reject_files(building):
+        place = aside / path.relative_to(building)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copy(path, place)

@@ -30,7 +30,7 @@ from pipelines.segments.content_hash import ContentHash, content_hash, hash_of_v
 from pipelines.segments.lock import workplace
 from pipelines.sources.arrow_types import arrow_type
 from pipelines.sources.folder import folder_of
-from pipelines.sources.rejects import sort_key
+from pipelines.sources.rejects import from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN
 from schemas.columns import numpy_of
 from schemas.dataset import Dataset, Segment, open_dataset
@@ -184,8 +184,7 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         values = run_flat(stage)
     else:
         values = runner_module("flat").run_flat(stage, request.beam_args)
-    reject = min(values["rejects"], key=sort_key, default=None)
-    if reject is not None:
+    for reject in from_table(sorted_rejects(values["rejects"]).slice(0, 1)):
         raise SchemaError(f"{reject}; replace or remove the file")
     parts: list[FlatPart] = values["parts"]
     if not parts:

@@ -7,10 +7,9 @@ halved, as often as `MAX_ATTEMPTS` allows.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import duckdb
 import numpy as np
@@ -46,20 +45,6 @@ Attempt = Callable[[str, pa.Table], pa.Table]
 """Runs a statement over some rows of the source."""
 Alone = Callable[[pa.Table], object]
 """Runs the job's statement over one row."""
-
-
-class BadRow(NamedTuple):
-    """One of them."""
-
-    origin: int
-    reason: str
-    value: str
-
-
-def each(bad: pa.Table) -> Iterator[BadRow]:
-    """Yield bad rows one by one."""
-    for row in bad.to_pylist():
-        yield BadRow(**row)
 
 
 @dataclass(slots=True)

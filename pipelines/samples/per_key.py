@@ -13,7 +13,7 @@ the lateral plan gives the same samples, but not their order within the row.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,7 +71,10 @@ def _quoted(name: str) -> str:
 
 
 def run_keys(
-    connection: Connection, per: PerKey, tables: Mapping[str, pa.Table]
+    connection: Connection,
+    per: PerKey,
+    tables: Mapping[str, pa.Table],
+    place_text: Callable[[int], str] | None = None,
 ) -> Iterator[SqlResult]:
     """Yield the samples of all keys that have rows in the statement's source.
 
@@ -79,6 +82,7 @@ def run_keys(
         connection: from `sql.connect`.
         per: the statement.
         tables: all rows of some keys by source, in the order of their origins, keys not null.
+        place_text: names the place of an origin; a key with a bad row is then dropped as a whole.
     """
     tables = visible_rows(tables, per.source)
     coded = _coded(tables, per)
@@ -91,7 +95,31 @@ def run_keys(
         codes = {n: c[(c >= first) & (c < end)] for n, c in coded.items()}
         with named("data.samples.per.sql"):
             result = _run(connection, per, rows, codes)
+        if place_text is not None and result.bad_rows.num_rows:
+            result = _without_keys(result, rows[per.source], codes[per.source], place_text)
         yield result
+
+
+def _without_keys(
+    result: SqlResult, rows: pa.Table, codes: NDArray[np.int64], place_text: Callable[[int], str]
+) -> SqlResult:
+    """Return a result without the keys that have a bad row; their other rows are bad, too."""
+    bad = result.bad_rows.take(pc.sort_indices(result.bad_rows["origin"]))
+    is_bad = pc.is_in(rows[ORIGIN], value_set=bad["origin"]).to_numpy()
+    places = pc.index_in(bad["origin"], value_set=rows[ORIGIN]).to_numpy()
+    keys, first = np.unique(codes[places], return_index=True)
+    others = np.isin(codes, keys) & ~is_bad
+    starts = bad.take(pa.array(first)).to_pylist()
+    texts = [f"{place_text(row['origin'])}: {row['reason']}" for row in starts]
+    reasons = [
+        f"row must stand under a key without bad rows, got {texts[i]}"
+        for i in np.searchsorted(keys, codes[others]).tolist()
+    ]
+    dropped = bad_rows(rows.filter(pa.array(others)), pa.array(reasons, pa.string()))
+    samples = result.samples
+    if samples is not None:
+        samples = samples.filter(pc.invert(pc.is_in(samples[ORIGIN], value_set=dropped["origin"])))
+    return SqlResult(samples, pa.concat_tables([bad, dropped]))
 
 
 def _coded(tables: Mapping[str, pa.Table], per: PerKey) -> dict[str, NDArray[np.int64]]:

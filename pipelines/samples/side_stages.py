@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -17,10 +16,11 @@ from pipelines.beam.context import BuildContext
 from pipelines.beam.ipc import cut_by
 from pipelines.beam.shuffle import SHUFFLE
 from pipelines.parts.cluster import part_of_key
+from pipelines.samples.bad_rows import bad_rows
 from pipelines.samples.keys import key_column, key_hashes
 from pipelines.samples.sides import HIDDEN, SideTable, check_unique, joined, side_table, sorted_rows
-from pipelines.sources.rejects import Reject, python_rows
-from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, place_of
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
+from schemas.columns import one_chunk
 
 REJECTS = "rejects"
 SAMPLES = "samples"
@@ -34,16 +34,14 @@ class Sides(dict[str, SideTable]):
 
 def good_side_rows(
     context: BuildContext, name: str, table: pa.Table
-) -> Iterator[tuple[str, pa.Table | Reject]]:
+) -> Iterator[tuple[str, pa.Table]]:
     """Yield rows of a side table whose key and time are not null; the others are rejects."""
     config = context.data.sides[name]
     for what, column in (("key", config.key), ("time", config.time)):
         if column is not None and table[column].null_count:
             valid = table[column].is_valid()
             reason = f"{what} {column!r} of side {name!r} must not be null"
-            for row in python_rows(table.filter(pc.invert(valid))):
-                file, position = place_of(row.pop(ORIGIN), context.listing)
-                yield REJECTS, Reject(file, position, reason, str(row))
+            yield REJECTS, context.rejects(bad_rows(table.filter(pc.invert(valid)), reason))
             table = table.filter(valid)
     if table.num_rows:
         yield SAMPLES, table
@@ -129,7 +127,7 @@ def cut_samples(
     hashes = key_hashes(keys)
     missing = keys.is_null().to_numpy(zero_copy_only=False)
     # A null key finds nothing anywhere: such samples are spread evenly.
-    hashes[missing] = samples[ORIGIN].to_numpy()[missing].astype(np.uint64) << np.uint64(32)
+    hashes[missing] = key_hashes(one_chunk(samples[ORIGIN]))[missing]
     return cut_by(samples, part_of_key(hashes, num_parts))
 
 

@@ -18,13 +18,12 @@ import pyarrow.parquet as pq
 
 from pipelines.beam.shuffle import SHUFFLE
 from pipelines.gate.anomalies import anomalies_text
-from pipelines.oracle.files import write_file
 from pipelines.parts.encodings import DICTIONARY, Encodings, open_writer
 from pipelines.parts.part import LOOKUPS, PartResult
 from pipelines.parts.slices import slices_of
 from pipelines.parts.write import join_blocks
 from pipelines.segments.partial import remove_partial
-from pipelines.sources.rejects import Reject, to_table
+from pipelines.sources.reject_files import RejectCounts, number_files
 from pipelines.statistics.stored import write_statistics
 from pipelines.statistics.text import statistics_text
 from schemas.absent import type_name
@@ -44,7 +43,6 @@ from schemas.layout import (
     SCHEMA,
     TRAIN,
     inverse_column,
-    rejects_path,
     samples_path,
 )
 from schemas.manifest import (
@@ -108,7 +106,7 @@ def finish_segment(
     root: Path,
     segment_id: str,
     results: Sequence[PartResult],
-    rejects: Sequence[Reject],
+    rejects: RejectCounts,
     num_unique_rows: Mapping[str, int],
     listing: tuple[InputFile, ...],
     hashes: tuple[str, str],
@@ -122,7 +120,7 @@ def finish_segment(
         root: directory of the segment being built; its parts are written.
         segment_id: final name.
         results: of all parts in their order, at least one.
-        rejects: rows that could not be used.
+        rejects: rows that could not be used, written by `write_rejects`.
         num_unique_rows: distinct rows by table.
         listing: input files.
         hashes: of the job's data section and of the schema.
@@ -138,8 +136,7 @@ def finish_segment(
     encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
     with open_writer(str(root / BLOCKS), blocks.schema, Encodings(encodings)) as writer:
         writer.write_table(blocks)
-    if rejects:
-        write_file(root, rejects_path(0), to_table(rejects))
+    number_files(root)
     text = statistics_text(slices_of([r.slices for r in results], data, features))
     write_statistics(root, text)
     (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
@@ -150,7 +147,7 @@ def finish_segment(
         id=segment_id,
         num_samples=num_samples,
         num_sessions=sum(r.num_sessions for r in results),
-        num_rejects=len(set(rejects)),
+        num_rejects=rejects.num_rows,
         input_bytes=sum(f.num_bytes for f in listing),
         dataset_bytes=bytes_below(entries, *DATA_DIRECTORIES),
         oracle_bytes=bytes_below(entries, "access/", "edges/"),

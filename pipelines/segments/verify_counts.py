@@ -22,7 +22,6 @@ from schemas.layout import (
     TRAIN,
     UNIQUE_INDEX,
     num_unique_column,
-    rejects_path,
 )
 from schemas.manifest import GroupCounts, TableCounts
 from schemas.stored import read_group
@@ -59,11 +58,9 @@ def _bytes(segment: Segment, *directories: str) -> int:
 
 
 def num_rejects(segment: Segment) -> int:
-    """Return the rows of a segment's rejects, none when it has no such file."""
-    path = rejects_path(0)
-    if path not in segment.files:
-        return 0
-    return pq.read_metadata(segment.directory / path).num_rows
+    """Return the rows of a segment's rejects."""
+    paths = [path for path in segment.files if path.startswith("rejects/")]
+    return sum(pq.read_metadata(segment.directory / path).num_rows for path in paths)
 
 
 def stored_counts(

@@ -19,11 +19,10 @@ import pyarrow as pa
 from apache_beam import pvalue
 
 from pipelines.beam.context import BuildContext
-from pipelines.samples.bad_rows import BadRow
 from pipelines.segments.content_hash import ContentHash, content_hash, row_hashes
-from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN, FilePart, typed_chunks
 from schemas.errors import SchemaError, similar_or
+from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile, hash_of
 
 CONTENT = "content"
@@ -34,9 +33,11 @@ class GivenContext(BuildContext):
 
     __slots__ = ()
 
-    def reject(self, row: BadRow) -> Reject:
-        """Return a bad row; its text stands for its place."""
-        return Reject(self.listing[0].path, None, row.reason, row.value)
+    def rejects(self, bad: pa.Table) -> pa.Table:
+        """Return bad rows as rejects; their text stands for their place."""
+        name = pa.repeat(pa.scalar(self.listing[0].path, pa.string()), bad.num_rows)
+        none = pa.nulls(bad.num_rows, pa.int64())
+        return pa.table([name, none, bad["reason"], bad["value"]], schema=REJECTS_SCHEMA)
 
 
 class TypeRows(beam.DoFn):
@@ -64,8 +65,10 @@ class TypeRows(beam.DoFn):
         numbered = table.append_column(ORIGIN, pa.array(origins))
         schema = context.empty_rows[file.source].schema
         for rows in typed_chunks(numbered, part, schema, words):
-            for reject in rows.rejects:
-                yield pvalue.TaggedOutput(self.rejects, replace(reject, position=None))
+            for rejects in rows.all_rejects():
+                none = pa.nulls(rejects.num_rows, pa.int64())
+                placed = rejects.set_column(1, REJECTS_SCHEMA.field("position"), none)
+                yield pvalue.TaggedOutput(self.rejects, placed)
             if rows.table is not None and rows.table.num_rows:
                 yield file.source, rows.table
 

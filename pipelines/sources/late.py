@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.sources.rejects import Reject, to_table
+from pipelines.sources.rejects import Reject, as_table, sorted_rejects
 from schemas.dataset import Segment
 from schemas.layout import EVENTS, late_path
 
@@ -26,7 +26,9 @@ def write_late(root: Path, part: int, late: Sequence[Reject]) -> None:
     path = root / late_path(part)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    pq.write_table(to_table(late), partial, compression="zstd", write_page_checksum=True)
+    pq.write_table(
+        sorted_rejects([as_table(late)]), partial, compression="zstd", write_page_checksum=True
+    )
     partial.replace(path)
 
 

@@ -1,14 +1,22 @@
-"""Rows that could not be used: what the build keeps of them instead of losing them."""
+"""Rows that could not be used: what the build keeps of them instead of losing them.
+
+Stages hand them on as tables of `FOUND_SCHEMA`; `reject_files.py` writes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas.layout import REJECTS_SCHEMA
+
+FOUND_SCHEMA = REJECTS_SCHEMA.append(pa.field("rows_unknown", pa.bool_()))
+"""Rejects on their way: the columns of the files, and whether a reject stands for unread rows."""
 
 MAX_TEXT = 1000
 """Characters kept of a rejected row."""
@@ -56,14 +64,31 @@ def sort_key(reject: Reject) -> tuple[str, int, str, str]:
     return reject.file, position, reject.reason, reject.value
 
 
-def to_table(rejects: Iterable[Reject]) -> pa.Table:
-    """Return rejects as the table of `rejects/`, sorted by place."""
-    ordered = sorted(set(rejects), key=sort_key)
-    rows = [
-        {"file": r.file, "position": r.position, "reason": r.reason, "value": r.value[:MAX_TEXT]}
-        for r in ordered
-    ]
-    return pa.Table.from_pylist(rows, schema=REJECTS_SCHEMA)
+def as_table(rejects: Iterable[Reject]) -> pa.Table:
+    """Return rejects as a table, in their order."""
+    rows = [{**asdict(reject), "value": reject.value[:MAX_TEXT]} for reject in rejects]
+    return pa.Table.from_pylist(rows, schema=FOUND_SCHEMA)
+
+
+def from_table(table: pa.Table) -> Iterator[Reject]:
+    """Undo `as_table`."""
+    for row in table.to_pylist():
+        yield Reject(**row)
+
+
+def sorted_rejects(tables: Iterable[pa.Table]) -> pa.Table:
+    """Return rejects sorted by place, without repetition."""
+    table = pa.concat_tables([FOUND_SCHEMA.empty_table(), *tables]).combine_chunks()
+    keys = [(name, "ascending", "at_start") for name in table.column_names]
+    table = table.take(pc.sort_indices(table, sort_keys=keys))
+    if table.num_rows < 2:
+        return table
+    new = np.zeros(table.num_rows - 1, bool)
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        column = column.fill_null(-1) if name == "position" else column
+        new |= pc.not_equal(column[1:], column[:-1]).to_numpy(zero_copy_only=False)
+    return table.filter(pa.array(np.concatenate([[True], new])))
 
 
 def row_texts(rows: pa.Table) -> pa.Array:

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from pipelines.sources.rejects import Reject, file_reject, python_rows
+from pipelines.sources.rejects import (
+    FOUND_SCHEMA,
+    Reject,
+    as_table,
+    file_reject,
+    python_rows,
+    row_texts,
+)
 from schemas.manifest import InputFile
 
 ORIGIN = "_origin"
@@ -57,10 +64,24 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Rows of one part, or the reasons why there are none."""
+    """Rows of one part, or the reasons why there are none.
+
+    Attributes:
+        table: rows.
+        rejects: what cannot be read.
+        bad_rows: rows that cannot become the declared types (`FOUND_SCHEMA`).
+    """
 
     table: pa.Table | None
     rejects: tuple[Reject, ...] = ()
+    bad_rows: pa.Table | None = None
+
+    def all_rejects(self) -> Iterator[pa.Table]:
+        """Yield rejects and bad rows as tables of `FOUND_SCHEMA`."""
+        if self.rejects:
+            yield as_table(self.rejects)
+        if self.bad_rows is not None:
+            yield self.bad_rows
 
 
 Cut = tuple[list[FilePart], list[Reject]]
@@ -84,6 +105,16 @@ def place_of(origin: int, listing: Sequence[InputFile]) -> tuple[str, int]:
     return listing[index].path, position
 
 
+def places_of_rows(
+    origins: pa.ChunkedArray, listing: Sequence[InputFile]
+) -> tuple[pa.Array, pa.Array]:
+    """Return the files and the rows in them of origins."""
+    numbers = origins.to_numpy()
+    paths = pa.array([file.path for file in listing], pa.string())
+    files = paths.take(pa.array(numbers >> POSITION_BITS))
+    return files, pa.array(numbers & ((1 << POSITION_BITS) - 1))
+
+
 def typed_chunks(
     table: pa.Table, part: FilePart, schema: pa.Schema, words: Mapping[str, str]
 ) -> Iterator[RawRows]:
@@ -95,7 +126,7 @@ def typed_chunks(
         schema: the types that they must have.
         words: column to its type as the user knows it.
     """
-    rejects: list[Reject] = []
+    rejects: list[pa.Table] = []
     for name, text in words.items():
         wanted = schema.field(name).type
         if table.schema.field(name).type == wanted:
@@ -106,15 +137,16 @@ def typed_chunks(
         all_bad = len(bad) >= _WRONG_TYPE_ROWS and len(bad) == len(table[name].drop_null())
         if not castable or (all_bad and not narrow):
             reason = f"column {name!r} must be {text}, got {table[name].type}; declare or repair it"
-            yield RawRows(None, (*rejects, file_reject(part.path, reason)))
+            bad_rows = pa.concat_tables(rejects) if rejects else None
+            yield RawRows(None, (file_reject(part.path, reason),), bad_rows)
             return
         if bad:
-            rejects.extend(_bad_values(table.take(pa.array(bad)), part, name, text))
+            rejects.append(_bad_values(table.take(pa.array(bad)), part, name, text))
             table = table.take(pa.array(np.delete(np.arange(table.num_rows), bad)))
         cast = table[name].cast(wanted)
         table = table.set_column(table.column_names.index(name), name, cast)
     if rejects:
-        yield RawRows(None, tuple(rejects))
+        yield RawRows(None, bad_rows=pa.concat_tables(rejects))
     yield from in_chunks(table)
 
 
@@ -146,8 +178,13 @@ def _not_castable(column: pa.ChunkedArray, wanted: pa.DataType, first: int = 0) 
             yield from _not_castable(column.take(pa.array(part)), wanted, first + int(part[0]))
 
 
-def _bad_values(rows: pa.Table, part: FilePart, name: str, text: str) -> Iterator[Reject]:
-    for row in python_rows(rows):
-        position = row.pop(ORIGIN) & ((1 << POSITION_BITS) - 1)
-        reason = f"column {name!r} must be {text}, got {row[name]!r}"
-        yield Reject(part.path, position, reason, str(row))
+def _bad_values(rows: pa.Table, part: FilePart, name: str, text: str) -> pa.Table:
+    """Return rows whose value of a column does not fit as rejects."""
+    values = python_rows(rows.select([name]))
+    reasons = [f"column {name!r} must be {text}, got {value[name]!r}" for value in values]
+    positions = rows[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
+    files = pa.repeat(pa.scalar(part.path, pa.string()), rows.num_rows)
+    texts = row_texts(rows.drop_columns([ORIGIN]))
+    known = pa.repeat(pa.scalar(False), rows.num_rows)
+    columns = [files, pa.array(positions), pa.array(reasons, pa.string()), texts, known]
+    return pa.table(columns, schema=FOUND_SCHEMA)

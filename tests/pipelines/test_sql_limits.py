@@ -57,7 +57,7 @@ def test_error_of_a_row_far_from_the_first_has_the_same_text() -> None:
     "joined",
     [
         f"({CROSS_JOIN.format('max(a.i * b.i) AS m')})",
-        "(SELECT count(*) AS m FROM range(1000000 * log.user) a(i), range(1000000 * log.user) b(i))",
+        "(SELECT count(*) AS m FROM range(1000000 * log.user) a(i), range(100 * a.i) b(i))",
     ],
     ids=["before the first row", "on a worker"],
 )

@@ -1,0 +1,197 @@
+"""Files of rejects: the same bytes whoever writes them, counted by kind of reason."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.beam.context import BuildContext
+from pipelines.build import build
+from pipelines.commands import main
+from pipelines.samples.side_stages import cut_samples
+from pipelines.samples.steps import Steps
+from pipelines.segments.verify import verify
+from pipelines.sources.folder import folder_of
+from pipelines.sources.reject_files import (
+    MAX_KINDS,
+    OTHERS,
+    counted,
+    counts_of,
+    lines_of,
+    merged,
+    number_files,
+    places_of,
+    write_rejects,
+)
+from pipelines.sources.rejects import Reject, as_table, from_table, sort_key, sorted_rejects
+from pipelines.sources.rows import ORIGIN
+from schemas.errors import SchemaError
+from schemas.features import load_features
+from schemas.job import load_job
+from schemas.layout import REJECTS_SCHEMA
+from schemas.manifest import InputFile
+from tests.pipelines.logs import bytes_of, raw_rows, request, write_job
+
+LARGE, HALF = 200 << 20, 20 << 20
+FILES = [("b/1.csv", 10), ("b/2.csv", LARGE), ("a.csv", 10), ("c.csv", HALF), ("d", HALF)]
+
+
+def some_rejects(seed: int, count: int) -> list[Reject]:
+    """Return rejects of several files and reasons, some of them twice."""
+    rng = np.random.default_rng(seed)
+    found = [
+        Reject(
+            FILES[rng.integers(len(FILES))][0],
+            None if rng.random() < 0.1 else int(rng.integers(0, 600_000)),
+            ("x must be int64, got 'a{}'", "line must have 6 fields, got {}", "y must not be null")[
+                rng.integers(3)
+            ].format(rng.integers(5)),
+            f"{{'x': {rng.integers(3)}}}",
+        )
+        for _ in range(count)
+    ]
+    return [*found, *found[: count // 4]]
+
+
+def listing() -> tuple[InputFile, ...]:
+    return tuple(InputFile(source="log", path=p, num_bytes=n, sha256="") for p, n in FILES)
+
+
+def written(root: Path, tables: Sequence[pa.Table]) -> None:
+    """Write rejects as workers do."""
+    places: dict[int, list[pa.Table]] = {}
+    for table in tables:
+        targets = places_of(table, listing())
+        for place in np.unique(targets).tolist():
+            places.setdefault(place, []).append(table.filter(pa.array(targets == place)))
+    for place, rows in [*places.items(), *places.items()]:  # the second time is a retry
+        write_rejects(root, place, rows)
+    number_files(root)
+    number_files(root)
+
+
+def test_sorted_rejects_are_those_of_plain_python() -> None:
+    rejects = some_rejects(1, 500)
+    table = sorted_rejects([as_table(rejects[:200]), as_table(rejects[200:])])
+    assert list(from_table(table)) == sorted(set(rejects), key=sort_key)
+    assert sorted_rejects([]).num_rows == 0
+
+
+def test_files_are_the_same_however_rejects_are_found_and_hold_each_once(tmp_path: Path) -> None:
+    rejects = some_rejects(2, 600)
+    written(tmp_path / "one", [as_table(rejects)])
+    shuffled = [rejects[i] for i in np.random.default_rng(0).permutation(len(rejects))]
+    many = [as_table(shuffled[i : i + 7]) for i in range(0, len(shuffled), 7)]
+    written(tmp_path / "many", many)
+    files = bytes_of(tmp_path / "one")
+    assert files == bytes_of(tmp_path / "many")
+    assert list(files) == [f"rejects/{n:05}.parquet" for n in range(len(files))]
+    assert len(files) == 6  # two small ones together, three ranges of the large one, c, d
+    rows = [pq.read_table(tmp_path / "one" / name) for name in files]
+    assert list(from_table(pa.concat_tables(rows))) == sorted(set(rejects), key=sort_key)
+
+
+def test_counts_by_kind_are_those_of_plain_python(tmp_path: Path) -> None:
+    rejects = some_rejects(3, 400)
+    written(tmp_path, [as_table(rejects)])
+    counts, distinct = counts_of(tmp_path), sorted(set(rejects), key=sort_key)
+    assert counts.num_rows == len(distinct)
+    assert list(counts.first) == distinct[:3]
+    kinds = {
+        "x must be int64, got '...'": "x must",
+        "line must have 6 fields, got N": "line must",
+        "y must not be null": "y must",
+    }
+    for kind, begin in kinds.items():
+        mine = [r for r in distinct if r.reason.startswith(begin)]
+        assert counts.kinds[kind].count == len(mine)
+        assert list(counts.kinds[kind].first) == mine[:3]
+        assert counts.kinds[kind].reason == (mine[0].reason if begin == "y must" else None)
+
+
+def test_kinds_without_end_are_counted_together() -> None:
+    rejects = [Reject("f", i, f"column 'c{i}' must not be null") for i in range(300)]
+    counts = merged(counted(as_table(rejects[start::2])) for start in (0, 1))
+    assert len(counts.kinds) == MAX_KINDS + 1
+    assert counts.num_rows == sum(k.count for k in counts.kinds.values()) == 300
+    assert counts.kinds[OTHERS].count > 150
+
+
+def test_report_says_share_reasons_with_an_example_and_path() -> None:
+    rows = [Reject("log.csv", i, f"x must be int64, got 'a{i}'", f"a{i}") for i in range(4)]
+    rows += [Reject("log.csv", None, "file must end in a line end, got none")]
+    counts = counted(sorted_rejects([as_table(rows)]))
+    assert list(lines_of(counts, 95, "out/rejects")) == [
+        "warning: rejected: 5 rows, 5.00% of samples and rejects; see out/rejects",
+        "  4: x must be int64, got '...'; such as log.csv:0 a0",
+        "  1: file must end in a line end, got none; such as log.csv",
+    ]
+    (first, *_) = lines_of(counts, 5000, "out/rejects")
+    assert first == "rejected: 5 rows, 0.10% of samples and rejects; see out/rejects"
+    assert list(lines_of(counted(REJECTS_SCHEMA.empty_table()), 10, "")) == []
+
+
+def bad_log(directory: Path, every: int) -> Path:
+    """Write a log in which each `every`-th row has no session."""
+    rows = raw_rows(120, seed=4)
+    sessions = [None if i % every == 0 else v for i, v in enumerate(rows["session"].to_pylist())]
+    directory.mkdir(parents=True)
+    pq.write_table(rows.set_column(0, "session", pa.array(sessions, pa.int64())),
+                   directory / "log.parquet", row_group_size=25)  # fmt: skip
+    return directory
+
+
+def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, log = write_job(tmp_path / "job"), bad_log(tmp_path / "log", every=5)
+    command = ["build", str(job), "--input", str(log), "--json", "--runner=InProcess", "--output"]
+    assert main([*command, str(tmp_path / "dataset")]) == 3
+    errors = capsys.readouterr().err
+    assert re.search(r"segment: rejects must be at most 0.1 of all rows, got 0\.\d+ \(", errors)
+    assert "data.gate.max_reject_fraction" in errors
+    (refused,) = (tmp_path / "dataset").rglob(".refused-*")
+    assert counts_of(refused).num_rows > 24
+    job.write_text(job.read_text().replace("  on_error:", "  gate: {action: warn}\n  on_error:"))
+    assert main([*command, str(tmp_path / "dataset")]) == 0
+    out, errors = capsys.readouterr()
+    (line,) = out.splitlines()
+    found = json.loads(line)["rejects"]
+    assert found["share"] > 0.1
+    reason = "session key 'session' must not be null"
+    assert [(r["reason"], r["file"], r["row"]) for r in found["reasons"]] == [
+        (reason, "log.parquet", 0)]  # fmt: skip
+    assert Path(found["path"]).is_dir()
+    assert "warning: rejected: " in errors
+    assert verify(tmp_path / "dataset")["problems"] == []
+
+
+def test_null_keys_of_a_look_up_are_spread_over_all_partitions(tmp_path: Path) -> None:
+    path = write_job(tmp_path / "job")
+    sides = """    joins: [{side: shops, key: user}]
+  sides: {shops: {files: "*.csv", format: csv, columns: {shop: int64, town: int64}, key: shop}}
+  session: {key"""
+    path.write_text(path.read_text().replace("  session: {key", sides))
+    job = load_job(path)
+    context = BuildContext(
+        folder=folder_of(tmp_path), segment_root=tmp_path, listing=(), data=job.data,
+        features=load_features(path.parent / "schema.pbtxt"), steps=Steps(None, None),
+        num_parts=8, empty_rows={}, key_types={"shops": pa.int64()},
+    )  # fmt: skip
+    samples = pa.table({"user": pa.nulls(50_000, pa.int64()), ORIGIN: pa.array(range(50_000))})
+    sizes = {part: rows.num_rows for part, rows in cut_samples(context, 0, 8, samples)}
+    assert sorted(sizes) == list(range(8))
+    assert max(sizes.values()) < 1.2 * 50_000 / 8
+
+
+def test_all_rows_bad_end_with_the_first_reason(tmp_path: Path) -> None:
+    job, log = write_job(tmp_path / "job"), bad_log(tmp_path / "log", every=1)
+    plain = replace(request(job, log, tmp_path / "dataset"), beam_args=["--runner=InProcess"])
+    with pytest.raises(SchemaError, match=r"^samples must not be empty, .* in log.parquet:0$"):
+        build(plain)
