@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import duckdb
 import pyarrow as pa
 
 from pipelines.learned.check_transforms import check_transforms
@@ -20,6 +19,7 @@ from pipelines.samples.keys import key_type
 from pipelines.samples.passed_lists import Passed, passed_lists
 from pipelines.samples.per_key import PerKey, run_keys
 from pipelines.samples.sampling import check_sampling
+from pipelines.samples.sql_errors import SqlError
 from pipelines.samples.steps import (
     PER,
     Steps,
@@ -134,7 +134,6 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         )
     folder = _input_folder(request)
     listing = request.listing or list_inputs(folder, data.inputs)
-    key = "data.samples.map" if data.samples.map is not None else "data.samples.per.sql"
     try:
         steps = steps_of(data)
         empty = {
@@ -160,15 +159,12 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         check_sampling(samples.schema, features, data)
         check_columns(samples.schema, features, data)
         check_transforms(samples, features, data)
+    except SqlError as error:
+        raise error.in_file(request.job_path) from error
     except SchemaError as error:
         if error.file is None:
             raise SchemaError(error.message, file=str(request.job_path)) from error
         raise
-    except duckdb.Error as error:
-        raise SchemaError(
-            f"{key} must run on its sources, got {str(error).splitlines()[0]}; correct it",
-            file=str(request.job_path),
-        ) from error
     lists: tuple[str, ...] = ()
     if steps.map is not None and steps.per is None and not data.samples.joins:
         lists = passed_lists(steps.map, data.sample_source, empty[data.sample_source].schema)

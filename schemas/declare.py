@@ -172,6 +172,39 @@ def _check_size(text: str, name: str) -> None:
             )
 
 
+def place_in_value(text: str, key: str, offset: int) -> str | None:
+    r"""Return where in a YAML document a place inside a text value stands.
+
+    Args:
+        text: the document.
+        key: of the value, such as `data.samples.map`.
+        offset: bytes of the value, as UTF-8, before the place.
+
+    Returns:
+        `line:column`; the line alone where line ends were folded; None when there is no such key.
+
+    Example:
+        >>> place_in_value("map: |\n  SELECT a,\n         b FROM log\n", "map", 17)
+        '3:10'
+    """
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    for name in key.split("."):
+        values = node.value if isinstance(node, yaml.MappingNode) else []
+        node = next((value for known, value in values if known.value == name), None)
+    if not isinstance(node, yaml.ScalarNode):
+        return None
+    before = node.value.encode()[:offset].decode(errors="ignore")
+    line, column = before.count("\n"), len(before) - before.rfind("\n") - 1
+    mark = node.start_mark
+    if node.style == "|":
+        lines = text.splitlines()[mark.line + 1 :]
+        first = next((each for each in lines if each.strip()), "")
+        return f"{mark.line + line + 2}:{len(first) - len(first.lstrip()) + column + 1}"
+    if node.style != ">" and node.end_mark.line == mark.line:
+        return f"{mark.line + 1}:{mark.column + (node.style is not None) + column + 1}"
+    return str(mark.line + 1)
+
+
 class _Reader:
     """Walks YAML nodes beside type hints; keeps the file name for errors."""
 

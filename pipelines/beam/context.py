@@ -11,10 +11,10 @@ import pyarrow as pa
 from pipelines.beam.shuffle import ByReference, ByValue, Crossing, InMemory
 from pipelines.samples.steps import Steps
 from pipelines.sources.folder import Folder
+from pipelines.sources.rejects import FOUND_SCHEMA
 from pipelines.sources.rows import FilePart, place_of, places_of_rows
 from schemas.features import FeatureSet
 from schemas.job import DataConfig
-from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 
 
@@ -76,7 +76,9 @@ class BuildContext:
     def rejects(self, bad: pa.Table) -> pa.Table:
         """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects, with the places that they came from."""
         files, positions = places_of_rows(bad["origin"], self.listing)
-        return pa.table([files, positions, bad["reason"], bad["value"]], schema=REJECTS_SCHEMA)
+        known = pa.repeat(pa.scalar(False), bad.num_rows)
+        columns = [files, positions, bad["reason"], bad["value"], known]
+        return pa.table(columns, schema=FOUND_SCHEMA)
 
     def place_text(self, origin: int) -> str:
         """Return the place of a row as errors name it."""

@@ -25,6 +25,7 @@ from pipelines.samples.bad_rows import (
     without_marked,
 )
 from pipelines.samples.connection import Connection
+from pipelines.samples.sql_errors import SqlError
 from pipelines.sources.rows import ORIGIN
 from schemas.columns import one_chunk
 from schemas.errors import SchemaError
@@ -62,19 +63,29 @@ def carry_origin(statement: str, key: str) -> str:
         key: job key that it came from, for errors.
 
     Raises:
-        SchemaError: it is no single SELECT, or it aggregates.
+        SchemaError: it is no single SELECT, it aggregates, or it selects the origin itself.
     """
     text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
     assert text is not None, "json_serialize_sql gives one row"
     tree = json.loads(text[0])
     if tree["error"]:
-        raise SchemaError(f"{key} must be SQL, got {tree['error_message']}; correct it")
+        found = str(tree["error_message"]).splitlines()[0]
+        position = int(tree["position"]) if "position" in tree else None
+        raise SqlError(f"{key} must be SQL, got {found}; correct it", key, position)
     nodes = [s["node"] for s in tree["statements"]]
     if len(nodes) != 1 or nodes[0]["type"] != "SELECT_NODE":
         raise SchemaError(f"{key} must be one SELECT; wrap a UNION in SELECT * FROM (...)")
     node = nodes[0]
     if node["group_expressions"] or node["aggregate_handling"] != "STANDARD_HANDLING":
         raise SchemaError(f"{key} must not aggregate at its top level; move it into a subquery")
+    for expression in node["select_list"]:
+        name = expression["alias"] or expression.get("column_names", [""])[-1]
+        if name.lower() == ORIGIN:
+            raise SqlError(
+                f"{key} must not select {ORIGIN}, which is added to every sample; leave it out",
+                key,
+                expression["query_location"],
+            )
     if not any(e["class"] == "STAR" for e in node["select_list"]):
         node["select_list"].append(
             {

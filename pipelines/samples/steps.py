@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import duckdb
 import pyarrow as pa
 
 from pipelines.samples.bad_rows import SqlResult
@@ -13,6 +14,7 @@ from pipelines.samples.passed_lists import Passed, map_samples
 from pipelines.samples.per_key import visible_rows
 from pipelines.samples.sides import joined, side_table, sorted_rows
 from pipelines.samples.sql import carry_origin, run, table_names
+from pipelines.samples.sql_errors import located
 from pipelines.samples.tuples import with_hashes
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 from pipelines.sources.streams import with_events
@@ -126,17 +128,26 @@ def samples_of_nothing(
         sides: by side table that SQL may read, a table without rows.
 
     Raises:
-        duckdb.Error, SchemaError: a step does not fit the columns.
+        SchemaError: a step does not fit the columns.
     """
     if data.samples.events is not None:
         tables = with_events(tables, data, ()).tables
     for name, table in sides.items():
         connection.register(name, table.drop_columns([ORIGIN]))
     made = visible_rows(tables, data.sample_source)
-    for key, statement in (("data.samples.per.sql", steps.per), ("data.samples.map", steps.map)):
-        if statement is not None:
+    per = data.samples.per.sql if data.samples.per else ""
+    for key, statement, text in (
+        ("data.samples.per.sql", steps.per, per),
+        ("data.samples.map", steps.map, data.samples.map or ""),
+    ):
+        if statement is None:
+            continue
+        try:
             with named(key):
-                made = {PER: run(connection, statement, made)}
+                samples = run(connection, statement, made)
+        except duckdb.Error as error:
+            raise located(key, text, {**made, **sides}, error) from error
+        made = {PER: samples}
     (samples,) = made.values()
     return samples
 

@@ -20,9 +20,9 @@ from apache_beam import pvalue
 
 from pipelines.beam.context import BuildContext
 from pipelines.segments.content_hash import ContentHash, content_hash, row_hashes
+from pipelines.sources.rejects import FOUND_SCHEMA
 from pipelines.sources.rows import ORIGIN, FilePart, typed_chunks
 from schemas.errors import SchemaError, similar_or
-from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile, hash_of
 
 CONTENT = "content"
@@ -37,7 +37,8 @@ class GivenContext(BuildContext):
         """Return bad rows as rejects; their text stands for their place."""
         name = pa.repeat(pa.scalar(self.listing[0].path, pa.string()), bad.num_rows)
         none = pa.nulls(bad.num_rows, pa.int64())
-        return pa.table([name, none, bad["reason"], bad["value"]], schema=REJECTS_SCHEMA)
+        known = pa.repeat(pa.scalar(False), bad.num_rows)
+        return pa.table([name, none, bad["reason"], bad["value"], known], schema=FOUND_SCHEMA)
 
 
 class TypeRows(beam.DoFn):
@@ -67,7 +68,7 @@ class TypeRows(beam.DoFn):
         for rows in typed_chunks(numbered, part, schema, words):
             for rejects in rows.all_rejects():
                 none = pa.nulls(rejects.num_rows, pa.int64())
-                placed = rejects.set_column(1, REJECTS_SCHEMA.field("position"), none)
+                placed = rejects.set_column(1, FOUND_SCHEMA.field("position"), none)
                 yield pvalue.TaggedOutput(self.rejects, placed)
             if rows.table is not None and rows.table.num_rows:
                 yield file.source, rows.table

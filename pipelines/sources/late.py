@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from pipelines.sources.rejects import Reject, as_table, sorted_rejects
 from schemas.dataset import Segment
-from schemas.layout import EVENTS, late_path
+from schemas.layout import EVENTS, REJECTS_SCHEMA, late_path
 
 
 def write_late(root: Path, part: int, late: Sequence[Reject]) -> None:
@@ -27,7 +27,7 @@ def write_late(root: Path, part: int, late: Sequence[Reject]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     pq.write_table(
-        sorted_rejects([as_table(late)]), partial, compression="zstd", write_page_checksum=True
+        sorted_rejects([as_table(late)]).select(REJECTS_SCHEMA.names), partial, compression="zstd", write_page_checksum=True
     )
     partial.replace(path)
 

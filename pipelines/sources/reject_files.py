@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from pipelines.segments.partial import whole
 from pipelines.sources.rejects import Reject, from_table, sort_key, sorted_rejects
-from schemas.layout import rejects_path
+from schemas.layout import REJECTS_SCHEMA, rejects_path
 from schemas.manifest import InputFile
 
 SHOWN_ROWS = 3
@@ -69,13 +69,17 @@ class RejectCounts:
 
     num_rows: int = 0
     kinds: Mapping[str, KindCount] = field(default_factory=dict[str, KindCount])
+    unread: KindCount | None = None
+    """Files, and ends of files, that were not read; None in counts from files, which do not tell."""
 
     def __add__(self, other: RejectCounts) -> RejectCounts:
         """Return both together."""
         kinds = dict(self.kinds)
         for kind, count in other.kinds.items():
             kinds[kind] = kinds[kind] + count if kind in kinds else count
-        return RejectCounts(self.num_rows + other.num_rows, kinds)
+        unread = self.unread + other.unread if self.unread and other.unread else None
+        unread = unread or self.unread or other.unread
+        return RejectCounts(self.num_rows + other.num_rows, kinds, unread)
 
     def by_count(self) -> list[tuple[str, KindCount]]:
         """Return (reason, or its kind where the values differ, count), the commonest first."""
@@ -138,7 +142,15 @@ def counted(table: pa.Table) -> RejectCounts:
         first = tuple(from_table(rows))
         reason = None if several[kind] else first[0].reason
         found[kinds.dictionary[kind].as_py()] = KindCount(int(end - start), first, reason)
-    return few(RejectCounts(table.num_rows, found))
+    return few(RejectCounts(table.num_rows, found, _unread(table)))
+
+
+def _unread(table: pa.Table) -> KindCount | None:
+    """Count the rejects that stand for rows that were not read."""
+    rows = table.filter(table["rows_unknown"]) if "rows_unknown" in table.column_names else table
+    if rows is table or not rows.num_rows:
+        return None
+    return KindCount(rows.num_rows, tuple(from_table(rows.slice(0, SHOWN_ROWS))), None)
 
 
 def few(counts: RejectCounts) -> RejectCounts:
@@ -150,7 +162,7 @@ def few(counts: RejectCounts) -> RejectCounts:
     if rest:
         together = reduce(KindCount.__add__, rest)
         kept[OTHERS] = KindCount(together.count, together.first, None)
-    return RejectCounts(counts.num_rows, kept)
+    return RejectCounts(counts.num_rows, kept, counts.unread)
 
 
 def kinds_of(reasons: pa.Array) -> pa.Array:
@@ -181,7 +193,7 @@ def places_of(table: pa.Table, listing: Sequence[InputFile]) -> np.ndarray:
     Neighbouring small files share a range; a large file has one for every `_RANGE_ROWS` rows.
 
     Args:
-        table: of `REJECTS_SCHEMA`.
+        table: of rejects.
         listing: all input files.
     """
     files = table["file"].combine_chunks().dictionary_encode()
@@ -217,7 +229,8 @@ def write_rejects(root: Path, place: int, tables: Iterable[pa.Table]) -> RejectC
     rows = sorted_rejects(tables)
     if rows.num_rows:
         with whole(root / _DIRECTORY / f"{_UNNUMBERED}{place:020}.parquet") as partial:
-            pq.write_table(rows, partial, compression="zstd", write_page_checksum=True)
+            stored = rows.select(REJECTS_SCHEMA.names)
+            pq.write_table(stored, partial, compression="zstd", write_page_checksum=True)
     return counted(rows)
 
 

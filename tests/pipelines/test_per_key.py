@@ -94,3 +94,15 @@ def test_rows_that_fail_only_together_are_all_rejected() -> None:
     result = run_key(connect(), carry_origin(text, "key"), "plays", one_key([5, 6, 7]))
     assert result.samples is None
     assert result.bad_rows["origin"].to_pylist() == [0, 1, 2]
+
+
+def test_key_with_a_bad_row_is_dropped_as_a_whole_when_asked_for() -> None:
+    statement = carry_origin(f"SELECT 100 // (song - 31) AS x, {WINDOW} FROM plays", "key")
+    (result,) = run_keys(connect(), PerKey(statement, "plays", "user"), TABLES, "log:{}".format)
+    assert result.samples is not None
+    assert sorted(result.samples[ORIGIN].to_pylist()) == [1, 3, 4, 6, 7]
+    bad = {row["origin"]: row["reason"] for row in result.bad_rows.to_pylist()}
+    own = "row must pass the job's SQL, got "
+    assert bad.keys() == {0, 2, 5}
+    assert bad[2].startswith(own)
+    assert bad[0] == bad[5] == f"row must stand under a key without bad rows, got log:2: {bad[2]}"

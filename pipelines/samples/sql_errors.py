@@ -1,0 +1,63 @@
+"""Errors in the job's SQL, with the position in the statement as the user wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from schemas.declare import place_in_value
+from schemas.errors import SchemaError
+
+
+class SqlError(SchemaError):
+    """Say that a statement of the job is wrong.
+
+    Attributes:
+        key: of the job file.
+        position: bytes before the place in the statement, None when it is not known.
+    """
+
+    def __init__(self, message: str, key: str, position: int | None) -> None:
+        """Keep where the error is."""
+        super().__init__(message)
+        self.key, self.position = key, position
+
+    def in_file(self, job: Path) -> SchemaError:
+        """Return the error with the line and the column in the job file."""
+        place = None
+        if self.position is not None:
+            place = place_in_value(job.read_text(encoding="utf-8"), self.key, self.position)
+        return SchemaError(self.message, file=str(job), place=place)
+
+
+def located(key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.Error) -> SqlError:
+    """Return an error of a statement that was rewritten as one of the statement itself.
+
+    Args:
+        key: of the job file.
+        text: the statement as the user wrote it.
+        tables: tables that it may read; no rows are needed.
+        error: what the rewritten one raised.
+    """
+    found, position = str(error), None
+    with duckdb.connect() as database:
+        for name, table in tables.items():
+            database.register(name, table.slice(0, 0))
+        for setting in ("enable_external_access = false", "errors_as_json = true"):
+            database.execute(f"SET {setting}")
+        try:
+            database.execute(text)
+        except duckdb.Error as own:
+            kind, _, details = str(own).partition(": ")
+            try:
+                fields = json.loads(details)
+                found = f"{kind}: {fields['exception_message']}"
+                position = int(fields["position"]) if "position" in fields else None
+            except (ValueError, KeyError):  # some errors are no JSON
+                found = str(own)
+    first = found.splitlines()[0]
+    return SqlError(f"{key} must run on its sources, got {first}; correct it", key, position)

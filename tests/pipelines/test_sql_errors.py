@@ -1,0 +1,68 @@
+"""Errors of the job's SQL name line and column in the job file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipelines.build import build
+from schemas.declare import place_in_value
+from schemas.errors import SchemaError
+from tests.pipelines.logs import request, write_job, write_log
+
+SQL = "SELECT session, time, user, history, unnest(items) AS item, clicked AS label FROM log"
+
+WRONG: dict[str, tuple[str, str, str]] = {
+    "a column that the log has not": (
+        "usr, history", "", 'must run on its sources, got Binder Error: Referenced column "usr" '
+        "not found in FROM clause!"),
+    "a function that there is not": (
+        "unest(items)", "", "must run on its sources, got Catalog Error: Scalar Function with name "
+        "unest does not exist!"),
+    "no SQL": (
+        "clicked AS label FRM log", "FRM", 'must be SQL, got syntax error at or near "FRM"'),
+    "the origin": (
+        "label, log._origin FROM", "log._origin",
+        "must not select _origin, which is added to every sample"),
+}  # fmt: skip
+
+OLD = {
+    "usr, history": "user, history",
+    "unest(items)": "unnest(items)",
+    "clicked AS label FRM log": "clicked AS label FROM log",
+    "label, log._origin FROM": "label FROM",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_error_names_line_and_column_of_the_job_file(name: str, tmp_path: Path) -> None:
+    wrong, place, message = WRONG[name]
+    write_log(tmp_path / "log", 60)
+    job = write_job(tmp_path / "job")
+    broken = SQL.replace(OLD[wrong], wrong).replace(", ", ",\n             ")
+    text = job.read_text().replace(SQL, broken)
+    job.write_text(text)
+    wrong = wrong.replace(", ", ",\n             ")
+    offset = text.index(wrong) + (wrong.index(place) if place else 0)
+    line, column = text[:offset].count("\n") + 1, offset - text[:offset].rfind("\n")
+    expected = f"data.samples.map {message} in {job}:{line}:{column}; "
+    with pytest.raises(SchemaError, match=f"^{re.escape(expected)}[^\n]*$"):
+        build(request(job, tmp_path / "log", tmp_path / "dataset"))
+
+
+PLACES: dict[str, tuple[str, int, str | None]] = {
+    "a block": ("a:\n  b: |\n    one\n    two\n", 5, "4:6"),
+    "a block with a blank line": ("a:\n  b: |\n\n    one\n    two\n", 6, "5:6"),
+    "a block with wide characters": ("a:\n  b: |\n    é one\n", 3, "3:7"),
+    "a plain value": ("a: {b: one two}\n", 4, "1:12"),
+    "a quoted value": ("a: {b: 'one two'}\n", 4, "1:13"),
+    "a folded block": ("a:\n  b: >\n    one\n    two\n", 5, "2"),
+    "no such key": ("a: {c: 1}\n", 0, None),
+}
+
+
+@pytest.mark.parametrize(("text", "offset", "place"), PLACES.values(), ids=PLACES)
+def test_place_in_value_is_a_line_and_a_column_of_the_document(
+    text: str, offset: int, place: str | None
+) -> None:
+    assert place_in_value(text, "a.b", offset) == place
