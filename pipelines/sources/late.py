@@ -27,7 +27,10 @@ def write_late(root: Path, part: int, late: Sequence[Reject]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     pq.write_table(
-        sorted_rejects([as_table(late)]).select(REJECTS_SCHEMA.names), partial, compression="zstd", write_page_checksum=True
+        sorted_rejects([as_table(late)]).select(REJECTS_SCHEMA.names),
+        partial,
+        compression="zstd",
+        write_page_checksum=True,
     )
     partial.replace(path)
 

@@ -70,7 +70,7 @@ class RejectCounts:
     num_rows: int = 0
     kinds: Mapping[str, KindCount] = field(default_factory=dict[str, KindCount])
     unread: KindCount | None = None
-    """Files, and ends of files, that were not read; None in counts from files, which do not tell."""
+    """Files, and ends of files, that were not read; the files of `rejects/` do not tell."""
 
     def __add__(self, other: RejectCounts) -> RejectCounts:
         """Return both together."""
