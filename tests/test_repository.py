@@ -74,17 +74,6 @@ def test_lines_that_match_a_bad_line_finds_it(
     assert lines_that_match(pattern, [path]) == [f"{path}:2: {line}"]
 
 
-def test_source_files_stay_below_the_line_limit(repository: Path, tracked: list[Path]) -> None:
-    sources = [
-        path
-        for path in tracked
-        if path.suffix == ".py" and path.relative_to(repository).parts[0] in PACKAGES
-    ]
-    lengths = {path: len(path.read_text().splitlines()) for path in sources}
-    assert lengths
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
-
-
 def test_golden_files_stay_small(tracked: list[Path]) -> None:
     golden = {path: path.stat().st_size for path in tracked if "golden" in path.parts}
     assert {path: size for path, size in golden.items() if size >= MAX_GOLDEN_BYTES} == {}

@@ -31,11 +31,14 @@ from pipelines.samples.tuples import Tuples
 from pipelines.sources.folder import folder_of
 from pipelines.sources.listing import find_files
 from pipelines.sources.partitions import undeclared_partitions
-from pipelines.sources.rejects import Reject, sort_key
+from pipelines.sources.reject_files import RejectCounts
+from pipelines.sources.reject_files import counted as count_rejects
+from pipelines.sources.rejects import sorted_rejects
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS
 from schemas.errors import SchemaError
 from schemas.job import Job
+from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 
 NUM_SAMPLES = 10
@@ -137,7 +140,9 @@ def _run(
     learned = executor.learn(context, found) if tuples else []
     parts = executor.write_parts(context, sent, learned[0] if learned else {})
     distinct = dict(executor.number_tables(context, parts))
-    rejects = _rejects(found.values[REJECTS], sum(counted.values()))
+    rejected = sorted_rejects(found.values[REJECTS])
+    reasons = count_rejects(rejected)
+    rejects = _rejects(rejected, reasons, sum(counted.values()))
     made = estimates(context, samples, parts, distinct, side_rows)
     sources = {
         name: _source(context, name, excerpt, counted[name]) for name, excerpt in copied.items()
@@ -154,7 +159,7 @@ def _run(
         **made,
         "notes": [
             *_undeclared(context, copied),
-            *_refusal(context, parts, found.values[REJECTS]),
+            *_refusal(context, parts, reasons),
             *notes_of(context, sources, samples, rejects, made),
         ],
     }
@@ -172,7 +177,7 @@ def _undeclared(context: BuildContext, copied: Mapping[str, Excerpt]) -> Iterato
 
 
 def _refusal(
-    context: BuildContext, parts: list[PartResult], rejects: list[Reject]
+    context: BuildContext, parts: list[PartResult], rejects: RejectCounts
 ) -> Iterator[str]:
     """Yield what would end a build of these rows."""
     try:
@@ -200,19 +205,16 @@ def _type_text(kind: pa.DataType) -> str:
     return str(kind)
 
 
-def _rejects(rejects: list[Reject], rows: int) -> dict[str, Any]:
+def _rejects(rejected: pa.Table, reasons: RejectCounts, rows: int) -> dict[str, Any]:
     """Return how many rows cannot be used, why, and the first of them."""
-    ordered = sorted(set(rejects), key=sort_key)
-    reasons: dict[str, list[Reject]] = {}
-    for reject in ordered:
-        reasons.setdefault(reject.reason, []).append(reject)
-    commonest = sorted(reasons.items(), key=lambda item: -len(item[1]))[:NUM_REJECTS]
+    num = rejected.num_rows
+    first = rejected.slice(0, NUM_REJECTS).select(REJECTS_SCHEMA.names)
     return {
-        "num": len(ordered),
-        "share": round(len(ordered) / max(1, rows, len(ordered)), 6),
-        "reasons": [{"reason": reason, "num": len(of)} for reason, of in commonest],
-        "first": [
-            {"file": r.file, "position": r.position, "reason": r.reason, "value": r.value}
-            for r in ordered[:NUM_REJECTS]
+        "num": num,
+        "share": round(num / max(1, rows, num), 6),
+        "reasons": [
+            {"reason": reason, "num": found.count}
+            for reason, found in reasons.by_count()[:NUM_REJECTS]
         ],
+        "first": first.to_pylist(),
     }

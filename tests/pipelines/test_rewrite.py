@@ -355,6 +355,7 @@ def test_columns_of_folder_names_become_columns_of_the_rows(
     assert rows.schema.field("day").type == day
     assert rows.column_names == ["session_id", "time", "n", "day", "city"]
     read = duckdb.sql(f"SELECT n, day, city FROM read_parquet('{folder}/*/*/*.parquet') ORDER BY n")
+    assert read is not None, "a SELECT has a result"
     assert (
         rows.sort_by("n")
         .select(["n", "day", "city"])
