@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 PACKAGES = ("schemas", "pipelines", "trainer", "scheduler", "benchmarks", "tests")
-MAX_LINES = 400
 MAX_GOLDEN_BYTES = 100_000
 LOCKS = ("requirements.lock", "requirements-pipelines.lock", "requirements-gpu.lock")
 MORE_LOCKS = (
