@@ -23,6 +23,10 @@ def use_options(beam_args: list[str]) -> None:
     FileSystems.set_options(pipeline_options(beam_args))
 
 
+_NOT_INSTALLED = ("Missing boto3", "Failed to import")
+"""How Beam says that a filesystem of its extras, S3 or HDFS, is not installed."""
+
+
 def files(root: str) -> Iterator[tuple[str, int]]:
     """Yield the files below a URL, at any depth, with their sizes.
 
@@ -32,14 +36,14 @@ def files(root: str) -> Iterator[tuple[str, int]]:
     top = root.rstrip("/") + "/"
     try:
         (found,) = FileSystems.match([f"{top}**"])
-    except ValueError as error:
-        scheme = root.partition("://")[0]
-        raise SchemaError(
-            f"input must lie where Beam reaches, got {scheme}://; install Beam with its extra",
-            file=root,
-        ) from error
-    except BeamIOError as error:
+    except (ValueError, BeamIOError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, ValueError) or any(word in reason for word in _NOT_INSTALLED):
+            scheme = root.partition("://")[0]
+            raise SchemaError(
+                f"input must lie where Beam reaches, got {scheme}://; install Beam with its extra",
+                file=root,
+            ) from error
         raise SchemaError(
             f"input must be readable, got {reason}; check --input", file=root
         ) from error

@@ -177,6 +177,14 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
             "ftp://host/log",
             "input must lie where Beam reaches, got ftp:// in ftp://host/log; install Beam with its extra",
         ),
+        (
+            "hdfs://host/log",
+            "input must lie where Beam reaches, got hdfs:// in hdfs://host/log; install Beam with its extra",
+        ),
+        (
+            "s3://bucket/log",
+            "input must lie where Beam reaches, got s3:// in s3://bucket/log; install Beam with its extra",
+        ),
     ],
 )
 def test_url_that_leads_nowhere_is_refused(
