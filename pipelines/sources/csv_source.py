@@ -141,7 +141,7 @@ class _CsvFile:
         records, parsed = self._parsed()
         rows = np.delete(np.arange(records.num_rows), [f.row for f in records.faults])
         kept = np.delete(rows, [row for row, _, _ in parsed.invalid])
-        rejects = [self._fault(fault) for fault in records.faults]
+        rejects = list(self._faults(records.faults))
         rejects += [self._wrong_fields(int(rows[row]), n, t) for row, n, t in parsed.invalid]
         table, bad = converted(parsed.rows, self._config)
         for index, (reason, value) in bad.items():
@@ -212,12 +212,16 @@ class _CsvFile:
         )
         return _Parsed(table, invalid)
 
-    def _fault(self, fault: Fault) -> Reject:
-        text = self._data[fault.start : min(fault.end, fault.start + SHOWN_BYTES)]
-        line = self._line + num_line_ends(self._data, 0, fault.start)
-        shown = f"line {line}: {text.decode(errors='backslashreplace').rstrip()}"
-        reason = fault.reason or self._not_utf8(self._data[fault.start : fault.end])
-        return Reject(self._part.path, self._row + fault.row, reason, shown)
+    def _faults(self, faults: list[Fault]) -> Iterator[Reject]:
+        """Yield the rejects of faults, which are in order, each with the number of its line."""
+        line, counted = self._line, 0
+        for fault in faults:
+            line += num_line_ends(self._data, counted, fault.start)
+            counted = fault.start
+            text = self._data[fault.start : min(fault.end, fault.start + SHOWN_BYTES)]
+            shown = f"line {line}: {text.decode(errors='backslashreplace').rstrip()}"
+            reason = fault.reason or self._not_utf8(self._data[fault.start : fault.end])
+            yield Reject(self._part.path, self._row + fault.row, reason, shown)
 
     def _not_utf8(self, text: bytes) -> str:
         fields = self._fields(text.strip(b"\r\n").decode(errors="surrogateescape"))

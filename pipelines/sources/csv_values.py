@@ -46,8 +46,9 @@ def converted(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, Bad]:
             continue
         texts = _without(table[name], config.null_values)
         columns[name], rows = _values(texts, kind)
-        for row in rows:
-            value = texts[row].as_py()
+        for row, value in zip(
+            rows, texts.take(pa.array(rows, pa.int64())).to_pylist(), strict=True
+        ):
             bad.setdefault(row, (f"field {name!r} must be {kind}, got {value!r}", value))
     result = pa.table(columns)
     if bad:

@@ -150,6 +150,16 @@ def test_open_quote_in_a_large_file_costs_its_line_only(tmp_path: Path) -> None:
     assert found.rejects == (Reject("log.csv", 1000, NEVER_CLOSED, 'line 1002: 1000,"name'),)
 
 
+def test_open_quotes_in_half_of_the_rows_are_named_by_their_lines(tmp_path: Path) -> None:
+    lines = [f"{i},{'' if i % 2 else chr(34)}n\n" for i in range(50_000)]
+    found = read_bytes(tmp_path, ("id,name\n" + "".join(lines)).encode())
+    assert found.table is not None
+    assert found.table["id"].to_pylist() == list(range(1, 50_000, 2))
+    assert [(r.position, r.value) for r in found.rejects] == [
+        (i, f'line {i + 2}: {i},"n') for i in range(0, 50_000, 2)
+    ]
+
+
 def test_field_over_several_lines_is_one_row(tmp_path: Path) -> None:
     found = read_bytes(tmp_path, b'id,name\r\n1,"a\r\n\r\n""b"", c"\r\n2,"d\ne"\r\n')
     assert found.table is not None
