@@ -14,7 +14,8 @@ class _NoPandas(MetaPathFinder):
             raise ModuleNotFoundError("pandas is not used by these commands", name=fullname)
 
 
-sys.meta_path.insert(0, _NoPandas())
+if __name__ == "__main__":  # not where a program of somebody else imports this module
+    sys.meta_path.insert(0, _NoPandas())
 
 # Before Beam is imported, which warns of every optional part that is not installed, and logs
 # the whole trace of an error that `main` says in one line.
