@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -21,6 +21,7 @@ from pipelines.sources.arrow_types import arrow_type
 from pipelines.sources.avro_source import avro_schema
 from pipelines.sources.folder import Folder, decompressed, folder_of
 from pipelines.sources.listing import FoundFile, regex_of
+from pipelines.sources.partitions import infer_partitions, partition_fields
 from pipelines.sources.read import parts_of_file, read_part
 from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.errors import SchemaError
@@ -110,7 +111,8 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
             mine = (max(mine, key=lambda f: f.num_bytes),)
             left.extend(f.path for f in found[key] if f not in mine)
             pattern = mine[0].path
-        config = replace(configs[key], files=pattern)
+        partitions = _partitions([f.path for f in mine], configs[key].columns or key[3:])
+        config = replace(configs[key], files=pattern, partitions=partitions)
         name = _name_of([f.path for f in mine], {k.name for k in kinds})
         rows, whole = _first_rows(folder, name, config, mine, scratch)
         if rows.num_rows:
@@ -118,6 +120,17 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
         else:
             left.extend(f.path for f in mine)
     return kinds, sorted(left)
+
+
+def _partitions(paths: Sequence[str], columns: Iterable[str]) -> dict[str, str]:
+    """Return the columns that folder names give and files do not have, times as times."""
+    try:
+        found = infer_partitions(paths)
+    except SchemaError:
+        return {}  # folders differ in what they name
+    words = {"date": "timestamp"}
+    known = set(columns)
+    return {name: words.get(word, word) for name, word in found.items() if name not in known}
 
 
 def _alike(key: tuple[str, ...], other: tuple[str, ...]) -> bool:
@@ -334,6 +347,8 @@ def schema_of(folder: Folder, path: str, config: SourceConfig) -> pa.Schema:
     else:
         with folder.arrow_file(path) as file:
             schema = pq.read_schema(file).remove_metadata()
+    for field in partition_fields(config.partitions):
+        schema = schema.append(field)
     return schema.append(pa.field(ORIGIN, pa.int64()))
 
 

@@ -98,6 +98,9 @@ def _config(config: SourceConfig, indent: str) -> Iterator[str]:
         for name, kind in config.columns.items():
             text = kind if _PLAIN.fullmatch(kind) else json.dumps(kind)
             yield f"{indent}  {_word(name)}: {text}"
+    if config.partitions:
+        names = ", ".join(f"{_word(name)}: {kind}" for name, kind in config.partitions.items())
+        yield f"{indent}partitions: {{{names}}}  # of folder names"
 
 
 def _sides(sides: Sequence[Side]) -> Iterator[str]:

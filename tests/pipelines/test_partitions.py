@@ -1,7 +1,7 @@
 """Columns of folder names: read as DuckDB reads them, refused where they are unclear."""
 
 import re
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -246,3 +246,18 @@ data:
     expand(tmp_path / "out", tmp_path / "x.parquet")
     rows = pq.read_table(tmp_path / "x.parquet").sort_by("x").to_pylist()
     assert [(row["x"], row["day"].day) for row in rows] == [(1, 1), (2, 2), (10, 1), (20, 2)]
+
+
+def test_first_job_of_a_folder_declares_the_columns_of_folder_names(tmp_path: Path) -> None:
+    times = [datetime(2026, 3, 1, 0, i) for i in range(60)]
+    rows = {"session_id": [i // 4 for i in range(60)], "time": times, "clicked": [0, 1] * 30}
+    for day in (1, 2):
+        folder = tmp_path / "log" / f"day=2026-03-0{day}" / "city=A%2FB"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({**rows, "item": range(60)}), folder / "part-0.parquet")
+    assert main(["init", str(tmp_path / "log"), "--output", str(tmp_path / "job")]) == 0
+    data = load_job(tmp_path / "job" / "job.yaml").data
+    (source,) = data.sources.values()
+    assert source.partitions == {"day": "timestamp", "city": "string"}
+    assert data.samples.map is not None
+    assert re.findall("day|city", data.samples.map) == ["day", "city"]
