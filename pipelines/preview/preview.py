@@ -20,6 +20,7 @@ from pipelines import executor
 from pipelines.beam.context import BuildContext
 from pipelines.build import PART_INPUT_BYTES, check_usable, context_of, load_request
 from pipelines.executor import Collected, Rows
+from pipelines.gate.judge import reject_findings
 from pipelines.groups.job import with_groups
 from pipelines.parts.part import PartResult
 from pipelines.prepare import BuildRequest, prepare
@@ -38,6 +39,7 @@ from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS
 from schemas.errors import SchemaError
 from schemas.job import Job
+from schemas.job_gate import GateConfig
 from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 
@@ -160,6 +162,7 @@ def _run(
         "notes": [
             *_undeclared(context, copied),
             *_refusal(context, parts, reasons),
+            *_at_the_gate(context, reasons, samples.rows.num_rows),
             *notes_of(context, sources, samples, rejects, made),
         ],
     }
@@ -184,6 +187,14 @@ def _refusal(
         check_usable(parts, rejects, context.data)
     except SchemaError as error:
         yield f"a build ends here: {error}"
+
+
+def _at_the_gate(context: BuildContext, counts: RejectCounts, num_samples: int) -> Iterator[str]:
+    """Yield that so many rejects would keep the segment out."""
+    if num_samples and counts.num_rows:
+        gate = context.data.gate or GateConfig()
+        for finding in reject_findings(gate, counts, num_samples):
+            yield f"the gate keeps such a segment out (data.gate): {finding.text}"
 
 
 def _source(context: BuildContext, name: str, excerpt: Excerpt, rows: int) -> dict[str, Any]:

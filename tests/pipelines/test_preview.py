@@ -102,6 +102,16 @@ def test_preview_says_what_would_end_a_build(tmp_path: Path) -> None:
         assert any(note.startswith("a build ends here: ") and words in note for note in notes)
 
 
+def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> None:
+    logs.write_log(tmp_path / "log")
+    job = logs.write_job(tmp_path / "job")
+    text = job.read_text().replace("clicked AS label", "(1 / (user % 4))::INT AS label")
+    job.write_text(text)
+    notes = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["notes"]
+    (note,) = [note for note in notes if note.startswith("the gate keeps such a segment out")]
+    assert "rejects must be at most 0.1 of all rows" in note
+
+
 def test_a_join_that_matches_nothing_says_so(tmp_path: Path) -> None:
     test_joins.write_input(tmp_path / "input")
     job = test_joins.write_job(tmp_path / "job")
