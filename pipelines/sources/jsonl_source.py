@@ -105,10 +105,15 @@ def read_jsonl(
                 return
             end = last_line_end(data, stream.final)
             if end:
-                block = _lines(data[:end])
-                data = data[end:]
-                numbered = [(position + i, line) for i, line in enumerate(block)]
-                position += len(block)
+                block, data = data[:end], data[end:]
+                table = _all_good(block, config.columns, schema)
+                if table is not None:
+                    positions = position + np.arange(table.num_rows)
+                    position += table.num_rows
+                    yield from in_chunks(with_origins(table, part.file_index, positions))
+                    continue
+                numbered = list(enumerate(_lines(block), position))
+                position += len(numbered)
                 yield from _rows(numbered, part, config.columns, schema)
             elif len(data) >= lines.MAX_ROW_BYTES:
                 shown = _shown(data)
@@ -117,6 +122,23 @@ def read_jsonl(
                 position += 1
         if stream.problem:
             yield RawRows(None, (unread(part.path, position, stream.problem),))
+
+
+def _all_good(data: bytes, words: Mapping[str, str], schema: pa.Schema) -> pa.Table | None:
+    """Return a block's rows if each line is an object, None when one may not be."""
+    text = data.removesuffix(b"\n").removesuffix(b"\r")
+    between = text.count(b"}\r\n{")
+    num_lines = text.count(b"\n") + 1
+    if (
+        not (text.startswith(b"{") and text.endswith(b"}"))
+        or text.count(b"}\n{") + between != num_lines - 1
+        or (b"\r" in text and text.count(b"\r") != between)
+    ):
+        return None
+    try:
+        return _parse(text, num_lines, words, schema)
+    except (pa.ArrowException, ValueError):
+        return None
 
 
 def _lines(data: bytes) -> list[bytes]:
@@ -231,7 +253,10 @@ def parse(lines: Sequence[bytes], words: Mapping[str, str], schema: pa.Schema) -
     Raises:
         pa.ArrowException, ValueError: one of them is no object of these columns, or no text.
     """
-    data = b"\n".join(lines)
+    return _parse(b"\n".join(lines), len(lines), words, schema)
+
+
+def _parse(data: bytes, num_lines: int, words: Mapping[str, str], schema: pa.Schema) -> pa.Table:
     if not data.isascii():
         data.decode()  # raises: Arrow would take any bytes for a text
     table = pa_json.read_json(
@@ -244,8 +269,8 @@ def parse(lines: Sequence[bytes], words: Mapping[str, str], schema: pa.Schema) -
             unexpected_field_behavior="ignore",
         ),
     )
-    if table.num_rows != len(lines):
-        raise ValueError(f"lines must be one object each, got {table.num_rows} in {len(lines)}")
+    if table.num_rows != num_lines:
+        raise ValueError(f"lines must be one object each, got {table.num_rows} in {num_lines}")
     return table.select(list(words)).cast(pa.schema([schema.field(name) for name in words]))
 
 
