@@ -277,7 +277,7 @@ def summary(opened: Dataset, made: Built, wall_sec: float) -> dict[str, Any]:
     index_bytes = sum(i.manifest.oracle_bytes for i in opened.indexes)
     (events,) = (read_counts(s) for s in opened.segments if s.manifest.id == manifest.id)
     versions = replaced_by(opened.manifest, manifest.id)
-    path = str(place / "rejects")
+    path = f"{SEGMENTS}/{manifest.id}/rejects"
     return {
         "segment": manifest.id,
         **({"day": manifest.day, "replaced": versions} if manifest.day else {}),

@@ -167,7 +167,7 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     reason = "session key 'session' must not be null"
     assert [(r["reason"], r["file"], r["row"]) for r in found["reasons"]] == [
         (reason, "log.parquet", 0)]  # fmt: skip
-    assert Path(found["path"]).is_dir()
+    assert (tmp_path / "dataset" / found["path"]).is_dir()
     assert "warning: rejected: " in errors
     assert verify(tmp_path / "dataset")["problems"] == []
 
