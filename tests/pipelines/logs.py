@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +95,19 @@ def write_log(directory: Path, num_rows: int = 300, seed: int = 0, num_files: in
 
 
 def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
-    """Return a request for the local runner."""
-    return BuildRequest(job_path=job, input_root=log, dataset=dataset, beam_args=[], attempt="test")
+    """Return a request for the executor in this process, which gives the bytes of any runner."""
+    return BuildRequest(
+        job_path=job,
+        input_root=log,
+        dataset=dataset,
+        beam_args=["--runner=InProcess"],
+        attempt="test",
+    )
+
+
+def beam_request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
+    """Return a request for Beam's local runner."""
+    return replace(request(job, log, dataset), beam_args=[])
 
 
 def built(directory: Path, num_rows: int = 300, seed: int = 0, gap: str = "") -> Path:

@@ -24,7 +24,7 @@ from apache_beam.transforms.environments import DockerEnvironment
 from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
 from schemas.errors import SchemaError
-from tests.pipelines.logs import request, write_job, write_log
+from tests.pipelines.logs import beam_request, write_job, write_log
 
 MAX_GRAPH_BYTES = 10 << 20
 """Dataflow refuses a larger one."""
@@ -55,7 +55,7 @@ def graph_of(
         raise StoppedError
 
     monkeypatch.setattr("pipelines.beam.segment.run_pipeline", stop)
-    asked = request(job, directory / "log", directory / "dataset")
+    asked = beam_request(job, directory / "log", directory / "dataset")
     with pytest.raises(StoppedError):
         build(replace(asked, beam_args=[*beam_options(), *(more or [])]))
     options, runner = pipeline_options(beam_options()), DataflowRunner()

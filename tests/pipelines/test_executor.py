@@ -17,7 +17,7 @@ from pipelines.build import build
 from pipelines.commands import main
 from pipelines.samples import check_joins
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
-from tests.pipelines.logs import bytes_of, request
+from tests.pipelines.logs import beam_request, bytes_of
 
 BLOCKED = """
 import json
@@ -103,7 +103,7 @@ def test_a_build_in_process_has_the_bytes_of_the_local_runner(
     monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 4_000)  # several parts
     monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
     job = write(tmp_path)
-    by_beam = request(job, tmp_path / "input", tmp_path / "beam")
+    by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")
     in_process = replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner=InProcess"])
     assert without_times(build(in_process)) == without_times(build(by_beam))
     assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")
@@ -122,7 +122,7 @@ def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
     name: str, log: str, shared_data: Path, repository: Path, tmp_path: Path
 ) -> None:
     job = repository / "schemas" / name / "job.yaml"
-    by_beam = request(job, shared_data / log, tmp_path / "beam")
+    by_beam = beam_request(job, shared_data / log, tmp_path / "beam")
     build(replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner", "InProcess"]))
     build(by_beam)
     assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")

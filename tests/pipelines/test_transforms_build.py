@@ -22,7 +22,7 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.learned import load_learned
 from tests.pipelines import transform_jobs as jobs
-from tests.pipelines.logs import bytes_of, copy_of, request
+from tests.pipelines.logs import beam_request, bytes_of, copy_of, request
 
 
 def built(directory: Path, seed: int = 0, num_files: int = 3) -> Path:
@@ -147,7 +147,7 @@ def test_other_cuts_into_files_and_parts_learn_the_same(
 
 def test_two_workers_give_the_same_bytes(dataset: Path, tmp_path: Path) -> None:
     log = jobs.write_log(tmp_path / "log", jobs.raw_rows(400, 0))
-    wanted = request(jobs.write_job(tmp_path / "job"), log, tmp_path / "dataset")
+    wanted = beam_request(jobs.write_job(tmp_path / "job"), log, tmp_path / "dataset")
     wanted.beam_args.extend(["--direct_num_workers=2", "--direct_running_mode=multi_threading"])
     build(wanted)
     assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
