@@ -179,6 +179,7 @@ def test_json_of_build_has_the_keys_of_the_contract(
         "groups",
         "segment",
         "built",
+        "rejects",
     } == set(result)
     assert set(result["groups"]["user"]) == {"num_unique", "dedup_factor"}
     factor = result["num_samples"] / result["groups"]["user"]["num_unique"]
