@@ -20,7 +20,7 @@ from pipelines.sources.folder import folder_of
 from pipelines.sources.lines import MAX_ROW_BYTES
 from pipelines.sources.parquet_source import read_parquet
 from pipelines.sources.read import empty_rows, read_part
-from pipelines.sources.rejects import Reject, file_reject
+from pipelines.sources.rejects import Reject, file_reject, from_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart, RawRows
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -60,7 +60,7 @@ def test_value_that_does_not_fit_its_declared_type_rejects_its_row_only(
     part = FilePart("log", "a.parquet", 0, row_group=0, first_row=100)
     schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
     found = list(read_part(folder_of(tmp_path), part, config, schema))
-    (reject,) = [r for rows in found for r in rows.rejects]
+    (reject,) = [r for rows in found for t in rows.all_rejects() for r in from_table(t)]
     assert (reject.file, reject.position, reject.reason) == ("a.parquet", 101, reason)
     assert [t["y"].to_pylist() for t in (rows.table for rows in found) if t is not None] == [[0, 2]]
 
@@ -408,7 +408,7 @@ def test_a_large_row_group_is_read_in_pieces_with_the_same_places(tmp_path: Path
     part = FilePart("log", "large.parquet", 3, 0, 0)
     config = SourceConfig(files="*", format="parquet")
     found = list(read_parquet(folder_of(tmp_path), part, config, schema))
-    assert not any(r.rejects for r in found)
+    assert not any(list(r.all_rejects()) for r in found)
     tables = [r.table for r in found if r.table is not None]
     assert max(t.num_rows for t in tables) == CHUNK_ROWS
     joined = pa.concat_tables(tables)

@@ -18,7 +18,7 @@ from pipelines.sources.avro_source import cut_avro
 from pipelines.sources.folder import folder_of
 from pipelines.sources.jsonl_source import cut_jsonl
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rejects import Reject, file_reject
+from pipelines.sources.rejects import Reject, file_reject, from_table
 from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.job_sources import SourceConfig
 
@@ -32,7 +32,8 @@ def read(directory: Path, name: str, config: SourceConfig, parts: list[FilePart]
     found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
     tables = [rows.table for rows in found if rows.table is not None]
     assert all(table.schema == schema for table in tables)
-    return [r for t in tables for r in t.to_pylist()], [r for f in found for r in f.rejects]
+    rejects = [reject for f in found for t in f.all_rejects() for reject in from_table(t)]
+    return [r for t in tables for r in t.to_pylist()], rejects
 
 
 def jsonl(
