@@ -113,7 +113,7 @@ def packed_bytes(values: Array) -> int:
 
 def _compressed(values: Array) -> int:
     """Return the zstd bytes of numbers, all low bytes first, then all next ones."""
-    planes = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1).T
+    planes = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), values.itemsize).T
     return len(_CODEC.compress(np.ascontiguousarray(planes), asbytes=True))
 
 

@@ -7,12 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from schemas.errors import SchemaError
 from schemas.job_limits import SqlLimitsConfig
 
 _BATCH_ROWS = 1 << 16
+
+
+def _without_offsets(table: pa.Table) -> pa.Table:
+    """Return the table with slices of structs copied: DuckDB 2.0 refuses those within others."""
+    for index, column in enumerate(table.columns):
+        if _holds_struct(column.type) and any(chunk.offset for chunk in column.chunks):
+            copied = column.take(pa.array(np.arange(len(column))))
+            table = table.set_column(index, table.schema.field(index), copied)
+    return table
+
+
+def _holds_struct(kind: pa.DataType) -> bool:
+    inner = (kind.field(i).type for i in range(kind.num_fields))
+    return pa.types.is_struct(kind) or any(_holds_struct(each) for each in inner)
 
 
 class LimitError(Exception):
@@ -44,7 +59,7 @@ class Connection:
 
     def register(self, name: str, table: pa.Table) -> None:
         """Let statements read a table by a name."""
-        self._database.register(name, table)
+        self._database.register(name, _without_offsets(table))
 
     def unregister(self, name: str) -> None:
         """Take a table away."""

@@ -136,6 +136,13 @@ def test_a_type_that_cannot_be_compared_stays_in_samples() -> None:
     assert feature_of("a", "kept", pa.chunked_array([pa.array([{"x": 1}])])) is None
 
 
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()])
+def test_lists_that_are_all_empty_join_the_groups_of_others(kind: pa.DataType) -> None:
+    empty = pa.array([[]] * 64, pa.large_list(kind))
+    costs = costs_of({"a": pa.array([1, 2] * 32), "b": empty, "c": empty})
+    choose_groups(costs, starts(costs))
+
+
 def test_one_sample_is_enough_to_choose_from(tmp_path: Path) -> None:
     costs = costs_of({"a": pa.array([1])})
     assert choose_groups(costs, np.array([True])).mapping() == {}

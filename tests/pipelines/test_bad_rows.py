@@ -225,3 +225,25 @@ def test_rows_that_too_many_runs_would_tell_apart_are_rejected_together() -> Non
     good = 0 if result.samples is None else result.samples.num_rows
     assert good + result.bad_rows.num_rows == rows.num_rows
     assert all("seven, or stand among" in r for r in result.bad_rows["reason"].to_pylist())
+
+
+@pytest.mark.parametrize("cut", ["whole", "slice", "chunks"])
+def test_slices_of_nested_structs_pass_sql(cut: str) -> None:
+    rows = [
+        {"u": {"d": {"o": str(i % 3)}}, "l": [{"i": {"j": k}} for k in range(i % 4)], ORIGIN: i}
+        for i in range(40)
+    ]
+    table = pa.Table.from_pylist(rows)
+    part = {
+        "whole": table,
+        "slice": table.slice(7, 20),
+        "chunks": pa.concat_tables([table.slice(3, 5), table.slice(20, 9)]),
+    }[cut]
+    statement = carry_origin("SELECT u.d.o::INT AS o, [x.i.j FOR x IN l] AS l FROM log", "key")
+    result = map_rows(connect(), statement, "log", part)
+    assert result.bad_rows.num_rows == 0
+    assert result.samples is not None
+    assert result.samples.to_pylist() == [
+        {"o": row[ORIGIN] % 3, "l": [*range(row[ORIGIN] % 4)], ORIGIN: row[ORIGIN]}
+        for row in part.to_pylist()
+    ]
