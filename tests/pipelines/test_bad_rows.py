@@ -230,7 +230,11 @@ def test_rows_that_too_many_runs_would_tell_apart_are_rejected_together() -> Non
 @pytest.mark.parametrize("cut", ["whole", "slice", "chunks"])
 def test_slices_of_nested_structs_pass_sql(cut: str) -> None:
     rows = [
-        {"u": {"d": {"o": str(i % 3)}}, "l": [{"i": {"j": k}} for k in range(i % 4)], ORIGIN: i}
+        {
+            "u": {"id": f"x{i}", "d": {"o": str(i % 3)}},
+            "l": [{"i": {"j": k}} for k in range(i % 4)],
+            ORIGIN: i,
+        }
         for i in range(40)
     ]
     table = pa.Table.from_pylist(rows)
