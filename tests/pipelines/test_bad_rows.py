@@ -42,7 +42,7 @@ STATEMENTS = {
     ),
     "a common table expression": (
         "WITH a AS (SELECT *, CAST(x AS INT) AS n FROM log), b AS (SELECT * FROM a WHERE n > 0) "
-        "SELECT n, CAST(y AS DATE) AS y, _origin FROM b"
+        "SELECT n, CAST(y AS DATE) AS y FROM b"
     ),
     "a join that fails": (
         "SELECT log.y, side.name FROM log LEFT JOIN side ON CAST(log.x AS INT) = side.code"
