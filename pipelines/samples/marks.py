@@ -53,7 +53,7 @@ class Level:
     def statement(self) -> str:
         """Return the SELECT of `_origin` and, for each unit, whether it raises."""
         select = _parsed(f'SELECT "{ORIGIN}"')
-        marks = [_expression("TRY([_0]) IS NULL", unit) for unit in self.units]
+        marks = [_mark(unit) for unit in self.units]
         for index, mark in enumerate(marks):
             mark["alias"] = f"_mark_{index}"
         select["select_list"] += marks
@@ -75,6 +75,14 @@ class Level:
             joined = _parsed("SELECT 1 FROM _left, _right")["from_table"]
             joined["left"], joined["right"] = self.outer_from, self.from_table
             yield replace(self, from_table=joined, outer_from=None)
+
+
+def _mark(unit: Node) -> Node:
+    """Return whether an expression raises; `TRY` takes a vector with a bad row one by one."""
+    if unit["class"] == "CAST" and unit["child"]["class"] == "COLUMN_REF":
+        tried = {**unit, "try_cast": True}
+        return _expression("_0 IS NOT NULL AND _1 IS NULL", unit["child"], tried)
+    return _expression("TRY([_0]) IS NULL", unit)
 
 
 def select_nodes(statement: str) -> list[Node]:
