@@ -150,6 +150,8 @@ def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same
 ) -> None:
     write_log(tmp_path / "log", num_rows=20_000)
     job, dataset = write_job(tmp_path / "job"), tmp_path / "dataset"
+    limit = "  gate: {max_reject_fraction: 1.0}\n  block_samples"  # half of the ids are too large
+    job.write_text(job.read_text().replace("  block_samples", limit))
     arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--output", str(dataset)]
     workers = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
     running = subprocess.Popen(
