@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _INTERVAL_SEC = 2.0
 _DIRECTORY = ".progress"
 _LOCK = threading.Lock()
-_COUNTS: defaultdict[Path, list[int]] = defaultdict(lambda: [0, 0])
-"""Rows read and rejected by this process, by directory of the segment being built."""
+_COUNTS: defaultdict[Path, Counts] = defaultdict(lambda: Counts())
+"""What this process has read and rejected, by directory of the segment being built."""
 
 
-def count_rows(building: Path, *, read: int = 0, rejected: int = 0) -> None:
+@dataclass(slots=True)
+class Counts:
+    """Rows read, rows rejected, and the first reject as one line."""
+
+    read: int = 0
+    rejected: int = 0
+    example: str = ""
+
+    def __str__(self) -> str:
+        """Return the counts as one line."""
+        share = self.rejected / max(1, self.read)
+        such = f" ({share:.2%}), such as {self.example}" if self.rejected else ""
+        return f"rows read: {self.read:,}, rejected: {self.rejected:,}{such}"
+
+
+def count_rows(building: Path, *, read: int = 0, rejected: int = 0, example: str = "") -> None:
     """Add to the rows that this process has read and rejected, where somebody watches.
 
     A bundle that is tried again counts twice: the numbers are for the eye alone.
@@ -26,24 +43,28 @@ def count_rows(building: Path, *, read: int = 0, rejected: int = 0) -> None:
         building: directory of the segment being built, which workers share.
         read: rows.
         rejected: rows.
+        example: one of the rejected rows, as one line.
     """
     if not (building / _DIRECTORY).is_dir():
         return
     with _LOCK:
         counts = _COUNTS[building]
-        counts[0] += read
-        counts[1] += rejected
+        counts.read += read
+        counts.rejected += rejected
+        counts.example = counts.example or example
         place = building / _DIRECTORY / str(os.getpid())
-        place.write_text(f"{counts[0]} {counts[1]}", encoding="ascii")
+        place.write_text(json.dumps(asdict(counts)), encoding="utf-8")
 
 
-def counted_rows(building: Path) -> tuple[int, int]:
+def counted_rows(building: Path) -> Counts:
     """Return the rows that all workers have read and rejected."""
-    read, rejected = 0, 0
-    for path in (building / _DIRECTORY).iterdir():
-        one, other = [*path.read_text(encoding="ascii").split(), "0", "0"][:2]
-        read, rejected = read + int(one), rejected + int(other)
-    return read, rejected
+    total = Counts()
+    for path in sorted((building / _DIRECTORY).iterdir()):
+        with suppress(ValueError):  # it is being written
+            found = Counts(**json.loads(path.read_text(encoding="utf-8")))
+            total.read, total.rejected = total.read + found.read, total.rejected + found.rejected
+            total.example = total.example or found.example
+    return total
 
 
 @contextmanager
@@ -61,10 +82,8 @@ def watched(building: Path, num_parts: int, say: Callable[[str], None]) -> Itera
     def watch() -> None:
         before = ""
         while not done.wait(_INTERVAL_SEC):
-            read, rejected = counted_rows(building)
             written = len(list((building / "samples").glob("*.parquet")))
-            line = f"rows read: {read:,}, rejected: {rejected:,}; parts written: "
-            line += f"{written} of {num_parts}"
+            line = f"{counted_rows(building)}; parts written: {written} of {num_parts}"
             if line != before:
                 say(line)
                 before = line

@@ -33,7 +33,7 @@ from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
 from pipelines.sources.late import write_late
 from pipelines.sources.read import parts_of_file, read_part
-from pipelines.sources.rejects import as_table
+from pipelines.sources.rejects import as_table, from_table
 from pipelines.sources.rows import FilePart
 from pipelines.sources.streams import with_events
 from schemas.columns import one_chunk
@@ -59,7 +59,8 @@ def no_count(_side: str, _table: pa.Table) -> None:
 
 def rejected(context: BuildContext, table: pa.Table) -> Output:
     """Return rejects as an output, counted for the eye."""
-    count_rows(context.segment_root, rejected=table.num_rows)
+    for first in from_table(table.slice(0, 1)):
+        count_rows(context.segment_root, rejected=table.num_rows, example=str(first))
     return REJECTS, table
 
 
