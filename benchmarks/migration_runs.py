@@ -154,7 +154,7 @@ def write_job(folder: Path, kind: str) -> Path:
     }
     if kind == "stores":
         job["train"]["cache"] = {"lookahead": 2, "prefetch_steps": 1, "rows": 60_000}
-    job["schedule"] |= SCHEDULES[kind]
+    job["schedule"] = {"budget": {"cpus": 8, "memory": "32GiB"}, **SCHEDULES[kind]}
     shutil.copy(DEMO / "schema.pbtxt", folder / "schema.pbtxt")
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
