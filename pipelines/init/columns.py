@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.samples.connection import quoted_name
 from schemas.columns import one_chunk
 
 Shape = Literal["int", "float", "bool", "text", "time", "list"]
@@ -143,7 +144,7 @@ def words_of(name: str) -> set[str]:
 def quoted(name: str) -> str:
     """Return a column's name as SQL needs it."""
     plain = re.fullmatch(r"[a-z_][a-z0-9_]*", name) and name not in _KEYWORDS
-    return name if plain else '"' + name.replace('"', '""') + '"'
+    return name if plain else quoted_name(name)
 
 
 def plain_name(name: str) -> str:

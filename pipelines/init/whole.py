@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.init.files import Kind
+from pipelines.samples.connection import quoted_name
 from pipelines.sources.folder import Folder
 from schemas.columns import one_chunk
 
@@ -56,7 +57,7 @@ def is_unique(folder: Folder, kind: Kind, column: str) -> bool:
         return False
     if kind.is_whole:
         return True
-    name = '"' + column.replace('"', '""') + '"'
+    name = quoted_name(column)
     found = _query(folder, kind, f"count({name}), count(DISTINCT {name})")
     return not found or found[0][0] == found[0][1]
 

@@ -16,6 +16,16 @@ from schemas.job_limits import SqlLimitsConfig
 _BATCH_ROWS = 1 << 16
 
 
+def quoted_name(name: str) -> str:
+    """Return a name of a table or column as SQL has it, whatever its characters.
+
+    Example:
+        >>> quoted_name('a"b')
+        '"a""b"'
+    """
+    return '"' + name.replace('"', '""') + '"'
+
+
 def _without_offsets(table: pa.Table) -> pa.Table:
     """Return the table with slices of structs copied: DuckDB 2.0 refuses those within others."""
     for index, column in enumerate(table.columns):

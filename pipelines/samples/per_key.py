@@ -28,7 +28,7 @@ from pipelines.samples.bad_rows import (
     bad_rows,
     without_marked,
 )
-from pipelines.samples.connection import Connection, named
+from pipelines.samples.connection import Connection, named, quoted_name
 from pipelines.samples.keys import key_column, key_type
 from pipelines.samples.sql import run, run_key
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
@@ -52,22 +52,18 @@ class PerKey:
 
     def batched(self, sources: list[str]) -> str:
         """Return one statement over many keys; its tables are `_all_<source>`."""
-        key = _quoted(self.key)
+        key = quoted_name(self.key)
         tables = ", ".join(
-            f"{_quoted(name)} AS (SELECT * FROM {_quoted(_ALL + name)} AS _rows "
+            f"{quoted_name(name)} AS (SELECT * FROM {quoted_name(_ALL + name)} AS _rows "
             f"WHERE _rows.{key} = _keys._key)"
             for name in sources
         )
-        keys = f"SELECT DISTINCT {key} AS _key FROM {_quoted(_ALL + self.source)}"
+        keys = f"SELECT DISTINCT {key} AS _key FROM {quoted_name(_ALL + self.source)}"
         body = self.statement.rstrip().rstrip(";")
         return (
             f"SELECT _made.* FROM ({keys} ORDER BY _key) AS _keys, "
             f"LATERAL (WITH {tables} SELECT * FROM ({body})) AS _made"
         )
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def run_keys(

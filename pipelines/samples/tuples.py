@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelines.samples.connection import quoted_name
 from schemas.columns import comparable_tuple, one_chunk
 from schemas.jagged import hash_keys
 
@@ -67,17 +68,13 @@ def with_hashes(
 ) -> str:
     """Return the statement with one hash column per group, and without some columns."""
     hashes = [
-        f"hash({', '.join(_quoted(c) for c in columns)}) AS {_quoted(hash_column(group))}"
+        f"hash({', '.join(quoted_name(c) for c in columns)}) AS {quoted_name(hash_column(group))}"
         for group, columns in groups.items()
     ]
     if not hashes and not left_out:
         return statement
-    star = f"* EXCLUDE ({', '.join(map(_quoted, left_out))})" if left_out else "*"
+    star = f"* EXCLUDE ({', '.join(map(quoted_name, left_out))})" if left_out else "*"
     return f"SELECT {', '.join([star, *hashes])} FROM ({statement.rstrip().rstrip(';')})"
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def separate(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipelines.parts.expand import sample_columns
+from pipelines.samples.connection import quoted_name
 from schemas.absent import absent_columns, type_name
 from schemas.dataset import Dataset, Segment, open_dataset
 from schemas.layout import (
@@ -68,7 +69,7 @@ def _of_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> s
     }
     owner = dataset.job.data.group_of_column
     selected = [
-        f"{absent[c] if c in absent else _stored(segment, owner.get(c), c)} AS {_quoted(c)}"
+        f"{absent[c] if c in absent else _stored(segment, owner.get(c), c)} AS {quoted_name(c)}"
         for c in columns
     ]
     wanted = [c for c in columns if c not in absent]
@@ -79,29 +80,29 @@ def _of_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> s
 def _tables(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
     """Yield the FROM clause and one JOIN a line, of the groups that some column lies in."""
     numbered = bool(segment.tombstones.num_rows)
-    yield f"FROM {_files(segment, 'samples', numbered=numbered)} AS {_quoted('s')}"
+    yield f"FROM {_files(segment, 'samples', numbered=numbered)} AS {quoted_name('s')}"
     owner = dataset.job.data.group_of_column
     for group in dataset.job.data.groups:
         members = [c for c in columns if owner.get(c) == group]
         if not members:
             continue
-        table = _quoted(f"g:{group}")
+        table = quoted_name(f"g:{group}")
         yield (
             f"JOIN {_files(segment, 'groups', group)} AS {table} ON {table}.{BLOCK} = s.{BLOCK} "
-            f"AND {table}.{UNIQUE_INDEX} = s.{_quoted(inverse_column(group))}"
+            f"AND {table}.{UNIQUE_INDEX} = s.{quoted_name(inverse_column(group))}"
         )
         if _has(segment, "tuples", group):
-            tuples = _quoted(f"t:{group}")
+            tuples = quoted_name(f"t:{group}")
             yield (
                 f"JOIN {_files(segment, 'tuples', group)} AS {tuples} "
                 f"ON {tuples}.{TUPLE_INDEX} = {table}.{TUPLE_INDEX}"
             )
         for column in members:
             if _has(segment, "buffers", column):
-                buffers, place = _quoted(f"b:{column}"), _place(segment, group)
+                buffers, place = quoted_name(f"b:{column}"), _place(segment, group)
                 yield (
                     f"LEFT JOIN {_files(segment, 'buffers', column)} AS {buffers} ON "
-                    f"{buffers}.{BUFFER_INDEX} = {place}.{_quoted(window_columns(column)[0])}"
+                    f"{buffers}.{BUFFER_INDEX} = {place}.{quoted_name(window_columns(column)[0])}"
                 )
 
 
@@ -120,12 +121,12 @@ def _without_forgotten(dataset: Dataset, segment: Segment) -> list[str]:
 def _stored(segment: Segment, group: str | None, column: str) -> str:
     """Return the expression of a column's value."""
     if group is None:
-        return f"s.{_quoted(column)}"
+        return f"s.{quoted_name(column)}"
     place = _place(segment, group)
     if not _has(segment, "buffers", column):
-        return f"{place}.{_quoted(column)}"
-    _, start, length = (f"{place}.{_quoted(name)}" for name in window_columns(column))
-    values = f"{_quoted(f'b:{column}')}.{_quoted(column)}"
+        return f"{place}.{quoted_name(column)}"
+    _, start, length = (f"{place}.{quoted_name(name)}" for name in window_columns(column))
+    values = f"{quoted_name(f'b:{column}')}.{quoted_name(column)}"
     return (
         f"CASE WHEN {length} >= 0 THEN coalesce({values}[{start} + 1 : {start} + {length}], []) END"
     )
@@ -133,7 +134,7 @@ def _stored(segment: Segment, group: str | None, column: str) -> str:
 
 def _place(segment: Segment, group: str) -> str:
     """Return the table that holds a group's columns."""
-    return _quoted(f"t:{group}" if _has(segment, "tuples", group) else f"g:{group}")
+    return quoted_name(f"t:{group}" if _has(segment, "tuples", group) else f"g:{group}")
 
 
 def _has(segment: Segment, *folders: str) -> bool:
@@ -169,7 +170,3 @@ def _literal(value: object) -> str:
     if isinstance(value, bool | int | float):
         return repr(value).lower() if isinstance(value, bool) else repr(value)
     return "'" + str(value).replace("'", "''") + "'"
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

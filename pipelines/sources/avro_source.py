@@ -38,7 +38,6 @@ from pipelines.sources.rows import (
 from schemas.job_sources import SourceConfig
 
 _MARKER_BYTES = 16
-_MAX_HEAD_BYTES = 20
 _SEARCH_BYTES = 1 << 20
 
 _MAX_BLOCK_ROWS = 1 << 24
