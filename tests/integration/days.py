@@ -31,6 +31,8 @@ SMALL = {
     "\n  batch_samples: 4096": "\n  batch_samples: 256\n  checkpoint: {every_steps: 2}",
 }
 GATE = """
+schedule:
+  budget: {cpus: 8, memory: 32GiB}
   training: {max_replicas: 1}
   retrain:
     input: logs/{date}

@@ -32,6 +32,8 @@ __all__ = ["cluster", "namespace"]
 REACHED = ("lead-0.1", "replica-0.1", "replica-1.1", "store-0.1", "store-1.1")
 """Processes of a job that reach each other, as they begin."""
 TOGETHER = """
+schedule:
+  budget: {cpus: 8, memory: 32GiB}
   training:
     replica: {cpus: 0.5, memory: 1100MiB}
     store: {cpus: 0.5, memory: 200MiB}

@@ -25,12 +25,16 @@ SMALL = {
     "\n  batch_samples: 4096": "\n  batch_samples: 1024\n  checkpoint: {every_steps: 2}",
 }
 STORES = """
+schedule:
+  budget: {cpus: 8, memory: 32GiB}
   training:
     replica: {memory: 1100MiB}
     store: {memory: 200MiB}
     max_stores: 2
 """
 REPLICAS = """
+schedule:
+  budget: {cpus: 8, memory: 32GiB}
   priority: 1
   training: {min_replicas: 2, max_replicas: 2}
 """

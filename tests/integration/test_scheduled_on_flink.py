@@ -25,7 +25,11 @@ SMALL = {
     "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 1024}",
     "\n  batch_samples: 4096": "\n  batch_samples: 1024",
 }
-SCHEDULE = "\n  preprocessing: {min_workers: 4, max_workers: 4}\n"
+SCHEDULE = """
+schedule:
+  budget: {cpus: 8, memory: 32GiB}
+  preprocessing: {min_workers: 4, max_workers: 4}
+"""
 REASONS = {
     "segment-0.1": "segment 0 of 3 is to be built by 2 workers: 3 of 4 slots are free",
     # A slot that comes back between two answers counts as somebody's until the next question.
