@@ -7,14 +7,14 @@ from importlib.abc import MetaPathFinder
 
 
 class _NoPandas(MetaPathFinder):
-    """Hides pandas, which nothing here uses and pyarrow imports where it is: a second less."""
+    """Hides pandas, which only `score` needs (torch) and pyarrow imports where it is: a second less."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname == "pandas":
             raise ModuleNotFoundError("pandas is not used by these commands", name=fullname)
 
 
-if __name__ == "__main__":  # not where a program of somebody else imports this module
+if __name__ == "__main__" and sys.argv[1:2] != ["score"]:  # not where another program imports it
     sys.meta_path.insert(0, _NoPandas())
 
 # Before Beam is imported, which warns of every optional part that is not installed, and logs
