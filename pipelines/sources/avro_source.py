@@ -22,7 +22,7 @@ import fastavro
 import numpy as np
 import pyarrow as pa
 
-from pipelines.sources.avro_types import arrow_schema_of, plain
+from pipelines.sources.avro_types import AvroColumns, Converter, avro_columns, plain
 from pipelines.sources.folder import Folder, first_line
 from pipelines.sources.parquet_source import without_column
 from pipelines.sources.rejects import Reject, file_reject
@@ -45,6 +45,9 @@ _MAX_BLOCK_ROWS = 1 << 24
 
 _MAX_LOST_ROWS = 1 << 16
 """Most rows that are rejected one by one when a block cannot be decoded."""
+
+
+_Reader = tuple[pa.Field, Converter | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +171,18 @@ def read_avro(
     columns = [name for name in schema.names if name != ORIGIN]
     with folder.open(part.path) as file:
         header = read_header(file)
-        own = arrow_schema_of(header.schema)
-        missing = [c for c in columns if c not in own.names]
+        own = avro_columns(header.schema)
+        missing = [c for c in columns if c not in own.schema.names]
         if missing:
-            yield without_column(part, missing[0], own)
+            yield without_column(part, missing[0], own.schema)
             return
         words = config.columns or {n: str(schema.field(n).type) for n in columns}
-        kinds = pa.schema([own.field(c) for c in columns])
+        readers = [_reader(own, schema.field(c)) for c in columns]
         end, position = part.offset + part.num_bytes, part.first_row
         for block in _blocks(file, header, part.offset, end):
             records, problem = _decoded(block, header)
             rejects = list(_lost(part, position, block, len(records), problem))
-            good, bad = _converted(records, kinds)
+            good, bad = _converted(records, readers)
             rejects.extend(
                 Reject(part.path, position + row, why, str(records[row])[:4000])
                 for row, why in bad.items()
@@ -282,21 +285,35 @@ def _snappy(data: bytes) -> bytes:
     return content
 
 
+def _reader(own: AvroColumns, wanted: pa.Field) -> _Reader:
+    """Return the type that a column is made of first, and what makes its values.
+
+    A union that is read as text can hold what is declared, such as a list: then it is tried.
+    """
+    kind, convert = own.schema.field(wanted.name).type, own.converters.get(wanted.name)
+    if convert and pa.types.is_string(kind) and pa.types.is_nested(wanted.type):
+        return wanted, None
+    return wanted.with_type(kind), convert
+
+
 def _converted(
-    records: list[dict[str, Any]], kinds: pa.Schema
+    records: list[dict[str, Any]], readers: list[_Reader]
 ) -> tuple[pa.Table | None, dict[int, str]]:
     """Return records as a table without the bad ones, and the reasons for these by their row."""
     bad: dict[int, str] = {}
-    for field in kinds:
+    columns: list[list[Any]] = []
+    for field, convert in readers:
         values = [record[field.name] for record in records]
+        columns.append([convert(v) for v in values] if convert else values)
         bad.update(
             (row, f"field {field.name!r} must be {field.type}, got {values[row]!r}")
-            for row in _not_convertible(values, field.type)
+            for row in _not_convertible(columns[-1], field.type)
             if row not in bad
         )
-    kept = [record for row, record in enumerate(records) if row not in bad]
-    columns = [pa.array([r[f.name] for r in kept], f.type) for f in kinds]
-    return pa.table(columns, schema=kinds) if records else None, bad
+    if bad:
+        columns = [[v for row, v in enumerate(c) if row not in bad] for c in columns]
+    arrays = [pa.array(c, f.type) for c, (f, _) in zip(columns, readers, strict=True)]
+    return pa.table(arrays, [f.name for f, _ in readers]) if records else None, bad
 
 
 def _not_convertible(values: list[Any], kind: pa.DataType, first: int = 0) -> Iterator[int]:
@@ -311,11 +328,16 @@ def _not_convertible(values: list[Any], kind: pa.DataType, first: int = 0) -> It
         yield from _not_convertible(values[half:], kind, first + half)
 
 
-def avro_schema(folder: Folder, path: str) -> pa.Schema:
+def columns_of_avro(folder: Folder, path: str) -> AvroColumns:
     """Return the columns of a file.
 
     Raises:
         ValueError, OSError: it is no Avro file.
     """
     with folder.open(path) as file:
-        return arrow_schema_of(read_header(file).schema)
+        return avro_columns(read_header(file).schema)
+
+
+def avro_schema(folder: Folder, path: str) -> pa.Schema:
+    """Return the columns of a file as a schema; raise as `columns_of_avro` does."""
+    return columns_of_avro(folder, path).schema

@@ -320,14 +320,84 @@ def test_bytes_that_are_no_text_reject_their_record_only(tmp_path: Path) -> None
     ]
 
 
-def test_value_of_another_type_in_a_union_rejects_its_record_only(tmp_path: Path) -> None:
-    schema = {**AVRO, "fields": [{"name": "id", "type": ["long", "string"]}]}
-    rows = [{"id": i if i != 7 else "seven"} for i in range(20)]
-    found, rejects = avro(tmp_path, avro_bytes(schema=schema, rows=rows))
-    assert [r["id"] for r in found] == [i for i in range(20) if i != 7]
-    assert [(r.position, r.reason) for r in rejects] == [
-        (7, "field 'id' must be int64, got 'seven'")
-    ]
+SHOW = {"type": "record", "name": "Show", "fields": [{"name": "n", "type": "long"}]}
+NOTE = {"type": "record", "name": "Note", "fields": [
+    {"name": "who", "type": ["long", "string"]}, {"name": "raw", "type": "bytes"}]}  # fmt: skip
+UNIONS: dict[str, Any] = {
+    "wide": ["null", "int", "long"], "real": ["float", "long", "null"],
+    "who": ["long", "string", "null"], "any": ["null", "boolean", "double", "string", "bytes"],
+    "flag": ["boolean", "int"], "deep": ["null", SHOW, NOTE, {"type": "array", "items": "long"}],
+    "one": ["null", "Show"], "list": {"type": "array", "items": ["null", "string", "int"]},
+    "map": {"type": "map", "values": ["int", "string"]},
+    "rec": {"type": "record", "name": "Rec", "fields": [{"name": "p", "type": ["int", "string"]}]},
+}  # fmt: skip
+VALUES: dict[str, list[Any]] = {
+    "wide": [None, 1, 2**60], "real": [1.5, 2**53, None], "who": [7, "x", None],
+    "any": [None, True, 2.0, "e\u0301", b"b"], "flag": [True, 3],
+    "deep": [None, {"n": 1}, {"who": 7, "raw": b"\xc3\xa9"}, [1, 2]], "one": [None, {"n": 4}],
+    "list": [[], [None, "a", 1]], "map": [{"a": 1, "b": "x"}], "rec": [{"p": 5}, {"p": "q"}],
+}  # fmt: skip
+
+
+def as_texts(name: str, value: Any) -> Any:
+    """Return what a value of `UNIONS` is read as."""
+    if value is None or isinstance(value, str):
+        return value
+    if name == "list":
+        return [x if x is None else str(x) for x in value]
+    if name == "map":
+        return [(k, str(v)) for k, v in value.items()]
+    if name == "rec":
+        return {"p": str(value["p"])}
+    if name in ("who", "any", "flag", "deep"):
+        plain = (
+            {**value, "raw": value["raw"].decode()}
+            if isinstance(value, dict) and "raw" in value
+            else value
+        )
+        return (
+            "b" if value == b"b" else json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+        )
+    return value
+
+
+def union_rows(count: int) -> list[dict[str, Any]]:
+    return [{k: v[i % len(v)] for k, v in VALUES.items()} for i in range(count)]
+
+
+def test_unions_are_read_as_numbers_where_all_types_are_and_else_as_texts(tmp_path: Path) -> None:
+    fields = [{"name": name, "type": kind} for name, kind in UNIONS.items()]
+    data = avro_bytes(
+        schema={"type": "record", "name": "Row", "fields": fields}, rows=union_rows(200)
+    )
+    rows, rejects = avro(tmp_path, data)
+    plainly = list(fastavro.reader(io.BytesIO(data)))
+    assert rejects == []
+    expected = [{k: as_texts(k, r[k]) for k in VALUES} for r in plainly]  # pyright: ignore
+    assert [{k: v for k, v in r.items() if k != ORIGIN} for r in rows] == expected
+    assert {type(r["real"]) for r in rows} == {float, type(None)}
+
+
+def test_value_that_no_type_of_its_column_holds_rejects_its_record_only(tmp_path: Path) -> None:
+    def read_unions(kinds: list[Any], values: list[Any], declared: str | None) -> Found:
+        schema = {**AVRO, "fields": [{"name": "id", "type": kinds}]}
+        data = avro_bytes(schema=schema, rows=[{"id": value} for value in values])
+        return avro(tmp_path, data, columns={"id": declared} if declared else None)
+
+    cases: list[tuple[list[Any], list[Any], str | None, list[Any], list[str]]] = [
+        (["long", "double"], [1, 2**53 + 1, 1.5], None, [1.0, 1.5], ["double, got 9007199254740993"]),
+        (["bytes", "string"], ["a", b"\xff"], None, ["a"], ["string, got b'\\xff'"]),
+        (["long", "string"], [1, "seven", "8"], "int64", [1, 8], ["int64, got 'seven'"]),
+        (["null", "boolean", "string"], [True, "no?", None], "bool", [True, None], ["bool, got 'no?'"]),
+        (["string", {"type": "array", "items": "long"}], [[1], "none"], "list<int64>", [[1]],
+         ["large_list<item: int64>, got 'none'"]),
+        (["long", "string"], [3, "x"], "string", ["3", "x"], []),
+    ]  # fmt: skip
+    for kinds, values, declared, good, reasons in cases:
+        rows, rejects = read_unions(kinds, values, declared)
+        assert [r["id"] for r in rows] == good
+        assert len(rows) + len(rejects) == len(values)
+        assert [r.reason.partition("'id' must be ")[2] for r in rejects] == reasons
 
 
 def test_declared_type_that_the_value_does_not_fit_rejects_its_record_only(tmp_path: Path) -> None:
