@@ -12,14 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.init.files import MANY
 from pipelines.samples.connection import quoted_name
 from schemas.columns import one_chunk
 
 Shape = Literal["int", "float", "bool", "text", "time", "list"]
 Role = Literal["sparse", "dense", "label", "kept"]
 
-MANY = 0.95
-"""Share of values that have to be of a form for a column to be of it."""
 _TIME_WORDS = {"time", "ts", "timestamp", "date", "datetime", "at", "created", "epoch", "unix"}
 _ID_WORDS = {"id", "ids", "uid", "key", "code", "hash", "user", "item", "article", "video", "song"}
 _ROW_WORDS = {"impression", "request", "event", "row", "order", "transaction", "log", "index"}
@@ -35,7 +34,20 @@ _OUTCOME_WORDS = {
     "viewed", "play", "played", "playtime", "dwell", "watch", "watched", "stay", "finish",
     "finished", "purchase", "purchased", "bought", "conversion", "converted", "positive", "next",
     "read", "scroll", "label", "target", "share", "shared", "rating", "enter", "profile",
+    "outcome", "outcomes", "result", "purchases", "saved", "skipped", "revenue",
 }  # fmt: skip
+_PAST_WORDS = {"history", "seq", "recent", "last", "past", "prev", "previous", "items", "id", "ids"}
+_SAMPLE = 2000
+"""Texts of a column that are taken apart."""
+BECOME_NULL = "these become null"
+_WIDE = 50
+"""How many times the median a number has to be for the column to be of a wide range."""
+_FEW_CODES = 50
+"""Distinct whole numbers in a column of floats up to which they are taken for codes."""
+_NUMBERS: tuple[tuple[Shape, pa.DataType, str], ...] = (
+    ("int", pa.int64(), r"^[+-]?\d{1,18}$"),
+    ("float", pa.float64(), r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"),
+)
 _FORMATS = (
     "%m/%d/%Y %I:%M:%S %p", "%d/%m/%Y %H:%M:%S", "%m/%d/%Y %H:%M:%S", "%Y/%m/%d %H:%M:%S",
     "%Y%m%d%H%M%S", "%Y-%m-%d-%H-%M-%S", "%d.%m.%Y %H:%M:%S", "%d-%b-%Y %H:%M:%S",
@@ -87,6 +99,11 @@ class Column:
         return words_of(self.name)
 
     @property
+    def num_looked_at(self) -> int:
+        """Return the rows that the values are of."""
+        return min(self.num_rows, _SAMPLE) if self.shown else self.num_rows
+
+    @property
     def num_distinct(self) -> int:
         """Return how many values differ."""
         return len(pc.unique(self.values.drop_null()))
@@ -95,7 +112,8 @@ class Column:
     def is_id(self) -> bool:
         """Tell whether its values name things."""
         if self.shape == "int":
-            return not self.words & _DENSE_WORDS or bool(self.words & {"id", "key", "code"})
+            named = bool(self.words & {"id", "key", "code"})
+            return named or not (self.words & _DENSE_WORDS or self.is_wide)
         return self.shape == "text" and not self.is_prose
 
     @property
@@ -109,16 +127,23 @@ class Column:
 
     @property
     def is_binary(self) -> bool:
-        """Tell whether it is 0 or 1 in every row."""
-        if self.shape == "bool":
-            return not self.num_nulls
-        found = set(pc.unique(self.values.drop_null()).to_pylist()) if self.shape == "int" else {2}
-        return found == {0, 1} and not self.num_nulls
+        """Tell whether it is 0 or 1, or null where it would be 0."""
+        found = set(pc.unique(self.values).to_pylist())
+        return self.shape in ("int", "bool") and found - {None, 0} == {1} and len(found) > 1
+
+    @property
+    def is_wide(self) -> bool:
+        """Tell whether a few of its numbers are many times as large as most."""
+        if self.words & _ID_WORDS or self.shape not in ("int", "float"):
+            return False
+        low, middle, high = pc.quantile(self.values, [0, 0.5, 1]).to_pylist()
+        return low is not None and low >= 0 and high > _WIDE * max(1, middle)
 
     @property
     def is_outcome(self) -> bool:
         """Tell whether its name says that it is known only after the sample."""
-        return bool(self.words & _OUTCOME_WORDS) and not self.words & {"id", "ids"}
+        past = _PAST_WORDS if self.shape == "list" else {"id", "ids"}
+        return bool(self.words & _OUTCOME_WORDS) and not self.words & past
 
     @property
     def is_row_id(self) -> bool:
@@ -230,7 +255,7 @@ def _epoch(column: Column, name: str) -> Column | None:
     """Return a column of whole numbers as times, when its name and its numbers say so."""
     if not words_of(name) & _TIME_WORDS:
         return None
-    low, high = (pc.min_max(column.values)[side].as_py() for side in ("min", "max"))
+    low, high = pc.quantile(column.values, [0.01, 0.99]).to_pylist()  # but for a few of 0 or -1
     for unit, scale in _EPOCHS.items():
         if _EARLY * scale <= low and high <= _LATE * scale:
             sql = {
@@ -260,32 +285,52 @@ def _finite(column: Column) -> Column:
 def _whole(column: Column) -> Column:
     """Return a column of floats that name things as whole numbers."""
     values = column.values.cast(pa.float64()).drop_null()
-    whole = pc.all(pc.equal(pc.floor(values), values)).as_py()
-    if whole and column.words & {"id", "code"}:
-        numbers = column.values.cast(pa.int64(), safe=False)
-        return replace(column, expr=f"CAST({column.expr} AS BIGINT)", shape="int", values=numbers)
+    if not pc.all(pc.equal(pc.floor(values), values)).as_py():
+        return column
+    codes = 2 < column.num_distinct <= min(_FEW_CODES, 0.05 * len(values))
+    if column.words & {"id", "code"} or (codes and not column.words & _DENSE_WORDS):
+        numbers = column.values.cast(pa.float64()).cast(pa.int64(), safe=False)
+        sql = f"CAST({column.expr} AS BIGINT)"
+        return replace(column, expr=sql, shape="int", values=numbers, why="whole numbers")
     return column
+
+
+def numbers_in(texts: pa.Array) -> tuple[Shape, pa.Array, pa.Array] | None:
+    """Return the shape of the numbers that nearly all of some texts are, these, and the others."""
+    present = texts.drop_null()
+    if not len(present) or pc.any(pc.match_substring_regex(present, r"^-?0\d")).as_py():
+        return None  # such as 007: a name
+    for shape, kind, form in _NUMBERS:
+        fits = pc.match_substring_regex(texts, form)
+        odd = texts.filter(pc.invert(fits)).drop_null()
+        if len(odd) <= (1 - MANY) * len(present):
+            return shape, pc.if_else(fits, texts, None).cast(kind), odd
+    return None
 
 
 def _text(name: str, expr: str, values: pa.Array) -> Column:
     """Return what a column of texts holds: times, lists, numbers, or texts."""
     texts = values.drop_null()
-    sample = texts.slice(0, 2000).to_pylist()
+    sample = texts.slice(0, _SAMPLE).to_pylist()
     full = [text for text in sample if text.strip()]
     rows, nulls = len(values), values.null_count
 
     def made(sql: str, shape: Shape, found: pa.Array, **more: object) -> Column:
         return Column(name, sql, shape, found, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
 
-    leading = any(re.match(r"-?0\d", text) for text in full)  # such as 007: a name
-    for kind in () if leading else (pa.int64(), pa.float64()):
-        try:
-            numbers = values.cast(kind)
-        except pa.ArrowInvalid:
-            continue
-        sql = f"CAST({expr} AS {'BIGINT' if kind == pa.int64() else 'DOUBLE'})"
-        plain = made(sql, "int" if kind == pa.int64() else "float", numbers, why="numbers")
-        return (_epoch(plain, name) or plain) if kind == pa.int64() else _whole(plain)
+    found = numbers_in(values)
+    if found is not None:
+        shape, numbers, odd = found
+        cast, why = ("TRY_CAST" if len(odd) else "CAST"), "numbers"
+        if len(odd):
+            share = f"{len(odd)} of {rows - nulls} values, such as {odd[0].as_py()!r:.40}"
+            why += f", but for {share}; {BECOME_NULL}"
+        sql = f"{cast}({expr} AS {'BIGINT' if shape == 'int' else 'DOUBLE'})"
+        plain = made(sql, shape, numbers, why=why)
+        return _whole(plain) if shape == "float" else _epoch(plain, name) or plain
+    if {text.strip().lower() for text in full} in ({"true", "false"}, {"true"}, {"false"}):
+        truths = pc.equal(pc.utf8_lower(pc.utf8_trim_whitespace(values)), "true")
+        return made(f"CAST({expr} AS BOOLEAN)", "bool", truths, why="true or false")
     moment = _moment(expr, texts)
     if moment is not None:
         return made(moment[0], "time", moment[1], why=moment[2])
@@ -301,7 +346,7 @@ def _moment(expr: str, texts: pa.Array) -> tuple[str, pa.Array, str] | None:
     for sql, attempt, why in ways:
         query = f"SELECT {attempt} AS t FROM _texts"
         first = connection.sql(query + " LIMIT 100").to_arrow_table()["t"]
-        if first.null_count:
+        if 2 * first.null_count > len(first):
             continue
         found = one_chunk(connection.sql(query).to_arrow_table()["t"])
         if found.null_count <= (1 - MANY) * len(found):

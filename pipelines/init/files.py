@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -17,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.preview.excerpt import excerpts
-from pipelines.sources.arrow_types import arrow_type
-from pipelines.sources.avro_source import avro_schema
+from pipelines.sources.arrow_types import arrow_type, word_of
+from pipelines.sources.avro_source import avro_schema, columns_of_avro
 from pipelines.sources.folder import Folder, decompressed, folder_of
 from pipelines.sources.listing import FoundFile, regex_of
 from pipelines.sources.partitions import infer_partitions, partition_fields
@@ -29,6 +30,8 @@ from schemas.job_sources import SourceConfig
 
 ROWS = 20_000
 """Rows of each kind of files that are looked at."""
+MANY = 0.99
+"""Share of values that have to be of a type or a form for a column to be of it."""
 _HEAD_BYTES = 1 << 20
 _NAMED = (
     (re.compile(r"\.(parquet|pq)(\.\w+)?$"), "parquet"),
@@ -39,12 +42,10 @@ _NAMED = (
 _IGNORED = re.compile(r"(?i)(^|/)(licen[cs]e|readme|changelog|notice|_success|_metadata)[^/]*$")
 _HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_ .:/-]{0,60}")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_WORDS = {
-    "BIGINT": "int64", "INTEGER": "int64", "HUGEINT": "float64", "UBIGINT": "uint64",
-    "DOUBLE": "float64", "FLOAT": "float64", "BOOLEAN": "bool", "TIMESTAMP": "timestamp",
-    "TIMESTAMP WITH TIME ZONE": "timestamp",
-}  # fmt: skip
-"""DuckDB's types of JSON values to those of a job; others are texts."""
+_LINES = 2000
+"""Lines of a text that are looked at to tell how it is cut, and what JSON holds."""
+_SYNTAX = re.compile(r"[<>:,]")
+"""In the name of a field of JSON: no type of a job can name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,18 @@ class Kind:
         files: all of them.
         config: how they are read.
         rows: the first ones.
-        is_whole: whether these are all.
+        num_rows: of all files, as far as can be told from these.
+        is_whole: whether the first ones are all.
+        notes: path of a column or of a field in it to what is to be said of its type.
     """
 
     name: str
     files: tuple[FoundFile, ...]
     config: SourceConfig
     rows: pa.Table
+    num_rows: int
     is_whole: bool
+    notes: Mapping[str, str]
 
     @property
     def num_bytes(self) -> int:
@@ -83,43 +88,76 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
     """
     sizes = folder.files()
     files = [FoundFile(path, folder.size(path) if n is None else n) for path, n in sizes.items()]
-    found: dict[tuple[str, ...], list[FoundFile]] = {}
-    configs: dict[tuple[str, ...], SourceConfig] = {}
+    found: dict[tuple[str, ...], _Alike] = {}
     left: list[str] = []
     for file in files:
         config = None if _IGNORED.search(file.path) else _config(folder, file.path)
         if config is None or not file.num_bytes:
             left.append(file.path)
             continue
+        lines = _json_rows(_head(folder, file.path)) if config.format == "jsonl" else []
         columns = config.columns or _columns(folder, file.path, config)
         key = (config.format, config.delimiter, str(config.header), *sorted(columns))
         if config.format == "jsonl":  # a line may lack any field
-            key = next((k for k in found if _alike(k, key)), key)
-        found.setdefault(key, []).append(file)
-        configs[key] = _joined(configs[key], config) if key in configs else config
+            key = next((k for k in found if _same_fields(k, key)), key)
+        alike = found.setdefault(key, _Alike(config, [], []))
+        alike.files.append(file)
+        alike.lines.extend(lines if len(alike.lines) < ROWS else [])
     if not found:
         raise SchemaError(
             "input must have files of Parquet, CSV, JSON lines or Avro, got none; check the folder",
             file=folder.root,
         )
     kinds: list[Kind] = []
-    for key in sorted(found, key=lambda k: (-sum(f.num_bytes for f in found[k]), k)):
-        mine = tuple(found[key])
+    for key in sorted(found, key=lambda k: (-sum(f.num_bytes for f in found[k].files), k)):
+        alike = found[key]
+        mine = tuple(alike.files)
         others = [f.path for f in files if f not in mine]
         pattern = glob_of([f.path for f in mine], others)
         if pattern is None:  # no glob tells them apart: the largest file stands for them
             mine = (max(mine, key=lambda f: f.num_bytes),)
-            left.extend(f.path for f in found[key] if f not in mine)
+            left.extend(f.path for f in alike.files if f not in mine)
             pattern = mine[0].path
-        partitions = _partitions([f.path for f in mine], configs[key].columns or key[3:])
-        config = replace(configs[key], files=pattern, partitions=partitions)
+        columns, notes = _declared(folder, alike)
+        partitions = _partitions([f.path for f in mine], columns or key[3:])
+        config = replace(alike.config, files=pattern, columns=columns, partitions=partitions)
         name = _name_of([f.path for f in mine], {k.name for k in kinds})
-        rows, whole = _first_rows(folder, name, config, mine, scratch)
+        rows, count, whole = _first_rows(folder, name, config, mine, scratch)
         if rows.num_rows:
-            kinds.append(Kind(name, mine, config, rows, whole))
+            kinds.append(Kind(name, mine, config, rows, count, whole, notes))
         else:
             left.extend(f.path for f in mine)
     return kinds, sorted(left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Files that are read alike, and first lines of those of JSON."""
+
+    config: SourceConfig
+    files: list[FoundFile]
+    lines: list[dict[str, Any]]
+
+
+def _declared(folder: Folder, alike: _Alike) -> tuple[Mapping[str, str] | None, dict[str, str]]:
+    """Return the columns that a job declares for some files, and what is to be said of them."""
+    notes: dict[str, str] = {}
+    if alike.config.format == "jsonl":
+        return json_fields(alike.lines, "", notes), notes
+    if alike.config.format != "avro":
+        return alike.config.columns, notes
+    own = columns_of_avro(folder, alike.files[0].path)
+    notes.update((path, f"a union of {union}") for path, union in own.unions.items())
+    words: dict[str, str] = {}
+    for field in own.schema:
+        word = word_of(field.type)
+        if word is not None:
+            words[field.name] = word
+        elif pa.types.is_struct(field.type) or pa.types.is_large_list(field.type):
+            return None, notes  # something in it has no name: read as it is in the files
+        else:
+            notes[field.name] = f"left out, since samples cannot have its type, {field.type}"
+    return words or None, notes
 
 
 def _partitions(paths: Sequence[str], columns: Iterable[str]) -> dict[str, str]:
@@ -133,7 +171,7 @@ def _partitions(paths: Sequence[str], columns: Iterable[str]) -> dict[str, str]:
     return {name: words.get(word, word) for name, word in found.items() if name not in known}
 
 
-def _alike(key: tuple[str, ...], other: tuple[str, ...]) -> bool:
+def _same_fields(key: tuple[str, ...], other: tuple[str, ...]) -> bool:
     """Tell whether two files of JSON lines have half of their fields in common."""
     one, two = set(key[3:]), set(other[3:])
     return key[0] == other[0] and 2 * len(one & two) >= min(len(one), len(two))
@@ -154,7 +192,7 @@ def _config(folder: Folder, path: str) -> SourceConfig | None:
     if kind is None and head.lstrip()[:1] == "{":
         kind = "jsonl"
     if kind == "jsonl":
-        columns = _json_columns(head)
+        columns = {name: "string" for row in _json_rows(head) for name in row}
         return SourceConfig(files=path, format="jsonl", columns=columns) if columns else None
     if kind == "csv" or (kind is None and "\n" in head and "\0" not in head):
         return _csv_config(path, head)
@@ -208,7 +246,7 @@ def _parsed(head: str, delimiter: str, quote: str | None) -> list[list[str]]:
     style: Any = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
     csv.field_size_limit(_HEAD_BYTES)
     rows = csv.reader(io.StringIO(head), delimiter=delimiter, **style)
-    return [row for _, row in zip(range(2000), rows, strict=False) if row]
+    return [row for _, row in zip(range(_LINES), rows, strict=False) if row]
 
 
 def _lines(head: str) -> list[str]:
@@ -258,66 +296,84 @@ def _unique(names: Sequence[str]) -> list[str]:
     return found
 
 
-def _json_columns(head: str) -> dict[str, str]:
-    query = (
-        "DESCRIBE SELECT * FROM read_json(?, format = 'newline_delimited', sample_size = -1, "
-        "ignore_errors = true, map_inference_threshold = -1, maximum_depth = -1)"
-    )
-    return {name: json_word(kind) for name, kind, *_ in _asked(query, head)}
+def _json_rows(head: str) -> list[dict[str, Any]]:
+    """Return the objects of lines of JSON, and nothing for a line that holds none."""
+    rows: list[dict[str, Any]] = []
+    for line in head.splitlines()[:_LINES]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
 
 
-def json_word(kind: str) -> str:
-    """Return the type of a job for one that DuckDB sees in JSON.
+def json_word(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | None:
+    """Return the type of a job that nearly all values of a field have, None when none is.
+
+    Args:
+        values: of JSON.
+        path: of the field.
+        notes: path of a field to what is wrong with it; added to.
 
     Example:
-        >>> json_word("STRUCT(id BIGINT, tags VARCHAR[])[]")
-        'list<struct<id: int64, tags: list<string>>>'
+        >>> notes = {}
+        >>> json_word([{"id": 1, "tags": ["a"]}, {"id": 2.5}, None], "x", notes)
+        'struct<id: float64, tags: list<string>>'
+        >>> json_word([*range(200), "none"], "n", notes), json_word([1, "a"], "m", notes)
+        ('int64', None)
+        >>> notes["n"]
+        "not int64: 1 of 201 values, such as 'none'; such rows are rejected"
     """
-    if kind.endswith("[]"):
-        return f"list<{json_word(kind[:-2])}>"
-    if kind.startswith("STRUCT("):
-        fields = []
-        for field in _split(kind[7:-1]):
-            name, _, inner = field.strip().partition(" ")
-            fields.append(f"{name.strip(chr(34))}: {json_word(inner)}")
-        return f"struct<{', '.join(fields)}>"
-    return _WORDS.get(kind, "string")
+    present = [value for value in values if value is not None]
+    counts = Counter(map(_json_kind, present))
+    if {"int64", "float64"} <= counts.keys():
+        counts["float64"] += counts.pop("int64")
+    kind, count = counts.most_common(1)[0] if counts else ("string", 0)
+    if count < MANY * len(present):
+        shares = ", ".join(f"{n / len(present):.0%} {k}" for k, n in counts.most_common())
+        notes[path] = f"left out, since its values are of several types: {shares}"
+        return None
+    odd = [v for v in present if _json_kind(v) not in (kind, "int64" * (kind == "float64"))]
+    if odd:
+        share = f"{len(odd)} of {len(present)} values, such as {odd[0]!r:.40}"
+        notes[path] = f"not {kind}: {share}; such rows are rejected"
+    if kind == "list":
+        inner = json_word([x for v in present if isinstance(v, list) for x in v], path, notes)
+        return inner and f"list<{inner}>"
+    if kind == "struct":
+        rows = [v for v in present if isinstance(v, dict)]
+        fields = json_fields(rows, f"{path}.", notes)
+        return f"struct<{', '.join(f'{k}: {v}' for k, v in fields.items())}>" if fields else None
+    return kind
 
 
-def _split(text: str) -> Iterator[str]:
-    depth, start = 0, 0
-    for index, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if character == "," and not depth:
-            yield text[start:index]
-            start = index + 1
-    yield text[start:]
+def json_fields(rows: Sequence[dict[str, Any]], path: str, notes: dict[str, str]) -> dict[str, str]:
+    """Return the fields of objects and their types; see `json_word`."""
+    names = [n for n in dict.fromkeys(n for row in rows for n in row) if not _SYNTAX.search(n)]
+    words = {n: json_word((row.get(n) for row in rows), f"{path}{n}", notes) for n in names}
+    return {name: word for name, word in words.items() if word}
 
 
-def _joined(first: SourceConfig, other: SourceConfig) -> SourceConfig:
-    """Return a source with the columns of two of its files."""
-    if first.columns is None or first.format != "jsonl":
-        return first
-    columns = dict(first.columns)
-    for name, kind in (other.columns or {}).items():
-        known = columns.setdefault(name, kind)
-        if known != kind:
-            numbers = {"int64", "float64"}
-            columns[name] = "float64" if {known, kind} <= numbers else known
-    return replace(first, columns=columns)
+def _json_kind(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 63:
+        return "uint64" if 0 < value < 1 << 64 else "float64"
+    kinds = {bool: "bool", int: "int64", float: "float64", str: "string", list: "list"}
+    return kinds.get(type(value), "struct")
 
 
-def _columns(folder: Folder, path: str, config: SourceConfig) -> list[str]:
+def _columns(folder: Folder, path: str, config: SourceConfig) -> dict[str, str]:
     if config.format == "avro":
-        return list(avro_schema(folder, path).names)
+        return dict.fromkeys(columns_of_avro(folder, path).schema.names, "")
     with folder.arrow_file(path) as file:
-        return list(pq.read_schema(file).names)
+        return dict.fromkeys(pq.read_schema(file).names, "")
 
 
 def _first_rows(
     folder: Folder, name: str, config: SourceConfig, files: Sequence[FoundFile], scratch: Path
-) -> tuple[pa.Table, bool]:
-    """Return the first rows of a kind, read as a build reads them."""
+) -> tuple[pa.Table, int, bool]:
+    """Return the first rows of a kind, read as a build reads them, how many it has, and if all."""
     place = scratch / name
     place.mkdir()
     found = excerpts(folder, {name: config}, {name: files}, {name: ROWS}, place)[name]
@@ -333,9 +389,15 @@ def _first_rows(
                 if rows.table is not None
             )
     if not tables:
-        return pa.table({}), found.is_whole
+        return pa.table({}), 0, found.is_whole
     rows = pa.concat_tables(tables, promote_options="permissive").drop_columns([ORIGIN])
-    return rows.combine_chunks(), found.is_whole
+    count = rows.num_rows
+    if not found.is_whole:
+        count = int(count * max(1.0, found.num_bytes / sum(f.num_bytes for f in found.listing)))
+    if not found.is_whole and config.format == "parquet":
+        with folder.arrow_file(files[0].path) as file:
+            count = pq.read_metadata(file).num_rows * found.num_bytes // files[0].num_bytes
+    return rows.combine_chunks(), count, found.is_whole
 
 
 def schema_of(folder: Folder, path: str, config: SourceConfig) -> pa.Schema:

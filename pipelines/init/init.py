@@ -20,6 +20,8 @@ from pipelines.sources.folder import folder_of
 from schemas.columns import is_text
 from schemas.errors import SchemaError
 
+MANY_REJECTS = 0.02
+"""Share of the rows that are tried from which on their rejects are said."""
 JOB, SCHEMA = "job.yaml", "schema.pbtxt"
 
 
@@ -65,10 +67,15 @@ def init(request: InitRequest) -> dict[str, Any]:
     }
     plan = plan_of(kinds, unique)
     plan.left_out += [(path, "no format that can be read, or no rows") for path in others]
+    for kind in kinds:
+        own = kind.config.columns or kind.rows.column_names
+        gone = [path for path in kind.notes if path.split(".")[0] not in own]
+        plan.left_out += [(f"{path} of {kind.name}", kind.notes[path]) for path in gone]
     time = next(f.column for f in plan.features if f.column.name == plan.time[0])
     split = None
     if plan.is_timed:
-        split = evaluation_from(folder, plan.kind, time.expr, time.values)
+        with TemporaryDirectory(prefix="presage-init-") as scratch:
+            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch))
     root = Path(str(request.input_root).rstrip("/"))
     request.output.mkdir(parents=True, exist_ok=True)
     name = plain_name(root.name or "log")
@@ -79,6 +86,13 @@ def init(request: InitRequest) -> dict[str, Any]:
         request.say(line)
     look = PreviewRequest(job_path=job, input_root=request.input_root)
     seen = preview(look)
+    rejects = seen["rejects"]
+    if rejects["share"] > MANY_REJECTS:
+        reason = rejects["reasons"][0]
+        request.say(
+            f"WARNING: {rejects['share']:.0%} of the first rows are rejected, {reason['num']} of "
+            f"{rejects['num']} by: {reason['reason']}; correct {job} before you build"
+        )
     return {
         "job": str(job),
         "source": plan.kind.name,

@@ -10,9 +10,17 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.init.columns import Column, Role, columns_of, quoted, words_of
+from pipelines.init.columns import (
+    BECOME_NULL,
+    Column,
+    Role,
+    columns_of,
+    numbers_in,
+    quoted,
+    words_of,
+)
 from pipelines.init.files import Kind
-from schemas.columns import one_chunk
+from schemas.columns import is_text, one_chunk
 
 _LABELS = (
     "label", "target", "clicked", "click", "is_click", "purchased", "purchase", "converted",
@@ -25,9 +33,11 @@ _NOT_THINGS = {"id", "ids", "fixed", "inview", "list", "seq", "history", "of", "
 _OVERLAP = {"int": 0.5, "text": 0.05}
 """Share of values that have to be among another column's for the two to mean the same things:
 whole numbers may be equal by chance."""
-_FEW = 20
+_FEW = {"int": 100, "text": 20}
 """Distinct values below which equal values mean nothing."""
 _MAX_TABLE = 1 << 22
+_SMALL = 10
+"""Numbers up to it are read as they are, larger ones as logarithms, or normalized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +76,31 @@ class Plan:
 
     Attributes:
         kind: files that samples are made of.
-        features: columns of the samples.
         inner: what SQL reads from: the source, or a subquery that takes lists apart.
+        num_samples: about how many there will be.
+        features: columns of the samples.
         session: (column, why).
         time: (column, why).
         is_timed: whether the time is one, rather than a number that stands for it.
         has_gap: whether a pause cuts sessions.
         sides: side tables.
+        unnested: list of which each entry is a sample, and why.
+        transforms: new column to what makes it.
         tables: name to features.
         left_out: (what, why) of columns and files that are not used.
     """
 
     kind: Kind
+    inner: str
+    num_samples: int
     features: list[Feature] = field(default_factory=list[Feature])
-    inner: str = ""
     session: tuple[str, str] = ("", "")
     time: tuple[str, str] = ("", "")
     is_timed: bool = True
     has_gap: bool = False
     sides: list[Side] = field(default_factory=list[Side])
+    unnested: tuple[str, str] | None = None
+    transforms: dict[str, str] = field(default_factory=dict[str, str])
     tables: dict[str, list[Feature]] = field(default_factory=dict[str, list[Feature]])
     left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
@@ -99,21 +115,12 @@ def typed(kind: Kind) -> Kind:
     if kind.config.format != "csv":
         return kind
     rows, words = kind.rows, dict(kind.config.columns or {})
-    for name in rows.column_names:
-        texts = one_chunk(rows[name])
-        present = texts.drop_null()
-        if not len(present) or any(
-            re.match(r"-?0\d", t) for t in present.slice(0, 2000).to_pylist()
-        ):
-            continue
-        for word, arrow in (("int64", pa.int64()), ("float64", pa.float64())):
-            try:
-                numbers = texts.cast(arrow)
-            except pa.ArrowInvalid:
-                continue
-            words[name] = word
-            rows = rows.set_column(rows.column_names.index(name), name, numbers)
-            break
+    for index, name in enumerate(rows.column_names):
+        found = numbers_in(one_chunk(rows[name]))
+        if found is not None and not len(found[2]):
+            shape, numbers, _ = found
+            words[name] = f"{shape}64"
+            rows = rows.set_column(index, name, numbers)
     return replace(kind, rows=rows, config=replace(kind.config, columns=words))
 
 
@@ -126,24 +133,67 @@ def plan_of(kinds: Sequence[Kind], unique: Mapping[tuple[str, str], bool]) -> Pl
     """
     seen = {kind.name: list(columns_of(kind.rows)) for kind in kinds}
     columns = {n: [c for c in found if isinstance(c, Column)] for n, found in seen.items()}
-    kind = max(kinds, key=lambda k: (_evidence(k, columns[k.name]), k.num_bytes, k.name))
-    plan = Plan(kind)
-    for found in seen[kind.name]:
-        if not isinstance(found, Column):
-            plan.left_out.append((f"column {found[0]}", found[1]))
-    mine = _with_label(plan, kind, columns[kind.name])
+    lists = {kind.name: _labelled_list(kind) for kind in kinds}
+    kind = max(
+        kinds,
+        key=lambda k: (_evidence(k, columns[k.name], lists[k.name]), k.num_bytes, k.name),
+    )
+    plan = Plan(kind, quoted(kind.name), kind.num_rows)
+    found, name = seen[kind.name], lists[kind.name]
+    if name is not None:
+        plan.kind = kind = _with_entries(kind, name)
+        plan.num_samples = kind.num_rows
+        plan.unnested = name, "since its entries say what became of each"
+        entries = f"unnest({quoted(name)}) AS {quoted(name)}"
+        plan.inner = f"(SELECT * REPLACE ({entries})\n            FROM {plan.inner})"
+        found = list(columns_of(kind.rows))
+    plan.left_out += [(f"column {c[0]}", c[1]) for c in found if not isinstance(c, Column)]
+    mine = _with_label(plan, kind, [c for c in found if isinstance(c, Column)])
     _choose_time(plan, mine)
     _choose_session(plan)
     for other in sorted(kinds, key=lambda k: (k.config.format == "csv", -k.num_bytes)):
-        if other is not kind:
+        if other.name != kind.name:
             _add_side(plan, other, columns[other.name], unique)
+    keys = {plan.session[0], plan.time[0], *(f.column.name for f in plan.features[:1])}
+    plan.features = [_rejecting(f) if f.column.name in keys else f for f in plan.features]
+    _scale(plan)
     plan.tables = _tables(plan)
     return plan
 
 
-def _evidence(kind: Kind, columns: Sequence[Column]) -> int:
+def _labelled_list(kind: Kind) -> str | None:
+    """Return a list of objects one of whose fields is a label."""
+    for field_ in kind.rows.schema:
+        listed = pa.types.is_list(field_.type) or pa.types.is_large_list(field_.type)
+        if listed and pa.types.is_struct(field_.type.value_type):
+            entries = pa.table({field_.name: one_chunk(kind.rows[field_.name]).flatten()})
+            found = [c for c in columns_of(entries) if isinstance(c, Column)]
+            if _named_label(found) or _graded_label(found):
+                return field_.name
+    return None
+
+
+def _with_entries(kind: Kind, name: str) -> Kind:
+    """Return a kind with a row for each entry of a list."""
+    lists = one_chunk(kind.rows[name])
+    rows = kind.rows.take(pc.list_parent_indices(lists))
+    rows = rows.set_column(rows.column_names.index(name), name, lists.flatten())
+    count = kind.num_rows * rows.num_rows // kind.rows.num_rows
+    return replace(kind, rows=rows, num_rows=count)
+
+
+def _rejecting(feature: Feature) -> Feature:
+    """Return a key, time or label whose bad values reject their rows."""
+    column = feature.column
+    expr = column.expr.replace("TRY_CAST(", "CAST(")
+    why = column.why.replace(BECOME_NULL, "these reject their rows")
+    return replace(feature, column=replace(column, expr=expr, why=why))
+
+
+def _evidence(kind: Kind, columns: Sequence[Column], labelled: str | None) -> int:
     """Return how much speaks for making samples of some files."""
     shown = any(c.shown for c in columns) or _clicked_of(kind, columns) is not None
+    shown = shown or labelled is not None
     label = _named_label(columns) is not None
     return 3 * shown + 2 * label + 2 * any(c.shape == "time" for c in columns)
 
@@ -153,6 +203,17 @@ def _named_label(columns: Sequence[Column]) -> Column | None:
     exact = [known[name] for name in _LABELS if name in known]
     parts = [c for name in _LABELS[:6] for c in known.values() if name in c.words]
     return next(iter([*exact, *parts]), None)
+
+
+def _graded_label(columns: Sequence[Column]) -> tuple[Column, float] | None:
+    """Return an outcome that is a number, such as seconds, and the one above which it is good."""
+    for column in columns:
+        if column.is_outcome and column.shape in ("int", "float") and not column.is_binary:
+            values = pc.fill_null(column.values, 0)
+            for bound in (0, pc.quantile(values, 0.5, interpolation="lower")[0].as_py()):
+                if 0.01 < pc.mean(pc.greater(values, bound)).as_py() < 0.99:
+                    return column, bound
+    return None
 
 
 def _clicked_of(kind: Kind, columns: Sequence[Column]) -> tuple[Column, Column] | None:
@@ -181,11 +242,12 @@ def _source(kind: Kind, column: Column) -> str:
 
 def _with_label(plan: Plan, kind: Kind, columns: list[Column]) -> list[Column]:
     """Add the label, and what SQL has to take apart for it; return the columns that are left."""
-    plan.inner = quoted(kind.name)
     taken = {c.name for c in columns}
     item = next(n for n in ("item", "shown_item", "item_") if n not in taken)
     pairs = next((c for c in columns if c.shown), None)
     both = _clicked_of(kind, columns)
+    if listed := pairs or (both and both[0]):
+        plan.num_samples = plan.num_samples * len(listed.values) // listed.num_looked_at
     if pairs is not None:
         plan.inner = f"(SELECT *, unnest({pairs.expr}) AS pair_\n            FROM {plan.inner})"
         sql = "regexp_replace(pair_, '-[01]$', '')"
@@ -206,9 +268,21 @@ def _with_label(plan: Plan, kind: Kind, columns: list[Column]) -> list[Column]:
         label = Column("label", sql, "int", pa.array([0, 1]), 0)
         _add(plan, label, "label", f"whether {chosen.name} has the entry of {shown.name}")
         return [c for c in columns if c not in both]
-    named = _named_label(columns)
+    named, graded = _named_label(columns), _graded_label(columns)
     if named is not None:
-        _add(plan, named, "label", "0 or 1 in every row, and its name")
+        nulls = named.values.null_count > 0
+        cast = (
+            f"CAST(coalesce({named.expr}, {'false' if named.shape == 'bool' else '0'}) AS TINYINT)"
+        )
+        label = replace(named, expr=cast if nulls else named.expr, num_nulls=0)
+        why = "0 or 1 in every row, and its name" if not nulls else "its name; null counts as 0"
+        _add(plan, label, "label", why)
+    elif graded is not None:
+        column, bound = graded
+        sql = f"CAST(coalesce({column.expr}, 0) > {bound} AS TINYINT)"
+        name = "label" if "label" not in taken else "label_"
+        label = Column(name, sql, "int", pa.array([0, 1]), 0)
+        _add(plan, label, "label", f"whether {column.name} is above {bound}")
     return [c for c in columns if c is not named]
 
 
@@ -221,7 +295,7 @@ def _role(column: Column, *, in_side: bool = False) -> tuple[Role, str]:
     distinct = column.num_distinct
     if column.shape == "time":
         return "kept", f"a time ({column.why})"
-    if column.is_outcome and not in_side and column.shape != "list":
+    if column.is_outcome and not in_side:
         return "kept", "by its name known only after the sample: a model must not read it"
     if column.shape == "list":
         many = f"{distinct} distinct values"
@@ -235,10 +309,11 @@ def _role(column: Column, *, in_side: bool = False) -> tuple[Role, str]:
     if column.is_row_id:
         return "kept", "another value in nearly every row: nothing can be learned of one"
     if column.shape in ("float", "bool"):
-        return "dense", "a number" if column.shape == "float" else "true or false"
+        return "dense", column.why or ("a number" if column.shape == "float" else "true or false")
     if column.is_id:
-        return "sparse", f"{distinct} distinct {'texts' if column.shape == 'text' else 'numbers'}"
-    return "dense", "a number, by its name"
+        kind = "texts" if column.shape == "text" else column.why or "numbers"
+        return "sparse", f"{distinct} distinct {kind}"
+    return "dense", column.why or "a number, by its name or its range"
 
 
 def _choose_time(plan: Plan, columns: Sequence[Column]) -> None:
@@ -336,6 +411,9 @@ def _add_side(
         elif column.is_prose:
             reason = "long texts"
         elif column.expr not in plain:
+            if _add_transform(plan, kind, column, names):
+                taken[column.name] = _raw(kind, column.name)
+                continue
             reason = f"{column.why or column.shape}: only SQL makes features of them"
         if reason is None:
             taken[column.name] = column
@@ -346,11 +424,57 @@ def _add_side(
         return
     for column in taken.values():
         role, why_role = _role(column, in_side=True)
+        if any(quoted(column.name) in text for text in plan.transforms.values()):
+            role, why_role = "kept", "a transform makes a feature of it"
         _add(plan, column, role, f"from {kind.name}; {why_role}")
     for reason, left in without.items():
         plan.left_out.append((f"{kind.name}: {', '.join(left)}", reason))
     found_columns = {name: _source(kind, column) for name, column in taken.items()}
     plan.sides.append(Side(kind, source, asked, found_columns, time, why))
+
+
+def _add_transform(plan: Plan, kind: Kind, column: Column, names: set[str]) -> bool:
+    """Add what SQL makes of a column of a side table as a transform; tell whether it can be."""
+    name = f"{column.name}_{'list' if column.shape == 'list' else 'code'}"
+    usual = column.name in kind.rows.column_names and name not in names
+    if not usual or column.shape not in ("int", "list"):
+        return False
+    made = replace(column, name=name)
+    role, why = _role(made, in_side=True)
+    plan.transforms[name] = column.expr
+    _add(plan, made, role, f"from {column.name} of {kind.name}; {why}")
+    return True
+
+
+def _raw(kind: Kind, name: str) -> Column:
+    """Return a column as it is in the files."""
+    values = one_chunk(kind.rows[name])
+    shape = "text" if is_text(values.type) else "float"
+    return Column(name, quoted(name), shape, values, len(values), values.null_count)
+
+
+def _scale(plan: Plan) -> None:
+    """Make numbers of a wide range small by transforms; the numbers themselves are kept."""
+    for index, feature in enumerate(list(plan.features)):
+        column = feature.column
+        values = column.values.drop_null()
+        if feature.role != "dense" or column.shape == "bool" or not len(values):
+            continue
+        low, middle, high = pc.quantile(values, [0, 0.5, 1]).to_pylist()
+        if low >= -_SMALL and high <= _SMALL:
+            continue
+        seen = f"{feature.why}; {low:g} to {high:g}, half of them below {middle:g}"
+        name, way = (
+            (f"{column.name}_log", "log")
+            if column.is_wide
+            else (f"{column.name}_scaled", "normalize")
+        )
+        plan.transforms[name] = f"{{{way}: {{column: {column.name}}}}}"
+        plan.features[index] = Feature(
+            column, "kept", f"{feature.why}; {name} is read in its place"
+        )
+        made = Column(name, "", "float", values, column.num_rows)
+        _add(plan, made, "dense", f"{seen}: {way} of {column.name}")
 
 
 def _key_of(plan: Plan, kind: Kind, columns: Sequence[Column]) -> tuple[Column, str, str] | None:
@@ -369,11 +493,15 @@ def _key_of(plan: Plan, kind: Kind, columns: Sequence[Column]) -> tuple[Column, 
         key, mine = max(named, key=lambda pair: pair[0].num_distinct / pair[0].num_rows)
         return key, mine.name, f"both have a column {mine.name!r}"
     for key in keys:
-        if key.shape != "text" or key.is_prose or key.num_distinct < max(_FEW, 0.99 * key.num_rows):
+        if (
+            key.shape != "text"
+            or key.is_prose
+            or key.num_distinct < max(_FEW["text"], 0.99 * key.num_rows)
+        ):
             continue
         for mine in scalars:
             share = _share(mine, key)
-            enough = share >= _OVERLAP["text"] and mine.num_distinct >= _FEW
+            enough = share >= _OVERLAP["text"] and mine.num_distinct >= _FEW["text"]
             if mine.shape == "text" and enough:
                 why = f"{share:.0%} of the values of {mine.name!r} are among its first {key.name!r}"
                 return key, mine.name, why
@@ -414,8 +542,8 @@ def _same_things(one: Feature, other: Feature) -> bool:
     if _things(a) & _things(b):
         return True
     least = min(a.num_distinct, b.num_distinct)
-    limit = _OVERLAP["text" if type_of(a) == "BYTES" else "int"]
-    return least >= _FEW and max(_share(a, b), _share(b, a)) >= limit
+    kind = "text" if type_of(a) == "BYTES" else "int"
+    return least >= _FEW[kind] and max(_share(a, b), _share(b, a)) >= _OVERLAP[kind]
 
 
 def _things(column: Column) -> set[str]:

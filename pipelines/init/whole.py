@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -10,22 +13,29 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.init.files import Kind
+from pipelines.init.files import Kind, schema_of
 from pipelines.samples.connection import quoted_name
-from pipelines.sources.folder import Folder
+from pipelines.sources.avro_source import cut_avro
+from pipelines.sources.folder import Folder, codec_of, decompressed, folder_of
+from pipelines.sources.read import read_part
+from pipelines.sources.rows import FilePart
 from schemas.columns import one_chunk
 
 MAX_BYTES = 2 << 30
 """Bytes of files of one kind that are read for one figure at most."""
+_WINDOWS = 100
+"""Places in the files of a kind at which rows are looked at to choose the split."""
+_WINDOW_BYTES = 32 << 10
+_COMPRESSION = 8
+"""About how many times compressed texts are smaller."""
 _TYPES = {"int64": "BIGINT", "float64": "DOUBLE", "timestamp": "TIMESTAMP", "uint64": "UBIGINT"}
 
 
 def _query(folder: Folder, kind: Kind, expr: str) -> list[tuple[object, ...]]:
     """Return what an expression over all rows gives; nothing when they are not to be asked."""
-    config = kind.config
-    if not folder.is_local or config.format == "avro" or kind.num_bytes > MAX_BYTES:
+    if not folder.is_local or kind.config.format == "avro" or kind.num_bytes > MAX_BYTES:
         return []
-    paths = [str(Path(folder.root, file.path)) for file in kind.files]
+    config, paths = kind.config, [str(Path(folder.root, file.path)) for file in kind.files]
     types = {k: _TYPES.get(v, "VARCHAR") for k, v in (config.columns or {}).items()}
     columns = "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in types.items()) + "}"
     if config.format == "parquet":
@@ -63,29 +73,78 @@ def is_unique(folder: Folder, kind: Kind, column: str) -> bool:
 
 
 def evaluation_from(
-    folder: Folder, kind: Kind, expr: str, first: pa.Array, share: float = 0.9
+    folder: Folder, kind: Kind, expr: str, scratch: Path, share: float = 0.9
 ) -> datetime | None:
     """Return a time that leaves about a tenth of the rows behind it; None when it is not known.
+
+    Rows are looked at in windows all over the files, so that a part that is not like the rest
+    counts for as much as it is.
 
     Args:
         folder: input directory.
         kind: files that samples are made of.
         expr: SQL of the time.
-        first: times of the first rows.
+        scratch: a directory for copies of the windows.
         share: of the rows that are before it.
     """
-    found = _query(folder, kind, f"quantile_disc({expr}, {share}), min({expr}), max({expr})")
-    if found and found[0][0] is not None:
-        middle, low, high = (_moment(value) for value in found[0])
-    elif kind.is_whole:
-        times = first.drop_null()
-        ordered = times.take(pc.sort_indices(times))
-        middle, low, high = (
-            ordered[int(i)].as_py() for i in (share * (len(times) - 1), 0, len(times) - 1)
-        )
+    figures = f"quantile_disc(TRY({expr}), {share}), min(TRY({expr})), max(TRY({expr}))"
+    if kind.config.format == "parquet" and not kind.is_whole:
+        found = _query(folder, kind, figures)
     else:
+        rows = kind.rows if kind.is_whole else _rows_all_over(folder, kind, scratch)
+        connection = duckdb.connect()
+        connection.register(kind.name, rows)
+        try:
+            found = connection.sql(f"SELECT {figures} FROM {quoted_name(kind.name)}").fetchall()
+        except duckdb.Error:  # of a list's entries, which only the job takes apart
+            found = []
+    if not found or found[0][0] is None:
         return None
-    return _rounded(middle, low, high)
+    return _rounded(*(_moment(value) for value in found[0]))
+
+
+def _rows_all_over(folder: Folder, kind: Kind, scratch: Path) -> pa.Table:
+    """Return rows from windows at equal distances in all files of a kind."""
+    config = replace(kind.config, header=False) if kind.config.format == "csv" else kind.config
+    tables: list[pa.Table] = []
+    step = kind.num_bytes // _WINDOWS + 1
+    for file in kind.files[:: len(kind.files) // _WINDOWS + 1]:
+        whole = FilePart(kind.name, file.path, 0)
+        if kind.config.format == "avro":
+            parts = [(folder, part) for part in cut_avro(folder, whole, step)[0]]
+        else:
+            copies = folder_of(scratch)
+            parts = [(copies, part) for part in _windows(folder, file.path, kind, scratch, step)]
+        for place, part in parts:
+            schema = schema_of(place, part.path, config)
+            found = (r.table for r in read_part(place, part, config, schema) if r.table is not None)
+            tables.extend(itertools.islice(found, 1))
+    return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows
+
+
+def _windows(folder: Folder, path: str, kind: Kind, scratch: Path, step: int) -> Iterator[FilePart]:
+    """Copy whole lines from places of a text at equal distances, each to a file of its own."""
+    is_plain = codec_of(path) is None
+    step = max(step, _WINDOW_BYTES) * (1 if is_plain else _COMPRESSION)
+    with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
+        for number in range(_WINDOWS * _COMPRESSION):
+            if is_plain:
+                file.seek(number * step)
+            block = file.read(_WINDOW_BYTES)
+            begins_with_row = not number and not (
+                kind.config.format == "csv" and kind.config.header
+            )
+            start = 0 if begins_with_row else block.find(b"\n") + 1
+            lines = block[start : block.rfind(b"\n") + 1]
+            copy = Path(scratch, path).with_name(f"window-{number}")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(lines)
+            if lines:
+                yield FilePart(kind.name, str(copy.relative_to(scratch)), 0)
+            if len(block) < _WINDOW_BYTES:
+                return
+            if not is_plain:
+                file.read(step - _WINDOW_BYTES)
 
 
 def _moment(value: object) -> datetime:

@@ -10,7 +10,6 @@ from datetime import datetime
 from pipelines.init.columns import quoted
 from pipelines.init.files import Kind
 from pipelines.init.plan import Feature, Plan, Side, num_rows_of, type_of
-from schemas.job_sources import SourceConfig
 
 _PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_][A-Za-z0-9_]*", re.I)
 _WIDTH = 96
@@ -51,6 +50,7 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
         "  # Dedup groups are chosen at the build, by a look at whole sessions; job.yaml of the",
         "  # dataset names them. To choose them yourself: groups: {user: [user_id, age]}",
         "  groups: auto",
+        *_transforms(plan),
     ]
     if plan.tables:
         lines += [
@@ -61,12 +61,38 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
         ]
     else:
         lines += ["  tables: {}  # no column holds ids"]
-    if plan.label is None:
+    if plan.label is not None and plan.tables:
+        lines += _training(plan)
+    elif plan.label is None:
         lines += [
             "# No column is a label: the dataset can be built and read, but nothing trained on it.",
             '# Make one in SQL (0 or 1) and tag it "label" in schema.pbtxt.',
         ]
     return "\n".join(lines) + "\n"
+
+
+def _transforms(plan: Plan) -> Iterator[str]:
+    if plan.transforms:
+        yield "  # Features that are made of columns; schema.pbtxt says why."
+        yield "  transforms:"
+        yield "    samples:"
+    for name, text in plan.transforms.items():
+        yield f"      {_word(name)}: {text if text[0] == '{' else json.dumps(text)}"
+
+
+def _training(plan: Plan) -> Iterator[str]:
+    batch = min(4096, max(64, 1 << (plan.num_samples // 50).bit_length() - 1))
+    yield from _comment(
+        f"For about {plan.num_samples} samples: 50 steps or more of at most 4,096.", "  "
+    )
+    yield f"  block_samples: {min(1024, batch)}"
+    yield f"  oracle: {{batch_samples: {batch}}}  # as in train:"
+    yield "# A small model to begin with; docs/job.md has others, and optimizers and metrics."
+    yield "train:"
+    yield "  model: {name: dlrm, bottom_layers: [64], top_layers: [128, 64]}"
+    yield "  embedding_dim: 16"
+    yield f"  batch_samples: {batch}"
+    yield "  epochs: 1"
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
@@ -80,10 +106,11 @@ def _source(kind: Kind, indent: str) -> Iterator[str]:
         "types as of the first rows.", indent,
     )  # fmt: skip
     yield f"{indent}{kind.name}:"
-    yield from _config(kind.config, indent + "  ")
+    yield from _config(kind, indent + "  ")
 
 
-def _config(config: SourceConfig, indent: str) -> Iterator[str]:
+def _config(kind: Kind, indent: str) -> Iterator[str]:
+    config = kind.config
     yield f"{indent}files: {json.dumps(config.files)}"
     yield f"{indent}format: {config.format}"
     if config.format == "csv":
@@ -95,9 +122,11 @@ def _config(config: SourceConfig, indent: str) -> Iterator[str]:
             yield f"{indent}header: false  # the first line is a row: give c0, c1, ... names"
     if config.columns:
         yield f"{indent}columns:"
-        for name, kind in config.columns.items():
-            text = kind if _PLAIN.fullmatch(kind) else json.dumps(kind)
-            yield f"{indent}  {_word(name)}: {text}"
+        for name, word in config.columns.items():
+            for path, note in kind.notes.items():
+                if path.split(".")[0] == name:
+                    yield from _comment(f"{path}: {note}.", f"{indent}  ")
+            yield f"{indent}  {_word(name)}: {word if _PLAIN.fullmatch(word) else json.dumps(word)}"
     if config.partitions:
         names = ", ".join(f"{_word(name)}: {kind}" for name, kind in config.partitions.items())
         yield f"{indent}partitions: {{{names}}}  # of folder names"
@@ -110,7 +139,7 @@ def _sides(sides: Sequence[Side]) -> Iterator[str]:
         yield f"      key: {_word(side.key)}"
         if side.time is not None:
             yield f"      time: {_word(side.time)}"
-        yield from _config(side.kind.config, "      ")
+        yield from _config(side.kind, "      ")
 
 
 def _keys(side: Side) -> str:
@@ -134,7 +163,10 @@ def _join(side: Side) -> str:
 
 def _statement(plan: Plan) -> Iterator[str]:
     looked_up = {name for side in plan.sides for name in side.columns}
-    columns = [f.column for f in plan.features if f.column.name not in looked_up]
+    elsewhere = looked_up | plan.transforms.keys()
+    columns = [f.column for f in plan.features if f.column.name not in elsewhere]
+    if plan.unnested is not None:
+        yield from _comment("One sample for each entry of {}, {}.".format(*plan.unnested), "    ")
     yield from _comment(
         "One SELECT over the rows of the source; a row that it fails on is a reject.", "    "
     )
@@ -157,8 +189,7 @@ def _split(plan: Plan, split: datetime | None) -> Iterator[str]:
 
 
 def _tables(plan: Plan) -> Iterator[str]:
-    rows = plan.kind.rows
-    scale = max(1.0, plan.kind.num_bytes / max(1, rows.nbytes)) if not plan.kind.is_whole else 1.0
+    scale = max(1.0, plan.kind.num_rows / plan.kind.rows.num_rows)
     for name, features in plan.tables.items():
         names = ", ".join(_word(f.column.name) for f in features)
         size = num_rows_of(features, scale)

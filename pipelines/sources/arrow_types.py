@@ -39,6 +39,23 @@ def arrow_type(text: str) -> pa.DataType:
     return _WORDS[word]
 
 
+def word_of(kind: pa.DataType) -> str | None:
+    """Return the word that names a type, None when there is none.
+
+    Example:
+        >>> word_of(arrow_type("struct<id: int64, tags: list<string>>"))
+        'struct<id: int64, tags: list<string>>'
+    """
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        inner = word_of(kind.value_type)
+        return inner and f"list<{inner}>"
+    if pa.types.is_struct(kind):
+        fields = [(field.name, word_of(field.type)) for field in kind]
+        known = all(word for _, word in fields)
+        return f"struct<{', '.join(f'{n}: {word}' for n, word in fields)}>" if known else None
+    return next((word for word, known in _WORDS.items() if known == kind), None)
+
+
 def _parts(text: str) -> list[str]:
     """Split at the commas that stand in no brackets."""
     found, depth = [""], 0

@@ -17,12 +17,15 @@ import pytest
 from pipelines.build import build
 from pipelines.commands import main
 from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.init import files
 from pipelines.init.columns import Column, columns_of
 from pipelines.init.init import InitRequest, init
 from pipelines.parts.expand import expand
 from pipelines.prepare import BuildRequest
 from pipelines.segments.verify import verify
+from schemas.events import SUMMARY, read_summary
 from schemas.job import load_job
+from trainer.__main__ import main as trainer_main
 
 NUM_ROWS = 400
 
@@ -101,6 +104,39 @@ def shown_log(root: Path) -> None:
     pq.write_table(pa.table(table), root / "log.parquet")
 
 
+def odd_log(root: Path) -> None:
+    """Lists of objects with what became of each, and a few values of other types."""
+    with (root / "pages.jsonl").open("w") as file:
+        for i, r in enumerate(rows()):
+            outcomes = [{"clicked": r["clicked"] == 1 and k == 0, "dwell_sec": 3} for k in range(2)]
+            items = [{"id": f"i{i % 50 + k}", "pos": k, "outcome": outcomes[k]} for k in range(2)]
+            line = {
+                "user": r["user_id"], "time": f"2026-01-0{i // 100 + 1}T00:{i % 60:02}:00Z",
+                "version": 2 if i % 3 else "1.2", "spent": 10 ** (i % 6), "items": items,
+            }  # fmt: skip
+            line |= {"items": "none"} if i == 7 else {"time": "unknown"} if i == 8 else {}
+            file.write(json.dumps(line) + "\n")
+
+
+def unions_log(root: Path) -> None:
+    """Avro with unions of several types, and seconds in the place of a label."""
+    kinds = {"user": ["long", "string"], "price": ["null", "float", "string"], "show": "long"}
+    fields = [{"name": n, "type": k} for n, k in kinds.items()]
+    fields.append({"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}})
+    fields.append({"name": "play_seconds", "type": ["null", "int"]})
+    schema = {"type": "record", "name": "play", "fields": fields}
+    found = [
+        {
+            "user": int(str(r["user_id"])) if i % 8 < 4 else f"guest-{r['user_id']}",
+            "price": [None, 1.5, "free"][i % 3], "show": r["item_id"],
+            "at": int(str(r["ts"])) * 1000, "play_seconds": 40 if r["clicked"] else None,
+        }
+        for i, r in enumerate(rows())
+    ]  # fmt: skip
+    with (root / "plays.avro").open("wb") as file:
+        fastavro.writer(file, schema, found, sync_interval=2000)
+
+
 def bare_log(root: Path) -> None:
     """Neither time nor session nor label, and names that SQL reserves."""
     table = {"select": [0.5, 1.5, float("nan"), None], "Ordered By!": [1.0, 2.0, 3.5, 4.5]}
@@ -127,12 +163,30 @@ LOGS: dict[str, tuple[Callable[[Path], None], dict[str, object]]] = {
         "session": "user_id", "time": "ts", "label": "clicked", "sides": ["prices"],
         "columns": {
             "clicked": "label", "user_id": "sparse", "ts": "kept", "item_id": "sparse",
-            "price": "dense",
+            "price": "kept", "price_scaled": "dense",
         },
     }),
     "shown and clicked": (shown_log, {
         "session": "visitor", "time": "time", "label": "label", "sides": [],
         "columns": {"item": "sparse", "label": "label", "visitor": "sparse", "time": "kept"},
+    }),
+    "odd values": (odd_log, {
+        "session": "user", "time": "time", "label": "items_outcome_clicked", "sides": [],
+        "columns": {
+            "items_outcome_clicked": "label", "user": "sparse", "time": "kept", "spent": "kept",
+            "items_id": "sparse", "items_pos": "sparse", "items_outcome_dwell_sec": "kept",
+            "spent_log": "dense",
+        },
+        "left_out": ["version of pages"], "num_rejects": 2,
+        "evaluation_from": "2026-01-04T00:00:00",
+    }),
+    "unions": (unions_log, {
+        "session": "user", "time": "at", "label": "label", "sides": [],
+        "columns": {
+            "label": "label", "user": "sparse", "price": "sparse", "show": "sparse", "at": "kept",
+            "play_seconds": "kept",
+        },
+        "evaluation_from": "2026-01-01T02:59:00",
     }),
     "nothing to go by": (bare_log, {
         "session": "all_rows", "time": "row_time", "label": None, "sides": [],
@@ -171,8 +225,19 @@ def test_a_first_job_has_what_is_in_the_files_and_builds_as_it_is(
     found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
     assert {key: found[key] for key in wanted} == wanted
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
-    assert result["num_rejects"] == 0
+    assert result["num_rejects"] == wanted.get("num_rejects", 0)
     assert result["num_samples"] == found["num_samples"] or found["num_samples"] >= NUM_ROWS
+    if found["label"] is not None:
+        trained(tmp_path / "job" / "job.yaml", tmp_path / "dataset", tmp_path / "run")
+
+
+def trained(job: Path, dataset: Path, run: Path) -> None:
+    """Train a few steps with a job as it is, and evaluate."""
+    words = [str(job), "--dataset", str(dataset)]
+    assert trainer_main(["train", *words, "--output", str(run), "--steps", "3"]) == 0
+    assert trainer_main(["evaluate", *words, "--run", str(run), "--json"]) == 0
+    metrics = read_summary(run / SUMMARY)
+    assert (metrics.num_steps, metrics.ne is not None) == (3, True)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +262,7 @@ def test_a_first_job_of_csv_has_lists_times_and_a_side_table(
     assert found["columns"] == {
         "clicked": "label", "user_id": "sparse", "time": "kept", "item_id": "sparse",
         "city": "sparse", "seen": "sparse", "tags": "sparse", "words": "sparse",
-        "brand": "sparse", "weight_kg": "dense",
+        "brand": "sparse", "weight_kg": "kept", "weight_kg_scaled": "dense",
     }  # fmt: skip
 
 
@@ -227,6 +292,42 @@ def test_a_first_job_says_why(shop: tuple[Path, dict[str, object]]) -> None:
         assert line in text
     assert "# values between '|'" in (shop[0] / "job" / "schema.pbtxt").read_text()
     assert str(load_job(job).data.split.evaluation_from) == "2026-01-01 02:59:00"
+
+
+def test_types_and_split_are_those_of_most_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "ROWS", 400)
+    lines = ["user_id,time,price,clicked"]
+    for i in range(4000):  # the first 400 have 3 odd prices, all have 27; a quote is not closed
+        price = "n/a" if i % 150 == 99 else str(i % 9)
+        user = f'"{i % 40}' if i == 1500 else str(i % 40)
+        lines.append(f"{user},2026-01-{i // 200 + 1:02}T00:{i % 60:02}:00,{price},{i % 3 // 2}")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "clicks.csv").write_text("\n".join(lines) + "\n")
+    found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    assert found["columns"] == {
+        "clicked": "label", "user_id": "sparse", "time": "kept", "price": "dense"
+    }  # fmt: skip
+    assert "2026-01-17" <= found["evaluation_from"] <= "2026-01-20"
+    why = "numbers, but for 3 of 400 values, such as 'n/a'; these become null"
+    assert why in (tmp_path / "job" / "schema.pbtxt").read_text()
+    result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
+    assert (result["num_samples"], result["num_rejects"]) == (3999, 1)
+    expand(tmp_path / "dataset", tmp_path / "x.parquet")
+    assert pq.read_table(tmp_path / "x.parquet")["price"].null_count == 27
+
+
+def test_init_says_when_rows_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log").mkdir()
+    found = [{"user": i // 4 if i % 5 < 2 else None, "ts": 1_767_225_600 + i} for i in range(200)]
+    lines = "".join(json.dumps(line) + "\n" for line in found)
+    (tmp_path / "log" / "log.jsonl").write_text(lines)
+    assert main(["init", str(tmp_path / "log"), "--output", str(tmp_path / "job")]) == 0
+    message = "WARNING: 60% of the first rows are rejected, 120 of 120 by: "
+    assert message in capsys.readouterr().err
 
 
 def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
