@@ -37,7 +37,7 @@ _OUTCOME_WORDS = {
     "outcome", "outcomes", "result", "purchases", "saved", "skipped", "revenue",
 }  # fmt: skip
 _PAST_WORDS = {"history", "seq", "recent", "last", "past", "prev", "previous", "items", "id", "ids"}
-_SAMPLE = 2000
+TEXTS = 2000
 """Texts of a column that are taken apart."""
 BECOME_NULL = "these become null"
 _WIDE = 50
@@ -97,11 +97,6 @@ class Column:
     def words(self) -> set[str]:
         """Return the words of its name."""
         return words_of(self.name)
-
-    @property
-    def num_looked_at(self) -> int:
-        """Return the rows that the values are of."""
-        return min(self.num_rows, _SAMPLE) if self.shown else self.num_rows
 
     @property
     def num_distinct(self) -> int:
@@ -287,7 +282,8 @@ def _whole(column: Column) -> Column:
     values = column.values.cast(pa.float64()).drop_null()
     if not pc.all(pc.equal(pc.floor(values), values)).as_py():
         return column
-    codes = 2 < column.num_distinct <= min(_FEW_CODES, 0.05 * len(values))
+    few = column.num_distinct <= min(_FEW_CODES, 0.05 * len(values))
+    codes = few and (column.num_distinct > 2 or column.is_outcome)
     if column.words & {"id", "code"} or (codes and not column.words & _DENSE_WORDS):
         numbers = column.values.cast(pa.float64()).cast(pa.int64(), safe=False)
         sql = f"CAST({column.expr} AS BIGINT)"
@@ -311,7 +307,7 @@ def numbers_in(texts: pa.Array) -> tuple[Shape, pa.Array, pa.Array] | None:
 def _text(name: str, expr: str, values: pa.Array) -> Column:
     """Return what a column of texts holds: times, lists, numbers, or texts."""
     texts = values.drop_null()
-    sample = texts.slice(0, _SAMPLE).to_pylist()
+    sample = texts.slice(0, TEXTS).to_pylist()
     full = [text for text in sample if text.strip()]
     rows, nulls = len(values), values.null_count
 
@@ -392,9 +388,7 @@ def _list_in(name: str, expr: str, texts: list[str], made: Callable[..., Column]
 def _typed(words: list[str]) -> tuple[Shape, pa.Array]:
     """Return the type of all words, and the words in it."""
     texts = pa.array(words, pa.string())
-    for shape, kind in (("int", pa.int64()), ("float", pa.float32())):
-        try:
-            return shape, texts.cast(kind)  # pyright: ignore[reportReturnType]
-        except pa.ArrowInvalid:
-            continue
+    found = numbers_in(texts)
+    if found is not None and not len(found[2]):
+        return found[0], found[1]
     return "text", texts

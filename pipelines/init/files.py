@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.preview.excerpt import excerpts
-from pipelines.sources.arrow_types import arrow_type, word_of
-from pipelines.sources.avro_source import avro_schema, columns_of_avro
+from pipelines.sources.arrow_types import word_of
+from pipelines.sources.avro_source import columns_of_avro
 from pipelines.sources.folder import Folder, decompressed, folder_of
 from pipelines.sources.listing import FoundFile, regex_of
-from pipelines.sources.partitions import infer_partitions, partition_fields
-from pipelines.sources.read import parts_of_file, read_part
+from pipelines.sources.partitions import infer_partitions
+from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.errors import SchemaError
 from schemas.job_sources import SourceConfig
@@ -381,7 +381,7 @@ def _first_rows(
     tables: list[pa.Table] = []
     for index, file in enumerate(found.listing):
         whole = FilePart(name, file.path, index)
-        schema = schema_of(copies, file.path, config)
+        schema = empty_rows(copies, name, config, [file.path]).schema
         for part in parts_of_file(copies, whole, config)[0]:
             tables.extend(
                 rows.table
@@ -398,20 +398,6 @@ def _first_rows(
         with folder.arrow_file(files[0].path) as file:
             count = pq.read_metadata(file).num_rows * found.num_bytes // files[0].num_bytes
     return rows.combine_chunks(), count, found.is_whole
-
-
-def schema_of(folder: Folder, path: str, config: SourceConfig) -> pa.Schema:
-    """Return the columns of a file, with the origin of its rows."""
-    if config.columns:
-        schema = pa.schema([pa.field(k, arrow_type(v)) for k, v in config.columns.items()])
-    elif config.format == "avro":
-        schema = avro_schema(folder, path)
-    else:
-        with folder.arrow_file(path) as file:
-            schema = pq.read_schema(file).remove_metadata()
-    for field in partition_fields(config.partitions):
-        schema = schema.append(field)
-    return schema.append(pa.field(ORIGIN, pa.int64()))
 
 
 def glob_of(paths: Sequence[str], others: Sequence[str]) -> str | None:

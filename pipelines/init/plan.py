@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from pipelines.init.columns import (
     BECOME_NULL,
+    TEXTS,
     Column,
     Role,
     columns_of,
@@ -84,7 +85,7 @@ class Plan:
         is_timed: whether the time is one, rather than a number that stands for it.
         has_gap: whether a pause cuts sessions.
         sides: side tables.
-        unnested: list of which each entry is a sample, and why.
+        unnested: list of objects of which each is a sample.
         transforms: new column to what makes it.
         tables: name to features.
         left_out: (what, why) of columns and files that are not used.
@@ -99,7 +100,7 @@ class Plan:
     is_timed: bool = True
     has_gap: bool = False
     sides: list[Side] = field(default_factory=list[Side])
-    unnested: tuple[str, str] | None = None
+    unnested: str | None = None
     transforms: dict[str, str] = field(default_factory=dict[str, str])
     tables: dict[str, list[Feature]] = field(default_factory=dict[str, list[Feature]])
     left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -133,19 +134,22 @@ def plan_of(kinds: Sequence[Kind], unique: Mapping[tuple[str, str], bool]) -> Pl
     """
     seen = {kind.name: list(columns_of(kind.rows)) for kind in kinds}
     columns = {n: [c for c in found if isinstance(c, Column)] for n, found in seen.items()}
-    lists = {kind.name: _labelled_list(kind) for kind in kinds}
-    kind = max(
-        kinds,
-        key=lambda k: (_evidence(k, columns[k.name], lists[k.name]), k.num_bytes, k.name),
-    )
+    entries = {kind.name: _labelled_list(kind) for kind in kinds}
+
+    def evidence(kind: Kind) -> tuple[int, int, str]:
+        found = columns[kind.name]
+        shown = any(c.shown for c in found) or _clicked_of(kind, found) or entries[kind.name]
+        label = _named_label(found) is not None
+        timed = any(c.shape == "time" for c in found)
+        return 3 * bool(shown) + 2 * label + 2 * timed, kind.num_bytes, kind.name
+
+    kind = max(kinds, key=evidence)
     plan = Plan(kind, quoted(kind.name), kind.num_rows)
-    found, name = seen[kind.name], lists[kind.name]
+    found, name = seen[kind.name], entries[kind.name]
     if name is not None:
         plan.kind = kind = _with_entries(kind, name)
-        plan.num_samples = kind.num_rows
-        plan.unnested = name, "since its entries say what became of each"
-        entries = f"unnest({quoted(name)}) AS {quoted(name)}"
-        plan.inner = f"(SELECT * REPLACE ({entries})\n            FROM {plan.inner})"
+        plan.num_samples, plan.unnested = kind.num_rows, name
+        plan.inner = _unnest("* REPLACE (", quoted(name), f"{quoted(name)})", plan.inner)
         found = list(columns_of(kind.rows))
     plan.left_out += [(f"column {c[0]}", c[1]) for c in found if not isinstance(c, Column)]
     mine = _with_label(plan, kind, [c for c in found if isinstance(c, Column)])
@@ -154,22 +158,27 @@ def plan_of(kinds: Sequence[Kind], unique: Mapping[tuple[str, str], bool]) -> Pl
     for other in sorted(kinds, key=lambda k: (k.config.format == "csv", -k.num_bytes)):
         if other.name != kind.name:
             _add_side(plan, other, columns[other.name], unique)
-    keys = {plan.session[0], plan.time[0], *(f.column.name for f in plan.features[:1])}
+    keys = {plan.session[0], plan.time[0], plan.label and plan.label.column.name}
     plan.features = [_rejecting(f) if f.column.name in keys else f for f in plan.features]
     _scale(plan)
     plan.tables = _tables(plan)
     return plan
 
 
+def _unnest(before: str, expr: str, name: str, source: str) -> str:
+    return f"(SELECT {before}unnest({expr}) AS {name}\n            FROM {source})"
+
+
 def _labelled_list(kind: Kind) -> str | None:
     """Return a list of objects one of whose fields is a label."""
-    for field_ in kind.rows.schema:
-        listed = pa.types.is_list(field_.type) or pa.types.is_large_list(field_.type)
-        if listed and pa.types.is_struct(field_.type.value_type):
-            entries = pa.table({field_.name: one_chunk(kind.rows[field_.name]).flatten()})
-            found = [c for c in columns_of(entries) if isinstance(c, Column)]
+    for name in kind.rows.column_names:
+        values = one_chunk(kind.rows[name])
+        listed = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+        if listed and pa.types.is_struct(values.type.value_type):
+            entries = columns_of(pa.table({name: values.flatten()}))
+            found = [c for c in entries if isinstance(c, Column)]
             if _named_label(found) or _graded_label(found):
-                return field_.name
+                return name
     return None
 
 
@@ -178,8 +187,7 @@ def _with_entries(kind: Kind, name: str) -> Kind:
     lists = one_chunk(kind.rows[name])
     rows = kind.rows.take(pc.list_parent_indices(lists))
     rows = rows.set_column(rows.column_names.index(name), name, lists.flatten())
-    count = kind.num_rows * rows.num_rows // kind.rows.num_rows
-    return replace(kind, rows=rows, num_rows=count)
+    return replace(kind, rows=rows, num_rows=kind.num_rows * rows.num_rows // len(lists))
 
 
 def _rejecting(feature: Feature) -> Feature:
@@ -188,14 +196,6 @@ def _rejecting(feature: Feature) -> Feature:
     expr = column.expr.replace("TRY_CAST(", "CAST(")
     why = column.why.replace(BECOME_NULL, "these reject their rows")
     return replace(feature, column=replace(column, expr=expr, why=why))
-
-
-def _evidence(kind: Kind, columns: Sequence[Column], labelled: str | None) -> int:
-    """Return how much speaks for making samples of some files."""
-    shown = any(c.shown for c in columns) or _clicked_of(kind, columns) is not None
-    shown = shown or labelled is not None
-    label = _named_label(columns) is not None
-    return 3 * shown + 2 * label + 2 * any(c.shape == "time" for c in columns)
 
 
 def _named_label(columns: Sequence[Column]) -> Column | None:
@@ -242,48 +242,43 @@ def _source(kind: Kind, column: Column) -> str:
 
 def _with_label(plan: Plan, kind: Kind, columns: list[Column]) -> list[Column]:
     """Add the label, and what SQL has to take apart for it; return the columns that are left."""
-    taken = {c.name for c in columns}
-    item = next(n for n in ("item", "shown_item", "item_") if n not in taken)
+    names = {c.name for c in columns}
+    item = next(n for n in ("item", "shown_item", "item_") if n not in names)
+    name = "label" if "label" not in names else "label_"
     pairs = next((c for c in columns if c.shown), None)
     both = _clicked_of(kind, columns)
-    if listed := pairs or (both and both[0]):
-        plan.num_samples = plan.num_samples * len(listed.values) // listed.num_looked_at
-    if pairs is not None:
-        plan.inner = f"(SELECT *, unnest({pairs.expr}) AS pair_\n            FROM {plan.inner})"
-        sql = "regexp_replace(pair_, '-[01]$', '')"
-        if pairs.of == "int":
-            sql = f"CAST({sql} AS BIGINT)"
-        why = f"one sample for each entry of {pairs.name}, such as N1-0"
-        _add(plan, Column(item, sql, pairs.of or "text", pairs.values, 0), "sparse", why)
-        label = Column("label", "CAST(right(pair_, 1) AS TINYINT)", "int", pa.array([0, 1]), 0)
-        _add(plan, label, "label", f"the 0 or 1 of each entry of {pairs.name}")
-        return [c for c in columns if c is not pairs]
-    if both is not None:
-        shown, chosen = both
-        plan.inner = f"(SELECT *, unnest({shown.expr}) AS {item}\n            FROM {plan.inner})"
-        why = f"one sample for each entry of {shown.name}"
-        things = Column(item, item, shown.of or "int", shown.values, 0, why=shown.name)
-        _add(plan, things, "sparse", why)
-        sql = f"CAST(coalesce(list_contains({chosen.expr}, {item}), false) AS TINYINT)"
-        label = Column("label", sql, "int", pa.array([0, 1]), 0)
-        _add(plan, label, "label", f"whether {chosen.name} has the entry of {shown.name}")
-        return [c for c in columns if c not in both]
     named, graded = _named_label(columns), _graded_label(columns)
-    if named is not None:
-        nulls = named.values.null_count > 0
-        cast = (
-            f"CAST(coalesce({named.expr}, {'false' if named.shape == 'bool' else '0'}) AS TINYINT)"
-        )
-        label = replace(named, expr=cast if nulls else named.expr, num_nulls=0)
-        why = "0 or 1 in every row, and its name" if not nulls else "its name; null counts as 0"
-        _add(plan, label, "label", why)
+    used, shown, entry, sql = set[str](), None, item, item
+    if pairs is not None:
+        used, shown, entry = {pairs.name}, pairs, "pair_"
+        sql = f"regexp_replace({entry}, '-[01]$', '')"
+        sql = f"CAST({sql} AS BIGINT)" if pairs.of == "int" else sql
+        label, why = "right(pair_, 1)", f"the 0 or 1 of each entry of {pairs.name}"
+    elif both is not None:
+        used, shown = {c.name for c in both}, both[0]
+        label = f"coalesce(list_contains({both[1].expr}, {item}), false)"
+        why = f"whether {both[1].name} has the entry of {shown.name}"
+    elif named is not None and not named.values.null_count:
+        _add(plan, named, "label", "0 or 1 in every row, and its name")
+        return [c for c in columns if c is not named]
+    elif named is not None:
+        used, name, why = {named.name}, named.name, "its name; null counts as 0"
+        label = f"coalesce({named.expr}, {'false' if named.shape == 'bool' else '0'})"
     elif graded is not None:
         column, bound = graded
-        sql = f"CAST(coalesce({column.expr}, 0) > {bound} AS TINYINT)"
-        name = "label" if "label" not in taken else "label_"
-        label = Column(name, sql, "int", pa.array([0, 1]), 0)
-        _add(plan, label, "label", f"whether {column.name} is above {bound}")
-    return [c for c in columns if c is not named]
+        label = f"coalesce({column.expr}, 0) > {bound}"
+        why = f"whether {column.name} is above {bound}"
+    else:
+        return columns
+    if shown is not None:
+        plan.inner = _unnest("*, ", shown.expr, entry, plan.inner)
+        looked_at = min(shown.num_rows, TEXTS) if shown.shown else shown.num_rows
+        plan.num_samples = plan.num_samples * len(shown.values) // looked_at
+        things = Column(item, sql, shown.of or "int", shown.values, 0, why=shown.name)
+        _add(plan, things, "sparse", f"one sample for each entry of {shown.name}")
+    made = Column(name, f"CAST({label} AS TINYINT)", "int", pa.array([0, 1]), 0)
+    _add(plan, made, "label", why)
+    return [c for c in columns if c.name not in used]
 
 
 def _add(plan: Plan, column: Column, role: Role, why: str) -> None:
@@ -436,8 +431,10 @@ def _add_side(
 def _add_transform(plan: Plan, kind: Kind, column: Column, names: set[str]) -> bool:
     """Add what SQL makes of a column of a side table as a transform; tell whether it can be."""
     name = f"{column.name}_{'list' if column.shape == 'list' else 'code'}"
-    usual = column.name in kind.rows.column_names and name not in names
-    if not usual or column.shape not in ("int", "list"):
+    if column.shape not in ("int", "list") or column.name not in kind.rows.column_names:
+        return False
+    raw = kind.rows[column.name].type
+    if name in names or not (is_text(raw) or pa.types.is_floating(raw)):
         return False
     made = replace(column, name=name)
     role, why = _role(made, in_side=True)
@@ -464,11 +461,8 @@ def _scale(plan: Plan) -> None:
         if low >= -_SMALL and high <= _SMALL:
             continue
         seen = f"{feature.why}; {low:g} to {high:g}, half of them below {middle:g}"
-        name, way = (
-            (f"{column.name}_log", "log")
-            if column.is_wide
-            else (f"{column.name}_scaled", "normalize")
-        )
+        way = "log" if column.is_wide else "normalize"
+        name = f"{column.name}_{'log' if column.is_wide else 'scaled'}"
         plan.transforms[name] = f"{{{way}: {{column: {column.name}}}}}"
         plan.features[index] = Feature(
             column, "kept", f"{feature.why}; {name} is read in its place"

@@ -13,11 +13,11 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.init.files import Kind, schema_of
+from pipelines.init.files import Kind
 from pipelines.samples.connection import quoted_name
 from pipelines.sources.avro_source import cut_avro
 from pipelines.sources.folder import Folder, codec_of, decompressed, folder_of
-from pipelines.sources.read import read_part
+from pipelines.sources.read import empty_rows, read_part
 from pipelines.sources.rows import FilePart
 from schemas.columns import one_chunk
 
@@ -116,7 +116,7 @@ def _rows_all_over(folder: Folder, kind: Kind, scratch: Path) -> pa.Table:
             copies = folder_of(scratch)
             parts = [(copies, part) for part in _windows(folder, file.path, kind, scratch, step)]
         for place, part in parts:
-            schema = schema_of(place, part.path, config)
+            schema = empty_rows(place, kind.name, config, [part.path]).schema
             found = (r.table for r in read_part(place, part, config, schema) if r.table is not None)
             tables.extend(itertools.islice(found, 1))
     return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows

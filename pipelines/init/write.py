@@ -166,7 +166,7 @@ def _statement(plan: Plan) -> Iterator[str]:
     elsewhere = looked_up | plan.transforms.keys()
     columns = [f.column for f in plan.features if f.column.name not in elsewhere]
     if plan.unnested is not None:
-        yield from _comment("One sample for each entry of {}, {}.".format(*plan.unnested), "    ")
+        yield f"    # One sample for each entry of {plan.unnested}, which say what became of each."
     yield from _comment(
         "One SELECT over the rows of the source; a row that it fails on is a reject.", "    "
     )
