@@ -53,7 +53,10 @@ _FORMATS = (
     "%Y%m%d%H%M%S", "%Y-%m-%d-%H-%M-%S", "%d.%m.%Y %H:%M:%S", "%d-%b-%Y %H:%M:%S",
     "%a %b %d %H:%M:%S %Y", "%d/%b/%Y:%H:%M:%S %z", "%Y%m%d", "%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y",
 )  # fmt: skip
-_EPOCHS = {"s": 1, "ms": 1_000, "us": 1_000_000, "ns": 1_000_000_000}
+_EPOCHS = (
+    ("s", 1, " * 1000000"), ("ms", 1_000, " * 1000"), ("us", 1_000_000, ""),
+    ("ns", 1_000_000_000, " // 1000"),
+)  # fmt: skip
 _EARLY, _LATE = 946_684_800, 4_102_444_800
 """Seconds of 2000 and of 2100: a whole number between them, in some unit, may be a time."""
 _SHOWN = re.compile(r"\S*[^\s-]-[01]")
@@ -251,21 +254,13 @@ def _epoch(column: Column, name: str) -> Column | None:
     if not words_of(name) & _TIME_WORDS:
         return None
     low, high = pc.quantile(column.values, [0.01, 0.99]).to_pylist()  # but for a few of 0 or -1
-    for unit, scale in _EPOCHS.items():
+    for unit, scale, factor in _EPOCHS:
         if _EARLY * scale <= low and high <= _LATE * scale:
-            sql = {
-                "s": f"make_timestamp({column.expr} * 1000000)",
-                "ms": f"make_timestamp({column.expr} * 1000)",
-                "us": f"make_timestamp({column.expr})",
-                "ns": f"make_timestamp({column.expr} // 1000)",
-            }[unit]
             numbers = column.values.to_numpy(zero_copy_only=False).astype(np.float64)
             times = pa.array(numbers / scale * 1e6, from_pandas=True).cast(pa.int64(), safe=False)
+            times, sql = times.cast(pa.timestamp("us")), f"make_timestamp({column.expr}{factor})"
             why = f"whole numbers that are {unit} since 1970"
-            return Column(
-                column.name, sql, "time", times.cast(pa.timestamp("us")), column.num_rows,
-                column.num_nulls, why=why,
-            )  # fmt: skip
+            return replace(column, expr=sql, shape="time", values=times, why=why)
     return None
 
 

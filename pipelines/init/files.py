@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -222,24 +220,19 @@ def _csv_config(path: str, head: str) -> SourceConfig | None:
 
 
 def _sniffed(head: str) -> tuple[str, str | None]:
-    """Return delimiter and quote of a CSV text, by DuckDB's sniffer."""
-    found = _asked("SELECT Delimiter, Quote FROM sniff_csv(?, all_varchar = true)", head)
-    delimiter, quote = found[0] if found else (",", '"')
-    counts = {mark: min(line.count(mark) for line in _lines(head)) for mark in "\t,;|"}
-    if delimiter not in counts:  # such as a space: a list in a text, or one column
-        delimiter = max(counts, key=lambda mark: counts[mark]) if any(counts.values()) else ","
-    regular = {mark: _regular_rows(head, delimiter, mark) for mark in ('"', None)}
-    if regular['"'] != regular[None]:
-        return delimiter, max(regular, key=lambda mark: regular[mark])
-    edge = re.escape(delimiter)
-    quoted = re.search(rf'(^|{edge})"[^"\n]*"({edge}|$)', head, re.M)
-    return delimiter, None if delimiter == "\t" and quote == "(empty)" and not quoted else '"'
+    """Return delimiter and quote of a CSV text: those that give most rows of equal length."""
+    styles = [(mark, quote) for mark in ",\t;|" for quote in ('"', None)]
+    delimiter, quote = max(styles, key=lambda style: _regular_rows(head, *style))
+    if quote and delimiter == "\t" and not re.search(r'(^|\t)"[^"\n]*"(\t|$)', head, re.M):
+        quote = None
+    return delimiter, quote
 
 
-def _regular_rows(head: str, delimiter: str, quote: str | None) -> int:
-    """Return how many rows have as many fields as most have."""
+def _regular_rows(head: str, delimiter: str, quote: str | None) -> tuple[int, int]:
+    """Return how many rows have as many fields as most have, and how many these are."""
     widths = Counter(len(row) for row in _parsed(head, delimiter, quote))
-    return widths.most_common(1)[0][1] if widths else 0
+    (width, count), *_ = widths.most_common(1) or [(1, 0)]
+    return (count, width) if width > 1 else (0, 1)
 
 
 def _parsed(head: str, delimiter: str, quote: str | None) -> list[list[str]]:
@@ -247,21 +240,6 @@ def _parsed(head: str, delimiter: str, quote: str | None) -> list[list[str]]:
     csv.field_size_limit(_HEAD_BYTES)
     rows = csv.reader(io.StringIO(head), delimiter=delimiter, **style)
     return [row for _, row in zip(range(_LINES), rows, strict=False) if row]
-
-
-def _lines(head: str) -> list[str]:
-    return [line for line in head.splitlines()[:200] if line] or [""]
-
-
-def _asked(query: str, head: str) -> list[tuple[Any, ...]]:
-    """Ask DuckDB about a text; nothing when it cannot say."""
-    with NamedTemporaryFile("w", encoding="utf-8") as file:
-        file.write(head)
-        file.flush()
-        try:
-            return duckdb.connect().execute(query, [file.name]).fetchall()
-        except duckdb.Error:
-            return []
 
 
 def has_header(rows: Sequence[Sequence[str]]) -> bool:

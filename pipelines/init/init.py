@@ -75,7 +75,7 @@ def init(request: InitRequest) -> dict[str, Any]:
     split = None
     if plan.is_timed:
         with TemporaryDirectory(prefix="presage-init-") as scratch:
-            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch))
+            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), request.say)
     root = Path(str(request.input_root).rstrip("/"))
     request.output.mkdir(parents=True, exist_ok=True)
     name = plain_name(root.name or "log")

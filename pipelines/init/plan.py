@@ -39,6 +39,8 @@ _FEW = {"int": 100, "text": 20}
 _MAX_TABLE = 1 << 22
 _SMALL = 10
 """Numbers up to it are read as they are, larger ones as logarithms, or normalized."""
+_EARLY_ROWS = 1000
+"""Rows at the beginning in which nothing can be learned where nearly all are null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,8 +463,11 @@ def _scale(plan: Plan) -> None:
         if low >= -_SMALL and high <= _SMALL:
             continue
         seen = f"{feature.why}; {low:g} to {high:g}, half of them below {middle:g}"
-        way = "log" if column.is_wide else "normalize"
-        name = f"{column.name}_{'log' if column.is_wide else 'scaled'}"
+        late = len(column.values.slice(0, _EARLY_ROWS).drop_null()) < 0.1 * _EARLY_ROWS
+        wide = column.is_wide or (late and len(column.values) > _EARLY_ROWS and low >= 0)
+        name, way = (
+            (f"{column.name}_log", "log") if wide else (f"{column.name}_scaled", "normalize")
+        )
         plan.transforms[name] = f"{{{way}: {{column: {column.name}}}}}"
         plan.features[index] = Feature(
             column, "kept", f"{feature.why}; {name} is read in its place"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -18,6 +17,7 @@ from pipelines.samples.connection import quoted_name
 from pipelines.sources.avro_source import cut_avro
 from pipelines.sources.folder import Folder, codec_of, decompressed, folder_of
 from pipelines.sources.read import empty_rows, read_part
+from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import FilePart
 from schemas.columns import one_chunk
 
@@ -73,7 +73,7 @@ def is_unique(folder: Folder, kind: Kind, column: str) -> bool:
 
 
 def evaluation_from(
-    folder: Folder, kind: Kind, expr: str, scratch: Path, share: float = 0.9
+    folder: Folder, kind: Kind, expr: str, scratch: Path, say: Callable[[str], None]
 ) -> datetime | None:
     """Return a time that leaves about a tenth of the rows behind it; None when it is not known.
 
@@ -85,13 +85,13 @@ def evaluation_from(
         kind: files that samples are made of.
         expr: SQL of the time.
         scratch: a directory for copies of the windows.
-        share: of the rows that are before it.
+        say: told of files that cannot be read to their end.
     """
-    figures = f"quantile_disc(TRY({expr}), {share}), min(TRY({expr})), max(TRY({expr}))"
+    figures = f"quantile_disc(TRY({expr}), 0.9), min(TRY({expr})), max(TRY({expr}))"
     if kind.config.format == "parquet" and not kind.is_whole:
         found = _query(folder, kind, figures)
     else:
-        rows = kind.rows if kind.is_whole else _rows_all_over(folder, kind, scratch)
+        rows = kind.rows if kind.is_whole else _rows_all_over(folder, kind, scratch, say)
         connection = duckdb.connect()
         connection.register(kind.name, rows)
         try:
@@ -103,22 +103,28 @@ def evaluation_from(
     return _rounded(*(_moment(value) for value in found[0]))
 
 
-def _rows_all_over(folder: Folder, kind: Kind, scratch: Path) -> pa.Table:
+def _rows_all_over(
+    folder: Folder, kind: Kind, scratch: Path, say: Callable[[str], None]
+) -> pa.Table:
     """Return rows from windows at equal distances in all files of a kind."""
     config = replace(kind.config, header=False) if kind.config.format == "csv" else kind.config
     tables: list[pa.Table] = []
     step = kind.num_bytes // _WINDOWS + 1
     for file in kind.files[:: len(kind.files) // _WINDOWS + 1]:
-        whole = FilePart(kind.name, file.path, 0)
-        if kind.config.format == "avro":
-            parts = [(folder, part) for part in cut_avro(folder, whole, step)[0]]
+        place, rejects = (folder if config.format == "avro" else folder_of(scratch)), list[Reject]()
+        if config.format == "avro":
+            parts, rejects = cut_avro(folder, FilePart(kind.name, file.path, 0), step)
         else:
-            copies = folder_of(scratch)
-            parts = [(copies, part) for part in _windows(folder, file.path, kind, scratch, step)]
-        for place, part in parts:
+            parts = _windows(folder, file.path, kind, scratch, step)
+        for part in parts:
             schema = empty_rows(place, kind.name, config, [part.path]).schema
-            found = (r.table for r in read_part(place, part, config, schema) if r.table is not None)
-            tables.extend(itertools.islice(found, 1))
+            for rows in read_part(place, part, config, schema):
+                rejects.extend(rows.rejects)
+                if rows.table is not None:
+                    tables.append(rows.table)
+                    break
+        for lost in (reject for reject in rejects if reject.rows_unknown):
+            say(f"WARNING: {lost.file}: {lost.reason}; a build would end there")
     return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows
 
 

@@ -81,7 +81,7 @@ def _transforms(plan: Plan) -> Iterator[str]:
 
 
 def _training(plan: Plan) -> Iterator[str]:
-    batch = min(4096, max(64, 1 << (plan.num_samples // 50).bit_length() - 1))
+    batch = min(4096, max(64, 1 << max(1, plan.num_samples // 50).bit_length() - 1))
     yield from _comment(
         f"For about {plan.num_samples} samples: 50 steps or more of at most 4,096.", "  "
     )

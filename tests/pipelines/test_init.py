@@ -318,6 +318,23 @@ def test_types_and_split_are_those_of_most_rows(
     assert pq.read_table(tmp_path / "x.parquet")["price"].null_count == 27
 
 
+def test_split_of_avro_is_of_all_files_and_one_that_is_cut_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "ROWS", 50)
+    (tmp_path / "log").mkdir()
+    unions_log(tmp_path / "log")
+    whole = (tmp_path / "log" / "plays.avro").read_bytes()
+    (tmp_path / "log" / "plays-2.avro").write_bytes(whole[:-20])
+    said: list[str] = []
+    request = InitRequest(input_root=tmp_path / "log", output=tmp_path / "job", say=said.append)
+    assert "2026-01-01T02:20" <= init(request)["evaluation_from"] <= "2026-01-01T03:19"
+    assert [line.split(" must")[0] for line in said if "WARNING" in line] == [
+        "WARNING: plays-2.avro: block from row 312 on"
+    ]
+    assert "# user: a union of long | string." in (tmp_path / "job" / "job.yaml").read_text()
+
+
 def test_init_says_when_rows_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
