@@ -42,6 +42,8 @@ _HEADER = re.compile(r"[A-Za-z_][A-Za-z0-9_ .:/-]{0,60}")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _LINES = 2000
 """Lines of a text that are looked at to tell how it is cut, and what JSON holds."""
+_FIELDS = 500
+"""Fields of an object of JSON beyond which it is a map."""
 _SYNTAX = re.compile(r"[<>:,]")
 """In the name of a field of JSON: no type of a job can name it."""
 
@@ -301,19 +303,22 @@ def json_word(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | 
         'struct<id: float64, tags: list<string>>'
         >>> json_word([*range(200), "none"], "n", notes), json_word([1, "a"], "m", notes)
         ('int64', None)
+        >>> json_word([1 << 63, 7], 'u', notes), json_word([7, 2.5], 'f', notes)
+        ('uint64', 'float64')
         >>> notes["n"]
         "not int64: 1 of 201 values, such as 'none'; such rows are rejected"
     """
     present = [value for value in values if value is not None]
     counts = Counter(map(_json_kind, present))
-    if {"int64", "float64"} <= counts.keys():
-        counts["float64"] += counts.pop("int64")
+    numbers = [k for k in ("int64", "uint64", "float64") if k in counts]
+    if numbers:  # the widest holds all of them
+        counts[numbers[-1]] = sum(counts.pop(k) for k in numbers)
     kind, count = counts.most_common(1)[0] if counts else ("string", 0)
     if count < MANY * len(present):
         shares = ", ".join(f"{n / len(present):.0%} {k}" for k, n in counts.most_common())
         notes[path] = f"left out, since its values are of several types: {shares}"
         return None
-    odd = [v for v in present if _json_kind(v) not in (kind, "int64" * (kind == "float64"))]
+    odd = [v for v in present if _json_kind(v) not in (numbers if kind in numbers else [kind])]
     if odd:
         share = f"{len(odd)} of {len(present)} values, such as {odd[0]!r:.40}"
         notes[path] = f"not {kind}: {share}; such rows are rejected"
@@ -322,6 +327,9 @@ def json_word(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | 
         return inner and f"list<{inner}>"
     if kind == "struct":
         rows = [v for v in present if isinstance(v, dict)]
+        if len({name for row in rows for name in row}) > _FIELDS:
+            notes[path] = f"left out, since its objects have more than {_FIELDS} different fields"
+            return None
         fields = json_fields(rows, f"{path}.", notes)
         return f"struct<{', '.join(f'{k}: {v}' for k, v in fields.items())}>" if fields else None
     return kind

@@ -332,37 +332,36 @@ def _choose_time(plan: Plan, columns: Sequence[Column]) -> None:
 
 def _choose_session(plan: Plan) -> None:
     """Choose the session key."""
-    scalars = [
-        f.column
-        for f in plan.features
-        if f.role != "label" and f.column.shape in ("int", "text") and f.column.num_rows
-    ]
-    candidates = [c for c in scalars if c.is_id and c.num_distinct > 1 and not c.is_outcome]
-    candidates = [c for c in candidates if not c.is_prose]
+    scalars = [f.column for f in plan.features if f.role != "label" and f.column.num_rows]
+    scalars = [c for c in scalars if c.shape in ("int", "text") and c.is_id and c.num_distinct > 1]
+    candidates = [c for c in scalars if not (c.is_outcome or c.is_prose)]
+    repeating = [c for c in candidates if c.num_distinct < c.num_rows and not c.num_nulls]
     for index, words in enumerate(_SESSIONS):
-        named = [c for c in candidates if c.words & words and not c.num_nulls]
-        named = named or [c for c in candidates if c.words & words]
+        named = [c for c in candidates if c.words & words]
         if named:
-            key = max(named, key=lambda c: (bool(c.words & {"id", "key"}), c.num_distinct))
+            key = max(
+                named,
+                key=lambda c: (not c.num_nulls, bool(c.words & {"id", "key"}), c.num_distinct),
+            )
             plan.session = key.name, _session_why(key, "its name")
             plan.has_gap = index > 0 and plan.is_timed
             if not index:
                 _set_role(plan, key, "kept", "names a session: nothing can be learned of one")
             return
-    repeating = [c for c in candidates if c.num_distinct < c.num_rows and not c.num_nulls]
     if repeating:
         key = max(repeating, key=lambda c: c.num_distinct)
         why = "no name says session or user; of the columns that repeat the one with most values"
         plan.session, plan.has_gap = (key.name, _session_why(key, why)), plan.is_timed
         _set_role(plan, key, "sparse", "the session key; may name users")
-        return
-    why = "no column looks like a session or a user: all rows are one session; name a better one"
-    if candidates:
-        key = candidates[0]
-        plan.session = key.name, "no value of any column repeats: each row is a session"
-        return
-    _add(plan, Column("all_rows", "CAST(0 AS BIGINT)", "int", pa.array([0]), 0), "kept", why)
-    plan.session = "all_rows", why
+    elif candidates:
+        why = "no value of any column repeats: each row is a session"
+        plan.session = candidates[0].name, why
+    else:
+        why = (
+            "no column looks like a session or a user: all rows are one session; name a better one"
+        )
+        plan.session = "all_rows", why
+        _add(plan, Column("all_rows", "CAST(0 AS BIGINT)", "int", pa.array([0]), 0), "kept", why)
 
 
 def _set_role(plan: Plan, column: Column, role: Role, why: str) -> None:
@@ -398,6 +397,7 @@ def _add_side(
     names = {f.column.name for f in plan.features}
     plain = {quoted(name) for name in kind.rows.column_names}
     taken: dict[str, Column] = {}
+    read: set[str] = set()
     without: dict[str, list[str]] = {}
     for column in columns:
         if column is key or (time is not None and column.expr == quoted(time)):
@@ -408,8 +408,10 @@ def _add_side(
         elif column.is_prose:
             reason = "long texts"
         elif column.expr not in plain:
-            if _add_transform(plan, kind, column, names):
-                taken[column.name] = _raw(kind, column.name)
+            raw = _transformed(plan, kind, column, names)
+            if raw is not None:
+                taken[column.name] = raw
+                read.add(column.name)
                 continue
             reason = f"{column.why or column.shape}: only SQL makes features of them"
         if reason is None:
@@ -421,7 +423,7 @@ def _add_side(
         return
     for column in taken.values():
         role, why_role = _role(column, in_side=True)
-        if any(quoted(column.name) in text for text in plan.transforms.values()):
+        if column.name in read:
             role, why_role = "kept", "a transform makes a feature of it"
         _add(plan, column, role, f"from {kind.name}; {why_role}")
     for reason, left in without.items():
@@ -430,26 +432,19 @@ def _add_side(
     plan.sides.append(Side(kind, source, asked, found_columns, time, why))
 
 
-def _add_transform(plan: Plan, kind: Kind, column: Column, names: set[str]) -> bool:
-    """Add what SQL makes of a column of a side table as a transform; tell whether it can be."""
-    name = f"{column.name}_{'list' if column.shape == 'list' else 'code'}"
+def _transformed(plan: Plan, kind: Kind, column: Column, names: set[str]) -> Column | None:
+    """Make what SQL makes of a side table's column by a transform; return the column as it is."""
     if column.shape not in ("int", "list") or column.name not in kind.rows.column_names:
-        return False
-    raw = kind.rows[column.name].type
-    if name in names or not (is_text(raw) or pa.types.is_floating(raw)):
-        return False
-    made = replace(column, name=name)
-    role, why = _role(made, in_side=True)
+        return None
+    name = f"{column.name}_{'list' if column.shape == 'list' else 'code'}"
+    values = one_chunk(kind.rows[column.name])
+    if name in names or not (is_text(values.type) or pa.types.is_floating(values.type)):
+        return None
+    role, why = _role(column, in_side=True)
     plan.transforms[name] = column.expr
-    _add(plan, made, role, f"from {column.name} of {kind.name}; {why}")
-    return True
-
-
-def _raw(kind: Kind, name: str) -> Column:
-    """Return a column as it is in the files."""
-    values = one_chunk(kind.rows[name])
+    _add(plan, replace(column, name=name), role, f"from {column.name} of {kind.name}; {why}")
     shape = "text" if is_text(values.type) else "float"
-    return Column(name, quoted(name), shape, values, len(values), values.null_count)
+    return Column(column.name, quoted(column.name), shape, values, len(values), values.null_count)
 
 
 def _scale(plan: Plan) -> None:
@@ -465,9 +460,8 @@ def _scale(plan: Plan) -> None:
         seen = f"{feature.why}; {low:g} to {high:g}, half of them below {middle:g}"
         late = len(column.values.slice(0, _EARLY_ROWS).drop_null()) < 0.1 * _EARLY_ROWS
         wide = column.is_wide or (late and len(column.values) > _EARLY_ROWS and low >= 0)
-        name, way = (
-            (f"{column.name}_log", "log") if wide else (f"{column.name}_scaled", "normalize")
-        )
+        way, name = ("log" if wide else "normalize"), f"{column.name}_{'log' if wide else 'scaled'}"
+        name += "_" * any(f.column.name == name for f in plan.features)
         plan.transforms[name] = f"{{{way}: {{column: {column.name}}}}}"
         plan.features[index] = Feature(
             column, "kept", f"{feature.why}; {name} is read in its place"

@@ -392,6 +392,33 @@ def test_texts_are_taken_for_what_they_hold(texts: list[str], shape: str, of: st
     assert (found.shape, found.of) == (shape, of)
 
 
+@pytest.mark.parametrize(
+    ("log", "label"),
+    [
+        ("mind", "label"),
+        ("ebnerd_test", "label"),
+        ("30music_sample10", "label"),
+        pytest.param("kuairand_pure_part", "is_click", marks=pytest.mark.slow),
+    ],
+)
+def test_a_first_job_of_the_first_rows_of_a_real_log_is_trained_as_it_is(
+    log: str, label: str, shared_data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "log").mkdir()
+    for path in (shared_data / log).iterdir():
+        if path.suffix in (".parquet", ".snappy"):
+            pq.write_table(pq.read_table(path).slice(0, NUM_ROWS), tmp_path / "log" / path.name)
+        elif path.suffix in (".tsv", ".csv"):
+            lines = path.read_bytes().splitlines(keepends=True)[:NUM_ROWS]
+            (tmp_path / "log" / path.name).write_bytes(b"".join(lines))
+    found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
+    assert found["label"] == label
+    result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
+    assert result["num_rejects"] == 0
+    assert int(str(result["num_samples"])) >= NUM_ROWS - 1
+    trained(tmp_path / "job" / "job.yaml", tmp_path / "dataset", tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("log", "samples"),
