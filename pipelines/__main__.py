@@ -7,7 +7,7 @@ from importlib.abc import MetaPathFinder
 
 
 class _NoPandas(MetaPathFinder):
-    """Hides pandas, which only `score` needs (torch) and pyarrow imports where it is: a second less."""
+    """Hides pandas, which pyarrow imports where it is (a second); in `score` torch needs it."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname == "pandas":
