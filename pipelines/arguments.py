@@ -27,6 +27,7 @@ WRITTEN = {
     "oracle": "dataset",
 }
 """Commands to the argument with the folder that they write to, where others may write, too."""
+_WITHOUT_JSON = ("generate", "expand", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,29 +43,18 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("init", help="write a first job for the files of a folder")
     command.add_argument("folder", metavar="DIR", help="a directory or a URL")
     command.add_argument("--output", type=Path, required=True, metavar="JOBDIR")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("preview", help="what a build would see, in seconds")
-    command.add_argument("job", type=Path, metavar="JOB")
-    command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
+    _add_log_options(command)
     command.add_argument("--rows", type=int, default=1000, metavar="N", help="rows to read")
-    command.add_argument("--day", type=_day, metavar="DATE", help="label, as for build")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("build", help="build a dataset from raw files")
-    command.add_argument("job", type=Path, metavar="JOB")
-    command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
+    _add_segment_options(command)
     command.add_argument("--output", type=Path, required=True, metavar="DATASET")
-    command.add_argument("--day", type=_day, metavar="DATE", help="label, such as 2026-04-09")
-    command.add_argument("--last", action="store_true", help="no segment follows this one")
-    command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("append", help="add one more segment to a dataset")
-    command.add_argument("job", type=Path, metavar="JOB")
+    _add_segment_options(command)
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
-    command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
-    command.add_argument("--day", type=_day, metavar="DATE", help="label and place")
     command.add_argument(
         "--replace", action="store_true", help="put a new version of the day in the place of it"
     )
@@ -74,18 +64,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="build at once, enter the dataset when all segments before --position are there",
     )
-    command.add_argument("--last", action="store_true", help="no segment follows this one")
-    command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("finish", help="say that no segment follows")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--reopen", action="store_true", help="take it back: segments may follow")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("prune", help="remove segments and indexes that were replaced")
     command.add_argument("dataset", type=Path, metavar="DATASET")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller, every row kept")
     command.add_argument("folder", type=Path, metavar="DIR")
@@ -94,7 +79,6 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--session", metavar="COLUMN", help="session key; guessed by its name")
     command.add_argument("--time", metavar="COLUMN", help="order in a session; guessed by its name")
     command.add_argument("--label", metavar="COLUMN", help="make a star schema to train on")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("forget", help="give samples weight 0, or write them out")
     command.add_argument("dataset", type=Path, metavar="DATASET")
@@ -114,11 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TIME",
         help="remove rejects and late events that were written so long ago",
     )
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("verify", help="recompute counts and checksums")
     command.add_argument("dataset", type=Path, metavar="DATASET")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("expand", help="write the samples back, one row each")
     command.add_argument("dataset", type=Path, metavar="DATASET")
@@ -136,7 +118,6 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--output", type=Path, required=True, metavar="DIR")
     command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
     command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days; all")
-    command.add_argument("--json", action="store_true")
 
     command = commands.add_parser("oracle", help="what the cache will do, and other indexes")
     command.add_argument("dataset", type=Path, metavar="DATASET")
@@ -153,14 +134,30 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
     )
-    command.add_argument("--json", action="store_true")
     for name in WRITTEN:
         command = commands.choices[name]
         command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
-    for name in ("preview", "build", "append"):
-        command = commands.choices[name]
-        command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
+    for name, command in commands.choices.items():
+        if name not in _WITHOUT_JSON:
+            command.add_argument("--json", action="store_true")
     return parser
+
+
+def _add_log_options(command: argparse.ArgumentParser) -> None:
+    """Add what every command takes that runs a job over a log."""
+    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
+    command.add_argument(
+        "--day", type=_day, metavar="DATE", help="label and place, such as 2026-04-09"
+    )
+    command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
+
+
+def _add_segment_options(command: argparse.ArgumentParser) -> None:
+    """Add what the commands take that build a segment."""
+    _add_log_options(command)
+    command.add_argument("--last", action="store_true", help="no segment follows this one")
+    command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
 
 
 def _day(text: str) -> date:
