@@ -8,7 +8,6 @@ batch of a segment may be short.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -109,9 +108,3 @@ def block_order(
         order = np.argsort(splitmix64(order.view(np.uint64) ^ key), kind="stable")
     order.setflags(write=False)  # shared by all callers
     return order
-
-
-def segment_of_steps(order: Order) -> Sequence[int]:
-    """Return the segment of each step of the run, a list of num_steps indices."""
-    once = [segment for segment, n in enumerate(order.steps_per_segment) for _ in range(n)]
-    return once * order.epochs
