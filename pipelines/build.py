@@ -7,7 +7,7 @@ list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -18,9 +18,9 @@ from pipelines import executor
 from pipelines.beam.context import BuildContext
 from pipelines.build_warnings import warnings_of
 from pipelines.groups.job import with_groups
-from pipelines.learned.files import learned_so_far, place_learned, returned_files, stage_learned
+from pipelines.learned.files import place_learned, returned_files, stage_learned
 from pipelines.parts.part import PartResult, unpacked
-from pipelines.prepare import BuildRequest, Prepared, check_map, prepare
+from pipelines.prepare import BuildRequest, check_map, context_of, prepare
 from pipelines.progress import watched
 from pipelines.runners import in_process, runner_module
 from pipelines.samples.sampling_units import write_units
@@ -32,7 +32,6 @@ from pipelines.segments.lock import workplace
 from pipelines.segments.pinned import identity_of
 from pipelines.segments.publish import publish, settle
 from pipelines.segments.turn import wait_for_turn
-from pipelines.sources.folder import folder_of
 from pipelines.sources.late import read_counts, write_counts
 from pipelines.sources.reject_files import RejectCounts, counts_of, lines_of, merged, shown
 from schemas.dataset import Dataset, open_dataset
@@ -41,10 +40,6 @@ from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, Job, load_job
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import InputFile, Reference, hash_of, read_dataset, read_segment
-
-PART_INPUT_BYTES = 28 << 20
-"""Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
-they are 20 times larger in memory, large enough for row groups of 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,54 +101,12 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     return Built(reference, True, waited_sec, rejects)
 
 
-def context_of(
-    request: BuildRequest, job: Job, features: FeatureSet, prepared: Prepared, building: Path
-) -> BuildContext:
-    """Return what every stage of a build must know.
-
-    Args:
-        request: what is to be built.
-        job: the job file.
-        features: declared columns.
-        prepared: what is known before the work starts.
-        building: directory of the segment being built.
-    """
-    return BuildContext(
-        folder=folder_of(request.input_root),
-        segment_root=building,
-        listing=prepared.listing,
-        data=job.data,
-        features=features,
-        steps=prepared.steps,
-        empty_rows=prepared.empty_rows,
-        broadcast=prepared.broadcast,
-        key_types=prepared.key_types,
-        num_parts=num_parts_of(prepared.listing, job.data),
-        learned=learned_so_far(request.dataset),
-        shuffle_by=shuffle_by(request.beam_args),
-    )
-
-
 def hashes_of(
     job: Job, features: FeatureSet, listing: tuple[InputFile, ...]
 ) -> tuple[tuple[str, str], str]:
     """Return the hashes of job and schema, and the one in the segment's id."""
     hashes = hash_of(identity_of(job.data)), hash_of([asdict(f) for f in features.features])
     return hashes, hash_of([*hashes, [asdict(f) for f in listing]])[:12]
-
-
-def shuffle_by(beam_args: list[str]) -> str:
-    """Return how samples cross the shuffle of the runner that is asked for."""
-    if in_process(beam_args):
-        return "memory"
-    options = runner_module("runner").pipeline_options(beam_args)
-    return runner_module("options").shuffle_of(options)
-
-
-def num_parts_of(listing: Sequence[InputFile], data: DataConfig) -> int:
-    """Return the parts of a segment: by the bytes that become samples, so without side tables."""
-    size = sum(f.num_bytes for f in listing if f.source in data.sources)
-    return max(1, -(-size // PART_INPUT_BYTES))
 
 
 def write_segment(
@@ -258,7 +211,7 @@ def build(request: BuildRequest) -> dict[str, Any]:
         request = replace(request, position=position_of_day(date.fromisoformat(request.day)))
     if request.append:
         read_dataset(request.dataset)  # refuses a directory that is no dataset
-    request, job = with_groups(request, job, features, PART_INPUT_BYTES)
+    request, job = with_groups(request, job, features)
     request.dataset.mkdir(parents=True, exist_ok=True)
     made = build_segment(request, job, features)
     if request.last:

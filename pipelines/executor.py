@@ -7,7 +7,7 @@ tests. The dataset has the bytes of any other runner's. All samples are in memor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
 from pipelines.oracle.rounds import run_rounds
 from pipelines.parts.part import PartResult, packed
 from pipelines.samples.sampling_units import merge_counts
-from pipelines.samples.side_stages import good_side_rows, join_one, join_part, sides_of
+from pipelines.samples.side_stages import join_one, join_part, sides_of
 from pipelines.sources.late import add_counts
 from pipelines.sources.reject_files import RejectCounts, places_of, write_rejects
 from pipelines.stages import (
@@ -34,6 +34,7 @@ from pipelines.stages import (
     Output,
     SampleStage,
     cut_file,
+    good_side_rows,
     keyed_rows,
     pins_of,
     read_rows,
@@ -43,12 +44,20 @@ from pipelines.stages import (
 Rows = tuple[str, pa.Table]
 """Source, and raw rows of it."""
 
+RowsOfLookUp = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
+"""From the index of a look-up, and its samples, to rows of its side table: all with their keys."""
+
 
 class Collected:
     """What the stages give beside samples: rejects, counts, and what transforms learn from."""
 
-    def __init__(self) -> None:
-        """Start with nothing."""
+    def __init__(self, keep: bool = True) -> None:
+        """Start with nothing.
+
+        Args:
+            keep: whether to keep it; a caller that needs the samples alone saves the memory.
+        """
+        self.keep = keep
         self.values: defaultdict[str, list[Any]] = defaultdict(list)
         self.partials: defaultdict[str, list[Partial]] = defaultdict(list)
 
@@ -57,6 +66,8 @@ class Collected:
         for name, value in outputs:
             if name == SAMPLES:
                 yield value
+            elif not self.keep:
+                continue
             elif name == LEARNED:
                 key, partial = value
                 self.partials[key] = with_partial(self.partials[key], partial)
@@ -89,10 +100,20 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
     }
 
 
-def read_all(context: BuildContext, found: Collected) -> Iterator[Rows]:
-    """Yield the raw rows of all files, side tables first."""
+def read_all(
+    context: BuildContext, found: Collected, sources: Container[str] | None = None
+) -> Iterator[Rows]:
+    """Yield the raw rows of all files, side tables first.
+
+    Args:
+        context: of the build.
+        found: rejects are added to it.
+        sources: the sources and side tables to read; all when None.
+    """
     sides = context.data.sides
     for file in sorted(context.files(), key=lambda f: f.source not in sides):
+        if sources is not None and file.source not in sources:
+            continue
         for part in found.samples(cut_file(context, file)):
             for table in found.samples(read_rows(context, part)):
                 yield part.source, table
@@ -108,16 +129,36 @@ def make_samples(
         rows: raw rows, those of side tables first.
         found: what else comes out, added to.
     """
+    parts: defaultdict[int, list[Any]] = defaultdict(list)
+    for part, sent in iter_samples(context, rows, found):
+        parts[part].append(sent)
+    return dict(sorted(parts.items()))
+
+
+def iter_samples(
+    context: BuildContext,
+    rows: Iterable[Rows],
+    found: Collected,
+    rows_of_look_up: RowsOfLookUp | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Yield samples with the numbers of their parts, as `context.crossing` sends them.
+
+    Args:
+        context: of the build.
+        rows: raw rows, those of side tables first.
+        found: what else comes out, added to.
+        rows_of_look_up: where the rows of large side tables come from, if they are not in `rows`.
+    """
     side_rows: defaultdict[str, list[pa.Table]] = defaultdict(list)
     stage = SampleStage(context)
     made = found.samples(_from_sources(context, stage, rows, side_rows, found))
-    if not context.joins_at_hand:
-        made = _joined_by_key(context, stage, list(made), side_rows)
-        made = (s for table in made for s in found.samples(stage.finish(table)))
-    parts: defaultdict[int, list[Any]] = defaultdict(list)
-    for part, sent in made:
-        parts[part].append(sent)
-    return dict(sorted(parts.items()))
+    if context.joins_at_hand:
+        yield from made
+        return
+    joins = context.data.samples.joins
+    rows_of_look_up = rows_of_look_up or (lambda index, _: side_rows[joins[index].side])
+    for table in _joined_by_key(context, stage, list(made), rows_of_look_up):
+        yield from found.samples(stage.finish(table))
 
 
 def _from_sources(
@@ -153,14 +194,14 @@ def _joined_by_key(
     context: BuildContext,
     stage: SampleStage,
     samples: list[pa.Table],
-    side_rows: defaultdict[str, list[pa.Table]],
+    rows_of_look_up: RowsOfLookUp,
 ) -> list[pa.Table]:
     """Return samples after all look-ups, one after the other."""
     for index, join in enumerate(context.data.samples.joins):
         if join.side in context.broadcast:
             samples = [join_one(table, stage.sides, context, index) for table in samples]
         else:
-            samples = list(join_part(context, index, samples, side_rows[join.side]))
+            samples = list(join_part(context, index, samples, rows_of_look_up(index, samples)))
     return samples
 
 

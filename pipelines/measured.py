@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.build import PART_INPUT_BYTES
+from pipelines.prepare import num_parts_of
 from pipelines.runners import in_process, runner_module
 from schemas.layout import BUILDS
 from schemas.manifest import canonical_json
@@ -28,7 +28,7 @@ def keep_measurement(dataset: Path, result: Mapping[str, Any], beam_args: Sequen
     """
     workers = 1
     if not in_process(beam_args):
-        bundles = -(-result["input_bytes"] // PART_INPUT_BYTES)
+        bundles = num_parts_of(result["input_bytes"])
         workers = runner_module("runner").local_processes(beam_args, bundles)
     if not result["built"] or workers is None:
         return

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from pipelines.beam.context import BuildContext
 from pipelines.learned.check_transforms import check_transforms
-from pipelines.runners import in_process
+from pipelines.learned.files import learned_so_far
+from pipelines.runners import in_process, runner_module
 from pipelines.samples.check_joins import broadcast_sides, key_types
 from pipelines.samples.check_repeatable import check_repeatable
 from pipelines.samples.check_sql import check_map_sql, first_rows
@@ -40,6 +42,10 @@ from schemas.features import FeatureSet
 from schemas.job import DataConfig, Job
 from schemas.manifest import InputFile
 from schemas.paths import schema_path
+
+PART_INPUT_BYTES = 28 << 20
+"""Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
+they are 20 times larger in memory, large enough for row groups of 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,48 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
         lists = passed_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passed(lists, tuple(samples.column_names))
     return Prepared(listing, last_hashed(steps, data, passed), empty, broadcast, kinds)
+
+
+def context_of(
+    request: BuildRequest, job: Job, features: FeatureSet, prepared: Prepared, building: Path
+) -> BuildContext:
+    """Return what every stage of a build must know.
+
+    Args:
+        request: what is to be built.
+        job: the job file.
+        features: declared columns.
+        prepared: what is known before the work starts.
+        building: directory of the segment being built.
+    """
+    size = sum(f.num_bytes for f in prepared.listing if f.source in job.data.sources)
+    return BuildContext(
+        folder=folder_of(request.input_root),
+        segment_root=building,
+        listing=prepared.listing,
+        data=job.data,
+        features=features,
+        steps=prepared.steps,
+        empty_rows=prepared.empty_rows,
+        broadcast=prepared.broadcast,
+        key_types=prepared.key_types,
+        num_parts=num_parts_of(size),
+        learned=learned_so_far(request.dataset),
+        shuffle_by=shuffle_by(request.beam_args),
+    )
+
+
+def shuffle_by(beam_args: list[str]) -> str:
+    """Return how samples cross the shuffle of the runner that is asked for."""
+    if in_process(beam_args):
+        return "memory"
+    options = runner_module("runner").pipeline_options(beam_args)
+    return runner_module("options").shuffle_of(options)
+
+
+def num_parts_of(num_bytes: int) -> int:
+    """Return the parts of a segment, by the bytes that become samples, so without side tables."""
+    return max(1, -(-num_bytes // PART_INPUT_BYTES))
 
 
 def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> int:

@@ -6,7 +6,7 @@ workers, `executor.py` in this process, to the same bytes. Nothing here imports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -36,7 +36,6 @@ from pipelines.sources.read import parts_of_file, read_part
 from pipelines.sources.rejects import as_table, from_table
 from pipelines.sources.rows import FilePart
 from pipelines.sources.streams import with_events
-from schemas.columns import one_chunk
 from schemas.learned import Learned
 
 REJECTS = "rejects"
@@ -100,16 +99,40 @@ def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[
     if events is not None and source == events.source:
         wanted |= dict.fromkeys(events.key, "key")
         wanted[events.event_time or events.time] = "event time"
-    for name, what in wanted.items():
-        valid = one_chunk(table[name]).is_valid()
-        without = table.filter(pc.invert(valid))
-        if without.num_rows:
-            bad = bad_rows(without, f"{what} {name!r} must not be null")
-            yield rejected(context, context.rejects(bad))
-            table = table.filter(valid)
+    table = yield from _without_nulls(context, table, wanted)
     kind = key_type({n: context.empty_rows[n] for n in data.sources}, key)
     hashes = key_hashes(key_column(table, key, kind))
     yield SAMPLES, (part_of_key(hashes, context.num_parts), table)
+
+
+def good_side_rows(context: BuildContext, name: str, table: pa.Table) -> Iterator[Output]:
+    """Yield rows of a side table whose key and time are not null; the others are rejects."""
+    config = context.data.sides[name]
+    wanted = {config.key: "key"} | ({} if config.time is None else {config.time: "time"})
+    good = yield from _without_nulls(context, table, wanted, f" of side {name!r}")
+    if good.num_rows:
+        yield SAMPLES, good
+
+
+def _without_nulls(
+    context: BuildContext, table: pa.Table, columns: Mapping[str, str], of: str = ""
+) -> Generator[Output, None, pa.Table]:
+    """Yield rows with a null in one of the columns as rejects; return the other rows.
+
+    Args:
+        context: of the build.
+        table: raw rows.
+        columns: names, and what each is in the job.
+        of: whose columns they are, for the reason.
+    """
+    for name, what in columns.items():
+        if table[name].null_count:
+            valid = table[name].is_valid()
+            reason = f"{what} {name!r}{of} must not be null"
+            bad = bad_rows(table.filter(pc.invert(valid)), reason)
+            yield rejected(context, context.rejects(bad))
+            table = table.filter(valid)
+    return table
 
 
 class SampleStage:

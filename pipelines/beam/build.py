@@ -13,10 +13,10 @@ from pipelines.beam.commit import SEGMENT, Wanted, committed
 from pipelines.beam.io import INCOMING
 from pipelines.beam.options import shuffle_of
 from pipelines.beam.segment import segment_pipeline
-from pipelines.build import PART_INPUT_BYTES, context_of, hashes_of
+from pipelines.build import hashes_of
 from pipelines.groups.job import with_groups
 from pipelines.learned.files import stage_learned
-from pipelines.prepare import BuildRequest, prepare
+from pipelines.prepare import BuildRequest, context_of, prepare
 from pipelines.segments.admit import admit
 from pipelines.sources.rejects import Reject
 from pipelines.stages import REJECTS
@@ -75,7 +75,7 @@ class BuildDataset(beam.PTransform):
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """List the input, build the parts, commit the segment."""
         pipeline, features = input_or_inputs.pipeline, self._features
-        request, job = with_groups(self._request, self._parsed, features, PART_INPUT_BYTES)
+        request, job = with_groups(self._request, self._parsed, features)
         prepared = prepare(request, job, features)
         _, key = hashes_of(job, features, prepared.listing)
         there = admit(request, job, features, key, prepared.listing)

@@ -12,17 +12,16 @@ from apache_beam.utils.shared import Shared
 from pipelines.beam.context import BuildContext
 from pipelines.beam.ipc import contents, from_bytes, to_bytes
 from pipelines.samples.side_stages import (
-    REJECTS,
     Sides,
     cut_samples,
     cut_side,
-    good_side_rows,
     join_one,
     join_part,
     load_sides,
     num_look_up_parts,
     write_side,
 )
+from pipelines.stages import REJECTS, good_side_rows
 
 _KEYED = tuple[int, tuple[str, bytes]]
 """What look-ups by key are grouped by is an int on every runner, not a pickled object."""

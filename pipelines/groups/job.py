@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +22,8 @@ from pipelines.groups.sample import sample_sessions
 from pipelines.groups.search import ChosenGroup, GroupChoice, choose_groups
 from pipelines.learned.inputs import inputs_of
 from pipelines.parts.cluster import cluster
-from pipelines.prepare import BuildRequest, prepare
+from pipelines.prepare import BuildRequest, context_of, num_parts_of, prepare
 from pipelines.samples.tuples import separate
-from pipelines.sources.folder import folder_of
 from schemas.dataset import verified
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -37,16 +38,13 @@ PER_SAMPLE_ROLES = ("label", "weight", "label_time")
 _PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_][A-Za-z0-9_]*", re.I)
 
 
-def with_groups(
-    request: BuildRequest, job: Job, features: FeatureSet, part_bytes: int
-) -> tuple[BuildRequest, Job]:
+def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[BuildRequest, Job]:
     """Return the request and the job with groups that have names.
 
     Args:
         request: what is to be built.
         job: the job file, as parsed.
         features: declared columns.
-        part_bytes: input bytes of one part of the segment.
 
     Raises:
         SchemaError: the job does not fit its input, or nothing is there to choose from.
@@ -62,8 +60,9 @@ def with_groups(
         return replace(request, job_bytes=same or _bytes(text, named, {})), named
     ungrouped = replace(job, data=replace(job.data, groups={}))
     prepared = prepare(request, ungrouped, features)
-    folder = folder_of(request.input_root)
-    sample = sample_sessions(folder, ungrouped.data, features, prepared, part_bytes)
+    with TemporaryDirectory(prefix="presage-") as scratch:
+        context = context_of(request, ungrouped, features, prepared, Path(scratch))
+        sample = sample_sessions(context)
     if sample is None:
         raise SchemaError(
             "groups: auto must see samples of the training range, got none; name the groups, or "
@@ -71,7 +70,7 @@ def with_groups(
             file=str(request.job_path),
         )
     size = sum(f.num_bytes for f in prepared.listing)
-    fixed = BYTES_PER_GROUP * sample.share * max(1, -(-size // part_bytes))
+    fixed = BYTES_PER_GROUP * sample.share * num_parts_of(size)
     choice = choose_from(sample.rows, ungrouped.data, features, fixed)
     for line in explained(choice):
         request.say(line)

@@ -16,12 +16,10 @@ sampling apply as they do there.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -29,17 +27,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.beam.context import BuildContext
-from pipelines.beam.ipc import cut_by
+from pipelines.executor import Collected, Rows, iter_samples, read_all
 from pipelines.parts.cluster import hash_session_keys, microseconds
-from pipelines.prepare import Prepared
+from pipelines.prepare import num_parts_of
 from pipelines.samples.keys import key_column, key_hashes, key_type
-from pipelines.samples.side_stages import good_side_rows, join_one, join_part, sides_of
-from pipelines.sources.folder import Folder
 from pipelines.sources.read import read_part
 from pipelines.sources.rows import ORIGIN, FilePart
-from pipelines.stages import SAMPLES, Output, SampleStage, cut_file, keyed_rows, read_rows
+from pipelines.stages import cut_file, good_side_rows, read_rows
 from schemas.columns import is_list, one_chunk
-from schemas.features import FeatureSet
 from schemas.job import DataConfig
 
 INPUT_BYTES = 256 << 20
@@ -114,46 +109,32 @@ class SessionSample:
     share: float
 
 
-def sample_sessions(
-    folder: Folder, data: DataConfig, features: FeatureSet, prepared: Prepared, part_bytes: int
-) -> SessionSample | None:
+def sample_sessions(context: BuildContext) -> SessionSample | None:
     """Return samples of whole sessions of the training range, or None when there are none.
 
     Args:
-        folder: input directory.
-        data: the job's data section; its groups mean nothing.
-        features: declared columns.
-        prepared: from `prepare`, without groups.
-        part_bytes: input bytes of one partition of keys.
+        context: of a build without groups.
     """
-    total = sum(f.num_bytes for f in prepared.listing if f.source in data.sources)
+    data = context.data
+    num_parts = min(context.num_parts, num_parts_of(INPUT_BYTES))
+    context = replace(context, num_parts=num_parts, shuffle_by="memory")
     kept = SmallestHashes(MAX_CELLS)
+    edge: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     edge_keys: list[NDArray[np.uint64]] = []
-    with TemporaryDirectory(prefix="presage-") as scratch:
-        context = BuildContext(
-            folder=folder,
-            segment_root=Path(scratch),
-            listing=prepared.listing,
-            data=data,
-            features=features,
-            steps=prepared.steps,
-            num_parts=max(1, -(-min(total, INPUT_BYTES) // part_bytes)),
-            empty_rows=prepared.empty_rows,
-            broadcast=prepared.broadcast,
-            key_types=prepared.key_types,
-            shuffle_by="memory",
-        )
-        rows = _first_rows(context) if data.samples.per is None else _rows_of_keys(context)
-        for samples, is_edge in _samples(context, rows):
-            training = _in_training(samples, data)
-            good, edge = samples.filter(pa.array(training)), is_edge[training]
-            if not good.num_rows:
-                continue
+    found = Collected(keep=False)
+    sides = read_all(context, found, context.broadcast)
+    rows = _first_rows(context, edge) if data.samples.per is None else _rows_of_keys(context)
+    looked_up = partial(_rows_looked_up, context)
+    for _, sent in iter_samples(context, chain(sides, rows), found, looked_up):
+        good = sent.samples.filter(pa.array(_in_training(sent.samples, data)))
+        if good.num_rows:
             hashes = hash_session_keys(good[data.session.key])
-            edge_keys.append(np.unique(hashes[edge]))
+            is_edge = np.isin(good[ORIGIN].to_numpy(), np.concatenate(edge))
+            edge_keys.append(np.unique(hashes[is_edge]))
             kept.add(good, hashes)
     if kept.table is None:
         return None
+    total = sum(f.num_bytes for f in context.listing if f.source in data.sources)
     share = min(1.0, INPUT_BYTES / max(1, total)) * (kept.bound + 1) / 2**64
     continues = np.isin(kept.hashes, np.concatenate(edge_keys))
     if not continues.any() or continues.mean() > 0.5:
@@ -170,74 +151,6 @@ def _in_training(samples: pa.Table, data: DataConfig) -> NDArray[np.bool_]:
     return one_chunk(earlier).to_numpy(zero_copy_only=False)
 
 
-class RawRows(NamedTuple):
-    """Raw rows to make samples of.
-
-    Attributes:
-        source: their source.
-        table: the rows, with origins.
-        is_edge: whether they are the last that are read of a log that has more.
-    """
-
-    source: str
-    table: pa.Table
-    is_edge: bool = False
-
-
-def _samples(
-    context: BuildContext, rows: Iterable[RawRows]
-) -> Iterator[tuple[pa.Table, NDArray[np.bool_]]]:
-    """Yield usable samples, and which of them come from rows at the edge."""
-    stage = SampleStage(context)
-    stage.use_sides(sides_of(context, {n: list(_side_rows(context, n)) for n in context.broadcast}))
-    edge: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
-    made = _from_rows(context, stage, rows, edge)
-    if not context.joins_at_hand:
-        made = _joined(context, stage, made)
-    for name, sent in made:
-        if name == SAMPLES:
-            samples = sent[1].samples
-            yield samples, np.isin(samples[ORIGIN].to_numpy(), np.concatenate(edge))
-
-
-def _from_rows(
-    context: BuildContext,
-    stage: SampleStage,
-    rows: Iterable[RawRows],
-    edge: list[NDArray[np.int64]],
-) -> Iterator[Output]:
-    """Yield what SQL makes of raw rows; origins of rows at the edge are added to `edge`."""
-    keyed: defaultdict[int, defaultdict[str, list[pa.Table]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for source, table, is_edge in rows:
-        if is_edge:
-            edge.append(table[ORIGIN].to_numpy())
-        if context.shard is None:
-            yield from stage.from_rows(source, table)
-            continue
-        for name, value in keyed_rows(context, source, table):
-            if name == SAMPLES:
-                target, good = value
-                for part, mine in cut_by(good, target):
-                    keyed[part][source].append(mine)
-    for part in sorted(keyed):
-        yield from stage.from_keys(part, keyed.pop(part))
-
-
-def _joined(context: BuildContext, stage: SampleStage, made: Iterable[Output]) -> Iterator[Output]:
-    """Yield samples after all look-ups; of a large side table only the rows asked for are kept."""
-    samples = [value for name, value in made if name == SAMPLES]
-    for index, join in enumerate(context.data.samples.joins):
-        if join.side in context.broadcast:
-            samples = [join_one(table, stage.sides, context, index) for table in samples]
-        elif samples:
-            found = [t for t in _rows_looked_up(context, index, samples) if t.num_rows]
-            samples = list(join_part(context, index, samples, found))
-    for table in samples:
-        yield from stage.finish(table)
-
-
 def _rows_looked_up(
     context: BuildContext, index: int, samples: list[pa.Table]
 ) -> Iterator[pa.Table]:
@@ -245,38 +158,34 @@ def _rows_looked_up(
     join = context.data.samples.joins[index]
     config, kind = context.data.sides[join.side], context.key_types[join.side]
     keys = [key_column(table, join.key or config.key, kind) for table in samples]
-    wanted = pc.unique(pa.chunked_array(keys)).drop_null()
-    for rows in _side_rows(context, join.side):
-        yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=wanted))
-
-
-def _side_rows(context: BuildContext, name: str) -> Iterator[pa.Table]:
-    """Yield the rows of a side table that can be looked up."""
-    for part, _ in _parts(context, name):
-        for table in _tables(context, part):
-            for output, good in good_side_rows(context, name, table):
-                if output == SAMPLES:
-                    yield good
+    wanted = pc.unique(pa.chunked_array(keys, kind)).drop_null()
+    found = Collected(keep=False)
+    for _, table in read_all(context, found, {join.side}):
+        for rows in found.samples(good_side_rows(context, join.side, table)):
+            yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=wanted))
 
 
 def _parts(context: BuildContext, source: str) -> Iterator[tuple[FilePart, int]]:
     """Yield every part of a source's readable files with its bytes, in the listing's order."""
     for file in context.files():
         if file.source == source:
-            parts = [part for name, part in cut_file(context, file) if name == SAMPLES]
+            parts = list(Collected(keep=False).samples(cut_file(context, file)))
             for part in parts:
                 yield part, max(1, (file.num_bytes or 0) // len(parts))
 
 
 def _tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
     """Yield the rows of a part that can be read."""
-    for name, table in read_rows(context, part):
-        if name == SAMPLES:
-            yield table
+    return Collected(keep=False).samples(read_rows(context, part))
 
 
-def _first_rows(context: BuildContext) -> Iterator[RawRows]:
-    """Yield the first rows of each source: of all sources the same share, `INPUT_BYTES` in all."""
+def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterator[Rows]:
+    """Yield the first rows of each source: of all sources the same share, `INPUT_BYTES` in all.
+
+    Args:
+        context: of the build.
+        edge: the origins of the last rows that are read of a log that has more are added to it.
+    """
     parts = {name: list(_parts(context, name)) for name in context.data.sources}
     sizes = {name: sum(size for _, size in listed) for name, listed in parts.items()}
     share = INPUT_BYTES / max(1, sum(sizes.values()))
@@ -286,18 +195,19 @@ def _first_rows(context: BuildContext) -> Iterator[RawRows]:
             if read_bytes >= limit:
                 break
             read_bytes += size
-            is_edge = share < 1 and read_bytes > limit - limit // _EDGE
             for table in _tables(context, part):
-                yield RawRows(source, table, is_edge)
+                if share < 1 and read_bytes > limit - limit // _EDGE:
+                    edge.append(table[ORIGIN].to_numpy())
+                yield source, table
 
 
-def _rows_of_keys(context: BuildContext) -> Iterator[RawRows]:
+def _rows_of_keys(context: BuildContext) -> Iterator[Rows]:
     """Yield the rows of some keys in all sources."""
     chosen, parts = choose_keys(_key_index(context), context.data.sample_source)
     for part in parts:
         for table in _tables(context, part):
             keys = _hashed_keys(context, table)
-            yield RawRows(part.source, table.filter(pa.array(np.isin(keys, chosen))))
+            yield part.source, table.filter(pa.array(np.isin(keys, chosen)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ import pyarrow as pa
 
 from pipelines import executor
 from pipelines.beam.context import BuildContext
-from pipelines.build import PART_INPUT_BYTES, check_usable, context_of, load_request
+from pipelines.build import check_usable, load_request
 from pipelines.executor import Collected, Rows
 from pipelines.gate.judge import reject_findings
 from pipelines.groups.job import with_groups
 from pipelines.parts.part import PartResult
-from pipelines.prepare import BuildRequest, prepare
+from pipelines.prepare import BuildRequest, context_of, prepare
 from pipelines.preview.estimates import SampleTable, estimates, notes_of, python_values
 from pipelines.preview.excerpt import Excerpt, excerpts
 from pipelines.runners import IN_PROCESS
@@ -117,7 +117,7 @@ def _previewed(request: PreviewRequest, building: BuildRequest) -> dict[str, Any
     copied = excerpts(folder, data.inputs, files, rows, Path(building.input_root))
     listing = tuple(file for excerpt in copied.values() for file in excerpt.listing)
     building = replace(building, listing=tuple(sorted(listing, key=lambda f: (f.source, f.path))))
-    building, job = with_groups(building, job, features, PART_INPUT_BYTES)
+    building, job = with_groups(building, job, features)
     prepared = prepare(building, job, features)
     building.dataset.mkdir()
     context = context_of(building, job, features, prepared, building.dataset / "segment")

@@ -19,9 +19,9 @@ import yaml
 
 from pipelines.beam.context import BuildContext
 from pipelines.beam.shuffle import SHUFFLE
-from pipelines.build import PART_INPUT_BYTES, build, shuffle_by
+from pipelines.build import build
 from pipelines.parts.expand import row_groups
-from pipelines.prepare import BuildRequest
+from pipelines.prepare import BuildRequest, num_parts_of, shuffle_by
 from pipelines.rewrite.flat import HIDDEN, FlatPart, FlatStage, can_be_moved, decoded, run_flat
 from pipelines.rewrite.input import FILES, SOURCE, Rows, check_microseconds, look_at, star_word
 from pipelines.runners import in_process, runner_module
@@ -174,7 +174,7 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         data=data,
         features=FeatureSet(()),
         steps=Steps(None, None),
-        num_parts=max(1, -(-rows.num_bytes // PART_INPUT_BYTES)),
+        num_parts=num_parts_of(rows.num_bytes),
         empty_rows={SOURCE: schema.empty_table()},
         shuffle_by=shuffle_by(request.beam_args),
     )

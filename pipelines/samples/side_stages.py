@@ -1,4 +1,4 @@
-"""Look-ups as stages of a build: side tables checked, sorted, cut by key, and looked up in.
+"""Look-ups as stages of a build: side tables sorted, cut by key, and looked up in.
 
 `beam/look_ups.py` runs them on workers, `executor.py` in this process. Nothing
 here imports Beam.
@@ -10,41 +10,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipelines.beam.context import BuildContext
 from pipelines.beam.ipc import cut_by
 from pipelines.beam.shuffle import SHUFFLE
 from pipelines.parts.cluster import part_of_key
-from pipelines.samples.bad_rows import bad_rows
 from pipelines.samples.keys import key_column, key_hashes
 from pipelines.samples.sides import HIDDEN, SideTable, check_unique, joined, side_table, sorted_rows
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 from schemas.columns import one_chunk
 
-REJECTS = "rejects"
-SAMPLES = "samples"
 _SIDE_BYTES = 32 << 20
 """Bytes of a side table that one part of a look-up by key takes."""
 
 
 class Sides(dict[str, SideTable]):
     """Side tables by name; a class of its own, since a plain dict cannot be shared."""
-
-
-def good_side_rows(
-    context: BuildContext, name: str, table: pa.Table
-) -> Iterator[tuple[str, pa.Table]]:
-    """Yield rows of a side table whose key and time are not null; the others are rejects."""
-    config = context.data.sides[name]
-    for what, column in (("key", config.key), ("time", config.time)):
-        if column is not None and table[column].null_count:
-            valid = table[column].is_valid()
-            reason = f"{what} {column!r} of side {name!r} must not be null"
-            yield REJECTS, context.rejects(bad_rows(table.filter(pc.invert(valid)), reason))
-            table = table.filter(valid)
-    if table.num_rows:
-        yield SAMPLES, table
 
 
 def sorted_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> pa.Table:

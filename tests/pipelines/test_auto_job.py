@@ -19,10 +19,9 @@ from pipelines.groups.job import named_groups, rewritten
 from pipelines.groups.sample import KeysOfPart, SmallestHashes, choose_keys, sample_sessions
 from pipelines.learned.inputs import columns_of
 from pipelines.parts.expand import expand
-from pipelines.prepare import prepare
+from pipelines.prepare import context_of, prepare
 from pipelines.samples import check_joins
 from pipelines.segments.verify import verify
-from pipelines.sources.folder import folder_of
 from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -400,15 +399,17 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     """Where all of the input is read, the sample is the training range of the build."""
     write, broadcast = SAMPLED_JOBS[name]
     monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)  # several parts
     path = write(tmp_path)
     job = load_job(path)
     transforms = {n: t for made in job.data.transforms.values() for n, t in made.items()}
     data = dataclasses.replace(job.data, groups={}, transforms={"samples": transforms})
     features = load_features(path.parent / data.schema)
     asked = request(path, tmp_path / "input", tmp_path / "dataset")
-    prepared = prepare(asked, dataclasses.replace(job, data=data), features)
-    folder = folder_of(tmp_path / "input")
-    sample = sample_sessions(folder, data, features, prepared, part_bytes=4_000)
+    ungrouped = dataclasses.replace(job, data=data)
+    prepared = prepare(asked, ungrouped, features)
+    context = context_of(asked, ungrouped, features, prepared, tmp_path / "scratch")
+    sample = sample_sessions(context)
     assert sample is not None
     build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
     expand(tmp_path / "dataset", tmp_path / "rows.parquet")

@@ -93,7 +93,7 @@ def test_build_with_files_listed_in_another_order_gives_the_same_bytes(
 def test_build_in_several_parts_keeps_every_sample(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 2_000)
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 2_000)
     many = built(tmp_path / "many")
     assert len(set(open_dataset(many).segments[0].column("file").tolist())) > 3
     assert read_back(many, tmp_path / "a.parquet") == read_back(dataset, tmp_path / "b.parquet")
@@ -103,7 +103,7 @@ def test_build_in_several_parts_keeps_every_sample(
 def test_small_windows_of_several_parts_share_row_groups_and_keep_every_sample(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 5_000)
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 5_000)
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("  session:", "  window: {span: 1m}\n  session:", 1))
     write_log(tmp_path / "log")

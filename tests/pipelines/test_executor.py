@@ -100,7 +100,7 @@ def test_a_build_in_process_has_the_bytes_of_the_local_runner(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 4_000)  # several parts
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)  # several parts
     monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
     job = write(tmp_path)
     by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")

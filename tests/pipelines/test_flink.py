@@ -30,7 +30,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_log(directory / "log", num_rows=600, num_files=6)
     write_job(directory / "job")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.build.PART_INPUT_BYTES", 4_000)
+        patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
         patch.setattr("pipelines.beam.tables.WORKER_ENTRIES", 200)
         patch.setattr("pipelines.oracle.index.WORKER_ENTRIES", 200)
         yield directory

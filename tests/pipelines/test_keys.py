@@ -35,7 +35,7 @@ def test_keys_without_a_common_type_are_refused() -> None:
 def test_negative_keys_of_two_widths_meet_in_one_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 400)  # many parts
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 400)  # many parts
     users = pa.array(range(-30, 10), pa.int32())
     log = {
         "user": users.cast(pa.int64()),

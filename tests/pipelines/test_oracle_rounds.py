@@ -31,7 +31,7 @@ FEW_ENTRIES = 60
 
 
 def small_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pipelines.build.PART_INPUT_BYTES", 4_000)
+    patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
     patch.setattr("pipelines.oracle.files.ENTRIES_PER_FILE", 150)
 
 

@@ -141,7 +141,7 @@ def test_flat_keeps_every_type_and_the_schema(
 ) -> None:
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
-    monkeypatch.setattr("pipelines.rewrite.command.PART_INPUT_BYTES", -(-size // num_parts))
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", -(-size // num_parts))
     result = run(capsys, folder, tmp_path / "out", "--layout", "flat", beam=num_parts > 1)
     files = sorted((tmp_path / "out").iterdir())
     assert [f.name for f in files] == [f"{i:05d}.parquet" for i in range(num_parts)]

@@ -141,7 +141,7 @@ def dataset_of(log: Path, name: str, options: list[str]) -> dict[str, bytes]:
 def test_builds_by_reference_and_by_value_with_any_workers_give_the_same_bytes(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 4_000)
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
     default = dataset_of(log, "default", [])
     assert dataset_of(log, "one", ["--direct_num_workers=1"]) == default
     shared = sorted(p.name for p in (log / "default").rglob("*"))

@@ -163,7 +163,7 @@ def some_log(seed: int = 3) -> tuple[list[Feature], list[Event]]:
 def test_join_gives_what_each_feature_with_all_events_gives(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 4000)  # several parts
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4000)  # several parts
     features, events = some_log()
     write(tmp_path / "input", features, events)
     result = build(
@@ -200,7 +200,7 @@ def test_bytes_do_not_depend_on_the_shard_or_on_the_order_of_rows(
     job = job_of(tmp_path / "job")
     build(request(job, tmp_path / "input", tmp_path / "by session"))
     job.write_text(job.read_text().replace("      shard: session\n", ""))
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 1 << 20)
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 1 << 20)
     build(request(job, tmp_path / "input", tmp_path / "by request"))
     found = {}
     for name in ("by session", "by request"):

@@ -136,7 +136,7 @@ def test_same_bytes_again_with_files_in_another_order(
 def test_other_cuts_into_files_and_parts_learn_the_same(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 4_000)
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
     many = built(tmp_path, num_files=7)
     assert len(set(open_dataset(many).segments[0].column("file").tolist())) > 3
     assert {

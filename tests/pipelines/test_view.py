@@ -54,7 +54,7 @@ def test_view_covers_every_layout_of_a_group(name: str, tmp_path: Path) -> None:
 def test_view_joins_parts_and_stays_true_when_the_dataset_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.build.PART_INPUT_BYTES", 2_000)
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 2_000)
     dataset = built(tmp_path)
     assert len(list(dataset.glob("segments/*/samples/*"))) > 3
     check(Path(shutil.move(dataset, tmp_path / "else where")), tmp_path)
