@@ -37,7 +37,7 @@ from pipelines.sources.reject_files import RejectCounts, counts_of, lines_of, me
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.job import DataConfig, Job, load_job
+from schemas.job import DataConfig, Job, check_new_names, load_job
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import InputFile, Reference, hash_of, read_dataset, read_segment
 
@@ -190,6 +190,8 @@ def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
         SchemaError: one of them is not as it must be.
     """
     job = load_job(request.job_path)
+    if not (request.dataset / MANIFEST).exists():
+        check_new_names(job, request.job_path)
     if request.day is not None:
         split = job.data.split.on(date.fromisoformat(request.day))
         job = replace(job, data=replace(job.data, split=split))

@@ -192,7 +192,6 @@ class DataConfig:
         self.storage.check_groups(self.groups)
         _check_tables(self.tables)
         check_names("vocabularies", self.vocabularies)
-        check_names("sides", self.sides)
         check_vocabularies(self.vocabularies, self.transforms)
 
     @property
@@ -247,14 +246,6 @@ class Job:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """What it may run on."""
 
-    def __post_init__(self) -> None:
-        """Refuse a name that is no name of a folder."""
-        if not NAME.fullmatch(self.name):
-            raise ValueError(
-                "name must be of letters, digits, '_' and '-', not first a '-', got "
-                f"{self.name!r}; rename it"
-            )
-
 
 def load_job(path: str | Path) -> Job:
     """Read and check a job file.
@@ -263,6 +254,30 @@ def load_job(path: str | Path) -> Job:
         SchemaError: naming the file, the line, the key, and the nearest valid key.
     """
     return _checked(read_yaml(Path(path), Job), str(path))
+
+
+def check_new_names(job: Job, path: Path) -> None:
+    """Refuse names that cannot be file names: of new datasets, and where paths are made of them.
+
+    A dataset that has such names already can still be read and appended to.
+
+    Args:
+        job: the job.
+        path: its file, for the error.
+
+    Raises:
+        SchemaError: the job, or one of its side tables, has such a name.
+    """
+    try:
+        check_names("data.sides", job.data.sides)
+    except ValueError as error:
+        raise SchemaError(str(error), file=str(path)) from error
+    if not NAME.fullmatch(job.name):
+        raise SchemaError(
+            "name must be of letters, digits, '_' and '-', not first a '-', got "
+            f"{job.name!r}; rename it",
+            file=str(path),
+        )
 
 
 def parse_job(text: str, name: str) -> Job:

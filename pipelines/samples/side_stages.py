@@ -44,7 +44,8 @@ def sorted_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) ->
 def write_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> Path:
     """Write a small side table to one file that workers map; a retry writes the same bytes."""
     rows = sorted_side(context, name, tables)
-    path = context.segment_root / SHUFFLE / f"side-{name}.arrow"
+    number = list(context.data.sides).index(name)  # no name of a file: it may hold anything
+    path = context.segment_root / SHUFFLE / f"side-{number}.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with (

@@ -1,5 +1,6 @@
 """Segments: one more in a dataset, and all of them read as one."""
 
+import hashlib
 import json
 import shutil
 import threading
@@ -16,7 +17,8 @@ from pipelines.commands import main
 from pipelines.parts.expand import expand, expanded_tables
 from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
-from schemas.layout import SEGMENTS
+from schemas.errors import SchemaError
+from schemas.layout import JOB, SEGMENTS
 from schemas.manifest import read_dataset, write_manifest
 from schemas.oracle import next_use
 from schemas.rows import rows_of_ids
@@ -26,6 +28,7 @@ from tests.pipelines.logs import (
     bytes_of,
     copy_of,
     raw_rows,
+    request,
     samples_of,
 )
 
@@ -42,6 +45,23 @@ def two(one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dataset = copy_of(one / "dataset", tmp_path_factory.mktemp("two") / "dataset")
     build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     return dataset
+
+
+def test_dataset_with_a_name_that_is_no_name_of_a_folder_is_appended_to(
+    one: Path, tmp_path: Path
+) -> None:
+    """Builds before the rule for names left such datasets; a new one is refused."""
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    job = changed(tmp_path / "job", (f"name: {open_dataset(dataset).job.name}", "name: of May"))
+    with pytest.raises(SchemaError, match=r"got 'of May' in .*; rename it"):
+        build(request(job, one / "log-1", tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    (dataset / JOB).write_bytes(job.read_bytes())
+    sha256 = hashlib.sha256(job.read_bytes()).hexdigest()
+    write_manifest(dataset, replace(read_dataset(dataset), name="of May", job_sha256=sha256))
+    build(addition(job, one / "log-1", dataset))
+    assert verify(dataset)["problems"] == []
+    assert len(open_dataset(dataset).segments) == 2
 
 
 def brute_force(dataset: Path, table: str, epochs: int) -> list[np.ndarray]:

@@ -11,8 +11,18 @@ import pytest
 from schemas.accesses import TableAccesses, indexed_steps
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import JOB
+from schemas.manifest import read_dataset, write_manifest
 from schemas.reference import next_use
-from tests.schemas.tiny import GROUPS, PLACES, TABLES, lookups_of, samples_of, write_dataset
+from tests.schemas.tiny import (
+    GROUPS,
+    PLACES,
+    TABLES,
+    lookups_of,
+    samples_of,
+    sha256,
+    write_dataset,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +48,17 @@ def test_open_dataset_gives_back_manifests_job_and_features(dataset: Dataset) ->
     assert segment.positions("evaluation").tolist() == [4]
     assert segment.positions("test").tolist() == []
     assert segment.num_unique("user").sum() == segment.manifest.groups["user"].num_unique
+
+
+def test_dataset_with_a_name_that_is_no_name_of_a_folder_opens(root: Path, tmp_path: Path) -> None:
+    """Builds before the rule for names left such datasets."""
+    old = tmp_path / "old"
+    shutil.copytree(root, old)
+    job = (root / JOB).read_text().replace("name: tiny", "name: clicks of May")
+    (old / JOB).write_text(job)
+    named = replace(read_dataset(root), name="clicks of May", job_sha256=sha256(old / JOB))
+    write_manifest(old, named)
+    assert open_dataset(old).job.name == "clicks of May"
 
 
 @pytest.mark.parametrize("segment_index", [0, 1])

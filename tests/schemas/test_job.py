@@ -16,7 +16,7 @@ from schemas.declare import parse_duration, parse_size
 from schemas.errors import SchemaError
 from schemas.features import ROLES, load_features
 from schemas.hashing import MAX_ROW
-from schemas.job import Job, load_job
+from schemas.job import Job, check_new_names, load_job
 from schemas.job_schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig
 
 SMALLEST: dict[str, Any] = {
@@ -363,12 +363,18 @@ def test_shipped_jobs_and_their_columns_are_read(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/tmp/x", "a/b", "..", "", "-x", "a b", "a\nb"])
-def test_name_that_is_no_name_of_a_folder_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=re.escape(f"got {name!r}")):
-        load_job(write(tmp_path, {"name": name}))
+def test_name_that_is_no_name_of_a_folder_is_refused_for_a_new_dataset(
+    name: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, {"name": name})
+    job = load_job(path)
+    assert job.name == name
+    with pytest.raises(SchemaError, match=re.escape(f"got {name!r} in {path}; rename it")):
+        check_new_names(job, path)
 
 
 def test_side_table_whose_name_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     side = {"files": "x.parquet", "format": "parquet", "key": "user_id"}
+    path = write(tmp_path, {"data": {"sides": {"../x": side}}})
     with pytest.raises(SchemaError, match="sides must be named by letters"):
-        load_job(write(tmp_path, {"data": {"sides": {"../x": side}}}))
+        check_new_names(load_job(path), path)

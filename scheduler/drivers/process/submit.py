@@ -18,7 +18,7 @@ from scheduler.machine_sizes import MachineSizes, on_machine
 from scheduler.snapshot import Snapshot, facts_of_job
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.job import GenerateConfig, Job, load_job
+from schemas.job import GenerateConfig, Job, check_new_names, load_job
 from schemas.job_schedule import BudgetConfig
 from schemas.paths import schema_path
 
@@ -59,6 +59,7 @@ def submit(
         SchemaError: the job file, or its input, is none.
     """
     job = load_job(job_file)
+    check_new_names(job, job_file)
     schema = schema_path(job_file, job.data.schema, allow_outside=allow_outside)
     features = load_features(schema)
     folder = output / job.name
