@@ -28,17 +28,17 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
     """
     (built,) = (s for s in dataset.segments if s.manifest.id == segment_id)
     looked_at = (built,) if split.evaluation_last is not None else dataset.segments
-    known = {name for segment in looked_at for name in segment.manifest.splits}
+    splits = {name for segment in looked_at for name in segment.manifest.splits}
     if split.evaluation_from is not None:
         time = dataset.job.data.session.time
         by_day = split.evaluation_last is not None
         earlier, later = ("a longer", "a shorter") if by_day else ("an earlier", "a later")
-        if EVALUATION not in known:
+        if EVALUATION not in splits:
             yield (
                 f"no sample is for evaluation: {_range(looked_at, time)}{_key(split)}; "
                 f"set it to {earlier} time, or to null to train on all samples"
             )
-        if TRAIN not in known:
+        if TRAIN not in splits:
             yield (
                 f"no sample is for training: {_range(looked_at, time)}{_key(split)}; "
                 f"set it to {later} time, or append segments that are before it"
@@ -64,10 +64,10 @@ def _at(split: SplitConfig) -> str:
 
 def _range(segments: tuple[Segment, ...], time: str) -> str:
     """Return between which times samples lie; they are read for this alone."""
-    found = [pc.min_max(column).as_py() for s in segments for column in _times(s, time)]
-    if not found:
+    ranges = [pc.min_max(column).as_py() for s in segments for column in _times(s, time)]
+    if not ranges:
         return ""  # the time is in a group, or the SQL alone has it
-    first, last = min(f["min"] for f in found), max(f["max"] for f in found)
+    first, last = min(f["min"] for f in ranges), max(f["max"] for f in ranges)
     return f"samples are of {first} to {last}, "
 
 

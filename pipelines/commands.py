@@ -118,7 +118,7 @@ def _init(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
-    found = preview(
+    result = preview(
         PreviewRequest(
             job_path=arguments.job,
             input_root=arguments.input,
@@ -129,9 +129,9 @@ def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
         )
     )
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        show(found, Console(width=WIDTH))
+        show(result, Console(width=WIDTH))
     return 0
 
 

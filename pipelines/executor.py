@@ -86,51 +86,51 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
         transforms learn.
     """
     keep_freed_memory()
-    found = Collected()
-    samples = make_samples(context, read_all(context, found), found)
-    learned = learn(context, found)
+    collected = Collected()
+    samples = make_samples(context, read_all(context, collected), collected)
+    learned = learn(context, collected)
     parts = write_parts(context, samples, learned[0] if learned else {})
     return {
         **({"learned": learned} if learned else {}),
         "parts": [packed(part) for part in parts],
         "tables": number_tables(context, parts),
-        "rejects": reject_counts(context, found.values[REJECTS]),
-        "units": [merge_counts(found.values[SAMPLING])],
-        "events": [add_counts(found.values[EVENTS])],
+        "rejects": reject_counts(context, collected.values[REJECTS]),
+        "units": [merge_counts(collected.values[SAMPLING])],
+        "events": [add_counts(collected.values[EVENTS])],
     }
 
 
 def read_all(
-    context: BuildContext, found: Collected, sources: Container[str] | None = None
+    context: BuildContext, collected: Collected, sources: Container[str] | None = None
 ) -> Iterator[Rows]:
     """Yield the raw rows of all files, side tables first.
 
     Args:
         context: of the build.
-        found: rejects are added to it.
+        collected: rejects are added to it.
         sources: the sources and side tables to read; all when None.
     """
     sides = context.data.sides
     for file in sorted(context.files(), key=lambda f: f.source not in sides):
         if sources is not None and file.source not in sources:
             continue
-        for part in found.samples(cut_file(context, file)):
-            for table in found.samples(read_rows(context, part)):
+        for part in collected.samples(cut_file(context, file)):
+            for table in collected.samples(read_rows(context, part)):
                 yield part.source, table
 
 
 def make_samples(
-    context: BuildContext, rows: Iterable[Rows], found: Collected
+    context: BuildContext, rows: Iterable[Rows], collected: Collected
 ) -> dict[int, list[Any]]:
     """Return the samples of each part, as `context.crossing` sends them.
 
     Args:
         context: of the build.
         rows: raw rows, those of side tables first.
-        found: what else comes out, added to.
+        collected: what else comes out, added to.
     """
     parts: defaultdict[int, list[Any]] = defaultdict(list)
-    for part, sent in iter_samples(context, rows, found):
+    for part, sent in iter_samples(context, rows, collected):
         parts[part].append(sent)
     return dict(sorted(parts.items()))
 
@@ -138,7 +138,7 @@ def make_samples(
 def iter_samples(
     context: BuildContext,
     rows: Iterable[Rows],
-    found: Collected,
+    collected: Collected,
     rows_of_look_up: RowsOfLookUp | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield samples with the numbers of their parts, as `context.crossing` sends them.
@@ -146,19 +146,19 @@ def iter_samples(
     Args:
         context: of the build.
         rows: raw rows, those of side tables first.
-        found: what else comes out, added to.
+        collected: what else comes out, added to.
         rows_of_look_up: where the rows of large side tables come from, if they are not in `rows`.
     """
     side_rows: defaultdict[str, list[pa.Table]] = defaultdict(list)
     stage = SampleStage(context)
-    made = found.samples(_from_sources(context, stage, rows, side_rows, found))
+    made = collected.samples(_from_sources(context, stage, rows, side_rows, collected))
     if context.joins_at_hand:
         yield from made
         return
     joins = context.data.samples.joins
     rows_of_look_up = rows_of_look_up or (lambda index, _: side_rows[joins[index].side])
     for table in _joined_by_key(context, stage, list(made), rows_of_look_up):
-        yield from found.samples(stage.finish(table))
+        yield from collected.samples(stage.finish(table))
 
 
 def _from_sources(
@@ -166,7 +166,7 @@ def _from_sources(
     stage: SampleStage,
     rows: Iterable[Rows],
     side_rows: defaultdict[str, list[pa.Table]],
-    found: Collected,
+    collected: Collected,
 ) -> Iterator[Output]:
     """Yield what SQL makes of the rows of sources; those of side tables are put aside."""
     keyed: defaultdict[int, defaultdict[str, list[pa.Table]]] = defaultdict(
@@ -175,7 +175,7 @@ def _from_sources(
     opened = False
     for source, table in rows:
         if source in context.data.sides:
-            side_rows[source].extend(found.samples(good_side_rows(context, source, table)))
+            side_rows[source].extend(collected.samples(good_side_rows(context, source, table)))
             continue
         if not opened:
             stage.use_sides(sides_of(context, side_rows))
@@ -183,7 +183,7 @@ def _from_sources(
         if context.shard is None:
             yield from stage.from_rows(source, table)
             continue
-        for target, good in found.samples(keyed_rows(context, source, table)):
+        for target, good in collected.samples(keyed_rows(context, source, table)):
             for part, mine in cut_by(good, target):
                 keyed[part][source].append(mine)
     for part in sorted(keyed):
@@ -205,13 +205,13 @@ def _joined_by_key(
     return samples
 
 
-def learn(context: BuildContext, found: Collected) -> list[dict[str, str]]:
+def learn(context: BuildContext, collected: Collected) -> list[dict[str, str]]:
     """Write what transforms learn; return its files, path to sha256, none where nothing learns."""
     root, data = context.segment_root, context.data
     if not learned_inputs(data):
         return []
-    sums = {k: shrink(root, data, k, merged(p)[0]) for k, p in found.partials.items()}
-    found.partials.clear()
+    sums = {k: shrink(root, data, k, merged(p)[0]) for k, p in collected.partials.items()}
+    collected.partials.clear()
     return [settle(root / LEARNED, sums, data, context.learned)]
 
 
@@ -244,10 +244,10 @@ def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectC
 def number_tables(context: BuildContext, parts: list[PartResult]) -> list[tuple[str, int]]:
     """Number the rows of every table; return (table, distinct rows)."""
     blocks = [part.blocks for part in parts]
-    found: list[tuple[str, int]] = []
+    counts: list[tuple[str, int]] = []
     for table in sorted(context.data.tables) if blocks else []:
-        made = number_blocks(context.segment_root, table, blocks, WORKER_ENTRIES)
-        if not isinstance(made, int):
-            made = sum(run_rounds(made, NUMBERING))
-        found.append((table, made))
-    return found
+        numbered = number_blocks(context.segment_root, table, blocks, WORKER_ENTRIES)
+        if not isinstance(numbered, int):
+            numbered = sum(run_rounds(numbered, NUMBERING))
+        counts.append((table, numbered))
+    return counts

@@ -187,7 +187,7 @@ def context_of(
         request: what is to be built.
         job: the job file.
         features: declared columns.
-        prepared: what is known before the work starts.
+        prepared: from `prepare`.
         building: directory of the segment being built.
     """
     size = sum(f.num_bytes for f in prepared.listing if f.source in job.data.sources)
@@ -208,7 +208,7 @@ def context_of(
 
 
 def shuffle_by(beam_args: list[str]) -> str:
-    """Return how samples cross the shuffle of the runner that is asked for."""
+    """Return how samples cross the shuffle of the requested runner."""
     if in_process(beam_args):
         return "memory"
     options = runner_module("runner").pipeline_options(beam_args)

@@ -37,7 +37,7 @@ class Counts:
 def count_rows(building: Path, *, read: int = 0, rejected: int = 0, example: str = "") -> None:
     """Add to the rows that this process has read and rejected, where somebody watches.
 
-    A bundle that is tried again counts twice: the numbers are for the eye alone.
+    A bundle that is tried again counts twice: the numbers are only shown.
 
     Args:
         building: directory of the segment being built, which workers share.
@@ -61,9 +61,9 @@ def counted_rows(building: Path) -> Counts:
     total = Counts()
     for path in sorted((building / _DIRECTORY).iterdir()):
         with suppress(ValueError):  # it is being written
-            found = Counts(**json.loads(path.read_text(encoding="utf-8")))
-            total.read, total.rejected = total.read + found.read, total.rejected + found.rejected
-            total.example = total.example or found.example
+            counts = Counts(**json.loads(path.read_text(encoding="utf-8")))
+            total.read, total.rejected = total.read + counts.read, total.rejected + counts.rejected
+            total.example = total.example or counts.example
     return total
 
 

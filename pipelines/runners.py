@@ -25,20 +25,20 @@ def in_process(beam_args: Sequence[str]) -> bool:
         >>> in_process(["--runner=InProcess"]), in_process(["--runner", "FlinkRunner"])
         (True, False)
     """
-    asked, others = False, list[str]()
+    requested, others = False, list[str]()
     words = iter(beam_args)
     for word in words:
         value = next(words, "") if word == "--runner" else word.removeprefix("--runner=")
         if word.partition("=")[0] == "--runner" and value == IN_PROCESS:
-            asked = True
+            requested = True
         else:
             others.append(word)
-    if asked and others:
+    if requested and others:
         raise SchemaError(
             f"runner {IN_PROCESS} takes no options of Beam, got {others[0]}; leave it out, or "
             "choose another --runner"
         )
-    return asked
+    return requested
 
 
 def runner_module(name: str) -> ModuleType:

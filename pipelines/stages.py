@@ -49,7 +49,7 @@ Output = tuple[str, Any]
 """Name of an output, and one of its values."""
 
 Count = Callable[[str, pa.Table], None]
-"""Told `in` or `out`, and a table that goes in or comes out."""
+"""Called with `in` or `out`, and the table that goes in or comes out."""
 
 
 def no_count(_side: str, _table: pa.Table) -> None:
@@ -57,7 +57,7 @@ def no_count(_side: str, _table: pa.Table) -> None:
 
 
 def rejected(context: BuildContext, table: pa.Table) -> Output:
-    """Return rejects as an output, counted for the eye."""
+    """Return rejects as an output, counted for the progress."""
     for first in from_table(table.slice(0, 1)):
         count_rows(context.segment_root, rejected=table.num_rows, example=str(first))
     return REJECTS, table
@@ -143,7 +143,7 @@ class SampleStage:
 
         Args:
             context: of the build.
-            count: told of samples that come out.
+            count: called with the samples that come out.
         """
         self.context, self.count = context, count
         self.connection = connect(context.data.samples.limits)

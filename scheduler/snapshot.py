@@ -95,8 +95,8 @@ def take_snapshot(
         facts = facts_of_dataset(read, opened)
         if history is None:
             return Snapshot(job=read, facts=facts, history=history_beside(opened))
-    known = History() if history is None else read_history(history)
-    return Snapshot(job=read, facts=facts, history=known)
+    past = History() if history is None else read_history(history)
+    return Snapshot(job=read, facts=facts, history=past)
 
 
 def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:

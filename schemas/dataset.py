@@ -253,8 +253,8 @@ class Dataset:
 
     def _differences(self, index: Index, wanted: Mapping[str, int | str]) -> list[str]:
         """Return what an index is for in the place of what is wanted; nothing where it fits."""
-        found = {name: getattr(index.manifest, name) for name in wanted}
-        different = [f"{name}={found[name]}" for name in wanted if found[name] != wanted[name]]
+        own = {name: getattr(index.manifest, name) for name in wanted}
+        different = [f"{name}={own[name]}" for name in wanted if own[name] != wanted[name]]
         if index.manifest.segments != tuple(s.manifest.id for s in self.segments):
             different.append(f"one of {len(index.manifest.segments)} segments")
         return different

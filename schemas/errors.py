@@ -61,7 +61,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(words)}"
 
 
-def similar_or(name: str, known: Iterable[str], advice: str) -> str:
+def similar_or(name: str, names: Iterable[str], advice: str) -> str:
     """Return advice for a name that need not be one of the known ones, after one that is similar.
 
     Example:
@@ -70,7 +70,7 @@ def similar_or(name: str, known: Iterable[str], advice: str) -> str:
         >>> similar_or("label", ["price", "user"], "add it")
         'add it'
     """
-    close = difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=_SIMILAR)
     return f"did you mean {close[0]!r}? If not, {advice}" if close else advice
 
 

@@ -227,11 +227,11 @@ def _mixed_bytes(
 ) -> NDArray[np.uint64]:
     """Return `_mixed` of bytes, most of them looked up: half the time for short texts."""
     codes = np.minimum(positions, _TABLE_POSITIONS - 1) << 8 | values
-    found = _byte_table(salt)[codes]
+    hashes = _byte_table(salt)[codes]
     far = np.flatnonzero(positions >= _TABLE_POSITIONS)
     if len(far):
-        found[far] = _mixed(values[far], positions[far], np.array([salt], np.uint64))
-    return found
+        hashes[far] = _mixed(values[far], positions[far], np.array([salt], np.uint64))
+    return hashes
 
 
 @lru_cache(maxsize=64)

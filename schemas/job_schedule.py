@@ -81,7 +81,7 @@ class BudgetConfig:
     scheduler's own when null."""
 
     def __post_init__(self) -> None:
-        """Refuse a budget of nothing, and a haste that nothing means."""
+        """Refuse a budget of nothing, and a `haste` out of range."""
         if not (self.cpus > 0 and self.memory > 0):
             raise ValueError(
                 f"cpus and memory must be above 0, got {self.cpus:g} and {self.memory}; raise them"

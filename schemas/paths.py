@@ -2,7 +2,7 @@
 
 A name of a job file stays below the folder that it is joined to. A URL is no folder of this
 machine. On a network filesystem two hosts can write at once without seeing each other's locks,
-so a place there needs the word of whoever starts the only writer.
+so writing there requires `--single-writer`.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def local_path(place: str | os.PathLike[str]) -> Path:
         PosixPath('/data/set')
     """
     text = os.fspath(place)
-    if found := _FILE_URL.fullmatch(text):
-        return Path("/" + found[1])
+    if match := _FILE_URL.fullmatch(text):
+        return Path("/" + match[1])
     if not _URL.match(text):
         return Path(text)
     raise SchemaError(
@@ -134,7 +134,7 @@ def check_writable(place: Path, *, single_writer: bool = False, mounts: str | No
 
     Args:
         place: a dataset, a run or their folder; it need not exist.
-        single_writer: the word of the caller that none does.
+        single_writer: whether no other host writes there.
         mounts: text of /proc/self/mountinfo; read where None.
 
     Raises:
@@ -169,7 +169,7 @@ def mount_of(path: Path, mounts: str) -> tuple[str, str]:
         >>> mount_of(Path("/mnt/a/dataset"), line)
         ('/mnt/a', 'nfs4')
     """
-    found = "", ""
+    deepest = "", ""
     for line in mounts.splitlines():
         before, separator, after = line.partition(" - ")
         fields = before.split(" ")
@@ -177,6 +177,6 @@ def mount_of(path: Path, mounts: str) -> tuple[str, str]:
             continue
         point = _OCTAL.sub(lambda code: chr(int(code[1], 8)), fields[4])
         # Of two at one point the later one lies on top.
-        if path.is_relative_to(point) and len(point) >= len(found[0]):
-            found = point, after.split(" ")[0]
-    return found
+        if path.is_relative_to(point) and len(point) >= len(deepest[0]):
+            deepest = point, after.split(" ")[0]
+    return deepest

@@ -41,8 +41,8 @@ def hash_text(text: str) -> int:
     salt = _splitmix64(0)
     data = text.encode()
     mixed = [_splitmix64(byte + _splitmix64(place) + salt) for place, byte in enumerate(data)]
-    found = _splitmix64(_splitmix64(sum(mixed) + len(data)) ^ salt)
-    return found - (1 << 64) if found >> 63 else found
+    hashed = _splitmix64(_splitmix64(sum(mixed) + len(data)) ^ salt)
+    return hashed - (1 << 64) if hashed >> 63 else hashed
 
 
 def _splitmix64(x: int) -> int:

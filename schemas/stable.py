@@ -47,12 +47,12 @@ def hash_values(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
         return hashes
     if is_list(present.type) and is_text(present.type.value_type):
         values, offsets = flat_list(present)
-        found = hash_keys([Jagged(hash_values(values), offsets)])
+        of_present = hash_keys([Jagged(hash_values(values), offsets)])
     else:
-        found = hash_keys(comparable(present))
+        of_present = hash_keys(comparable(present))
     if not array.null_count:
-        return found
-    hashes[array.is_valid().to_numpy(zero_copy_only=False)] = found
+        return of_present
+    hashes[array.is_valid().to_numpy(zero_copy_only=False)] = of_present
     return hashes
 
 

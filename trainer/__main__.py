@@ -208,17 +208,17 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _equal(arguments: argparse.Namespace) -> int:
     from trainer.compare import compare_runs
 
-    found = compare_runs(arguments.run, arguments.other)
-    _show(arguments, json.dumps(asdict(found), sort_keys=True))
-    if found.difference is not None:
+    comparison = compare_runs(arguments.run, arguments.other)
+    _show(arguments, json.dumps(asdict(comparison), sort_keys=True))
+    if comparison.difference is not None:
         print(
-            f"runs must be equal bit by bit, got {found.difference} in {arguments.run} and "
+            f"runs must be equal bit by bit, got {comparison.difference} in {arguments.run} and "
             f"{arguments.other}; compare runs of one job and dataset",
             file=sys.stderr,
         )
         _answer(arguments, "equal: no")
         return 1
-    steps, rows = counted(found.num_steps, "step"), counted(found.num_rows, "row")
+    steps, rows = counted(comparison.num_steps, "step"), counted(comparison.num_rows, "row")
     _answer(arguments, f"equal: yes, {steps}, {rows}")
     return 0
 

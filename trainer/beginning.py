@@ -181,14 +181,14 @@ def chosen_of(found: RunIdentity) -> tuple[str, ...] | None:
 def first_checkpoint(run: Path, options: TrainOptions) -> Path | None:
     """Return what a run that has been begun begins with, None for nothing."""
     begun = options.resume or options.start_from is not None
-    found = resumable_checkpoint(run) if begun else None
-    if begun and found is None and (num_steps := steps_with_lines(run)[0]):
+    checkpoint = resumable_checkpoint(run) if begun else None
+    if begun and checkpoint is None and (num_steps := steps_with_lines(run)[0]):
         logger.warning(
             "%s has no checkpoint: its %s steps are trained again. Set "
             "train.checkpoint.every_steps to save beside training.",
             *(run, num_steps),
         )
-    return found
+    return checkpoint
 
 
 def resumable_checkpoint(run: Path) -> Path | None:
@@ -201,27 +201,27 @@ def resumable_checkpoint(run: Path) -> Path | None:
             began with the checkpoint of another one, which is gone.
     """
     origin = read_identity(run).origin
-    found = complete(run / CHECKPOINTS)
-    if not found and origin is not None:
+    checkpoints = complete(run / CHECKPOINTS)
+    if not checkpoints and origin is not None:
         raise SchemaError(
             f"run must have the checkpoint that it began with, got none; {_again(run, origin)}",
             file=str(run / CHECKPOINTS),
         )
     num_steps, file = steps_with_lines(run)
-    reached = [checkpoint for checkpoint in found if step_of(checkpoint) <= num_steps]
-    if len(reached) == len(found):
+    reached = [checkpoint for checkpoint in checkpoints if step_of(checkpoint) <= num_steps]
+    if len(reached) == len(checkpoints):
         return newest_checkpoint(run)
     if not reached:
-        oldest = step_of(found[0])
+        oldest = step_of(checkpoints[0])
         raise SchemaError(
-            f"lines of steps {num_steps} to {oldest - 1} must be there to go on from the "
+            f"lines of steps {num_steps} to {oldest - 1} must exist to continue from the "
             f"checkpoint of step {oldest}, got none; restore the file from a copy, or "
             f"{_again(run, origin)}",
             file=str(file),
         )
     verified(reached[-1], None)
-    first, last = step_of(reached[-1]), step_of(found[-1])
-    for checkpoint in found[len(reached) :]:
+    first, last = step_of(reached[-1]), step_of(checkpoints[-1])
+    for checkpoint in checkpoints[len(reached) :]:
         set_aside(checkpoint)
     logger.warning(
         "lines of steps are missing: %s has those of the first %s steps, the newest checkpoint is "

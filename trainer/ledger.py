@@ -95,12 +95,12 @@ def _counted_lines(path: Path) -> Iterator[tuple[int, int]]:
         for line in file:
             try:
                 body = json.loads(line)
-                found = int(body["step"]), int(body["num_samples"])
+                counts = int(body["step"]), int(body["num_samples"])
             except (ValueError, TypeError, KeyError):
                 return
             if not line.endswith(b"\n"):
                 return
-            yield found
+            yield counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

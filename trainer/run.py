@@ -269,10 +269,10 @@ def _check_segments(
 def cut_run(run: Path, train_step: int) -> None:
     """Drop the lines of steps from `train_step` on: they will be trained again."""
     for name in (METRICS, LEDGER, SPLITS):
-        there = (run / name).is_file()
-        if name == SPLITS and not there:
+        exists = (run / name).is_file()
+        if name == SPLITS and not exists:
             continue
-        lines = (run / name).read_bytes().splitlines(keepends=True) if there else []
+        lines = (run / name).read_bytes().splitlines(keepends=True) if exists else []
         kept = [line for line in lines if _step_of(line) < train_step]
         replace_bytes(run / name, b"".join(kept))
 

@@ -50,7 +50,7 @@ class BuildDataset(beam.PTransform):
             log: directory of raw files, or its URL.
             dataset: directory of the dataset.
             append: whether the dataset must be there already.
-            single_writer: the word that nothing else writes there, for a network filesystem.
+            single_writer: whether nothing else writes there, for a network filesystem.
             allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:
@@ -81,11 +81,11 @@ class BuildDataset(beam.PTransform):
         request, job = with_groups(self._request, self._parsed, features)
         prepared = prepare(request, job, features)
         _, key = hashes_of(job, features, prepared.listing)
-        there = admit(request, job, features, key, prepared.listing)
-        if there is not None:
+        reference = admit(request, job, features, key, prepared.listing)
+        if reference is not None:
             nothing = pipeline | "no rejects" >> beam.Create([])
             return {
-                SEGMENT: pipeline | "there already" >> beam.Create([there.id]),
+                SEGMENT: pipeline | "there already" >> beam.Create([reference.id]),
                 REJECTS: nothing | "typed" >> beam.Map(_as_is).with_output_types(Reject),
             }
         request.dataset.mkdir(parents=True, exist_ok=True)

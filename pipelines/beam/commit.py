@@ -61,8 +61,8 @@ def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, 
     request, job, features = wanted.request, wanted.job, wanted.features
     incoming = wanted.context.segment_root
     hashes, key = hashes_of(job, features, listing)
-    there = admit(request, job, features, key, listing)
-    if there is None:
+    reference = admit(request, job, features, key, listing)
+    if reference is None:
         building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
         with (
             ExitStack() as held,
@@ -74,9 +74,9 @@ def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, 
                     finish_written(request, wanted.context, key, hashes, values)
                 # One call: all of it moves, with the lock, or nothing does.
                 incoming.rename(building)
-            there = publish(proposal_of(request, job, features, key, building))
+            reference = publish(proposal_of(request, job, features, key, building))
     shutil.rmtree(incoming, ignore_errors=True)
-    return there.id
+    return reference.id
 
 
 def _parts_of(wanted: Wanted) -> Path:

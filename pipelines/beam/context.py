@@ -76,8 +76,8 @@ class BuildContext:
     def rejects(self, bad: pa.Table) -> pa.Table:
         """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects, with the places that they came from."""
         files, positions = places_of_rows(bad["origin"], self.listing)
-        known = pa.repeat(pa.scalar(False), bad.num_rows)
-        columns = [files, positions, bad["reason"], bad["value"], known]
+        rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
+        columns = [files, positions, bad["reason"], bad["value"], rows_unknown]
         return pa.table(columns, schema=FOUND_SCHEMA)
 
     def place_text(self, origin: int) -> str:

@@ -63,7 +63,7 @@ class WriteDataset(beam.PTransform):
             name: stands for the rows where a file would, in the manifest and in rejects.
             num_parts: ranges of session keys that are built apart; the rows of each fit a worker.
             append: whether the dataset must be there already.
-            single_writer: the word that nothing else writes there, for a network filesystem.
+            single_writer: whether nothing else writes there, for a network filesystem.
             allow_outside: whether the schema may lie outside the folder of the job file.
 
         Raises:

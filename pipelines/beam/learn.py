@@ -78,8 +78,8 @@ class _Settle(beam.DoFn):
     def __init__(self, root: Path, data: DataConfig, base: Mapping[str, str]) -> None:
         self.root, self.data, self.base = root, data, base
 
-    def process(self, found: list[tuple[str, Any]]) -> Iterator[dict[str, str]]:
-        yield settle(self.root / LEARNED, dict(found), self.data, self.base)
+    def process(self, partials: list[tuple[str, Any]]) -> Iterator[dict[str, str]]:
+        yield settle(self.root / LEARNED, dict(partials), self.data, self.base)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms

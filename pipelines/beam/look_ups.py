@@ -100,10 +100,10 @@ class _JoinPart(beam.DoFn):
         self.context, self.index = context, index
 
     def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[pa.Table]:
-        found: dict[str, list[pa.Table]] = {"samples": [], "side": []}
+        tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
         for what, content in grouped[1]:
-            found[what].append(from_bytes(content))
-        yield from join_part(self.context, self.index, found["samples"], found["side"])
+            tables[what].append(from_bytes(content))
+        yield from join_part(self.context, self.index, tables["samples"], tables["side"])
 
 
 class _JoinSmall(beam.DoFn):
@@ -136,9 +136,9 @@ def join_by_key(
             >> beam.ParDo(_SpreadSide(context, num_parts)).with_output_types(_KEYED)
         )
         spread_stage = beam.ParDo(_SpreadSamples(context, index, num_parts))
-        asked = samples | f"spread samples {index}" >> spread_stage.with_output_types(_KEYED)
+        keyed = samples | f"spread samples {index}" >> spread_stage.with_output_types(_KEYED)
         samples = (
-            (side, asked)
+            (side, keyed)
             | f"side and samples {index}" >> beam.Flatten()
             | f"group look-up {index}" >> beam.GroupByKey()
             | f"look up {index}"

@@ -136,7 +136,7 @@ def local_workers(beam_args: Sequence[str], bundles: int) -> list[str]:
 
 
 def local_processes(beam_args: Sequence[str], bundles: int) -> int | None:
-    """Return in how many processes the local runner works, None where another one is asked for.
+    """Return in how many processes the local runner works, None with another runner.
 
     Threads of one process wait for each other, so they count as one.
     """

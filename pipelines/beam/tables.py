@@ -30,9 +30,9 @@ class _Plan(beam.DoFn):
 
     def process(self, element: tuple[str, Iterable[Any]]) -> Iterator[Any]:
         key, done = element
-        found = sorted(done, key=lambda d: d[1])
-        plan = found[0][0]
-        for index, task in enumerate(self.each.tasks(plan, [result for _, _, result in found])):
+        results = sorted(done, key=lambda d: d[1])
+        plan = results[0][0]
+        for index, task in enumerate(self.each.tasks(plan, [result for _, _, result in results])):
             yield key, plan, index, task
 
 
@@ -198,5 +198,5 @@ class IndexTables(beam.PTransform):
 
 
 def _totals(table: str, done: Iterable[tuple[LinkingPlan, int, int]]) -> TableTotals:
-    found = list(done)
-    return totals_of(table, found[0][0], [entries for _, _, entries in found])
+    results = list(done)
+    return totals_of(table, results[0][0], [entries for _, _, entries in results])

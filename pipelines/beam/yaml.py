@@ -47,7 +47,7 @@ class PresageBuild(beam.PTransform):
             input: directory of raw files.
             output: directory of the dataset.
             append: whether the dataset must be there already.
-            single_writer: the word that nothing else writes there, for a network filesystem.
+            single_writer: whether nothing else writes there, for a network filesystem.
         """
         super().__init__()
         self._build = BuildDataset(job, input, output, append, single_writer=single_writer)
@@ -75,7 +75,7 @@ class PresageWriteDataset(beam.PTransform):
             name: stands for the rows where a file would, in the manifest and in rejects.
             num_parts: ranges of session keys that are built apart; rows of each fit a worker.
             append: whether the dataset must be there already.
-            single_writer: the word that nothing else writes there, for a network filesystem.
+            single_writer: whether nothing else writes there, for a network filesystem.
         """
         super().__init__()
         self._write = WriteDataset(

@@ -72,12 +72,12 @@ def anomalies_proto(
         severity: of the findings.
     """
     proto = anomalies_pb2.Anomalies()
-    for reason, found in sorted(rejects.by_count(), key=lambda pair: pair[0]):
+    for reason, counted in sorted(rejects.by_count(), key=lambda pair: pair[0]):
         info = proto.anomaly_info[reason]
         info.severity = Kind.ERROR
         info.short_description = reason
-        shown = "; ".join(map(shown_row, found.first))
-        info.description = f"{found.count} rows were rejected, such as {shown}"
+        shown = "; ".join(map(shown_row, counted.first))
+        info.description = f"{counted.count} rows were rejected, such as {shown}"
     for finding in findings:
         is_whole = finding.feature is None
         info = proto.dataset_anomaly_info if is_whole else proto.anomaly_info[finding.feature or ""]

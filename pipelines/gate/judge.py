@@ -192,14 +192,14 @@ def far_finding(distance: Distance) -> Finding:
 
 def reject_findings(gate: GateConfig, rejects: RejectCounts, count: int) -> Iterator[Finding]:
     """Yield that too many rows could not be used, with the first ones."""
-    limit, found = gate.max_reject_fraction, rejects.num_rows
-    share = found / (found + count)
+    limit, num_rejects = gate.max_reject_fraction, rejects.num_rows
+    share = num_rejects / (num_rejects + count)
     if limit is None or share <= limit:
         return
     yield Finding(
         None, "CUSTOM_VALIDATION", MANY_REJECTS,
         f"rejects must be at most {limit:g} of all rows, got {share:.4g} "
-        f"({found} of {found + count})",
+        f"({num_rejects} of {num_rejects + count})",
         tuple(f"{shown_row(r)}: {r.reason}" for r in rejects.first),
     )  # fmt: skip
 

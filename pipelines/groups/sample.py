@@ -44,7 +44,8 @@ MAX_CELLS = 1 << 21
 MAX_RAW_ROWS = 1 << 18
 """Raw rows of `samples.per` at most, but for one key."""
 _EDGE = 8
-"""Of a log that is not read to its end, the last of this many parts shows what goes on."""
+"""Of a log that is not read to its end, the last one of so many parts is the edge: its sessions may
+continue."""
 
 
 @dataclass(slots=True)
@@ -121,11 +122,11 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
     kept = SmallestHashes(MAX_CELLS)
     edge: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     edge_keys: list[NDArray[np.uint64]] = []
-    found = Collected(keep=False)
-    sides = read_all(context, found, context.broadcast)
+    collected = Collected(keep=False)
+    sides = read_all(context, collected, context.broadcast)
     rows = _first_rows(context, edge) if data.samples.per is None else _rows_of_keys(context)
     looked_up = partial(_rows_looked_up, context)
-    for _, sent in iter_samples(context, chain(sides, rows), found, looked_up):
+    for _, sent in iter_samples(context, chain(sides, rows), collected, looked_up):
         good = sent.samples.filter(pa.array(_in_training(sent.samples, data)))
         if good.num_rows:
             hashes = hash_session_keys(good[data.session.key])
@@ -159,9 +160,9 @@ def _rows_looked_up(
     config, kind = context.data.sides[join.side], context.key_types[join.side]
     keys = [key_column(table, join.key or config.key, kind) for table in samples]
     wanted = pc.unique(pa.chunked_array(keys, kind)).drop_null()
-    found = Collected(keep=False)
-    for _, table in read_all(context, found, {join.side}):
-        for rows in found.samples(good_side_rows(context, join.side, table)):
+    collected = Collected(keep=False)
+    for _, table in read_all(context, collected, {join.side}):
+        for rows in collected.samples(good_side_rows(context, join.side, table)):
             yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=wanted))
 
 
@@ -232,17 +233,17 @@ def _key_index(context: BuildContext) -> list[KeysOfPart]:
     parts = [pair for name in context.data.sources for pair in _parts(context, name)]
     share = min(1.0, 4 * INPUT_BYTES / max(1, sum(size for _, size in parts)))
     bound = np.uint64(min(2**64 - 1, int(share * 2**64)))
-    found: list[KeysOfPart] = []
+    index: list[KeysOfPart] = []
     for part, size in parts:
         hashes = [_hashed_keys(context, table) for table in _key_tables(context, part)]
         below = np.concatenate([h[h <= bound] for h in hashes] or [np.empty(0, np.uint64)])
         unique, counts = np.unique(below, return_counts=True)
-        found.append(KeysOfPart(part, size, unique, counts))
-    return found
+        index.append(KeysOfPart(part, size, unique, counts))
+    return index
 
 
 def _hashed_keys(context: BuildContext, table: pa.Table) -> NDArray[np.uint64]:
-    """Return the hash of each row's key; what stands for a null is not told from a key."""
+    """Return the hash of each row's key; a null has that of the value that fills its place."""
     assert context.shard is not None, "only jobs with samples.per have keys"
     kind = key_type({n: context.empty_rows[n] for n in context.data.sources}, context.shard)
     return key_hashes(key_column(table, context.shard, kind))

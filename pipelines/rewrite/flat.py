@@ -80,13 +80,13 @@ class FlatStage:
 
 def run_flat(stage: FlatStage) -> Mapping[str, list[Any]]:
     """Rewrite all rows in this process; return `parts` and `rejects`."""
-    found = Collected()
+    collected = Collected()
     sent: defaultdict[int, list[Any]] = defaultdict(list)
-    for _, table in read_all(stage.context, found):
+    for _, table in read_all(stage.context, collected):
         for part, rows in stage.hand_over(table):
             sent[part].append(rows)
     parts = [stage.write(part, sent.pop(part)) for part in sorted(sent)]
-    return {"parts": parts, "rejects": found.values[REJECTS]}
+    return {"parts": parts, "rejects": collected.values[REJECTS]}
 
 
 def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:

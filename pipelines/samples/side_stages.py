@@ -59,15 +59,15 @@ def write_side(context: BuildContext, name: str, tables: Sequence[pa.Table]) -> 
 
 def load_sides(paths: Mapping[str, str], context: BuildContext) -> Sides:
     """Return the small side tables of a build, mapped into memory."""
-    found = Sides()
+    sides = Sides()
     for name in context.broadcast:
         if name in paths:
             with pa.memory_map(paths[name]) as source:
                 rows = pa.ipc.open_file(source).read_all().combine_chunks()
         else:  # every row was a reject
             rows = sorted_side(context, name, [])
-        found[name] = side_table(rows, context.data.sides[name])
-    return found
+        sides[name] = side_table(rows, context.data.sides[name])
+    return sides
 
 
 def sides_of(context: BuildContext, tables: Mapping[str, Sequence[pa.Table]]) -> Sides:

@@ -43,7 +43,7 @@ def located(key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.E
         tables: tables that it may read; no rows are needed.
         error: what the rewritten one raised.
     """
-    found, position = str(error), None
+    message, position = str(error), None
     with duckdb.connect() as database:
         for name, table in tables.items():
             database.register(name, table.slice(0, 0))
@@ -55,9 +55,9 @@ def located(key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.E
             kind, _, details = str(own).partition(": ")
             try:
                 fields = json.loads(details)
-                found = f"{kind}: {fields['exception_message']}"
+                message = f"{kind}: {fields['exception_message']}"
                 position = int(fields["position"]) if "position" in fields else None
             except (ValueError, KeyError):  # some errors are no JSON
-                found = str(own)
-    first = found.splitlines()[0]
+                message = str(own)
+    first = message.splitlines()[0]
     return SqlError(f"{key} must run on its sources, got {first}; correct it", key, position)

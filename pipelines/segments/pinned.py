@@ -30,15 +30,16 @@ NOT_IN_ID = frozenset({"gate", "generate"})
 
 def identity_of(data: DataConfig) -> dict[str, Any]:
     """Return the part of the data section that decides what a segment holds."""
-    found = {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
+    identity = {key: value for key, value in asdict(data).items() if key not in NOT_IN_ID}
     if data.split.evaluation_last is None:
-        del found["split"]["evaluation_last"]  # ids are what they were before there were these keys
-    del found["samples"]["limits"]
-    for inputs in (found["sources"], found["sides"]):
+        # Ids are what they were before these keys existed.
+        del identity["split"]["evaluation_last"]
+    del identity["samples"]["limits"]
+    for inputs in (identity["sources"], identity["sides"]):
         for config in inputs.values():
             if not config["partitions"]:
                 del config["partitions"]
-    return found
+    return identity
 
 
 def check_pinned(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -> None:

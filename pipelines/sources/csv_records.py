@@ -124,7 +124,7 @@ def lines_not_utf8(data: bytes, final: bool) -> list[int]:
     """
     if data.isascii():
         return []
-    found: list[int] = []
+    positions: list[int] = []
     view, position = memoryview(data), 0
     while position < len(data):
         end = min(len(data), position + _UTF8_WINDOW)
@@ -134,10 +134,10 @@ def lines_not_utf8(data: bytes, final: bool) -> list[int]:
             if not used:
                 break  # half a character
         except UnicodeDecodeError as error:
-            found.append(position + error.start)
-            line_end = LINE_END.search(data, found[-1])
+            positions.append(position + error.start)
+            line_end = LINE_END.search(data, positions[-1])
             position = line_end.end() if line_end else len(data)
-    return found
+    return positions
 
 
 def well_formed(data: bytes, final: bool, dialect: Dialect) -> Records | None:
@@ -219,34 +219,34 @@ class _Walk:
         self.full = full
         self.dialect = dialect
         self.not_utf8 = lines_not_utf8(data, final)
-        self.found = Records()
+        self.records = Records()
 
     def run(self) -> Records:
-        data, found = self.data, self.found
-        while (position := found.num_bytes) < len(data):
+        data, records = self.data, self.records
+        while (position := records.num_bytes) < len(data):
             special = self._next_special(position)
             if special < 0:
                 end = last_line_end(data, self.final)
                 if end > position:
-                    found.add(position, end, num_lines(data, position, end))
+                    records.add(position, end, num_lines(data, position, end))
                 break
             start = max(data.rfind(end, position, special) for end in (b"\n", b"\r")) + 1
             if start > position:
-                found.add(position, start, num_lines(data, position, start))
+                records.add(position, start, num_lines(data, position, start))
             start = max(start, position)
             self._one_record(start)
-            if found.num_bytes == start:
+            if records.num_bytes == start:
                 break  # its end has not been read
-        return found
+        return records
 
     def _next_special(self, position: int) -> int:
         """Return the next byte that is a quote or no UTF-8, -1 when there is none."""
         index = bisect_left(self.not_utf8, position)
-        found = self.not_utf8[index] if index < len(self.not_utf8) else -1
+        invalid = self.not_utf8[index] if index < len(self.not_utf8) else -1
         if self.dialect.quote is None:
-            return found
-        quote = self.data.find(self.dialect.quote, position, found if found >= 0 else None)
-        return quote if quote >= 0 else found
+            return invalid
+        quote = self.data.find(self.dialect.quote, position, invalid if invalid >= 0 else None)
+        return quote if quote >= 0 else invalid
 
     def _one_record(self, start: int) -> None:
         """Take up the record at a line's start, or nothing when its end has not been read."""
@@ -268,9 +268,9 @@ class _Walk:
     def _accept(self, start: int, end: int) -> None:
         index = bisect_left(self.not_utf8, start)
         if index < len(self.not_utf8) and self.not_utf8[index] < end:
-            self.found.reject(start, end, "")
+            self.records.reject(start, end, "")
         else:
-            self.found.add(start, end, 1)
+            self.records.add(start, end, 1)
 
     def _record_by_fields(self, start: int, quote: bytes) -> None:
         """Take up a record that may span lines, if each field is closed as it must be."""
@@ -332,4 +332,4 @@ class _Walk:
         if end < 0 and self.full and start == 0:
             end = self._line_end(start)
         if end >= 0:
-            self.found.reject(start, end, reason)
+            self.records.reject(start, end, reason)

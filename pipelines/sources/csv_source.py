@@ -125,9 +125,9 @@ class _CsvFile:
         match = self._dialect.record.match(self._data, start)
         end = match.end() if match else last_line_end(self._data, self._stream.final)
         names = self._fields(self._data[start:end].strip(b"\r\n").decode(errors="replace"))
-        found, wanted = ", ".join(n.strip() for n in names), ", ".join(self._names)
-        if found != wanted:
-            reason = f"header must be {wanted}, got {found[:1000]}; declare its columns in order"
+        header, wanted = ", ".join(n.strip() for n in names), ", ".join(self._names)
+        if header != wanted:
+            reason = f"header must be {wanted}, got {header[:1000]}; declare its columns in order"
             return file_reject(self._part.path, reason)
         self._use(end)
         return None
@@ -167,15 +167,15 @@ class _CsvFile:
                 parsed = self._parse(text)
                 if parsed.num_records == records.num_good:
                     return records, parsed
-            found = well_formed(data, final, dialect)
-            self._spanning = found is not None
-            if found is not None and found.num_bytes:
-                parsed = self._parse(data[: found.num_bytes])
+            records = well_formed(data, final, dialect)
+            self._spanning = records is not None
+            if records is not None and records.num_bytes:
+                parsed = self._parse(data[: records.num_bytes])
                 if not any("\n" in t or "\r" in t for _, _, t in parsed.invalid):
-                    return found, self._checked(parsed, found)
-        found = walk(data, final, len(data) >= lines.MAX_ROW_BYTES, dialect)
-        good = b"".join(_ended(data[start:end]) for start, end in found.pieces)
-        return found, self._checked(self._parse(good), found)
+                    return records, self._checked(parsed, records)
+        records = walk(data, final, len(data) >= lines.MAX_ROW_BYTES, dialect)
+        good = b"".join(_ended(data[start:end]) for start, end in records.pieces)
+        return records, self._checked(self._parse(good), records)
 
     def _checked(self, parsed: _Parsed, records: Records) -> _Parsed:
         assert parsed.num_records == records.num_good, (

@@ -80,9 +80,9 @@ def _values(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray, list[in
     fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(wanted) else "false"
     cast = f"TRY_CAST(x AS {_DUCKDB_TYPES[kind]})"
     is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
-    found = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
-    rows = np.flatnonzero(found["bad"].to_numpy())
-    return found["value"], rows.tolist()
+    result = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
+    rows = np.flatnonzero(result["bad"].to_numpy())
+    return result["value"], rows.tolist()
 
 
 def _arrow_reads_alike(texts: pa.ChunkedArray, wanted: pa.DataType) -> bool:

@@ -37,8 +37,9 @@ class GivenContext(BuildContext):
         """Return bad rows as rejects; their text stands for their place."""
         name = pa.repeat(pa.scalar(self.listing[0].path, pa.string()), bad.num_rows)
         none = pa.nulls(bad.num_rows, pa.int64())
-        known = pa.repeat(pa.scalar(False), bad.num_rows)
-        return pa.table([name, none, bad["reason"], bad["value"], known], schema=FOUND_SCHEMA)
+        rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
+        columns = [name, none, bad["reason"], bad["value"], rows_unknown]
+        return pa.table(columns, schema=FOUND_SCHEMA)
 
 
 class TypeRows(beam.DoFn):

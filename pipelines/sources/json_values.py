@@ -1,4 +1,4 @@
-"""What is wrong with one JSON line, told in Python where that is certain, without Arrow's parser.
+"""The problem of one JSON line, found in Python where that is certain, without Arrow's parser.
 
 A block of lines that Arrow refuses says at most one bad line. Parsing lines alone costs 0.1 ms
 each; this takes a twentieth of that, so that many bad lines cost little more than good ones.
@@ -53,10 +53,10 @@ def problem(text: bytes, words: Mapping[str, str], kinds: Mapping[str, pa.DataTy
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise UnsureError
-    return found
+    return fields
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:

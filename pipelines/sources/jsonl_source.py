@@ -163,12 +163,12 @@ def _rows(
             reason = "line must be one JSON object, from { to }"
             rejects.append(Reject(part.path, position, reason, _shown(text)))
     tables: list[pa.Table] = []
-    for found in _parsed(kept, words, schema, _CHECKED_LINES):
-        if isinstance(found, BadLine):
-            text = _shown(found.text)
-            rejects.append(Reject(part.path, found.position, found.reason, text))
+    for parsed in _parsed(kept, words, schema, _CHECKED_LINES):
+        if isinstance(parsed, BadLine):
+            text = _shown(parsed.text)
+            rejects.append(Reject(part.path, parsed.position, parsed.reason, text))
         else:
-            table, numbers = found
+            table, numbers = parsed
             positions = np.array(numbers, np.int64)
             tables.append(with_origins(table, part.file_index, positions))
     if rejects:
@@ -295,8 +295,8 @@ def _reason(text: bytes, words: Mapping[str, str], schema: pa.Schema) -> str:
     try:
         parse([text], {}, schema)
     except (pa.ArrowException, ValueError) as error:
-        found = first_line(error).removeprefix("JSON parse error: ").removesuffix(" in row 0")
-        return f"line must be one JSON object, got {found}"
+        cause = first_line(error).removeprefix("JSON parse error: ").removesuffix(" in row 0")
+        return f"line must be one JSON object, got {cause}"
     for name, word in words.items():
         try:
             parse([text], {name: word}, schema)

@@ -31,7 +31,7 @@ def find_files(
             columns of `partitions`, or a file goes meanwhile.
     """
     files = folder.files()
-    found: dict[str, tuple[FoundFile, ...]] = {}
+    files_of: dict[str, tuple[FoundFile, ...]] = {}
     for name in sorted(sources):
         pattern = sources[name].files
         matches = regex_of(pattern)
@@ -44,8 +44,8 @@ def find_files(
             )
         for path in matching:
             typed_partitions(path, sources[name].partitions)
-        found[name] = tuple(_sized(folder, path, files[path]) for path in matching)
-    return found
+        files_of[name] = tuple(_sized(folder, path, files[path]) for path in matching)
+    return files_of
 
 
 def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[InputFile, ...]:

@@ -34,18 +34,18 @@ def partition_values(path: str) -> dict[str, str | None]:
         >>> partition_values("day=2026-03-01/city=A%2FB/a.parquet")
         {'day': '2026-03-01', 'city': 'A/B'}
     """
-    found: dict[str, str | None] = {}
+    values: dict[str, str | None] = {}
     for folder in path.split("/")[:-1]:
         name, equals, text = folder.partition("=")
         name = unquote(name)
         if not equals or not name:
             continue
-        if name in found:
+        if name in values:
             raise SchemaError(
                 f"two folders of a path give column {name!r}; rename one of them", file=path
             )
-        found[name] = None if text == HIVE_NULL else unquote(text)
-    return found
+        values[name] = None if text == HIVE_NULL else unquote(text)
+    return values
 
 
 def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
@@ -67,9 +67,9 @@ def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
     for path, own in values.items():
         different = sorted(values[first].keys() ^ own.keys())
         if different:
-            there, lacking = (first, path) if different[0] in values[first] else (path, first)
+            given, lacking = (first, path) if different[0] in values[first] else (path, first)
             raise SchemaError(
-                f"all files must lie in a folder {different[0]}=..., as {there} does, got one "
+                f"all files must lie in a folder {different[0]}=..., as {given} does, got one "
                 "that does not; move it, or process these files on their own",
                 file=lacking,
             )
@@ -77,10 +77,10 @@ def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _type_of(texts: Iterable[str | None]) -> str:
-    known = {text for text in texts if text is not None}
-    if known and all(_INTEGER.fullmatch(t) and -(2**63) <= int(t) < 2**63 for t in known):
+    values = {text for text in texts if text is not None}
+    if values and all(_INTEGER.fullmatch(t) and -(2**63) <= int(t) < 2**63 for t in values):
         return "int64"
-    return "date" if known and all(map(_is_date, known)) else "string"
+    return "date" if values and all(map(_is_date, values)) else "string"
 
 
 def _is_date(text: str) -> bool:
@@ -104,7 +104,7 @@ def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar
         SchemaError: no folder names the column, or its value is not of the type.
     """
     values = partition_values(path) if types else {}
-    found: dict[str, pa.Scalar] = {}
+    scalars: dict[str, pa.Scalar] = {}
     for name, word in types.items():
         if name not in values:
             raise SchemaError(
@@ -114,14 +114,14 @@ def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar
             )
         text = values[name]
         try:
-            found[name] = pa.scalar(text, pa.string()).cast(arrow_type(word))
+            scalars[name] = pa.scalar(text, pa.string()).cast(arrow_type(word))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise SchemaError(
                 f"folder {name}={text} must hold {word} as `partitions` says; correct the type, "
                 "or rename the folder",
                 file=path,
             ) from error
-    return found
+    return scalars
 
 
 def partition_fields(types: Mapping[str, str]) -> list[pa.Field]:
@@ -157,14 +157,16 @@ def undeclared_partitions(
         columns: all columns that the SQL sees.
     """
     try:
-        found = infer_partitions(paths)
+        inferred = infer_partitions(paths)
     except SchemaError:
         return None  # not a partitioned source: its folders differ in what they name
-    seen = {*types, *columns}
-    unseen = ", ".join(f"{column}: {word}" for column, word in found.items() if column not in seen)
-    if not unseen:
+    declared = {*types, *columns}
+    undeclared = ", ".join(
+        f"{column}: {word}" for column, word in inferred.items() if column not in declared
+    )
+    if not undeclared:
         return None
     return (
         f"source {name}: folder names such as {paths[0].rpartition('/')[0]}/ give columns that "
-        f"the SQL does not see; add `partitions: {{{unseen}}}` to read them"
+        f"the SQL does not see; add `partitions: {{{undeclared}}}` to read them"
     )

@@ -111,7 +111,7 @@ def _columns_of_files(
         return pa.schema([pa.field(k, arrow_type(v)) for k, v in config.columns.items()])
     schema_of = avro_schema if config.format == "avro" else parquet_schema
     problem = ""
-    found: pa.Schema | None = None
+    columns: pa.Schema | None = None
     for path in paths:
         try:
             schema = schema_of(folder, path)
@@ -120,10 +120,10 @@ def _columns_of_files(
                 raise
             problem = problem or f"{path}: {first_line(error)}"
             continue
-        found = schema if found is None else _widened(found, schema)
-    if found is None:
+        columns = schema if columns is None else _widened(columns, schema)
+    if columns is None:
         raise SchemaError(f"source {name!r} must have a readable file, got {problem}; replace it")
-    return found
+    return columns
 
 
 def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:

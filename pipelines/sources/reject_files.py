@@ -98,12 +98,12 @@ def shown(counts: RejectCounts, num_samples: int, path: str) -> dict[str, Any]:
     reasons = [
         {
             "reason": reason,
-            "count": found.count,
-            "file": found.first[0].file,
-            "row": found.first[0].position,
-            "value": found.first[0].value[:SHOWN_CHARACTERS],
+            "count": counted.count,
+            "file": counted.first[0].file,
+            "row": counted.first[0].position,
+            "value": counted.first[0].value[:SHOWN_CHARACTERS],
         }
-        for reason, found in counts.by_count()[:SHOWN_REASONS]
+        for reason, counted in counts.by_count()[:SHOWN_REASONS]
     ]
     share = counts.num_rows / max(1, counts.num_rows + num_samples)
     return {"share": round(share, 6), "reasons": reasons, "path": path}
@@ -113,13 +113,13 @@ def lines_of(counts: RejectCounts, num_samples: int, path: str) -> Iterator[str]
     """Yield the same as lines; a warning above a share of `WARNING_SHARE`."""
     if not counts.num_rows:
         return
-    found = shown(counts, num_samples, path)
-    warning = "warning: " if found["share"] > WARNING_SHARE else ""
+    summary = shown(counts, num_samples, path)
+    warning = "warning: " if summary["share"] > WARNING_SHARE else ""
     yield (
-        f"{warning}rejected: {counts.num_rows:,} rows, {found['share']:.2%} of samples and "
+        f"{warning}rejected: {counts.num_rows:,} rows, {summary['share']:.2%} of samples and "
         f"rejects; see {path}"
     )
-    for reason in found["reasons"]:
+    for reason in summary["reasons"]:
         place = reason["file"] if reason["row"] is None else f"{reason['file']}:{reason['row']}"
         text = f"  {reason['count']:,}: {reason['reason']}; such as {place} {reason['value']}"
         yield text.rstrip()
@@ -135,14 +135,14 @@ def counted(table: pa.Table) -> RejectCounts:
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     several = np.bincount(kinds.indices.to_numpy()) > 1
-    found: dict[str, KindCount] = {}
+    kinds_counted: dict[str, KindCount] = {}
     for start, end in zip(starts, [*starts[1:], len(codes)], strict=True):
         kind = int(codes[order[start]])
         rows = table.take(pa.array(order[start : min(end, start + SHOWN_ROWS)]))
         first = tuple(from_table(rows))
         reason = None if several[kind] else first[0].reason
-        found[kinds.dictionary[kind].as_py()] = KindCount(int(end - start), first, reason)
-    return few(RejectCounts(table.num_rows, found, _unread(table)))
+        kinds_counted[kinds.dictionary[kind].as_py()] = KindCount(int(end - start), first, reason)
+    return few(RejectCounts(table.num_rows, kinds_counted, _unread(table)))
 
 
 def _unread(table: pa.Table) -> KindCount | None:
@@ -174,12 +174,12 @@ def kinds_of(reasons: pa.Array) -> pa.Array:
     """
     halves = pc.split_pattern(reasons, ", got ", max_splits=1)
     texts, starts = halves.flatten(), halves.offsets.to_numpy()
-    found = pa.array(np.diff(starts) > 1)
+    has_value = pa.array(np.diff(starts) > 1)
     heads = texts.take(pa.array(starts[:-1]))
     tails = texts.take(pa.array(starts[1:] - 1))
     for pattern, text in ((r"(?s)'.*'", "'...'"), (r'(?s)".*"', '"..."'), (r"\b\d[\d.]*\b", "N")):
         tails = pc.replace_substring_regex(tails, pattern, text)
-    return pc.if_else(found, pc.binary_join_element_wise(heads, tails, ", got "), heads)
+    return pc.if_else(has_value, pc.binary_join_element_wise(heads, tails, ", got "), heads)
 
 
 def merged(counts: Iterable[RejectCounts]) -> RejectCounts:
@@ -207,15 +207,15 @@ def places_of(table: pa.Table, listing: Sequence[InputFile]) -> np.ndarray:
 
 def _groups(listing: Sequence[InputFile]) -> dict[str, tuple[int, bool]]:
     """Return for each file the number of its group, and whether it is alone and large."""
-    found: dict[str, tuple[int, bool]] = {}
+    groups: dict[str, tuple[int, bool]] = {}
     group, size = 0, 0
     for file in sorted(listing, key=lambda f: f.path):
         is_large = file.num_bytes > _GROUP_BYTES
-        if found and (is_large or size + file.num_bytes > _GROUP_BYTES):
+        if groups and (is_large or size + file.num_bytes > _GROUP_BYTES):
             group, size = group + 1, 0
-        found[file.path] = group, is_large
+        groups[file.path] = group, is_large
         size += file.num_bytes
-    return found
+    return groups
 
 
 def write_rejects(root: Path, place: int, tables: Iterable[pa.Table]) -> RejectCounts:
@@ -235,7 +235,7 @@ def write_rejects(root: Path, place: int, tables: Iterable[pa.Table]) -> RejectC
 
 
 def number_files(root: Path) -> None:
-    """Give the files of `write_rejects` their numbers; begun anew after a crash, it goes on."""
+    """Number the files of `write_rejects`; after a crash, a second call completes the work."""
     files = list(reject_files(root))
     left = [path for path in files if path.name.startswith(_UNNUMBERED)]
     for number, path in enumerate(left, len(files) - len(left)):

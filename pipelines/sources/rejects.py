@@ -52,9 +52,9 @@ def file_reject(file: str, reason: str) -> Reject:
     return Reject(file, None, reason, rows_unknown=True)
 
 
-def unread(file: str, row: int, found: str) -> Reject:
+def unread(file: str, row: int, problem: str) -> Reject:
     """Return the reject of what stands in a file from some row on."""
-    reason = f"file must be readable to its end, got none from row {row} on: {found}"
+    reason = f"file must be readable to its end, got none from row {row} on: {problem}"
     return file_reject(file, reason)
 
 

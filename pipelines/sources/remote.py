@@ -35,7 +35,7 @@ def files(root: str) -> Iterator[tuple[str, int]]:
     """
     top = root.rstrip("/") + "/"
     try:
-        (found,) = FileSystems.match([f"{top}**"])
+        (match,) = FileSystems.match([f"{top}**"])
     except (ValueError, BeamIOError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, ValueError) or any(word in reason for word in _NOT_INSTALLED):
@@ -47,9 +47,9 @@ def files(root: str) -> Iterator[tuple[str, int]]:
         raise SchemaError(
             f"input must be readable, got {reason}; check --input", file=root
         ) from error
-    if not found.metadata_list:
+    if not match.metadata_list:
         raise SchemaError("input must be a directory, got none; check --input", file=root)
-    for entry in found.metadata_list:
+    for entry in match.metadata_list:
         yield entry.path.removeprefix(top), entry.size_in_bytes
 
 
@@ -65,8 +65,8 @@ def size(place: str, path: str) -> int:
     """
     if not FileSystems.exists(place):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    (found,) = FileSystems.match([place])
-    return found.metadata_list[0].size_in_bytes
+    (match,) = FileSystems.match([place])
+    return match.metadata_list[0].size_in_bytes
 
 
 def open_stored(place: str) -> BinaryIO:

@@ -185,6 +185,6 @@ def _bad_values(rows: pa.Table, part: FilePart, name: str, text: str) -> pa.Tabl
     positions = rows[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
     files = pa.repeat(pa.scalar(part.path, pa.string()), rows.num_rows)
     texts = row_texts(rows.drop_columns([ORIGIN]))
-    known = pa.repeat(pa.scalar(False), rows.num_rows)
-    columns = [files, pa.array(positions), pa.array(reasons, pa.string()), texts, known]
+    rows_unknown = pa.repeat(pa.scalar(False), rows.num_rows)
+    columns = [files, pa.array(positions), pa.array(reasons, pa.string()), texts, rows_unknown]
     return pa.table(columns, schema=FOUND_SCHEMA)

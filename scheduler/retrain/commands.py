@@ -15,10 +15,10 @@ from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What stages are told beside their paths.
+    """Options of the commands of all stages, besides paths.
 
     Attributes:
-        single_writer: the word of the user that nothing else writes below the root.
+        single_writer: whether nothing else writes below the root.
         allow_outside: whether the job's schema may lie outside the folder of the job file.
     """
 

@@ -64,7 +64,7 @@ class Retraining:
     config: RetrainConfig
     """Of the job."""
     flags: Flags
-    """What stages are told beside their paths."""
+    """Options of the commands of all stages, besides paths."""
     processes: Processes
     """Where stages run."""
     log: Log

@@ -143,7 +143,7 @@ def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
     damage, left, file = DAMAGE[what]
     damage(stopped)
     message = (
-        f"lines of steps {left} to 3 must be there to go on from the checkpoint of step 4, got "
+        f"lines of steps {left} to 3 must exist to continue from the checkpoint of step 4, got "
         f"none in {stopped / file}; restore the file from a copy, or remove "
         f"{stopped / CHECKPOINTS} and use --resume to train again from step 0"
     )
@@ -189,7 +189,7 @@ def test_run_that_was_started_from_another_never_begins_from_nothing(tmp_path: P
     without_last(second / METRICS, 1)
     shutil.rmtree(checkpoint_at(second, 0))  # as `keep` does in a longer run
     message = (
-        f"lines of steps 3 to 3 must be there to go on from the checkpoint of step 4, got none in "
+        f"lines of steps 3 to 3 must exist to continue from the checkpoint of step 4, got none in "
         f"{second / METRICS}; restore the file from a copy, or begin again in another folder with "
         f"--start-from {first}"
     )

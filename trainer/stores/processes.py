@@ -97,7 +97,7 @@ class LocalStores:
         arguments = ["store", "--port", str(port), "--slots", slots, "--end-with-stdin"]
         arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
         arguments += ["--token-file", str(self.directory / TOKEN)]
-        arguments += [SINGLE_WRITER]  # the trainer was asked for its word, they lie in its run
+        arguments += [SINGLE_WRITER]  # stores write below the run, which the trainer has checked
         # ^C is for the trainer, which needs them until it has saved
         return start_child(arguments, answers=True, own_session=True)
 

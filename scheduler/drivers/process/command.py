@@ -66,7 +66,7 @@ def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path
         PlanError: a folder has no name though there are several jobs, or a name is no job's.
     """
     names = [load_job(path).name for path in job_files]
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for word in words:
         name, equals, folder = word.partition("=")
         if not equals and len(names) > 1:
@@ -77,8 +77,8 @@ def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path
         name, folder = (name, folder) if equals else (names[0], word)
         if name not in names:
             raise PlanError(f"input must be of a job that is run, got {name!r}; use {names[0]!r}")
-        found[name] = local_path(folder)
-    return found
+        folders[name] = local_path(folder)
+    return folders
 
 
 def run_jobs(request: RunRequest) -> State:

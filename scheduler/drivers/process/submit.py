@@ -53,7 +53,7 @@ def submit(
         allow_outside: as in `Workplace`.
         budget: of all jobs together on this machine, None where Pods run.
         shares_cores: whether the budget is what the machine has, which processes may share.
-        say: told what the job's processes get that was declared otherwise.
+        say: progress callback, called with a line for each size that differs from the declared one.
 
     Raises:
         SchemaError: the job file, or its input, is none.

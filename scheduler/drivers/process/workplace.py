@@ -21,7 +21,7 @@ class Workplace:
         job_file: the job file.
         folder: everything else.
         num_segments: segments of its input.
-        single_writer: the word of who started the scheduler that nothing else writes there.
+        single_writer: whether nothing else writes there.
         allow_outside: whether the job's schema may lie outside the folder of the job file.
     """
 
@@ -33,12 +33,12 @@ class Workplace:
 
     @property
     def build_flags(self) -> list[str]:
-        """Return what commands that build are told beside their paths."""
+        """Return the options of commands that build, besides paths."""
         return [*self.write_flags, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
 
     @property
     def write_flags(self) -> list[str]:
-        """Return what commands that write are told beside their paths."""
+        """Return the options of commands that write, besides paths."""
         return [SINGLE_WRITER] if self.single_writer else []
 
     @property
