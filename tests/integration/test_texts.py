@@ -116,7 +116,7 @@ def built(folder: Path, rows: pa.Table, types: dict[str, str]) -> Path:
     ]
     (folder / "schema.pbtxt").write_text("".join(lines))
     paths = ["--input", str(folder / "log"), "--output", str(folder / "dataset")]
-    assert pipelines_main(["build", str(folder / "job.yaml"), *paths]) == 0
+    assert pipelines_main(["build", str(folder / "job.yaml"), *paths, "--runner=InProcess"]) == 0
     return folder
 
 

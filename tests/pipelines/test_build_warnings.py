@@ -37,10 +37,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, list[str]]
     text = job.read_text().replace("2026-01-01 00:08:00", "2027-01-01")
     job.write_text(text.replace("user, history]}", "user, history], items: [item]}"))
     given = ["build", str(job), "--input", str(folder / "log"), "--output", str(folder / "dataset")]
+    given += ["--runner=InProcess", "--json"]
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("pipelines.commands._progress", said.append)
-        assert main([*given, "--json"]) == 0
+        assert main(given) == 0
     return open_dataset(folder / "dataset"), said
 
 

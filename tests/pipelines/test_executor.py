@@ -100,9 +100,10 @@ def test_a_build_in_process_has_the_bytes_of_the_local_runner(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)  # several parts
-    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
     job = write(tmp_path)
+    size = sum(file.stat().st_size for file in (tmp_path / "input").iterdir())
+    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
+    monkeypatch.setattr(check_joins, "BROADCAST_BYTES", broadcast)
     by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")
     in_process = replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner=InProcess"])
     assert without_times(build(in_process)) == without_times(build(by_beam))

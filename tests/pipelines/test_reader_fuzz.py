@@ -76,7 +76,7 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
     monkeypatch.setattr(csv_records, "MAX_QUOTED_BYTES", max_quoted)
     draw = random.Random(f"{quote} {limits}")
     mark = (quote or '"').encode()
-    for _ in range(300 if block > 1 else 100):
+    for _ in range(120 if block > 1 else 50):
         names = NAMES[: draw.choice([1, 2, 2, 3])]
         columns = dict.fromkeys(names, "string")
         config = SourceConfig(
@@ -130,7 +130,7 @@ def test_json_lines_are_accepted_or_rejected_one_by_one(
     monkeypatch.setattr(lines, "MAX_ROW_BYTES", 60 if block <= 60 else 16 << 20)
     draw = random.Random(block)
     config = SourceConfig(files="*", format="jsonl", columns={"a": "int64"})
-    for _ in range(150 if block > 1 else 40):
+    for _ in range(80 if block > 1 else 30):
         good = draw.choice([0, 30])
         data = b"".join(draw.choices(LINES + LINES[1:6] * good, k=draw.randint(0, 40)))
         (tmp_path / "a.jsonl").write_bytes(data)
@@ -203,7 +203,7 @@ def test_damaged_avro_file_loses_no_row_in_silence(codec: str, tmp_path: Path) -
     marker = data[-16:]
     ends = {i + 16 for i in range(len(data)) if data.startswith(marker, i)}
     config = SourceConfig(files="*", format="avro", columns={"a": "int64", "b": "string"})
-    for _ in range(300):
+    for _ in range(150):
         bad = damaged(data, draw)
         if len(bad) in ends and data.startswith(bad):
             continue  # nothing tells that more blocks would follow

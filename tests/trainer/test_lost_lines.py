@@ -18,6 +18,7 @@ from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
+from trainer.beginning import resumable_checkpoint
 from trainer.compare import compare_runs
 from trainer.flash.manifest import complete
 from trainer.flash.persist import NewCheckpoint
@@ -25,6 +26,7 @@ from trainer.ledger import verify_run
 from trainer.replicas.faults import Faults
 from trainer.replicas.launch import LaunchOptions, train_together
 from trainer.replicas.writer import Writer
+from trainer.run import cut_run
 from trainer.training import TrainOptions
 
 NUM_STEPS = 32
@@ -35,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a job, its dataset, a whole run, and one stopped at step 12."""
     folder = tmp_path_factory.mktemp("lines")
     job = write_job(folder / "job", dtype="float32", every_steps="4")
-    make_dataset(folder / "dataset", job, SEGMENTS)
+    make_dataset(folder / "dataset", job, SEGMENTS, finished=True)
     run_job(job, folder / "dataset", folder / "whole")
     run_job(job, folder / "dataset", folder / "stopped", steps=12)
     return folder
@@ -99,41 +101,48 @@ def drop(path: Path, line: int) -> None:
 
 @pytest.mark.parametrize("what", [w for w in DAMAGE if DAMAGE[w][1] >= 4])
 def test_resume_takes_the_newest_checkpoint_that_the_lines_reach(
-    what: str, folder: Path, stopped: Path, caplog: pytest.LogCaptureFixture
+    what: str, stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage, left, file = DAMAGE[what]
     damage(stopped)
-    resume(folder, stopped)
     first = left // 4 * 4
+    assert resumable_checkpoint(stopped) == checkpoint_at(stopped, first)
     message = (
         f"lines of steps are missing: {stopped / (file or METRICS)} has those of the first {left} "
         f"steps, the newest checkpoint is of step 12. Training continues from the checkpoint of "
         f"step {first}; steps {first} to 11 are trained again."
     )
     assert message in caplog.messages
+    ahead = [f"{step:08d}.ahead" for step in (8, 12) if step > first]
+    assert [path.name for path in sorted((stopped / CHECKPOINTS).glob("*.ahead"))] == ahead
+    cut_run(stopped, first)
+    for name in (METRICS, LEDGER):
+        assert sorted({*steps_in(stopped / name)}) == list(range(first))
+
+
+def test_run_resumed_behind_its_newest_checkpoint_is_whole(folder: Path, stopped: Path) -> None:
+    without_last(stopped / LEDGER, 5)
+    resume(folder, stopped)
     assert_whole(folder, stopped)
     assert [path.name for path in sorted((stopped / CHECKPOINTS).glob("*.ahead"))] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", [METRICS, LEDGER])
 def test_resumed_replicas_take_it_too(
-    file: str, folder: Path, stopped: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    without_last(stopped / file, 5)
+    without_last(stopped / LEDGER, 5)
     resume_together(folder, stopped)
     assert "Training continues from the checkpoint of step 4" in caplog.text
     assert_whole(folder, stopped)
 
 
-def test_resumed_run_that_follows_its_dataset_takes_it_too(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job", dtype="float32", every_steps="4")
-    dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS, finished=True)
-    run_job(job, dataset, tmp_path / "whole", follow=True)
+def test_resumed_run_that_follows_its_dataset_takes_it_too(folder: Path, tmp_path: Path) -> None:
+    job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     run_job(job, dataset, tmp_path / "run", follow=True, steps=12)
     without_last(tmp_path / "run" / LEDGER, 5)
     run_job(job, dataset, tmp_path / "run", follow=True, resume=True)
-    assert_whole(tmp_path, tmp_path / "run")
+    assert_whole(folder, tmp_path / "run")
 
 
 @pytest.mark.parametrize("what", [w for w in DAMAGE if DAMAGE[w][1] < 4])
