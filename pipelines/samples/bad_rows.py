@@ -1,13 +1,14 @@
 """Rows that an SQL statement raises on: found in a few passes, each with DuckDB's own reason.
 
 What `marks` finds is taken out first; the other rows then pass as they are. What still raises is
-halved, as often as `MAX_ATTEMPTS` allows.
+halved, at most `MAX_ATTEMPTS` times: a good row is never rejected with bad ones, so where that does
+not tell them apart the build ends and names the expression.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -17,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.marks import Level, expression_text, levels_of, tolerant
+from pipelines.samples.connection import BadRowsError
+from pipelines.samples.marks import Level, expression_text, levels_of, selected, tolerant
 from pipelines.sources.rejects import row_texts
 from pipelines.sources.rows import ORIGIN
 
@@ -37,6 +39,7 @@ MAX_ATTEMPTS = 2048
 """Most times that one statement is run to isolate the bad rows of one chunk."""
 MAX_EXACT = 32
 """Most rows of a chunk that are run by themselves for each expression that raises."""
+_SQL_REASON = "row must pass the job's SQL, got "
 _EXEMPLARS = 8
 """Rows that are run by themselves before the reasons of others are written from theirs."""
 _LINE_END = r"(?s)[\n\r\x0b\x0c\x1c\x1d\x1e\x{85}\x{2028}\x{2029}].*"
@@ -71,7 +74,7 @@ def bad_rows(rows: pa.Table, reasons: pa.Array | str) -> pa.Table:
 
 def reason_of(error: Exception) -> str:
     """Return why a row is bad, in one line."""
-    return f"row must pass the job's SQL, got {_first_line(error)}"
+    return f"{_SQL_REASON}{_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:
@@ -103,16 +106,16 @@ def without_marked(
     return good, pa.concat_tables([BAD_ROWS_SCHEMA.empty_table(), *found])
 
 
-def isolated(attempt: Callable[[pa.Table], pa.Table], rows: pa.Table) -> SqlResult:
+def isolated(statement: str, attempt: Attempt, rows: pa.Table) -> SqlResult:
     """Halve rows until those that raise are alone, at most `MAX_ATTEMPTS` times.
 
     Args:
-        attempt: runs the statement over some of the rows.
+        statement: the job's.
+        attempt: runs a statement over some of the rows.
         rows: with origins.
 
-    Returns:
-        The samples of all good rows. Rows that were still together with a bad one when the
-        attempts were used up are bad rows, too, and their reason says so.
+    Raises:
+        BadRowsError: more rows fail than so many attempts tell apart.
     """
     waiting = deque([(0, rows.num_rows)] if rows.num_rows else [])
     good: list[tuple[int, pa.Table]] = []
@@ -124,7 +127,7 @@ def isolated(attempt: Callable[[pa.Table], pa.Table], rows: pa.Table) -> SqlResu
         attempts += 1
         part = rows.slice(start, count)
         try:
-            good.append((start, attempt(part)))
+            good.append((start, attempt(statement, part)))
         except ROW_ERRORS as error:
             reason = reason_of(error)
             if count == 1:
@@ -132,13 +135,38 @@ def isolated(attempt: Callable[[pa.Table], pa.Table], rows: pa.Table) -> SqlResu
             else:
                 half = count // 2
                 waiting.extend([(start, half), (start + half, count - half)])
-    for start, count in waiting:
-        text = f"{reason}, or stand among {count} rows with one that fails (more fail than "
-        text += f"{MAX_ATTEMPTS} statements tell apart)"
-        bad.append(bad_rows(rows.slice(start, count), text))
+    if waiting:
+        left = rows.slice(*max(waiting, key=lambda part: part[1]))
+        raise too_many(statement, attempt, left, reason)
     good.sort(key=lambda one: one[0])
     samples = [table for _, table in good]
     return SqlResult(pa.concat_tables(samples) if samples else None, pa.concat_tables(bad))
+
+
+def too_many(statement: str, attempt: Attempt, rows: pa.Table, reason: str) -> BadRowsError:
+    """Return the error of rows that raise and cannot be told apart.
+
+    Args:
+        statement: the job's.
+        attempt: runs a statement over some of the rows.
+        rows: of which at least one raises.
+        reason: why it does.
+    """
+    names = [text for text, alone in selected(statement) if _raises(alone, attempt, rows)]
+    what = f" in {names[0]}" if names else ""
+    return BadRowsError(
+        f"raises on so many rows that {MAX_ATTEMPTS} runs do not tell which: "
+        f"{reason.removeprefix(_SQL_REASON)}{what}; write what fails there as TRY_CAST(... AS ...) "
+        "or TRY(...), which give null, and leave rows out by WHERE ... IS NOT NULL"
+    )
+
+
+def _raises(statement: str, attempt: Attempt, rows: pa.Table) -> bool:
+    try:
+        attempt(statement, rows)
+    except ROW_ERRORS:
+        return True
+    return False
 
 
 def _labels(
@@ -151,20 +179,16 @@ def _labels(
     names: list[str] = []
     for level in _levels(statement):
         left = numbered.filter(pa.array(labels < 0))
-        made = _marks(level, attempt, left)
-        if made is None:
-            continue
-        level, marks = made
-        positions = marks[ORIGIN].to_numpy()
-        for unit in range(len(level.units)):
-            hit = np.unique(positions[marks[f"_mark_{unit}"].to_numpy()])
-            hit = hit[labels[hit] < 0]
-            groups = [hit] if level.outermost else _by_arrival(statement, level, attempt,
-                                                               numbered, hit)  # fmt: skip
-            for group in groups:
-                if len(group):
-                    labels[group] = len(names)
-                    names.append(expression_text(level.units[unit]))
+        for written, bound in _bound(level, attempt, left.slice(0, 0)):
+            for place, positions in _marked(bound, attempt, left):
+                hit = np.unique(positions)
+                hit = hit[labels[hit] < 0]
+                groups = [hit] if level.outermost else _by_arrival(statement, written, attempt,
+                                                                   numbered, hit)  # fmt: skip
+                for group in groups:
+                    if len(group):
+                        labels[group] = len(names)
+                        names.append(expression_text(written.units[place]))
     return labels, names
 
 
@@ -176,31 +200,49 @@ def _levels(statement: str) -> tuple[Level, ...]:
         return ()
 
 
-def _marks(level: Level, attempt: Attempt, rows: pa.Table) -> tuple[Level, pa.Table] | None:
-    """Return which rows a level's expressions raise on; None when they do not stand alone."""
+def _bound(level: Level, attempt: Attempt, none: pa.Table) -> Iterator[tuple[Level, Level]]:
+    """Yield a level's units as they are written and as they bind, those of a variant together.
+
+    Args:
+        level: of the statement.
+        attempt: runs a statement.
+        none: no rows.
+    """
+    if _binds(level, attempt, none):
+        yield level, level
+        return
+    left = list(range(len(level.units)))
     for variant in level.variants():
-        try:
-            return variant, attempt(variant.statement(), rows)
-        except (duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException):
-            units = tuple(u for u in variant.units if _binds(variant, u, attempt, rows))
-            if not units:
-                continue
-        except ROW_ERRORS:
-            return None
-        variant = variant.only(units)
-        try:
-            return variant, attempt(variant.statement(), rows)
-        except ROW_ERRORS:
-            return None
-    return None
+        mine = [i for i in left if _binds(variant.only((variant.units[i],)), attempt, none)]
+        if mine:
+            left = [i for i in left if i not in mine]
+            written, bound = (tuple(v.units[i] for i in mine) for v in (level, variant))
+            yield level.only(written), variant.only(bound)
+    for unit in left:
+        smaller = level.smaller(level.units[unit])
+        if smaller.units:
+            yield from _bound(smaller, attempt, none)
 
 
-def _binds(level: Level, unit: dict[str, object], attempt: Attempt, rows: pa.Table) -> bool:
+def _binds(level: Level, attempt: Attempt, none: pa.Table) -> bool:
+    return not _raises(level.statement(), attempt, none)
+
+
+def _marked(
+    level: Level, attempt: Attempt, rows: pa.Table
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield which rows each unit of a level raises on; nothing of those that cannot be asked."""
     try:
-        attempt(level.only((unit,)).statement(), rows.slice(0, 0))
+        marks = attempt(level.statement(), rows)
     except ROW_ERRORS:
-        return False
-    return True
+        if len(level.units) > 1:
+            for place, unit in enumerate(level.units):
+                for _, positions in _marked(level.only((unit,)), attempt, rows):
+                    yield place, positions
+        return
+    origins = marks[ORIGIN].to_numpy()
+    for place in range(len(level.units)):
+        yield place, origins[marks[f"_mark_{place}"].to_numpy()]
 
 
 def _by_arrival(
@@ -237,7 +279,7 @@ def _reasons(alone: Alone, rows: pa.Table, expression: str) -> pa.Array | None:
         made = _like(exact, rows)
         if made is not None:
             return made
-    rest = f"row must pass the job's SQL, got an error in {expression}"
+    rest = f"{_SQL_REASON}an error in {expression}"
     return pa.array([exact.get(i, rest) for i in range(count)])
 
 

@@ -14,6 +14,9 @@ from schemas.errors import SchemaError
 from schemas.job_limits import SqlLimitsConfig
 
 _BATCH_ROWS = 1 << 16
+_KEEP_GUARDS = "disabled_optimizers = 'unused_columns'"
+"""With it DuckDB 2.0 moves a cast of a struct's field into the scan, where it also raises on rows
+that a CASE around the cast leaves out."""
 
 
 def quoted_name(name: str) -> str:
@@ -44,6 +47,10 @@ class LimitError(Exception):
     """Say that a statement took more time or memory than a job's statement may take."""
 
 
+class BadRowsError(Exception):
+    """Say that a statement raises on rows that cannot be told from the good ones."""
+
+
 class Connection:
     """A database in memory that sees only registered tables.
 
@@ -53,7 +60,12 @@ class Connection:
     def __init__(self, limits: SqlLimitsConfig) -> None:
         """Open the database."""
         self.limits = limits
-        self._database = duckdb.connect()
+        self._tables: dict[str, pa.Table] = {}
+        self._has_structs = False
+        self._database = self._opened()
+
+    def _opened(self) -> duckdb.DuckDBPyConnection:
+        database = duckdb.connect()
         for setting in (
             "threads = 1",
             "preserve_insertion_order = true",
@@ -62,17 +74,27 @@ class Connection:
             "enable_external_access = false",
             "TimeZone = 'UTC'",
             "python_enable_replacements = false",
-            f"memory_limit = '{limits.memory}B'",
+            f"memory_limit = '{self.limits.memory}B'",
+            *([_KEEP_GUARDS] if self._has_structs else []),
             "lock_configuration = true",
         ):
-            self._database.execute(f"SET {setting}")
+            database.execute(f"SET {setting}")
+        for name, table in self._tables.items():
+            database.register(name, table)
+        return database
 
     def register(self, name: str, table: pa.Table) -> None:
         """Let statements read a table by a name."""
-        self._database.register(name, _without_offsets(table))
+        self._tables[name] = table = _without_offsets(table)
+        if not self._has_structs and any(map(_holds_struct, table.schema.types)):
+            self._has_structs = True
+            self._database = self._opened()
+        else:
+            self._database.register(name, table)
 
     def unregister(self, name: str) -> None:
         """Take a table away."""
+        del self._tables[name]
         self._database.unregister(name)
 
     def query(self, statement: str) -> pa.Table:
@@ -128,16 +150,18 @@ def connect(limits: SqlLimitsConfig | None = None) -> Connection:
 
 @contextmanager
 def named(key: str) -> Iterator[None]:
-    """Say which statement of the job it was that reached a limit.
+    """Say which statement of the job it was that reached a limit, or cannot be used.
 
     Args:
         key: of the job file.
 
     Raises:
-        SchemaError: the body raised `LimitError`.
+        SchemaError: the body raised `LimitError` or `BadRowsError`.
     """
     try:
         yield
+    except BadRowsError as error:
+        raise SchemaError(f"{key} {error}") from error
     except LimitError as error:
         raise SchemaError(
             f"{key} {error} for one chunk of rows; look for a join without a condition, or raise "

@@ -4,6 +4,8 @@ DuckDB's `TRY(e)` is null where `e` raises, so `TRY([e]) IS NULL` marks the rows
 expression raises. It takes no subquery, window or aggregate: a statement is therefore taken apart
 into the SELECTs that it is made of (`Level`), and each of them into the largest expressions that
 `TRY` takes (`units`). A level is run with its own FROM and WHERE and with marks for a select list.
+The expression stands in a lambda over one element: what occurs twice in plain expressions is
+computed once, before `TRY`, and raises there.
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ Node = dict[str, Any]
 _ELEMENT = "_element"
 _LEAVES = ("COLUMN_REF", "CONSTANT", "LAMBDA", "LAMBDA_REF", "STAR", "TYPE")
 _BLOCKS_TRY = ("SUBQUERY", "WINDOW")
+_TRY = "TRY(list_transform([0], lambda _one: _0))"
+"""Null where `_0` raises, else a list with its value."""
+_RAISES = "CAST(CAST('error' || _0 AS INTEGER) AS \"NULL\")"
+"""What `error(_0)` does, which `TRY` refuses."""
+_NESTED_TYPES = ("LIST", "STRUCT", "MAP", "ARRAY", "UNION", "ROW")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +72,23 @@ class Level:
         """Return the level with some of its units."""
         return replace(self, units=units)
 
+    def smaller(self, unit: Node) -> Level:
+        """Return the level with the units inside one of its units."""
+        inner = _expressions(list(unit.values()))
+        return self.only(tuple(u for e in inner for u in _units(e)))
+
     def variants(self) -> Iterator[Level]:
-        """Yield the level, and other readings of it where it does not bind as it stands."""
+        """Yield the level, and other readings of it where a unit does not bind as it stands.
+
+        Each has the same units in the same order.
+        """
         yield self
         if self.aliases:
             units = tuple(_replaced(u, self.aliases) for u in self.units)
             yield replace(self, units=units, aliases={})
-        if self.outer_from is not None:
+        if self.outer_from is not None and self.from_table["type"] == "EMPTY":
+            yield replace(self, from_table=self.outer_from, outer_from=None)
+        elif self.outer_from is not None:
             joined = _parsed("SELECT 1 FROM _left, _right")["from_table"]
             joined["left"], joined["right"] = self.outer_from, self.from_table
             yield replace(self, from_table=joined, outer_from=None)
@@ -79,10 +96,15 @@ class Level:
 
 def _mark(unit: Node) -> Node:
     """Return whether an expression raises; `TRY` takes a vector with a bad row one by one."""
-    if unit["class"] == "CAST" and unit["child"]["class"] == "COLUMN_REF":
+    if unit["class"] == "CAST" and unit["child"]["class"] == "COLUMN_REF" and _is_plain(unit):
         tried = {**unit, "try_cast": True}
         return _expression("_0 IS NOT NULL AND _1 IS NULL", unit["child"], tried)
-    return _expression("TRY([_0]) IS NULL", unit)
+    return _expression(f"{_TRY} IS NULL", unit)
+
+
+def _is_plain(cast: Node) -> bool:
+    """Tell whether TRY_CAST gives null for a bad value, not a list or struct with a null in it."""
+    return cast["type_expr"]["type_name"].upper() not in _NESTED_TYPES
 
 
 def select_nodes(statement: str) -> list[Node]:
@@ -131,7 +153,35 @@ def levels_of(statement: str) -> list[Level]:
         ['CAST(x AS INTEGER)', '(a + 1)']
     """
     (node,) = select_nodes(statement)
-    return [level for level in _levels(node, (), None, True) if level.units]
+    levels = _levels(_without_errors(node), (), None, True)
+    return [level for level in levels if level.units]
+
+
+def selected(statement: str) -> Iterator[tuple[str, str]]:
+    """Yield each expression that the job's SELECT yields, and the statement with it alone.
+
+    Example:
+        >>> list(selected("SELECT * FROM (SELECT a + 1 AS b, c FROM log)"))
+        [('(a + 1)', 'SELECT (a + 1) AS b FROM log'), ('c', 'SELECT c FROM log')]
+    """
+    (node,) = select_nodes(statement)
+    while node["from_table"]["type"] == "SUBQUERY" and node["select_list"][0]["class"] == "STAR":
+        node = node["from_table"]["subquery"]["node"]  # what `with_hashes` and a user put around
+    for expression in node["select_list"]:
+        text = expression_text(_without_alias(expression))
+        yield text, text_of({**node, "select_list": [expression]})
+
+
+def _without_errors(part: Any) -> Any:
+    """Return a part of a statement with casts that raise in the place of `error`."""
+    if isinstance(part, list):
+        return [_without_errors(p) for p in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("function_name") == "error" and len(part["arguments"]) == 1:
+        made = _expression(_RAISES, _without_errors(part["arguments"][0]["expression"]))
+        return {**made, "alias": part["alias"]}
+    return {key: _without_errors(value) for key, value in part.items()}
 
 
 def tolerant(statement: str, level: Level) -> str:
@@ -140,7 +190,7 @@ def tolerant(statement: str, level: Level) -> str:
     Example:
         >>> nested = "SELECT a FROM (SELECT CAST(x AS INT) AS a, _origin FROM log)"
         >>> tolerant(nested, levels_of(nested)[0])
-        'SELECT a FROM (SELECT TRY(CAST(x AS INTEGER)) AS a, _origin FROM log)'
+        'SELECT a FROM (SELECT TRY(...CAST(x AS INTEGER)...)[1] AS a, _origin FROM log)'
     """
     (node,) = select_nodes(statement)
 
@@ -150,7 +200,8 @@ def tolerant(statement: str, level: Level) -> str:
         if not isinstance(part, dict):
             return part
         if "class" in part and _without_alias(part) in level.units:
-            return {**_expression("TRY(_0)", _without_alias(part)), "alias": part.get("alias", "")}
+            first = _expression(f"{_TRY}[1]", _without_alias(part))
+            return {**first, "alias": part.get("alias", "")}
         return {key: tried(value) for key, value in part.items()}
 
     return text_of(tried(node))
@@ -179,22 +230,54 @@ def _levels(
     others = [node[k] for k in ("group_expressions", "having", "qualify", "modifiers")]
     for subquery in _subqueries([*expressions, where, *others]):
         yield from _levels(subquery, ctes, from_table, False)
-    if where is not None:
-        yield Level(from_table, ctes, tuple(_units(_short_circuited(where))), None, {}, outermost,
-                    outer_from)  # fmt: skip
-    units = tuple(u for e in [*expressions, *_expressions(others)] for u in _units(e))
     aliases = {e["alias"]: {**e, "alias": ""} for e in expressions if e.get("alias")}
-    yield Level(from_table, ctes, units, where, aliases, outermost, outer_from)
+    if where is not None:
+        level = Level(from_table, ctes, (), None, {}, outermost, outer_from)
+        yield from _with_units(level, [_short_circuited(where)])
+    level = Level(from_table, ctes, (), where, aliases, outermost, outer_from)
+    yield from _with_units(level, [*expressions, *_expressions(others)])
 
 
-def _from_levels(table: Node, ctes: Sequence[Node]) -> Iterator[Level]:
+def _with_units(level: Level, expressions: Sequence[Node]) -> Iterator[Level]:
+    """Yield a level with the units of expressions, and one with those around subqueries."""
+    yield level.only(tuple(u for e in expressions for u in _units(e)))
+    subqueries: list[Node] = []
+    around = [e for e in (_hoisted(each, subqueries) for each in expressions) if e is not None]
+    if subqueries:
+        joined = _parsed("SELECT 1 FROM _left, LATERAL (SELECT 1) AS _subqueries")["from_table"]
+        joined["left"] = level.from_table
+        joined["right"]["subquery"]["node"]["select_list"] = subqueries
+        units = tuple(u for e in around for u in _units(e))
+        yield replace(level, from_table=joined, units=units)
+
+
+def _hoisted(expression: Node, subqueries: list[Node]) -> Node | None:
+    """Return an expression with columns for its subqueries, None where it has none inside."""
+    known = len(subqueries)
+
+    def columns_for(part: Any) -> Any:
+        if isinstance(part, list):
+            return [columns_for(p) for p in part]
+        if not isinstance(part, dict):
+            return part
+        if part.get("class") == "SUBQUERY":
+            name = f"_subquery_{len(subqueries)}"
+            subqueries.append({**part, "alias": name})
+            return _parsed(f"SELECT {name}")["select_list"][0]
+        return {key: columns_for(value) for key, value in part.items()}
+
+    made = columns_for(expression) if expression["class"] != "SUBQUERY" else expression
+    return made if len(subqueries) > known else None
+
+
+def _from_levels(table: Node, ctes: Sequence[Node], before: Node | None = None) -> Iterator[Level]:
     """Yield the levels of a FROM clause: of subqueries, and of what joins are made by."""
     if table["type"] == "SUBQUERY":
-        yield from _levels(table["subquery"]["node"], ctes, None, False)
+        yield from _levels(table["subquery"]["node"], ctes, before, False)
     elif table["type"] == "JOIN":
         left, right = table["left"], table["right"]
-        yield from _from_levels(left, ctes)
-        yield from _from_levels(right, ctes)
+        yield from _from_levels(left, ctes, before)
+        yield from _from_levels(right, ctes, left)
         asked = [table.get("condition"), right.get("function")]
         units = tuple(u for e in asked if e for c in _expressions(list(e.values()))
                       for u in _units(c))  # fmt: skip
@@ -242,9 +325,9 @@ def _units(expression: Node) -> Iterator[Node]:
     if not _is_blocked(expression):
         yield _without_alias(expression)
         return
-    if expression["class"] != "SUBQUERY":
-        for child in _expressions(list(expression.values())):
-            yield from _units(child)
+    inner = {**expression, "subquery": None}  # its own levels have what is in it
+    for child in _expressions(list(inner.values())):
+        yield from _units(child)
 
 
 def _unnests(expression: Node) -> Iterator[Node]:

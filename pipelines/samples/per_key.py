@@ -26,6 +26,8 @@ from pipelines.samples.bad_rows import (
     ROW_ERRORS,
     SqlResult,
     bad_rows,
+    reason_of,
+    too_many,
     without_marked,
 )
 from pipelines.samples.connection import Connection, named, quoted_name
@@ -186,7 +188,12 @@ def _halved(
     codes: Mapping[str, NDArray[np.int64]],
 ) -> Iterator[SqlResult]:
     """Halve keys until those that raise are alone, at most `MAX_ATTEMPTS` times."""
-    waiting, attempts = deque([(tables, codes)]), 0
+    waiting, attempts, reason = deque([(tables, codes)]), 0, ""
+
+    def attempt(text: str, part: pa.Table) -> pa.Table:
+        named = {_ALL + n: part if n == per.source else t for n, t in tables.items()}
+        return run(connection, replace(per, statement=text).batched(list(tables)), named)
+
     while waiting:
         tables, codes = waiting.popleft()
         keys = np.unique(codes[per.source])
@@ -194,14 +201,13 @@ def _halved(
             yield run_key(connection, per.statement, per.source, tables)
             attempts += 1
         elif attempts > MAX_ATTEMPTS:
-            text = f"row must pass the job's SQL, got keys of which more than {MAX_ATTEMPTS} fail"
-            yield SqlResult(None, bad_rows(tables[per.source], text))
+            raise too_many(per.statement, attempt, tables[per.source], reason)
         elif len(keys):
             attempts += 1
-            named = {_ALL + name: table for name, table in tables.items()}
             try:
-                made = run(connection, per.batched(list(tables)), named)
-            except ROW_ERRORS:  # a key raises, or no lateral plan exists
+                made = attempt(per.statement, tables[per.source])
+            except ROW_ERRORS as error:  # a key raises, or no lateral plan exists
+                reason = reason_of(error)
                 middle = int(keys[len(keys) // 2])
                 waiting.extend(_side(tables, codes, middle, lower) for lower in (True, False))
                 continue

@@ -124,6 +124,9 @@ def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table
         statement: from `carry_origin`.
         source: name of the table in it.
         rows: raw rows with origins.
+
+    Raises:
+        BadRowsError: which rows raise is not to be found out.
     """
 
     def attempt(text: str, part: pa.Table) -> pa.Table:
@@ -133,7 +136,7 @@ def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table
         return SqlResult(attempt(statement, rows))
     except ROW_ERRORS:
         good, bad = without_marked(statement, attempt, partial(attempt, statement), rows)
-    rest = isolated(partial(attempt, statement), good)
+    rest = isolated(statement, attempt, good)
     return SqlResult(rest.samples, pa.concat_tables([bad, rest.bad_rows]))
 
 
@@ -167,7 +170,7 @@ def run_key(
         try:
             return SqlResult(attempt(statement, rows), bad)
         except ROW_ERRORS as error:
-            found = isolated(alone, rows).bad_rows
+            found = isolated(statement, attempt, rows).bad_rows
             found = found if found.num_rows else bad_rows(rows, reason_of(error))
         bad = pa.concat_tables([bad, found])
         rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=found["origin"])))
