@@ -17,14 +17,16 @@ from typing import Any
 from pipelines import executor
 from pipelines.beam.context import BuildContext
 from pipelines.build_warnings import warnings_of
+from pipelines.gate.judge import GateError
+from pipelines.gate.pass_gate import keep_rejects
 from pipelines.groups.job import with_groups
 from pipelines.learned.files import place_learned, returned_files, stage_learned
 from pipelines.parts.part import PartResult, unpacked
 from pipelines.prepare import BuildRequest, check_map, context_of, prepare
-from pipelines.progress import watched
+from pipelines.progress import counted_rows, is_stopped, watched
 from pipelines.runners import in_process, runner_module
 from pipelines.samples.sampling_units import write_units
-from pipelines.segments.admit import admit, finished_segments, proposal_of
+from pipelines.segments.admit import admit, finished_segments, proposal_of, refused_place
 from pipelines.segments.commit import finish_segment
 from pipelines.segments.days import position_of_day, replaced_by
 from pipelines.segments.finish import finish
@@ -33,7 +35,14 @@ from pipelines.segments.pinned import identity_of
 from pipelines.segments.publish import publish, settle
 from pipelines.segments.turn import wait_for_turn
 from pipelines.sources.late import read_counts, write_counts
-from pipelines.sources.reject_files import RejectCounts, counts_of, lines_of, merged, shown
+from pipelines.sources.reject_files import (
+    RejectCounts,
+    counts_of,
+    lines_of,
+    merged,
+    number_files,
+    shown,
+)
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -120,7 +129,27 @@ def write_segment(
             values = executor.run_segment(context)
         else:
             values = runner_module("segment").run_segment(context, request.beam_args)
+        if is_stopped(building):
+            raise stopped(request, context, key, merged(values["rejects"]))
     finish_written(request, context, key, hashes, values)
+
+
+def stopped(
+    request: BuildRequest, context: BuildContext, key: str, rejects: RejectCounts
+) -> GateError:
+    """Return the error of a build that has stopped early; its rejects are kept."""
+    begun = counted_rows(context.segment_root).num_bytes
+    size = sum(file.num_bytes for file in context.listing)
+    aside = refused_place(request.dataset, key)
+    number_files(context.segment_root)
+    keep_rejects(context.segment_root, aside)
+    lines = "\n".join(lines_of(rejects, 0, str(aside)))
+    return GateError(
+        f"every one of the first {rejects.num_rows:,} rows was rejected, so the build has stopped "
+        f"early: of {size:,} bytes it has begun to read {begun:,}, and what follows in them was "
+        f"not read. Correct the job or the rows, or set data.gate.max_reject_fraction: 1 to read "
+        f"all\n{lines}"
+    )
 
 
 @contextmanager

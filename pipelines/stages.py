@@ -19,7 +19,7 @@ from pipelines.learned.learn import partials
 from pipelines.parts.cluster import hash_session_keys, part_of_key
 from pipelines.parts.part import PartResult, build_part
 from pipelines.parts.pins import Pins, pin
-from pipelines.progress import count_rows
+from pipelines.progress import Counts, count_rows, is_stopped, stop_if_hopeless
 from pipelines.samples.bad_rows import SqlResult, bad_rows
 from pipelines.samples.connection import connect
 from pipelines.samples.keys import key_column, key_hashes, key_type
@@ -36,6 +36,7 @@ from pipelines.sources.read import parts_of_file, read_part
 from pipelines.sources.rejects import as_table, from_table
 from pipelines.sources.rows import FilePart
 from pipelines.sources.streams import with_events
+from schemas.job_gate import GateConfig
 from schemas.learned import Learned
 
 REJECTS = "rejects"
@@ -56,10 +57,24 @@ def no_count(_side: str, _table: pa.Table) -> None:
     """Count nothing."""
 
 
-def rejected(context: BuildContext, table: pa.Table) -> Output:
-    """Return rejects as an output, counted for the progress."""
+def rejected(context: BuildContext, source: str, table: pa.Table, *, by_reader: bool) -> Output:
+    """Return rejects as an output, counted for the progress.
+
+    Args:
+        context: of the build.
+        source: of the rows.
+        table: rejects.
+        by_reader: whether the rows could not be read.
+    """
     for first in from_table(table.slice(0, 1)):
-        count_rows(context.segment_root, rejected=table.num_rows, example=str(first))
+        num = table.num_rows - pc.sum(table["rows_unknown"].cast(pa.int64())).as_py()
+        more = Counts(read=num if by_reader else 0, rejected=num, example=str(first))
+        if source == context.data.sample_source:
+            more += Counts(unread=num) if by_reader else Counts(unused=num)
+        own = count_rows(context.segment_root, more)
+        most = (context.data.gate or GateConfig()).max_reject_fraction
+        size = sum(file.num_bytes for file in context.listing)
+        stop_if_hopeless(context.segment_root, own, most, size)
     return REJECTS, table
 
 
@@ -67,7 +82,7 @@ def cut_file(context: BuildContext, part: FilePart) -> Iterator[Output]:
     """Yield the parts of a file that can be read apart, as samples, and rejects."""
     parts, rejects = parts_of_file(context.folder, part, context.data.inputs[part.source])
     if rejects:
-        yield rejected(context, as_table(rejects))
+        yield rejected(context, part.source, as_table(rejects), by_reader=True)
     for each in parts:
         yield SAMPLES, each
 
@@ -76,12 +91,25 @@ def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
     """Yield the raw rows of a part, as tables, and rejects."""
     config = context.data.inputs[part.source]
     schema = context.empty_rows[part.source].schema
+    count_rows(context.segment_root, Counts(num_bytes=_num_bytes(context, part)))
     for rows in read_part(context.folder, part, config, schema):
+        if is_stopped(context.segment_root):
+            return
         for rejects in rows.all_rejects():
-            yield rejected(context, rejects)
+            yield rejected(context, part.source, rejects, by_reader=True)
         if rows.table is not None and rows.table.num_rows:
-            count_rows(context.segment_root, read=rows.table.num_rows)
+            num = rows.table.num_rows
+            good = num if part.source == context.data.sample_source else 0
+            count_rows(context.segment_root, Counts(read=num, good=good))
             yield SAMPLES, rows.table
+
+
+def _num_bytes(context: BuildContext, part: FilePart) -> int:
+    """Return the bytes of a part; of a row group all of its file's, once."""
+    size = context.listing[part.file_index].num_bytes
+    if part.row_group is not None:
+        return 0 if part.row_group else size
+    return size - part.offset if part.num_bytes is None else part.num_bytes
 
 
 def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[Output]:
@@ -99,7 +127,7 @@ def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[
     if events is not None and source == events.source:
         wanted |= dict.fromkeys(events.key, "key")
         wanted[events.event_time or events.time] = "event time"
-    table = yield from _without_nulls(context, table, wanted)
+    table = yield from _without_nulls(context, source, table, wanted)
     kind = key_type({n: context.empty_rows[n] for n in data.sources}, key)
     hashes = key_hashes(key_column(table, key, kind))
     yield SAMPLES, (part_of_key(hashes, context.num_parts), table)
@@ -109,18 +137,23 @@ def good_side_rows(context: BuildContext, name: str, table: pa.Table) -> Iterato
     """Yield rows of a side table whose key and time are not null; the others are rejects."""
     config = context.data.sides[name]
     wanted = {config.key: "key"} | ({} if config.time is None else {config.time: "time"})
-    good = yield from _without_nulls(context, table, wanted, f" of side {name!r}")
+    good = yield from _without_nulls(context, name, table, wanted, f" of side {name!r}")
     if good.num_rows:
         yield SAMPLES, good
 
 
 def _without_nulls(
-    context: BuildContext, table: pa.Table, columns: Mapping[str, str], of: str = ""
+    context: BuildContext,
+    source: str,
+    table: pa.Table,
+    columns: Mapping[str, str],
+    of: str = "",
 ) -> Generator[Output, None, pa.Table]:
     """Yield rows with a null in one of the columns as rejects; return the other rows.
 
     Args:
         context: of the build.
+        source: of the rows.
         table: raw rows.
         columns: names, and what each is in the job.
         of: whose columns they are, for the reason.
@@ -130,7 +163,7 @@ def _without_nulls(
             valid = table[name].is_valid()
             reason = f"{what} {name!r}{of} must not be null"
             bad = bad_rows(table.filter(pc.invert(valid)), reason)
-            yield rejected(context, context.rejects(bad))
+            yield rejected(context, source, context.rejects(bad), by_reader=False)
             table = table.filter(valid)
     return table
 
@@ -147,7 +180,7 @@ class SampleStage:
         """
         self.context, self.count = context, count
         self.connection = connect(context.data.samples.limits)
-        self.inputs = learned_inputs(context.data)
+        self.inputs, self.source = learned_inputs(context.data), context.data.sample_source
         self.sides = Sides()
 
     def use_sides(self, sides: Sides) -> None:
@@ -158,6 +191,8 @@ class SampleStage:
 
     def from_rows(self, source: str, table: pa.Table) -> Iterator[Output]:
         """Yield what row-local SQL makes of raw rows."""
+        if is_stopped(self.context.segment_root):
+            return
         for result in mapped(self.connection, self.context.steps, source, SqlResult(table)):
             yield from self._looked_up(result)
 
@@ -186,11 +221,14 @@ class SampleStage:
             made = run_keys(self.connection, per, tables, context.place_text if drops else None)
             results = (r for m in made for r in mapped(self.connection, steps, PER, m))
         for result in results:
+            if is_stopped(context.segment_root):
+                return
             yield from self._looked_up(result)
 
     def _looked_up(self, result: SqlResult) -> Iterator[Output]:
         if result.bad_rows.num_rows:
-            yield rejected(self.context, self.context.rejects(result.bad_rows))
+            rejects = self.context.rejects(result.bad_rows)
+            yield rejected(self.context, self.source, rejects, by_reader=False)
         if result.samples is None:
             return
         samples = with_list_index(result.samples)
@@ -212,10 +250,11 @@ class SampleStage:
         for key, partial in partials(good, self.inputs, data):
             yield LEARNED, (key, partial)
         if good.num_samples:
+            count_rows(context.segment_root, Counts(samples=good.num_samples))
             self.count("out", good.samples)
             yield from self._hand_over(good)
         if unusable.num_rows:
-            yield rejected(context, context.rejects(unusable))
+            yield rejected(context, self.source, context.rejects(unusable), by_reader=False)
 
     def _hand_over(self, good: Tuples) -> Iterator[Output]:
         keys = hash_session_keys(good.column(self.context.data.session.key))

@@ -72,10 +72,15 @@ def pass_gate(
 
 def keep_aside(building: Path, aside: Path, anomalies: str) -> None:
     """Copy what explains a refusal; the samples themselves are not kept."""
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    keep_rejects(building, aside)
     shutil.copy(statistics_in(building), aside)
     (aside / ANOMALIES).write_text(anomalies, encoding="utf-8")
+
+
+def keep_rejects(building: Path, aside: Path) -> None:
+    """Copy the rejects of a segment that does not enter the dataset."""
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
     for path in reject_files(building):
         place = aside / path.relative_to(building)
         place.parent.mkdir(exist_ok=True)

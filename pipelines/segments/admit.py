@@ -144,6 +144,11 @@ def finished_segments(dataset: Path, key: str) -> Iterator[Path]:
                 yield directory
 
 
+def refused_place(dataset: Path, key: str) -> Path:
+    """Return where statistics and rejects of a segment are kept that does not enter the dataset."""
+    return dataset / f".refused-{key}"
+
+
 def proposal_of(
     request: BuildRequest, job: Job, features: FeatureSet, key: str, building: Path
 ) -> Proposal:
@@ -160,7 +165,7 @@ def proposal_of(
             check_types(dataset, manifest.columns, request.job_path)
             check_fits(manifest.learned, request.dataset)
         earlier = dataset.segments[before - 1].directory if dataset and before else None
-        aside = request.dataset / f".refused-{key}"
+        aside = refused_place(request.dataset, key)
         return pass_gate(building, earlier, schema_of(schema), job.data.gate, aside, request.say)
 
     return Proposal(

@@ -1,11 +1,21 @@
 """Lines about a running build: rows read and rejected, with an example, and parts written."""
 
+import json
+import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from pipelines import progress
-from pipelines.progress import count_rows, counted_rows, watched
+from pipelines.progress import (
+    Counts,
+    count_rows,
+    counted_rows,
+    is_stopped,
+    stop_if_hopeless,
+    watched,
+)
 
 
 def test_lines_name_rows_rejects_and_one_of_them(
@@ -14,12 +24,10 @@ def test_lines_name_rows_rejects_and_one_of_them(
     monkeypatch.setattr(progress, "_INTERVAL_SEC", 0.01)
     lines: list[str] = []
     with watched(tmp_path, 3, lines.append):
-        count_rows(tmp_path, read=1000)
-        count_rows(tmp_path, rejected=20, example="x must be int64, got 'a' in log.csv:7")
-        (tmp_path / ".progress" / "other").write_text(
-            '{"read": 1000, "rejected": 5, "example": ""}'
-        )
-        (tmp_path / ".progress" / "torn").write_text('{"read": 10')
+        count_rows(tmp_path, Counts(read=1000))
+        count_rows(tmp_path, Counts(rejected=20, example="x must be int64, got 'a' in log.csv:7"))
+        (tmp_path / ".progress" / "0.json").write_text('{"read": 1000, "rejected": 5}')
+        (tmp_path / ".progress" / ".0.json.partial").write_text('{"read": 10')
         (tmp_path / "samples").mkdir()
         (tmp_path / "samples" / "00000.parquet").touch()
         expected = (
@@ -35,7 +43,54 @@ def test_lines_name_rows_rejects_and_one_of_them(
 
 
 def test_rows_are_counted_only_where_somebody_watches(tmp_path: Path) -> None:
-    count_rows(tmp_path, read=1000)
+    assert count_rows(tmp_path, Counts(read=1000)) is None
     assert list(tmp_path.iterdir()) == []
     (tmp_path / ".progress").mkdir()
     assert str(counted_rows(tmp_path)) == "rows read: 0, rejected: 0"
+
+
+def test_counts_of_a_worker_never_go_backwards_while_it_writes(tmp_path: Path) -> None:
+    (tmp_path / ".progress").mkdir()
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            count_rows(tmp_path, Counts(read=1, example="x" * 10_000))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = [counted_rows(tmp_path).read for _ in range(200)]
+    done.set()
+    writer.join()
+    progress._COUNTS.pop(tmp_path)
+    assert seen == sorted(seen)
+
+
+GOOD_ELSEWHERE = Counts(read=1, good=1, samples=1)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "most", "ends"),
+    [
+        (Counts(unread=50_000, num_bytes=10), Counts(), 0.1, True),
+        (Counts(unused=50_000, good=70_000, num_bytes=10), Counts(), 0.1, True),
+        (Counts(unused=30_000, num_bytes=10), Counts(rejected=20_000, unused=20_000), 0.1, True),
+        (Counts(unread=49_999, num_bytes=10), Counts(), 0.1, False),
+        (Counts(unread=50_000, num_bytes=9), Counts(), 0.1, False),
+        (Counts(unread=50_000, num_bytes=10), Counts(), 1, False),
+        (Counts(unread=50_000, num_bytes=10), Counts(), None, False),
+        (Counts(unread=50_000, num_bytes=10), GOOD_ELSEWHERE, 0.1, False),
+        (Counts(unused=50_000, num_bytes=10), GOOD_ELSEWHERE, 0.1, False),
+        (Counts(unread=50_000, good=9, num_bytes=10), Counts(), 0.1, False),
+    ],
+)
+def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
+    own: Counts, others: Counts, most: float | None, ends: bool, tmp_path: Path
+) -> None:
+    (tmp_path / ".progress").mkdir()
+    (tmp_path / ".progress" / "0.json").write_text(json.dumps(asdict(others)))
+    own += Counts(rejected=own.unread + own.unused, example="x must be y in log.csv:0")
+    counted = count_rows(tmp_path, own)
+    progress._COUNTS.pop(tmp_path)
+    stop_if_hopeless(tmp_path, counted, most, 100)
+    assert is_stopped(tmp_path) == ends
