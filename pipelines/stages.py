@@ -91,6 +91,8 @@ def read_rows(context: BuildContext, part: FilePart) -> Iterator[Output]:
     """Yield the raw rows of a part, as tables, and rejects."""
     config = context.data.inputs[part.source]
     schema = context.empty_rows[part.source].schema
+    if is_stopped(context.segment_root):
+        return
     count_rows(context.segment_root, Counts(num_bytes=_num_bytes(context, part)))
     for rows in read_part(context.folder, part, config, schema):
         if is_stopped(context.segment_root):

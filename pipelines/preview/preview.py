@@ -131,10 +131,21 @@ def _run(
     found, counted, side_rows = Collected(), Counter[str](), dict[str, list[pa.Table]]()
 
     def rows() -> Iterator[Rows]:
-        for source, table in executor.read_all(context, found):
+        read, rejects = executor.read_all(context, found), found.values[REJECTS]
+        while True:
+            known = len(rejects)
+            each = next(read, None)
+            for table in rejects[known:]:  # what the readers reject was read, too
+                positions = table.filter(table["position"].is_valid())
+                counted.update(sources_of[file] for file in positions["file"].to_pylist())
+            if each is None:
+                return
+            source, table = each
             counted[source] += table.num_rows
             side_rows.setdefault(source, []).append(table)
             yield source, table
+
+    sources_of = {file.path: file.source for file in context.listing}
 
     sent = executor.make_samples(context, rows(), found)
     tuples: list[Tuples] = [t for part in sent.values() for t in part]

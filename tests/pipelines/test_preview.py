@@ -64,6 +64,21 @@ def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scr
     assert list(scratch.iterdir()) == []
 
 
+def test_the_share_of_rejects_is_of_all_rows_that_were_read(tmp_path: Path) -> None:
+    rows = logs.write_log(tmp_path / "log", num_rows=100, num_files=1)
+    columns = rows.set_column(
+        0, "session", pa.array([None] * 15 + rows["session"].to_pylist()[15:])
+    )
+    user = pa.array([f"u{i}" if i < 60 else str(i) for i in range(100)])
+    columns = columns.set_column(columns.column_names.index("user"), "user", user)
+    pq.write_table(columns, tmp_path / "log" / "log-0.parquet", row_group_size=40)
+    job = logs.write_job(tmp_path / "job")
+    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
+    assert found["rows"] == found["sources"]["log"]["rows_read"] == 100
+    assert found["rejects"]["share"] == found["rejects"]["num"] / 100
+    assert "60.0% of the rows that were read cannot be used" in found["notes"]
+
+
 def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) -> None:
     rows = logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")

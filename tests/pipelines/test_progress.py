@@ -5,9 +5,12 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines import progress
+from pipelines.commands import main
 from pipelines.progress import (
     Counts,
     count_rows,
@@ -16,6 +19,7 @@ from pipelines.progress import (
     stop_if_hopeless,
     watched,
 )
+from tests.pipelines import logs
 
 
 def test_lines_name_rows_rejects_and_one_of_them(
@@ -94,3 +98,28 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
     progress._COUNTS.pop(tmp_path)
     stop_if_hopeless(tmp_path, counted, most, 100)
     assert is_stopped(tmp_path) == ends
+
+
+def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "HOPELESS_ROWS", 100)
+    rows = logs.write_log(tmp_path / "log")
+    first = tmp_path / "log" / "log-0.parquet"
+    bad = rows.slice(0, 100).set_column(2, "user", pa.array([f"u{i}" for i in range(100)]))
+    pq.write_table(bad, first, row_group_size=50)
+    job = logs.write_job(tmp_path / "job")
+    words = ["build", str(job), "--input", str(tmp_path / "log"), "--runner=InProcess"]
+    assert main([*words, "--output", str(tmp_path / "d")]) == 3
+    error = capsys.readouterr().err.split("error: ")[1]
+    assert error.startswith(
+        "every one of the first 100 rows was rejected, and the build has stopped: "
+    )
+    assert f"(it had begun with {first.stat().st_size:,} of " in error
+    assert "  100: column 'user' must be int64, got '...'; such as log-0.parquet:0 {" in error
+    (kept,) = (tmp_path / "d").glob(".refused-*/rejects/*.parquet")
+    assert pq.read_metadata(kept).num_rows == 100
+    text = job.read_text().replace("  on_error:", "  gate: {max_reject_fraction: 1}\n  on_error:")
+    job.write_text(text)
+    assert main([*words, "--output", str(tmp_path / "d")]) == 0
+    assert "rejected: 100 rows" in capsys.readouterr().err
