@@ -145,9 +145,10 @@ def stopped(
     keep_rejects(context.segment_root, aside)
     lines = "\n".join(lines_of(rejects, 0, str(aside)))
     return GateError(
-        f"every one of the first {rejects.num_rows:,} rows was rejected, and the build has stopped: "
-        f"the rows after them were not read (it had begun with {begun:,} of {size:,} bytes). Correct "
-        f"the job or the rows, or set data.gate.max_reject_fraction: 1 to read all\n{lines}"
+        f"every one of the first {rejects.num_rows:,} rows was rejected, and the build has "
+        f"stopped: the rows after them were not read (it had begun with {begun:,} of {size:,} "
+        f"bytes). Correct the job or the rows, or set data.gate.max_reject_fraction: 1 to read all\n"
+        f"{lines}"
     )
 
 
