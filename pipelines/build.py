@@ -147,8 +147,8 @@ def stopped(
     return GateError(
         f"every one of the first {rejects.num_rows:,} rows was rejected, and the build has "
         f"stopped: the rows after them were not read (it had begun with {begun:,} of {size:,} "
-        f"bytes). Correct the job or the rows, or set data.gate.max_reject_fraction: 1 to read all\n"
-        f"{lines}"
+        f"bytes). Correct the job or the rows, or set data.gate.max_reject_fraction: 1 to read "
+        f"all\n{lines}"
     )
 
 

@@ -17,6 +17,9 @@ from schemas.job_sources import SourceConfig
 _FRACTION = r"\.[0-9]*[1-9]|[eE]-"
 """Texts that DuckDB would round to an integer."""
 
+_ZONE = r":[0-9.]+ *[A-Za-z+-]"
+"""Times that name their zone, which a cast to TIMESTAMP would leave out."""
+
 _DUCKDB_TYPES = {
     "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
     "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
@@ -76,13 +79,27 @@ def _values(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray, list[in
         except pa.ArrowInvalid:
             pass
     connection = duckdb.connect(config={"threads": 1})
+    connection.execute("SET TimeZone = 'UTC'")
     connection.register("texts", pa.table({"x": texts}))
     fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(wanted) else "false"
-    cast = f"TRY_CAST(x AS {_DUCKDB_TYPES[kind]})"
+    cast = _cast(kind, wanted)
     is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
     result = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
     rows = np.flatnonzero(result["bad"].to_numpy())
     return result["value"], rows.tolist()
+
+
+def _cast(kind: str, wanted: pa.DataType) -> str:
+    """Return the SQL of a text `x` as a value, null where it has none; times with a zone in UTC."""
+    plain = f"TRY_CAST(x AS {_DUCKDB_TYPES[kind]})"
+    if not (pa.types.is_timestamp(wanted) or pa.types.is_date(wanted)):
+        return plain
+    zoned = "TRY_CAST(regexp_replace(x, ' +([+-])', '\\1') AS TIMESTAMPTZ)"
+    in_utc = f"CAST({zoned} AT TIME ZONE 'UTC' AS {_DUCKDB_TYPES[kind]})"
+    if wanted == pa.timestamp("ns"):  # TIMESTAMPTZ has microseconds
+        offset = f"epoch_us(TRY_CAST(x AS TIMESTAMP)) - epoch_us({zoned})"
+        in_utc = f"make_timestamp_ns(epoch_ns({plain}) - 1000 * ({offset}))"
+    return f"CASE WHEN regexp_matches(x, '{_ZONE}') THEN {in_utc} ELSE {plain} END"
 
 
 def _arrow_reads_alike(texts: pa.ChunkedArray, wanted: pa.DataType) -> bool:
