@@ -9,9 +9,8 @@ by one (`json_values.py`), then bisected: a line is good exactly when it can be 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -21,7 +20,7 @@ import pyarrow.json as pa_json
 
 from pipelines.sources import lines
 from pipelines.sources.folder import Folder, codec_of, decompressed, first_line
-from pipelines.sources.json_values import UnsureError, problem
+from pipelines.sources.json_values import UnsureError, checked, loads, misfits, quote_numbers
 from pipelines.sources.lines import (
     LINE_END,
     SHOWN_BYTES,
@@ -232,18 +231,20 @@ def _without_bad(
     others: list[Line] = []
     for position, text in lines:
         try:
-            reason = problem(text, words, kinds)
+            reason, readable = checked(text, words, kinds)
         except UnsureError:
-            reason = ""
+            reason, readable = "", text
         if reason:
             yield BadLine(position, text, reason)
         else:
-            others.append((position, text))
+            others.append((position, readable))
     yield from _parsed(others, words, schema, 0)
 
 
 def parse(lines: Sequence[bytes], words: Mapping[str, str], schema: pa.Schema) -> pa.Table:
     """Return lines as rows of the declared columns; other fields are left out.
+
+    A number in a field that is a text is read as its text, as it is written.
 
     Args:
         lines: each looks like an object.
@@ -259,19 +260,28 @@ def parse(lines: Sequence[bytes], words: Mapping[str, str], schema: pa.Schema) -
 def _parse(data: bytes, num_lines: int, words: Mapping[str, str], schema: pa.Schema) -> pa.Table:
     if not data.isascii():
         data.decode()  # raises: Arrow would take any bytes for a text
-    table = pa_json.read_json(
-        pa.BufferReader(data),
-        read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-        parse_options=pa_json.ParseOptions(
-            explicit_schema=pa.schema(
-                [(name, _parsed_as(schema.field(name).type)) for name in words]
-            ),
-            unexpected_field_behavior="ignore",
-        ),
-    )
+    columns = tuple((name, schema.field(name).type) for name in words)
+    try:
+        table = _read(data, columns)
+    except pa.ArrowInvalid:
+        quoted = quote_numbers(data, columns)
+        if quoted == data:
+            raise
+        table = _read(quoted, columns)
     if table.num_rows != num_lines:
         raise ValueError(f"lines must be one object each, got {table.num_rows} in {num_lines}")
     return table.select(list(words)).cast(pa.schema([schema.field(name) for name in words]))
+
+
+def _read(data: bytes, columns: Iterable[tuple[str, pa.DataType]]) -> pa.Table:
+    return pa_json.read_json(
+        pa.BufferReader(data),
+        read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+        parse_options=pa_json.ParseOptions(
+            explicit_schema=pa.schema([(name, _parsed_as(kind)) for name, kind in columns]),
+            unexpected_field_behavior="ignore",
+        ),
+    )
 
 
 def _parsed_as(kind: pa.DataType) -> pa.DataType:
@@ -285,7 +295,7 @@ def _parsed_as(kind: pa.DataType) -> pa.DataType:
 
 def _reason(text: bytes, words: Mapping[str, str], schema: pa.Schema) -> str:
     try:
-        row = json.loads(text)
+        row = loads(text)
     except UnicodeDecodeError:
         return "line must be UTF-8"
     except RecursionError:
@@ -303,5 +313,9 @@ def _reason(text: bytes, words: Mapping[str, str], schema: pa.Schema) -> str:
         except (pa.ArrowException, ValueError) as error:
             if "specified twice" in str(error):
                 return f"field {name!r} must appear once, got it twice"
-            return f"field {name!r} must be {word}, got {row.get(name)!r}"
+            value = row.get(name)
+            outer = f"field {name!r} must be {word}, got {value!r}"
+            with suppress(UnsureError):
+                return next(misfits(value, schema.field(name).type, word, name), outer)
+            return outer
     return "line must be one JSON object"

@@ -4,6 +4,7 @@
 import gzip
 import io
 import json
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,7 +59,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "an id of 2**63": (line(1, id=2**63), "field 'id' must be int64, got 9223372036854775808"),
     "half an id": (line(1, id=1.5), "field 'id' must be int64, got 1.5"),
     "a number for a list": (line(1, ids=7), "field 'ids' must be list<int64>, got 7"),
-    "a text in a list": (line(1, ids=[1, "x"]), "field 'ids' must be list<int64>, got [1, 'x']"),
+    "a text in a list": (line(1, ids=[1, "x"]), "field 'ids[]' must be int64, got 'x'"),
     "a time that is none": (line(1, at="noon"), "field 'at' must be timestamp, got 'noon'"),
     "an object for a text": (line(1, name={"a": 1}), "field 'name' must be string, got {'a': 1}"),
     "a field twice": (b'{"id": 1, "id": 2}', "field 'id' must appear once, got it twice"),
@@ -85,6 +86,64 @@ def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(
     assert [(r.file, r.position, r.reason) for r in rejects] == [("log.jsonl", position, reason)]
     kept = [i for i in range(40) if i != position]
     assert [(r["id"], r[ORIGIN], r["ids"]) for r in rows] == [(i, i, [i] * (i % 4)) for i in kept]
+
+
+NESTED = {
+    "user": "struct<device: struct<version: string, year: int64>, tags: list<string>>",
+    "shown": "list<struct<item: string, score: float32>>",
+    "score": "string",
+    "year": "int32",
+}
+
+
+def nested(directory: Path, rows: list[str], columns: dict[str, str]) -> Found:
+    (directory / "log.jsonl").write_text("\n".join(rows))
+    config = SourceConfig(files="*", format="jsonl", columns=columns)
+    return read(directory, "log.jsonl", config, [FilePart("log", "log.jsonl", 0)])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"user": {"device": {"year": "x"}}}', "field 'user.device.year' must be int64, got 'x'"),
+        ('{"user": {"device": "phone"}}', "field 'user.device' must be struct<version: string, year: int64>, got 'phone'"),
+        ('{"shown": [{"score": 1}, {"score": "high"}]}', "field 'shown[].score' must be float32, got 'high'"),
+        ('{"shown": [{"item": {"id": 2}}]}', "field 'shown[].item' must be string, got {'id': 2}"),
+        ('{"user": {"tags": ["a", true]}}', "field 'user.tags[]' must be string, got True"),
+        ('{"user": {"device": {"year": 1e400}, "tags": 7}}', "field 'user.device.year' must be int64, got 1e400"),
+    ],
+)  # fmt: skip
+def test_reasons_name_the_inner_field(row: str, reason: str, tmp_path: Path) -> None:
+    rows, rejects = nested(tmp_path, ["{}", row, "{}"], NESTED)
+    assert len(rows) == 2
+    assert [(r.position, r.reason, r.value) for r in rejects] == [(1, reason, row)]
+
+
+def test_numbers_in_fields_of_texts_are_read_as_they_are_written(tmp_path: Path) -> None:
+    numbers = ["2", "1.50", "-0", "1e5", "12345678901234567890123", "0.1E-7"]
+    rows = [
+        f'{{"user": {{"device": {{"version" : {n}, "year": 3}}, "tags": ["a", {n}]}}, '
+        f'"shown": [{{"item": {n}, "score": 0.5}}], "score": {n}, "year": 7, "other": {n}}}'
+        for n in numbers
+    ]
+    text = rows[0].replace("2", '"say \\"version\\": 2, \\u00fc"').replace('"other"', '"year2"')
+    found, rejects = nested(tmp_path, [rows[0], *rows[1:], text], NESTED)
+    assert rejects == []
+    assert [r["user"]["device"]["version"] for r in found[:-1]] == numbers
+    assert [r["user"]["tags"] for r in found[:-1]] == [["a", n] for n in numbers]
+    assert [r["shown"] for r in found[:-1]] == [[{"item": n, "score": 0.5}] for n in numbers]
+    assert [r["score"] for r in found[:-1]] == numbers
+    assert {r["user"]["device"]["year"] for r in found} == {3}
+    assert found[-1]["score"] == found[-1]["user"]["tags"][1] == 'say "version": 2, \u00fc'
+
+
+def test_many_numbers_among_texts_take_arrow_s_time(tmp_path: Path) -> None:
+    rows = [f'{{"v": {i if i % 2 else json.dumps(str(i))}, "n": {i}}}' for i in range(200_000)]
+    start = time.process_time()
+    found, rejects = nested(tmp_path, rows, {"v": "string", "n": "int64"})
+    assert time.process_time() - start < 5
+    assert rejects == []
+    assert [r["v"] for r in found] == [str(i) for i in range(200_000)]
 
 
 def test_object_over_two_lines_is_two_bad_lines(tmp_path: Path) -> None:
