@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="write a page about a dataset and its runs")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--html", type=Path, required=True, metavar="FILE.html")
-    command.add_argument("--runs", type=Path, metavar="DIR", help="directory of trained runs")
+    command.add_argument("--runs", type=Path, metavar="DIR", help="a run, or a folder of runs")
 
     command = commands.add_parser("score", help="score samples by an exported model")
     command.add_argument("model", type=Path, metavar="MODEL", help="from `trainer export`")

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.groups.costs import LEAST_DEDUP_FACTOR
 from schemas.dataset import Dataset, Segment
 from schemas.job_split import SplitConfig
 from schemas.layout import EVALUATION, TRAIN, samples_path
-
-LEAST_DEDUP_FACTOR = 1.05
-"""Of a group that saves anything: below, its inverse indices take what its tuples save."""
 
 
 def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterator[str]:

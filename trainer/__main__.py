@@ -83,6 +83,14 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _warn_of_ne(ne: float | None) -> None:
+    if ne is not None and ne > 1:
+        _say(
+            f"warning: the model is worse than predicting the mean rate for every sample: ne is "
+            f"{ne:.4g}, above 1; train fewer epochs, lower the learning rates, or see train.model"
+        )
+
+
 def _say_what_is_left(interrupt: DrainInterrupt) -> str:
     left = interrupt.message or "nothing was begun"
     print(f"{interrupt.reason}: {left}", file=sys.stderr)
@@ -125,6 +133,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             clock = time.perf_counter
             summary = train(*paths, options, clock=clock, on_step=on_step, drain=drain, say=_say)
     _show(arguments, to_line(summary))
+    _warn_of_ne(summary.ne)
     return 0
 
 
@@ -187,6 +196,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     _set_threads(arguments.job)
     found = evaluate_run(arguments.job, arguments.dataset, arguments.run, arguments.segments)
     _show(arguments, json.dumps(asdict(found), sort_keys=True))
+    _warn_of_ne(found.ne)
     return 0
 
 

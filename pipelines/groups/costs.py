@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,9 @@ from schemas.jagged import Array, Jagged, unique_tuples
 BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.5, "dense": 0.1}
 """What decoding and looking up one value less is worth, in stored bytes; `kept` ones are not read.
 Chosen by hand, not calibrated: they break near-ties of bytes."""
+LEAST_DEDUP_FACTOR = 1.05
+"""Samples per stored tuple of a group that saves anything; `groups: auto` chooses none below, and
+builds and previews warn of one that the job names."""
 BYTES_PER_INVERSE = 0.1
 """What following one inverse index less is worth."""
 BYTES_PER_GROUP = 1_600
@@ -170,7 +174,12 @@ class Costs:
         return self._alone[member]
 
     def as_group(self, members: frozenset[int]) -> float:
-        """Return the cost of some features kept once per distinct tuple of a block."""
+        """Return the cost of some features kept once per distinct tuple of a block.
+
+        It is infinite for a group that a build would warn of.
+        """
+        if self.num_samples < LEAST_DEDUP_FACTOR * self.num_unique(members):
+            return inf
         if members not in self._costs:
             inverse = self.inverse(members)
             rows = first_rows(inverse)

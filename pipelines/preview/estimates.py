@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.beam.context import BuildContext
+from pipelines.groups.costs import LEAST_DEDUP_FACTOR
 from pipelines.parts.part import PartResult
 from pipelines.samples.keys import key_column, key_type
 from pipelines.samples.sampling import in_evaluation
@@ -24,8 +25,6 @@ from pipelines.sources.rows import ORIGIN
 from schemas.columns import is_list, one_chunk
 from schemas.layout import EVALUATION, TRAIN
 
-NO_DEDUP = 1.05
-"""Dedup factor up to which a group does not repeat."""
 MANY_REJECTS = 0.01
 """Share of rejects that is said."""
 
@@ -185,7 +184,7 @@ def notes_of(
             )
     notes.extend(_split_notes(context, made["splits"], num_samples, whole))
     for name, group in made["groups"].items():
-        if num_samples and group["dedup_factor"] <= NO_DEDUP:
+        if num_samples and group["dedup_factor"] < LEAST_DEDUP_FACTOR:
             notes.append(
                 f"group {name!r} has a dedup factor of {group['dedup_factor']:.2f}: its values do "
                 "not repeat within a session; leave it out, or see session.key"

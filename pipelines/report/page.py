@@ -23,6 +23,7 @@ from pipelines.report.sampling import sampling_sections
 from pipelines.report.storage import storage_section
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.events import SUMMARY
 from schemas.manifest import replace_bytes
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -34,7 +35,8 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
     Args:
         dataset: the dataset.
         html: the file to write.
-        runs: directory of finished runs, maybe with `plan.json` and `build.json`, or None.
+        runs: a finished run, or a directory of some, maybe with `plan.json` and `build.json`; or
+            None.
 
     Raises:
         SchemaError: the dataset or a run is damaged, or there is no such directory of runs.
@@ -53,6 +55,12 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
     build = read_object(runs / BUILD) if runs else None
     if build is not None and build.get("built") is False:
         build = None  # the segment was there already: nothing was measured
+    if runs and not (found or plan or build):
+        raise SchemaError(
+            f"runs must be a finished run or a folder of some, got no {SUMMARY}; give what trainer "
+            "train had as --output, or leave --runs out",
+            file=str(runs),
+        )
     groups = groups_section(opened, rows)
     shown = [
         storage_section(opened, flat, rows),
@@ -62,7 +70,7 @@ def write_report(dataset: Path, html: Path, runs: Path | None) -> None:
         *event_sections(opened),
         gate_section(opened),
         *([oracle_section(oracle)] if oracle else []),
-        *([training_section(found)] if runs else []),
+        *([training_section(found)] if found else []),
         *([pools_section(plan, build)] if plan or build else []),
         method_section(opened, found, plan is not None, build is not None),
     ]

@@ -53,13 +53,19 @@ class Run:
 
 
 def read_runs(directory: Path | None) -> list[Run]:
-    """Read every subdirectory that has a summary: deduplicated before expanded, then by name.
+    """Read a run, or every subdirectory that is one: deduplicated before expanded, then by name.
+
+    Args:
+        directory: of a finished run, or of several; None for no runs.
 
     Raises:
         SchemaError: a summary or a step metric is damaged.
     """
-    places = sorted(p.parent for p in directory.glob(f"*/{SUMMARY}")) if directory else []
-    runs = [Run(p.name, read_summary(p / SUMMARY), _metrics(p / METRICS)) for p in places]
+    if directory is None:
+        return []
+    is_run = (directory / SUMMARY).exists()
+    places = [directory] if is_run else sorted(p.parent for p in directory.glob(f"*/{SUMMARY}"))
+    runs = [Run(p.resolve().name, read_summary(p / SUMMARY), _metrics(p / METRICS)) for p in places]
     return sorted(runs, key=lambda r: (r.summary.embedding != "plain", r.summary.expanded, r.name))
 
 
@@ -82,13 +88,11 @@ def training_section(runs: Sequence[Run]) -> Section:
         "training",
         "Training",
         _finding(runs),
-        _speeds(runs) + _losses(runs) + _phases(runs) + _table(runs) if runs else "",
+        _speeds(runs) + _losses(runs) + _phases(runs) + _table(runs),
     )
 
 
 def _finding(runs: Sequence[Run]) -> str:
-    if not runs:
-        return "No finished run was found."
     return " ".join([_speed_finding(runs), *_cache_findings(runs)])
 
 

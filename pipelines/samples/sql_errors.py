@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
+from pipelines.sources.rows import ORIGIN
 from schemas.declare import place_in_value
 from schemas.errors import SchemaError
+
+_OF_ORIGIN = {
+    f'column "{ORIGIN}" not found|not have a column named "{ORIGIN}"': (
+        f"must carry {ORIGIN}, the place of each row, to its outermost SELECT, got a subquery or "
+        f"WITH that leaves it out; add {ORIGIN} to the select list there"
+    ),
+    f'Ambiguous reference to column name "{ORIGIN}"': (
+        f"must read {ORIGIN}, the place of each row, from one table, got two that have it; read "
+        f"the other one as (SELECT * EXCLUDE ({ORIGIN}) FROM ...)"
+    ),
+}
+"""What DuckDB says of the column that is added to the statement, and what is to be done."""
 
 
 class SqlError(SchemaError):
@@ -60,4 +74,7 @@ def located(key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.E
             except (ValueError, KeyError):  # some errors are no JSON
                 message = str(own)
     first = message.splitlines()[0]
+    for sign, remedy in _OF_ORIGIN.items():
+        if re.search(sign, first):
+            return SqlError(f"{key} {remedy}", key, 0 if position is None else position)
     return SqlError(f"{key} must run on its sources, got {first}; correct it", key, position)

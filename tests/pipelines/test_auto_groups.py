@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.groups.costs import Costs, feature_of
+from pipelines.groups.costs import LEAST_DEDUP_FACTOR, Costs, feature_of
 from pipelines.groups.search import choose_groups, expected_factor, search
 from schemas.job import MAX_GROUPS
 
@@ -70,6 +70,17 @@ def test_features_that_change_together_share_a_group_and_others_stay_in_samples(
     choice = choose_groups(costs_of(made(0, 4096)), np.arange(4096) % 16 == 0)
     assert choice.mapping() == {"user": ("user", "country"), "query": ("query", "history")}
     assert choice.features["item"].dedup_factor < 1.01
+
+
+@pytest.mark.parametrize("every", [10, 30])
+def test_no_group_is_chosen_that_a_build_warns_of(every: int) -> None:
+    rng = np.random.default_rng(0)
+    long = rng.integers(0, 10**9, (4096, 40))
+    long[1::every] = long[0::every][: len(long[1::every])]  # so few repeat, yet bytes are saved
+    costs = costs_of({"long": pa.array(long.tolist())}, bytes_per_group=0)
+    groups = choose_groups(costs, starts(costs)).groups
+    assert bool(groups) == (every == 10)
+    assert all(g.repetition.dedup_factor >= LEAST_DEDUP_FACTOR for g in groups)
 
 
 def test_dedup_factor_is_counted_within_blocks() -> None:

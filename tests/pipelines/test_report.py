@@ -235,12 +235,27 @@ def test_report_without_runs_has_no_training(dataset: Path, tmp_path: Path) -> N
     assert {"storage", "dedup", "oracle", "method"} <= set(shown.ids)
 
 
-def test_report_of_an_empty_directory_of_runs_says_so(dataset: Path, tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
+def test_report_of_a_directory_without_runs_is_refused(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs"
+    (folder / "unfinished").mkdir(parents=True)
     html = tmp_path / "x.html"
-    arguments = ["report", str(dataset), "--html", str(html), "--runs", str(tmp_path / "runs")]
+    assert main(["report", str(dataset), "--html", str(html), "--runs", str(folder)]) == 1
+    assert capsys.readouterr().err == (
+        f"error: runs must be a finished run or a folder of some, got no summary.json in {folder}; "
+        "give what trainer train had as --output, or leave --runs out\n"
+    )
+    assert not html.exists()
+
+
+def test_report_of_one_run(dataset: Path, runs: Path, tmp_path: Path) -> None:
+    html = tmp_path / "x.html"
+    arguments = ["report", str(dataset), "--html", str(html), "--runs", str(runs / "expanded")]
     assert main(arguments) == 0
-    assert "No finished run was found" in Page(html.read_text()).text
+    shown = Page(html.read_text())
+    assert "training" in shown.ids
+    assert "expanded trains 1,000 samples per second" in shown.text
 
 
 def test_report_of_missing_runs_is_refused(

@@ -3,9 +3,15 @@
 import re
 from pathlib import Path
 
+import duckdb
+import pyarrow as pa
 import pytest
 
 from pipelines.build import build
+from pipelines.samples.connection import connect
+from pipelines.samples.sql import carry_origin, run
+from pipelines.samples.sql_errors import located
+from pipelines.sources.rows import ORIGIN
 from schemas.declare import place_in_value
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log
@@ -48,6 +54,26 @@ def test_error_names_line_and_column_of_the_job_file(name: str, tmp_path: Path) 
     expected = f"data.samples.map {message} in {job}:{line}:{column}; "
     with pytest.raises(SchemaError, match=f"^{re.escape(expected)}[^\n]*$"):
         build(request(job, tmp_path / "log", tmp_path / "dataset"))
+
+
+ORIGIN_LOST = {
+    "SELECT x FROM (SELECT x FROM log)": "add _origin to the select list there",
+    "WITH a AS (SELECT x FROM log) SELECT a.x FROM a": "add _origin to the select list there",
+    "SELECT x, row_number() OVER (ORDER BY t._origin) AS n FROM (SELECT x FROM log) t": (
+        "add _origin to the select list there"),
+    "SELECT a.x FROM log a JOIN log b USING (x)": "(SELECT * EXCLUDE (_origin) FROM ...)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("statement", ORIGIN_LOST)
+def test_a_statement_that_loses_the_origin_is_told_how_to_keep_it(statement: str) -> None:
+    log = pa.table({"x": [1], ORIGIN: [0]})
+    with pytest.raises(duckdb.Error) as error:
+        run(connect(), carry_origin(statement, "data.samples.map"), {"log": log})
+    found = located("data.samples.map", statement, {"log": log}, error.value)
+    assert found.message.startswith("data.samples.map must ")
+    assert found.message.endswith(ORIGIN_LOST[statement])
+    assert found.position is not None
 
 
 PLACES: dict[str, tuple[str, int, str | None]] = {

@@ -11,7 +11,7 @@ from schemas.errors import counted
 from schemas.events import LEDGER, METRICS, PHASES, read_metrics, read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
-from trainer.__main__ import main
+from trainer.__main__ import _warn_of_ne, main
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,15 @@ def test_evaluate_repeats_the_metrics_of_the_run(
     found, summary = json.loads(capsys.readouterr().out), read_summary(run / "summary.json")
     assert found["num_samples"] == 80
     assert (found["ne"], found["auc"], found["gauc"]) == (summary.ne, summary.auc, summary.gauc)
+
+
+@pytest.mark.parametrize(("ne", "warned"), [(1.25, True), (1.0, False), (None, False)])
+def test_a_model_worse_than_the_mean_rate_is_named(
+    ne: float | None, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _warn_of_ne(ne)
+    line = "warning: the model is worse than predicting the mean rate for every sample: ne is 1.25"
+    assert capsys.readouterr().err.startswith(line) == warned
 
 
 def test_verify_counts_every_sample_of_every_epoch(
