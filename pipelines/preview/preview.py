@@ -22,6 +22,8 @@ from pipelines.build import check_usable, load_request
 from pipelines.executor import Collected, Rows
 from pipelines.gate.judge import reject_findings
 from pipelines.groups.job import with_groups
+from pipelines.learned.apply import with_transforms
+from pipelines.learned.files import load_building
 from pipelines.parts.part import PartResult
 from pipelines.prepare import BuildRequest, context_of, prepare
 from pipelines.preview.estimates import SampleTable, estimates, notes_of, python_values
@@ -151,7 +153,8 @@ def _run(
     tuples: list[Tuples] = [t for part in sent.values() for t in part]
     samples = SampleTable.of(tuples, context)
     learned = executor.learn(context, found) if tuples else []
-    parts = executor.write_parts(context, sent, learned[0] if learned else {})
+    files = learned[0] if learned else {}
+    parts = executor.write_parts(context, sent, files)
     distinct = dict(executor.number_tables(context, parts))
     rejected = sorted_rejects(found.values[REJECTS])
     reasons = count_rejects(rejected)
@@ -167,7 +170,7 @@ def _run(
         "sources": sources,
         "num_samples": samples.rows.num_rows,
         "num_sessions": sum(part.num_sessions for part in parts),
-        "samples": python_values(samples.rows.slice(0, NUM_SAMPLES)),
+        "samples": python_values(_with_made(context, samples.rows.slice(0, NUM_SAMPLES), files)),
         "rejects": rejects,
         **made,
         "notes": [
@@ -177,6 +180,16 @@ def _run(
             *notes_of(context, sources, samples, rejects, made),
         ],
     }
+
+
+def _with_made(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:
+    """Return samples with the columns that transforms make of them."""
+    if not rows.num_rows:
+        return rows
+    learned = load_building(context.segment_root, files, context.data)
+    for group, transforms in context.data.transforms.items():
+        rows = with_transforms(rows, group, transforms, learned)
+    return rows.select([name for name in context.features.names if name in rows.column_names])
 
 
 def _undeclared(context: BuildContext, copied: Mapping[str, Excerpt]) -> Iterator[str]:

@@ -61,6 +61,8 @@ def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scr
     assert not any("estimates" in note for note in found["notes"])
     assert sum(split["num_samples"] for split in found["splits"].values()) == built["num_samples"]
     assert len(found["samples"]) == 10
+    for sample in found["samples"]:  # made by a transform
+        assert sample["num_history"] == pytest.approx(np.log(1 + len(sample["history"])), rel=1e-6)
     assert list(scratch.iterdir()) == []
 
 
