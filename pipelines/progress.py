@@ -139,6 +139,21 @@ def _is_hopeless(counts: Counts) -> bool:
 
 
 @contextmanager
+def counting(building: Path) -> Iterator[None]:
+    """Count what is read and rejected while the body runs.
+
+    Args:
+        building: directory of the segment being built, which workers share.
+    """
+    (building / _DIRECTORY).mkdir(exist_ok=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(building / _DIRECTORY, ignore_errors=True)
+        _COUNTS.pop(building, None)
+
+
+@contextmanager
 def watched(building: Path, num_parts: int, say: Callable[[str], None]) -> Iterator[None]:
     """Say how many rows were read and rejected and how many parts written, while the body runs.
 
@@ -148,7 +163,6 @@ def watched(building: Path, num_parts: int, say: Callable[[str], None]) -> Itera
         say: told one line at a time.
     """
     done = threading.Event()
-    (building / _DIRECTORY).mkdir(exist_ok=True)
 
     def watch() -> None:
         before = ""
@@ -160,11 +174,10 @@ def watched(building: Path, num_parts: int, say: Callable[[str], None]) -> Itera
                 before = line
 
     watcher = threading.Thread(target=watch, name="progress", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-        shutil.rmtree(building / _DIRECTORY, ignore_errors=True)
-        _COUNTS.pop(building, None)
+    with counting(building):
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()

@@ -23,6 +23,7 @@ from pipelines.groups.search import ChosenGroup, GroupChoice, choose_groups
 from pipelines.learned.inputs import inputs_of
 from pipelines.parts.cluster import cluster
 from pipelines.prepare import BuildRequest, context_of, num_parts_of, prepare
+from pipelines.progress import counted_rows, counting
 from pipelines.samples.tuples import separate
 from schemas.dataset import verified
 from schemas.errors import SchemaError
@@ -60,13 +61,16 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
         return replace(request, job_bytes=same or _bytes(text, named, {})), named
     ungrouped = replace(job, data=replace(job.data, groups={}))
     prepared = prepare(request, ungrouped, features)
-    with TemporaryDirectory(prefix="presage-") as scratch:
+    with TemporaryDirectory(prefix="presage-") as scratch, counting(Path(scratch)):
         context = context_of(request, ungrouped, features, prepared, Path(scratch))
         sample = sample_sessions(context)
+        counts = counted_rows(Path(scratch))
     if sample is None:
+        where = "name the groups, or see split.evaluation_from and the rows themselves"
+        if counts.rejected:
+            where = f"{counts}; correct the job or the rows"
         raise SchemaError(
-            "groups: auto must see samples of the training range, got none; name the groups, or "
-            "see split.evaluation_from and the rows themselves",
+            f"groups: auto must see samples of the training range, got none; {where}",
             file=str(request.job_path),
         )
     size = sum(f.num_bytes for f in prepared.listing)

@@ -123,3 +123,22 @@ def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     job.write_text(text)
     assert main([*words, "--output", str(tmp_path / "d")]) == 0
     assert "rejected: 100 rows" in capsys.readouterr().err
+
+
+def test_groups_auto_without_samples_names_a_reject(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = logs.write_log(tmp_path / "log", num_rows=40, num_files=1)
+    bad = rows.set_column(2, "user", pa.array([f"u{i}" for i in range(40)]))
+    pq.write_table(bad, tmp_path / "log" / "log-0.parquet")
+    job = logs.write_job(tmp_path / "job")
+    text = job.read_text().replace("{user: [session, user, history]}", "auto")
+    job.write_text(text.replace("  transforms: {user: ", "  transforms: {samples: "))
+    words = ["build", str(job), "--input", str(tmp_path / "log"), "--runner=InProcess"]
+    assert main([*words, "--output", str(tmp_path / "d")]) == 1
+    error = capsys.readouterr().err
+    assert "groups: auto must see samples of the training range, got none in " in error
+    assert (
+        "; rows read: 40, rejected: 40 (100.00%), such as column 'user' must be int64, got 'u0' in "
+        "log-0.parquet:0; correct the job or the rows\n"
+    ) in error
