@@ -182,9 +182,10 @@ def test_checkpoint_of_another_run_is_refused_with_both_sides(
         run_job(job, dataset, run, resume=True)
     assert (run / METRICS).read_bytes() == before
     strange = tmp_path / "strange"  # with the checkpoint of the other run, put there by hand
-    run_job(job, dataset, strange, steps=1)
+    run_job(job, dataset, strange, steps=STOP)
+    shutil.rmtree(strange / "checkpoints")
     before = (strange / METRICS).read_bytes()
-    shutil.copytree(run / "checkpoints", strange / "checkpoints", dirs_exist_ok=True)
+    shutil.copytree(run / "checkpoints", strange / "checkpoints")
     start = of_checkpoint.partition("{")[0]
     with pytest.raises(SchemaError, match=f"^{re.escape(start)}") as found:
         run_job(job, dataset, strange, resume=True)
@@ -203,8 +204,9 @@ def test_checkpoint_of_another_dataset_is_refused_with_both_sides(
     with pytest.raises(SchemaError, match=message):
         run_job(job, other, run, resume=True)
     strange = tmp_path / "strange"
-    run_job(job, other, strange, steps=1)
-    shutil.copytree(run / "checkpoints", strange / "checkpoints", dirs_exist_ok=True)
+    run_job(job, other, strange, steps=STOP)
+    shutil.rmtree(strange / "checkpoints")
+    shutil.copytree(run / "checkpoints", strange / "checkpoints")
     message = r"^checkpoint must have segments\[0\]\.sha256='\w{12}', got '\w{12}' in .*MANIFEST"
     with pytest.raises(SchemaError, match=message):
         run_job(job, other, strange, resume=True)
