@@ -48,7 +48,14 @@ from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.job import DataConfig, Job, check_new_names, load_job
 from schemas.layout import MANIFEST, SEGMENTS
-from schemas.manifest import InputFile, Reference, hash_of, read_dataset, read_segment
+from schemas.manifest import (
+    InputFile,
+    Reference,
+    SegmentManifest,
+    hash_of,
+    read_dataset,
+    read_segment,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +107,14 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         else:
             write_segment(request, context, key, hashes)
         rejects, manifest = counts_of(building), read_segment(building)
-        where = f"{request.dataset / SEGMENTS}/*-{key}/rejects"
-        for line in lines_of(rejects, manifest.num_samples, where):
-            request.say(line)
         position = request.position if request.in_order else None
         waited_sec = wait_for_turn(request.dataset, position or 0, request.say)
-        reference = publish(proposal_of(request, job, features, key, building))
+        try:
+            reference = publish(proposal_of(request, job, features, key, building))
+        except GateError:
+            _say_rejects(request, rejects, manifest, refused_place(request.dataset, key))
+            raise
+    _say_rejects(request, rejects, manifest, request.dataset / SEGMENTS / reference.id)
     request.say(f"segment {reference.id} committed")
     return Built(reference, True, waited_sec, rejects)
 
@@ -252,6 +261,13 @@ def build(request: BuildRequest) -> dict[str, Any]:
     for line in warnings_of(opened, made.reference.id, job.data.split):
         request.say(f"warning: {line}")
     return summary(opened, made, wall_sec - made.waited_sec)
+
+
+def _say_rejects(
+    request: BuildRequest, rejects: RejectCounts, manifest: SegmentManifest, folder: Path
+) -> None:
+    for line in lines_of(rejects, manifest.num_samples, f"{folder}/rejects"):
+        request.say(line)
 
 
 def summary(opened: Dataset, made: Built, wall_sec: float) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.groups.costs import LEAST_DEDUP_FACTOR
+from pipelines.statistics.stored import segment_statistics
 from schemas.dataset import Dataset, Segment
 from schemas.job_split import SplitConfig
 from schemas.layout import EVALUATION, TRAIN, samples_path
@@ -41,6 +43,10 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
                 f"no sample is for training: {_range(looked_at, time)}{_key(split)}; "
                 f"set it to {later} time, or append segments that are before it"
             )
+    labels = dataset.features.with_role("label")
+    statistics = segment_statistics(built).datasets[0].features if len(labels) == 1 else ()
+    numbers = (f.num_stats for f in statistics if f.path.step[0] == labels[0])
+    yield from label_warnings(labels, next(((n.min, n.max) for n in numbers), None))
     for name, group in built.manifest.groups.items():
         if group.dedup_factor < LEAST_DEDUP_FACTOR:
             yield (
@@ -48,6 +54,25 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
                 "it saves nothing and costs its inverse indices; remove it from data.groups, its "
                 "columns are stored with the samples then"
             )
+
+
+def label_warnings(labels: Sequence[str], extremes: tuple[Any, Any] | None) -> Iterator[str]:
+    """Yield a line where a model cannot learn from the label.
+
+    Args:
+        labels: names of the features that the schema tags so.
+        extremes: least and greatest value of the only one, None where it has none.
+    """
+    if len(labels) != 1:
+        yield (
+            f"schema.pbtxt tags {len(labels)} features as label: a model can be trained on "
+            "samples with one label only"
+        )
+    elif extremes is not None and extremes[0] == extremes[1]:
+        yield (
+            f"label {labels[0]!r} is {extremes[0]:g} in every sample: a model cannot learn from "
+            "it; correct data.samples"
+        )
 
 
 def _key(split: SplitConfig) -> str:

@@ -60,6 +60,7 @@ _EPOCHS = (
 _EARLY, _LATE = 946_684_800, 4_102_444_800
 """Seconds of 2000 and of 2100: a whole number between them, in some unit, may be a time."""
 _SHOWN = re.compile(r"\S*[^\s-]-[01]")
+_OFFSET = re.compile(r"\d[T ]\d\d?:.*[+-]\d\d(:?\d\d)?$")
 _CODE = re.compile(r"[A-Za-z0-9_]{1,24}|-?\d+(\.\d+)?")
 _NUMBERED = re.compile(r"[A-Za-z]{0,3}\d+|-?\d+\.\d+")
 _KEYWORDS = frozenset(
@@ -132,7 +133,8 @@ class Column:
     @property
     def is_wide(self) -> bool:
         """Tell whether a few of its numbers are many times as large as most."""
-        if self.words & _ID_WORDS or self.shape not in ("int", "float"):
+        names_things = self.words & _ID_WORDS and not self.words & _DENSE_WORDS
+        if names_things or self.shape not in ("int", "float"):
             return False
         low, middle, high = pc.quantile(self.values, [0, 0.5, 1]).to_pylist()
         return low is not None and low >= 0 and high > _WIDE * max(1, middle)
@@ -331,8 +333,12 @@ def _text(name: str, expr: str, values: pa.Array) -> Column:
 def _moment(expr: str, texts: pa.Array) -> tuple[str, pa.Array, str] | None:
     """Return (SQL, times, why) of texts that are times."""
     connection = duckdb.connect()
+    connection.execute("SET TimeZone = 'UTC'")
     connection.register("_texts", pa.table({"x": texts}))
     ways = [("CAST(x AS TIMESTAMP)", "TRY_CAST(x AS TIMESTAMP)", "ISO times")]
+    if any(_OFFSET.search(text) for text in texts.to_pylist() if text):
+        zoned = "CAST({}(x AS TIMESTAMPTZ) AS TIMESTAMP)"  # the former alone leaves out the zone
+        ways = [(zoned.format("CAST"), zoned.format("TRY_CAST"), "ISO times with a zone, as UTC")]
     ways += [(f"strptime(x, '{f}')", f"try_strptime(x, '{f}')", f"times as {f}") for f in _FORMATS]
     for sql, attempt, why in ways:
         query = f"SELECT {attempt} AS t FROM _texts"

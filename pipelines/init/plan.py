@@ -34,6 +34,9 @@ _NOT_THINGS = {"id", "ids", "fixed", "inview", "list", "seq", "history", "of", "
 _OVERLAP = {"int": 0.5, "text": 0.05}
 """Share of values that have to be among another column's for the two to mean the same things:
 whole numbers may be equal by chance."""
+_FEW_ROWS = 1 << 10
+_MANY_ROWS = 1 << 16
+"""Rows of a table for few values, and up to which each value has 64."""
 _FEW = {"int": 100, "text": 20}
 """Distinct values below which equal values mean nothing."""
 _MAX_TABLE = 1 << 22
@@ -546,7 +549,9 @@ def _things(column: Column) -> set[str]:
 
 
 def num_rows_of(features: Sequence[Feature], scale: float) -> int:
-    """Return the rows of a table: four for each value that is to be expected, a power of two.
+    """Return the rows of a table, a power of two: enough that hashes of few values seldom collide.
+
+    64 for each of a few hundred values (one in 128 shares its row), down to four for each of many.
 
     Args:
         features: that look into it.
@@ -555,7 +560,8 @@ def num_rows_of(features: Sequence[Feature], scale: float) -> int:
     distinct = sum(f.column.num_distinct for f in features)
     values = max(1, sum(len(f.column.values) for f in features))
     expected = distinct * (scale if distinct > 0.1 * values else 1.0)
-    return min(_MAX_TABLE, max(16, 1 << int(4 * expected - 1).bit_length()))
+    wanted = max(4 * expected, min(64 * expected, _MANY_ROWS), _FEW_ROWS)
+    return min(_MAX_TABLE, 1 << int(wanted - 1).bit_length())
 
 
 def type_of(column: Column) -> Literal["INT", "FLOAT", "BYTES"]:

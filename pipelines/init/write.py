@@ -54,8 +54,8 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
     ]
     if plan.tables:
         lines += [
-            "  # Embedding tables. Features that mean the same things share one. num_rows is four",
-            "  # times the values to be expected; hashed ids need no list of values.",
+            "  # Embedding tables. Features that mean the same things share one. num_rows leaves",
+            "  # room that hashed values seldom share a row; they need no list of values.",
             "  tables:",
             *_tables(plan),
         ]

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.beam.context import BuildContext
+from pipelines.build_warnings import label_warnings
 from pipelines.groups.costs import LEAST_DEDUP_FACTOR
 from pipelines.parts.part import PartResult
 from pipelines.samples.keys import key_column, key_type
@@ -189,6 +190,12 @@ def notes_of(
                 f"group {name!r} has a dedup factor of {group['dedup_factor']:.2f}: its values do "
                 "not repeat within a session; leave it out, or see session.key"
             )
+    labels = context.features.with_role("label")
+    extremes = None
+    if len(labels) == 1 and pc.count(samples.rows[labels[0]]).as_py() > 1:
+        least, greatest = pc.min_max(samples.rows[labels[0]]).as_py().values()
+        extremes = (least, greatest)
+    notes.extend(label_warnings(labels, extremes))
     for name in samples.rows.column_names if num_samples else ():
         column = one_chunk(samples.rows[name])
         if column.null_count == num_samples:

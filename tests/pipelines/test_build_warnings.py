@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.build_warnings import warnings_of
+from pipelines.build_warnings import label_warnings, warnings_of
 from pipelines.commands import main
 from schemas.dataset import Dataset, open_dataset
 from schemas.job_split import SplitConfig
-from schemas.layout import EVALUATION, TRAIN
+from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from tests.pipelines.logs import write_job, write_log
 
 LATE = datetime(2027, 1, 1)
@@ -106,6 +106,39 @@ def test_times_that_are_not_stored_with_the_samples_are_left_out(
 ) -> None:
     dataset = of_splits(built[0], TRAIN)
     (segment,) = dataset.segments
-    dataset = replace(dataset, segments=(replace(segment, files={}),))
+    files = {STATISTICS: segment.files[STATISTICS]}
+    dataset = replace(dataset, segments=(replace(segment, files=files),))
     (line,) = warnings_of(dataset, "0", AT)
     assert line.startswith("no sample is for evaluation: data.split.evaluation_from is 2027")
+
+
+@pytest.mark.parametrize(
+    ("labels", "extremes", "expected"),
+    [
+        ([], None, "schema.pbtxt tags 0 features as label"),
+        (["clicked", "bought"], None, "schema.pbtxt tags 2 features as label"),
+        (["clicked"], (0.0, 0.0), "label 'clicked' is 0 in every sample"),
+        (["clicked"], (0.0, 1.0), None),
+        (["clicked"], None, None),
+    ],
+)
+def test_label_that_teaches_nothing_is_said(
+    labels: list[str], extremes: tuple[float, float] | None, expected: str | None
+) -> None:
+    assert [line.partition(":")[0] for line in label_warnings(labels, extremes)] == [
+        *filter(None, [expected])
+    ]
+
+
+def test_build_and_preview_say_that_the_label_never_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "log", 60)
+    job = write_job(tmp_path / "job")
+    job.write_text(job.read_text().replace("clicked AS label", "1::TINYINT AS label"))
+    given = [str(job), "--input", str(tmp_path / "log"), "--json"]
+    assert main(["preview", *given]) == 0
+    assert "label 'label' is 1 in every sample" in capsys.readouterr().out
+    build = ["build", *given, "--runner=InProcess", "--output", str(tmp_path / "dataset")]
+    assert main(build) == 0
+    assert "warning: label 'label' is 1 in every sample" in capsys.readouterr().err

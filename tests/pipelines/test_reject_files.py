@@ -158,6 +158,7 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     assert "data.gate.max_reject_fraction" in errors
     (refused,) = (tmp_path / "dataset").rglob(".refused-*")
     assert counts_of(refused).num_rows > 24
+    assert f"see {refused}/rejects" in errors
     job.write_text(job.read_text().replace("  on_error:", "  gate: {action: warn}\n  on_error:"))
     assert main([*command, str(tmp_path / "dataset")]) == 0
     out, errors = capsys.readouterr()
