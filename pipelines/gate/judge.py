@@ -198,7 +198,7 @@ def reject_findings(gate: GateConfig, rejects: RejectCounts, count: int) -> Iter
         return
     yield Finding(
         None, "CUSTOM_VALIDATION", MANY_REJECTS,
-        f"rejects must be at most {limit:g} of all rows, got {share:.4g} "
+        f"rejects must be at most {limit:g} of samples and rejects, got {share:.4g} "
         f"({num_rejects} of {num_rejects + count})",
         tuple(f"{shown_row(r)}: {r.reason}" for r in rejects.first),
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -68,15 +69,21 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
         )
     _check_reserved(features, data)
     _check_roles(features)
-    for name in (data.session.key, data.session.time):
+    used = {"session.key": data.session.key, "session.time": data.session.time}
+    for key, name in used.items():
         if name not in declared:
-            raise SchemaError(f"column must be declared, got {name!r}; {nearest(name, declared)}")
-    for name in data.group_of_column:
+            _refuse_undeclared(key, name, declared, data.schema)
+    for name, group in data.group_of_column.items():
         if name not in declared and name not in made:
-            raise SchemaError(f"column must be declared, got {name!r}; {nearest(name, declared)}")
-    for name in data.table_of_feature:
-        if name not in features or features[name].role != "sparse":
-            raise SchemaError(f"feature {name!r} of a table must be declared sparse; tag it")
+            _refuse_undeclared(f"groups.{group}", name, declared, data.schema)
+    for name, table in data.table_of_feature.items():
+        if name not in features:
+            _refuse_undeclared(f"tables.{table}.features", name, features.names, data.schema)
+        if features[name].role != "sparse":
+            raise SchemaError(
+                f"data.tables.{table}.features must be sparse, got {name!r} with the role "
+                f"{features[name].role}; tag it sparse in {data.schema}"
+            )
     for name in features.with_role("sparse"):
         if name not in data.table_of_feature:
             raise SchemaError(f"sparse feature {name!r} must have a table; add it to data.tables")
@@ -86,6 +93,12 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
             f"session.key must be one value, got a list for {data.session.key!r}; use another"
         )
     _check_time(samples.field(data.session.time).type, data)
+
+
+def _refuse_undeclared(key: str, name: str, declared: Collection[str], schema: str) -> NoReturn:
+    raise SchemaError(
+        f"data.{key} must name columns of {schema}, got {name!r}; {nearest(name, declared)}"
+    )
 
 
 def _check_time(kind: pa.DataType, data: DataConfig) -> None:

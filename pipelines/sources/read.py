@@ -104,11 +104,18 @@ def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[
     return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
 
 
+def _declared(source: str, column: str, word: str) -> pa.Field:
+    try:
+        return pa.field(column, arrow_type(word))
+    except ValueError as error:
+        raise SchemaError(f"data.sources.{source}.columns.{column}: {error}") from error
+
+
 def _columns_of_files(
     folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]
 ) -> pa.Schema:
     if config.columns:
-        return pa.schema([pa.field(k, arrow_type(v)) for k, v in config.columns.items()])
+        return pa.schema([_declared(name, k, v) for k, v in config.columns.items()])
     schema_of = avro_schema if config.format == "avro" else parquet_schema
     problem = ""
     columns: pa.Schema | None = None

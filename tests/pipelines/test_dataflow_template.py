@@ -16,6 +16,7 @@ import pytest
 
 from pipelines.beam.options import SHUFFLES
 from tests.environments import environment_of
+from tests.pipelines.logs import bytes_of
 from tests.pipelines.storage import Storage, storage
 
 BUCKET = "shop-presage"
@@ -126,7 +127,7 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
         run(repository, bucket, python, "-c", RUN, tmp_path / "pipeline.pb")
     build = ["build", shipped / "job.yaml", "--input", log, "--output", tmp_path / "by-command"]
     run(repository, None, sys.executable, "-m", "pipelines", *build)
-    assert content(dataset) == content(tmp_path / "by-command")
+    assert bytes_of(dataset) == bytes_of(tmp_path / "by-command")
 
 
 def run(repository: Path, bucket: Storage | None, *words: str | Path) -> None:
@@ -139,11 +140,3 @@ def run(repository: Path, bucket: Storage | None, *words: str | Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-def content(dataset: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(dataset).as_posix(): path.read_bytes()
-        for path in sorted(dataset.rglob("*"))
-        if path.is_file()
-    }

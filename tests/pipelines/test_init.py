@@ -404,6 +404,7 @@ def test_counts_of_things_are_numbers(name: str, is_wide: bool) -> None:
 def test_zone_of_texts_is_not_left_out() -> None:
     texts = ["2026-05-05T03:19:18+02:00", "2026-05-05T03:19:18Z", "2026-05-05 03:19:18-0130"]
     (found,) = columns_of(pa.table({"x": texts}))
+    assert isinstance(found, Column)
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         connection.register("log", pa.table({"x": texts}))

@@ -126,7 +126,7 @@ def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> 
     job.write_text(text)
     notes = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["notes"]
     (note,) = [note for note in notes if note.startswith("the gate keeps such a segment out")]
-    assert "rejects must be at most 0.1 of all rows" in note
+    assert "rejects must be at most 0.1 of samples and rejects" in note
 
 
 def test_a_join_that_matches_nothing_says_so(tmp_path: Path) -> None:

@@ -154,7 +154,9 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     command = ["build", str(job), "--input", str(log), "--json", "--runner=InProcess", "--output"]
     assert main([*command, str(tmp_path / "dataset")]) == 3
     errors = capsys.readouterr().err
-    assert re.search(r"segment: rejects must be at most 0.1 of all rows, got 0\.\d+ \(", errors)
+    assert re.search(
+        r"segment: rejects must be at most 0.1 of samples and rejects, got 0\.\d+ \(", errors
+    )
     assert "data.gate.max_reject_fraction" in errors
     (refused,) = (tmp_path / "dataset").rglob(".refused-*")
     assert counts_of(refused).num_rows > 24
