@@ -15,6 +15,7 @@ from pathlib import Path
 from schemas.errors import PlanError, SchemaError, counted
 from schemas.events import BEHIND, LOST
 from schemas.job import load_job
+from schemas.manifest import read_dataset
 from schemas.paths import check_writable
 from trainer.commands import WRITTEN, build_parser
 from trainer.draining import Drain, DrainInterrupt
@@ -67,6 +68,13 @@ def _set_threads(job: Path) -> None:
     torch.set_num_threads(wanted or len(os.sched_getaffinity(0)))
 
 
+def _check_inputs(arguments: argparse.Namespace, *, may_follow: bool = False) -> None:
+    """Refuse a job or a dataset that cannot be read before torch is imported, which takes long."""
+    load_job(arguments.job)
+    if not may_follow:
+        read_dataset(arguments.dataset)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     drain = Drain()
     with drain.listening():
@@ -98,6 +106,7 @@ def _say_what_is_left(interrupt: DrainInterrupt) -> str:
 
 
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
+    _check_inputs(arguments, may_follow=arguments.follow)
     from schemas.events import to_line
     from trainer.progress import show_progress
     from trainer.replicas.faults import Faults
@@ -191,6 +200,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
+    _check_inputs(arguments)
     from trainer.train import evaluate_run
 
     _set_threads(arguments.job)

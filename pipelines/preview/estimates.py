@@ -176,12 +176,14 @@ def notes_of(
     if rejects["share"] > MANY_REJECTS:
         notes.append(f"{rejects['share']:.1%} of the rows that were read cannot be used")
     for join in made["joins"]:
-        if join["of"] and not join["matched"]:
-            read = sources[join["table"]]
+        read = sources[join["table"]]
+        if join["of"] > join["matched"] and (not join["matched"] or not read["whole"]):
+            found = f"only {join['matched']}" if join["matched"] else "none"
             part = "all" if read["whole"] else "the first"
             notes.append(
-                f"no {join['key']!r} of {join['of']} is found in {part} {read['rows_read']} rows "
-                f"of {join['table']!r}" + ("" if read["whole"] else "; others may follow")
+                f"{found} of {join['of']} samples find their {join['key']!r} in {part} "
+                f"{read['rows_read']} rows of {join['table']!r}"
+                + ("" if read["whole"] else "; others may follow")
             )
     notes.extend(_split_notes(context, made["splits"], num_samples, whole))
     for name, group in made["groups"].items():

@@ -129,7 +129,9 @@ def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> 
     assert "rejects must be at most 0.1 of samples and rejects" in note
 
 
-def test_a_join_that_matches_nothing_says_so(tmp_path: Path) -> None:
+def test_a_join_that_matches_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     test_joins.write_input(tmp_path / "input")
     job = test_joins.write_job(tmp_path / "job")
     path = tmp_path / "input" / "items.jsonl"
@@ -138,9 +140,14 @@ def test_a_join_that_matches_nothing_says_so(tmp_path: Path) -> None:
     items, users = found["joins"]
     assert (items["table"], items["matched"], items["of"]) == ("items", 0, found["num_samples"])
     assert 0 < users["matched"] < users["of"]
-    note = f"no 'item' of {items['of']} is found in all 50 rows of 'items'"
+    note = f"none of {items['of']} samples find their 'item' in all 50 rows of 'items'"
     assert note in found["notes"]
     assert "column 'price' is null in every sample" in found["notes"]
+    monkeypatch.setattr("pipelines.preview.preview.OTHER_ROWS", 8)
+    found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "input", rows=8))
+    _, users = found["joins"]
+    note = f"only {users['matched']} of {users['of']} samples find their 'user' in the first 8 rows"
+    assert f"{note} of 'users'; others may follow" in found["notes"]
 
 
 def many_rows() -> pa.Table:

@@ -151,3 +151,22 @@ def test_train_as_a_process_prints_one_object_and_no_trace(
     )
     assert json.loads(done.stdout)["num_steps"] == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["train", "--output"], ["evaluate", "--run"]])
+def test_missing_dataset_is_refused_before_torch_is_imported(
+    command: list[str], repository: Path, tmp_path: Path
+) -> None:
+    words = [command[0], str(repository / "schemas" / "demo" / "job.yaml")]
+    words += ["--dataset", str(tmp_path / "none"), command[1], str(tmp_path / "run")]
+    program = f"""
+import sys
+from trainer.__main__ import main
+assert main({words!r}) == 1
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"manifest must exist, got none in {tmp_path / 'none'}" in done.stderr
