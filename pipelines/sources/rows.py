@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from pipelines.sources.arrow_types import word_of
 from pipelines.sources.rejects import (
     FOUND_SCHEMA,
     Reject,
@@ -21,6 +23,7 @@ from pipelines.sources.rejects import (
     python_rows,
     row_texts,
 )
+from schemas.columns import is_list, one_chunk
 from schemas.manifest import InputFile
 
 ORIGIN = "_origin"
@@ -141,7 +144,7 @@ def typed_chunks(
             yield RawRows(None, (file_reject(part.path, reason),), bad_rows)
             return
         if bad:
-            rejects.append(_bad_values(table.take(pa.array(bad)), part, name, text))
+            rejects.append(_bad_values(table.take(pa.array(bad)), part, name, wanted, text))
             table = table.take(pa.array(np.delete(np.arange(table.num_rows), bad)))
         cast = table[name].cast(wanted)
         table = table.set_column(table.column_names.index(name), name, cast)
@@ -178,10 +181,47 @@ def _not_castable(column: pa.ChunkedArray, wanted: pa.DataType, first: int = 0) 
             yield from _not_castable(column.take(pa.array(part)), wanted, first + int(part[0]))
 
 
-def _bad_values(rows: pa.Table, part: FilePart, name: str, text: str) -> pa.Table:
+def _misfit(value: pa.Array, wanted: pa.DataType, path: str) -> tuple[str, pa.DataType, pa.Array]:
+    """Return the innermost field of a value that cannot become its type, and that type.
+
+    Args:
+        value: (1,), which cannot become the wanted type.
+        wanted: the type.
+        path: of the value in its row.
+    """
+    if pa.types.is_struct(wanted) and pa.types.is_struct(value.type):
+        for field in wanted:
+            if value.type.get_field_index(field.name) >= 0:
+                inner = pc.struct_field(value, field.name)
+                for _ in _not_castable(pa.chunked_array([inner]), field.type):
+                    return _misfit(inner, field.type, f"{path}.{field.name}")
+    elif is_list(wanted) and is_list(value.type):
+        inner = pc.list_flatten(value)
+        for row in _not_castable(pa.chunked_array([inner]), wanted.value_type):
+            return _misfit(inner.slice(row, 1), wanted.value_type, f"{path}[]")
+    return path, wanted, value
+
+
+def _word(kind: pa.DataType) -> str:
+    return word_of(kind) or str(kind)
+
+
+def _bad_values(
+    rows: pa.Table, part: FilePart, name: str, wanted: pa.DataType, text: str
+) -> pa.Table:
     """Return rows whose value of a column does not fit as rejects."""
-    values = python_rows(rows.select([name]))
-    reasons = [f"column {name!r} must be {text}, got {value[name]!r}" for value in values]
+    if pa.types.is_nested(wanted):
+        column = one_chunk(rows[name])
+        found = [_misfit(column.slice(row, 1), wanted, name) for row in range(rows.num_rows)]
+        shown = [python_rows(pa.table({"": value}))[0][""] for _, _, value in found]
+        named = [(path, text if kind is wanted else _word(kind)) for path, kind, _ in found]
+    else:
+        shown = [value[name] for value in python_rows(rows.select([name]))]
+        named = [(name, text)] * rows.num_rows
+    reasons = [
+        f"column {path!r} must be {word}, got {value!r}"
+        for (path, word), value in zip(named, shown, strict=True)
+    ]
     positions = rows[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
     files = pa.repeat(pa.scalar(part.path, pa.string()), rows.num_rows)
     texts = row_texts(rows.drop_columns([ORIGIN]))

@@ -41,7 +41,17 @@ ODD_VALUES: dict[str, tuple[str, pa.Array, str]] = {
     "an id of 2**63 inside a list": (
         "list<int64>",
         pa.array([[1], [2, 2**63], None], pa.list_(pa.uint64())),
-        "column 'x' must be list<int64>, got [2, 9223372036854775808]",
+        "column 'x[]' must be int64, got 9223372036854775808",
+    ),
+    "a field of a list of objects": (
+        "struct<offers: list<struct<id: int64, price: float64>>>",
+        pa.array(
+            [
+                {"offers": [{"id": i, "price": p} for i, p in enumerate(prices)]}
+                for prices in (["1", "2.5"], ["1", "free", "none"], [None])
+            ]
+        ),
+        "column 'x.offers[].price' must be float64, got 'free'",
     ),
     "a time between two microseconds": (
         "timestamp",
