@@ -56,6 +56,11 @@ def word_of(kind: pa.DataType) -> str | None:
     return next((word for word, known in _WORDS.items() if known == kind), None)
 
 
+def type_text(kind: pa.DataType) -> str:
+    """Return the word that names a type, or what Arrow calls one without."""
+    return word_of(kind) or str(kind)
+
+
 def _parts(text: str) -> list[str]:
     """Split at the commas that stand in no brackets."""
     found, depth = [""], 0

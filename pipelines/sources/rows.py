@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.sources.arrow_types import word_of
+from pipelines.sources.arrow_types import type_text
 from pipelines.sources.rejects import (
     FOUND_SCHEMA,
     Reject,
@@ -185,7 +185,8 @@ def _misfit(value: pa.Array, wanted: pa.DataType, path: str) -> tuple[str, pa.Da
     """Return the innermost field of a value that cannot become its type, and that type.
 
     Args:
-        value: (1,), which cannot become the wanted type.
+        value: (1,), which cannot become the wanted type; no slice, since lists are cast with all
+            values of what they are sliced from.
         wanted: the type.
         path: of the value in its row.
     """
@@ -193,17 +194,14 @@ def _misfit(value: pa.Array, wanted: pa.DataType, path: str) -> tuple[str, pa.Da
         for field in wanted:
             if value.type.get_field_index(field.name) >= 0:
                 inner = pc.struct_field(value, field.name)
-                for _ in _not_castable(pa.chunked_array([inner]), field.type):
+                if next(_not_castable(pa.chunked_array([inner]), field.type), None) is not None:
                     return _misfit(inner, field.type, f"{path}.{field.name}")
     elif is_list(wanted) and is_list(value.type):
         inner = pc.list_flatten(value)
-        for row in _not_castable(pa.chunked_array([inner]), wanted.value_type):
-            return _misfit(inner.slice(row, 1), wanted.value_type, f"{path}[]")
+        row = next(_not_castable(pa.chunked_array([inner]), wanted.value_type), None)
+        if row is not None:
+            return _misfit(inner.take(pa.array([row])), wanted.value_type, f"{path}[]")
     return path, wanted, value
-
-
-def _word(kind: pa.DataType) -> str:
-    return word_of(kind) or str(kind)
 
 
 def _bad_values(
@@ -212,9 +210,10 @@ def _bad_values(
     """Return rows whose value of a column does not fit as rejects."""
     if pa.types.is_nested(wanted):
         column = one_chunk(rows[name])
-        found = [_misfit(column.slice(row, 1), wanted, name) for row in range(rows.num_rows)]
-        shown = [python_rows(pa.table({"": value}))[0][""] for _, _, value in found]
-        named = [(path, text if kind is wanted else _word(kind)) for path, kind, _ in found]
+        each = (column.take(pa.array([row])) for row in range(rows.num_rows))
+        misfits = [_misfit(value, wanted, name) for value in each]
+        shown = [python_rows(pa.table({"": value}))[0][""] for _, _, value in misfits]
+        named = [(path, text if kind is wanted else type_text(kind)) for path, kind, _ in misfits]
     else:
         shown = [value[name] for value in python_rows(rows.select([name]))]
         named = [(name, text)] * rows.num_rows

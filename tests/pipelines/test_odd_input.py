@@ -75,6 +75,22 @@ def test_value_that_does_not_fit_its_declared_type_rejects_its_row_only(
     assert [t["y"].to_pylist() for t in (rows.table for rows in found) if t is not None] == [[0, 2]]
 
 
+def test_inner_field_of_a_reject_is_of_its_own_row(tmp_path: Path) -> None:
+    kind = pa.struct([("tags", pa.list_(pa.uint64())), ("price", pa.string())])
+    rows = [{"tags": [1], "price": "free"}, {"tags": [2**63], "price": "1"}]
+    pq.write_table(pa.table({"x": pa.array(rows, kind)}), tmp_path / "a.parquet")
+    config = SourceConfig(
+        files="*", format="parquet", columns={"x": "struct<tags: list<int64>, price: float64>"}
+    )
+    part = FilePart("log", "a.parquet", 0, row_group=0)
+    schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
+    found = list(read_part(folder_of(tmp_path), part, config, schema))
+    assert [r.reason for rows in found for t in rows.all_rejects() for r in from_table(t)] == [
+        "column 'x.price' must be float64, got 'free'",
+        "column 'x.tags[]' must be int64, got 9223372036854775808",
+    ]
+
+
 def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": pa.array([1], pa.int8()), "y": ["a"]}), tmp_path / "a.parquet")
     more = {"z": [0], "y": ["b"], "x": pa.array([2**40], pa.int64())}
