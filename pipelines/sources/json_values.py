@@ -16,8 +16,9 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from pipelines.sources.arrow_types import word_of
+from pipelines.sources.arrow_types import type_text
 from pipelines.sources.folder import first_line
+from schemas.columns import is_list, is_text
 
 _HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NUMBER = rb"(-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?=\s*[,}])"
@@ -72,26 +73,23 @@ def loads(text: bytes, **options: Any) -> Any:
     return json.loads(text.decode(), parse_int=_Int, parse_float=_Float, **options)
 
 
-class _Int(int):
-    """A whole number and its text."""
+class _Number:
+    """A number that keeps the text that it was written as."""
 
     text: str
 
     def __new__(cls, text: str) -> Self:
-        made = super().__new__(cls, text)
+        made = super().__new__(cls, text)  # pyright: ignore[reportCallIssue] - of int or float
         made.text = text
         return made
 
 
-class _Float(float):
-    """A number and its text."""
+class _Int(_Number, int):
+    pass
 
-    text: str
 
-    def __new__(cls, text: str) -> Self:
-        made = super().__new__(cls, text)
-        made.text = text
-        return made
+class _Float(_Number, float):
+    pass
 
 
 def misfits(value: Any, kind: pa.DataType, word: str, path: str) -> Iterator[str]:
@@ -116,40 +114,32 @@ def misfits(value: Any, kind: pa.DataType, word: str, path: str) -> Iterator[str
         return
     if pa.types.is_struct(kind) and isinstance(value, dict):
         for field in kind:
-            inner = word_of(field.type) or str(field.type)
+            inner = type_text(field.type)
             yield from misfits(value.get(field.name), field.type, inner, f"{path}.{field.name}")
-    elif _is_list(kind) and isinstance(value, list):
-        inner = word_of(kind.value_type) or str(kind.value_type)
+    elif is_list(kind) and isinstance(value, list):
+        inner = type_text(kind.value_type)
         for each in value:
             yield from misfits(each, kind.value_type, inner, f"{path}[]")
     elif not _fits(value, kind):
-        shown = value.text if isinstance(value, _Int | _Float) else repr(value)
+        shown = value.text if isinstance(value, _Number) else repr(value)
         yield f"field {path!r} must be {word}, got {shown}"
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_large_list(kind) or pa.types.is_list(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_binary(kind)
 
 
 def _has_numbers_as_text(value: Any, kind: pa.DataType) -> bool:
     if isinstance(value, dict) and pa.types.is_struct(kind):
         return any(_has_numbers_as_text(value.get(f.name), f.type) for f in kind)
-    if isinstance(value, list) and _is_list(kind):
+    if isinstance(value, list) and is_list(kind):
         return any(_has_numbers_as_text(v, kind.value_type) for v in value)
-    return isinstance(value, _Int | _Float) and _is_text(kind)
+    return isinstance(value, _Number) and is_text(kind)
 
 
 def _as_kind(value: Any, kind: pa.DataType) -> Any:
     """Return a value that fits with texts for the numbers that stand for some."""
     if isinstance(value, dict) and pa.types.is_struct(kind):
         return {f.name: _as_kind(value.get(f.name), f.type) for f in kind}
-    if isinstance(value, list) and _is_list(kind):
+    if isinstance(value, list) and is_list(kind):
         return [_as_kind(v, kind.value_type) for v in value]
-    return value.text if isinstance(value, _Int | _Float) and _is_text(kind) else value
+    return value.text if isinstance(value, _Number) and is_text(kind) else value
 
 
 def quote_numbers(data: bytes, columns: tuple[tuple[str, pa.DataType], ...]) -> bytes:
@@ -171,8 +161,8 @@ def _number_pattern(columns: tuple[tuple[str, pa.DataType], ...]) -> re.Pattern[
     texts, others = set[str](), set[str]()
 
     def add(name: str, kind: pa.DataType) -> None:
-        (texts if _is_text(kind) else others).add(name)
-        while _is_list(kind):
+        (texts if is_text(kind) else others).add(name)
+        while is_list(kind):
             kind = kind.value_type
         if pa.types.is_struct(kind):
             for field in kind:
@@ -201,11 +191,11 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
         if isinstance(value, float) and math.isinf(value):
             raise UnsureError
         return isinstance(value, _Int | float)
-    if _is_text(kind):
-        return isinstance(value, str | _Int | _Float)
+    if is_text(kind):
+        return isinstance(value, str | _Number)
     if pa.types.is_boolean(kind):
         return isinstance(value, bool)
-    if _is_list(kind) or pa.types.is_struct(kind):
+    if is_list(kind) or pa.types.is_struct(kind):
         return False
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return isinstance(value, str) and _is_time(value)
