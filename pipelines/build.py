@@ -228,8 +228,7 @@ def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
         SchemaError: one of them is not as it must be.
     """
     job = load_job(request.job_path)
-    if not (request.dataset / MANIFEST).exists():
-        check_new_names(job, request.job_path)
+    check_new_names(job, request.job_path, request.dataset)
     if request.day is not None:
         split = job.data.split.on(date.fromisoformat(request.day))
         job = replace(job, data=replace(job.data, split=split))

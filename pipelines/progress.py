@@ -74,7 +74,7 @@ class Counts:
 
 
 def count_rows(building: Path, more: Counts) -> Counts | None:
-    """Add to what this process has read and rejected, where somebody watches.
+    """Add to what this process has read and rejected, while `counting`.
 
     A bundle that is tried again counts twice: the numbers decide nothing about samples.
 
@@ -83,7 +83,7 @@ def count_rows(building: Path, more: Counts) -> Counts | None:
         more: what is added.
 
     Returns:
-        What this process has counted, None where nobody watches.
+        What this process has counted, None outside `counting`.
     """
     if not (building / _DIRECTORY).is_dir():
         return None
@@ -102,9 +102,7 @@ def counted_rows(building: Path) -> Counts:
     return total
 
 
-def stop_if_hopeless(
-    building: Path, own: Counts | None, most: float | None, input_bytes: int
-) -> None:
+def stop_if_hopeless(building: Path, most: float | None, input_bytes: int) -> None:
     """Let all workers stop reading where the build would only go on to be refused.
 
     It has rejected `HOPELESS_ROWS` rows and has not one good one, in any worker; and the files that
@@ -112,11 +110,10 @@ def stop_if_hopeless(
 
     Args:
         building: directory of the segment being built, which workers share.
-        own: what this process has counted, None where nobody watches.
         most: share of rows that may be rejected; None or 1 when all may.
         input_bytes: of all files.
     """
-    if own is None or most is None or most >= 1 or own.samples:
+    if most is None or most >= 1:
         return
     total = counted_rows(building)
     if _is_hopeless(total) and total.num_bytes >= min(PART_BYTES, most * input_bytes):

@@ -72,9 +72,10 @@ def rejected(context: BuildContext, source: str, table: pa.Table, *, by_reader: 
         if source == context.data.sample_source:
             more += Counts(unread=num) if by_reader else Counts(unused=num)
         own = count_rows(context.segment_root, more)
-        most = (context.data.gate or GateConfig()).max_reject_fraction
-        size = sum(file.num_bytes for file in context.listing)
-        stop_if_hopeless(context.segment_root, own, most, size)
+        if own is not None and not own.samples:
+            most = (context.data.gate or GateConfig()).max_reject_fraction
+            size = sum(file.num_bytes for file in context.listing)
+            stop_if_hopeless(context.segment_root, most, size)
     return REJECTS, table
 
 

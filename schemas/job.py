@@ -29,7 +29,7 @@ from schemas.job_transforms import (
     VocabularyConfig,
     check_vocabularies,
 )
-from schemas.layout import SAMPLE_WEIGHT
+from schemas.layout import MANIFEST, SAMPLE_WEIGHT
 from schemas.paths import NAME, check_names
 
 MAX_GROUPS = 8
@@ -256,18 +256,19 @@ def load_job(path: str | Path) -> Job:
     return _checked(read_yaml(Path(path), Job), str(path))
 
 
-def check_new_names(job: Job, path: Path) -> None:
+def check_new_names(job: Job, path: Path, dataset: Path | None = None) -> None:
     """Refuse names that cannot be file names: of new datasets, and where paths are made of them.
-
-    A dataset that has such names already can still be read and appended to.
 
     Args:
         job: the job.
         path: its file, for the error.
+        dataset: where it is built; one that exists can still be read and appended to.
 
     Raises:
         SchemaError: the job, or one of its side tables, has such a name.
     """
+    if dataset is not None and (dataset / MANIFEST).exists():
+        return
     try:
         check_names("data.sides", job.data.sides)
     except ValueError as error:

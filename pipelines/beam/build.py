@@ -22,7 +22,6 @@ from pipelines.sources.rejects import Reject
 from pipelines.stages import REJECTS
 from schemas.features import load_features
 from schemas.job import check_new_names, load_job
-from schemas.layout import MANIFEST
 from schemas.paths import check_writable, local_path, schema_path
 
 
@@ -63,8 +62,7 @@ class BuildDataset(beam.PTransform):
         self._features = load_features(schema)
         target = local_path(dataset).resolve()
         check_writable(target, single_writer=single_writer)
-        if not (target / MANIFEST).exists():
-            check_new_names(self._parsed, path)
+        check_new_names(self._parsed, path, target)
         self._request = BuildRequest(
             job_path=path,
             input_root=str(log),

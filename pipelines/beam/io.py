@@ -30,7 +30,6 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import Job, check_new_names, load_job
-from schemas.layout import MANIFEST
 from schemas.manifest import InputFile
 from schemas.paths import check_writable, local_path, schema_path
 
@@ -80,8 +79,7 @@ class WriteDataset(beam.PTransform):
         file = InputFile(source=self._parsed.data.sample_source, path=name, num_bytes=0, sha256="")
         target = local_path(dataset).resolve()
         check_writable(target, single_writer=single_writer)
-        if not (target / MANIFEST).exists():
-            check_new_names(self._parsed, path)
+        check_new_names(self._parsed, path, target)
         self._request = BuildRequest(
             job_path=path,
             input_root=target / INCOMING,  # no file is read

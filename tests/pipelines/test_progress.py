@@ -94,9 +94,9 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
     (tmp_path / ".progress").mkdir()
     (tmp_path / ".progress" / "0.json").write_text(json.dumps(asdict(others)))
     own += Counts(rejected=own.unread + own.unused, example="x must be y in log.csv:0")
-    counted = count_rows(tmp_path, own)
+    count_rows(tmp_path, own)
     progress._COUNTS.pop(tmp_path)
-    stop_if_hopeless(tmp_path, counted, most, 100)
+    stop_if_hopeless(tmp_path, most, 100)
     assert is_stopped(tmp_path) == ends
 
 
