@@ -125,8 +125,10 @@ class Driver:
         """
         for job in jobs:
             known = self.state.jobs.get(job.job)
-            changed = known is not None and known.snapshot.job != parse_job(job.document, job.job)
-            if known is not None and known.phase not in ENDED and changed:
+            if known is None or known.phase in ENDED:
+                continue
+            # The files, not the snapshot's job: its sizes were settled for this machine.
+            if parse_job(known.document, job.job) != parse_job(job.document, job.job):
                 raise SchemaError(
                     "job must stay as it was submitted while it runs, got another text; restore "
                     "it, or use another --output",

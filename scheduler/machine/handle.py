@@ -127,6 +127,7 @@ def _submit(state: State, event: Submitted) -> State:
     if old is not None:
         again = replace(
             old,
+            document=event.document,
             snapshot=snapshot,
             phase="submitted",
             sizes=None,
@@ -142,6 +143,7 @@ def _submit(state: State, event: Submitted) -> State:
     fresh = JobState(
         name=event.job,
         since_sec=event.time_sec,
+        document=event.document,
         snapshot=snapshot,
         num_segments=event.num_segments,
         worker_memory=config.preprocessing.worker.memory,

@@ -126,6 +126,8 @@ class JobState:
     """Of the job."""
     since_sec: float
     """When it was submitted."""
+    document: str
+    """Text of its job file then."""
     snapshot: Snapshot
     """What was known of it then."""
     num_segments: int

@@ -8,11 +8,14 @@ import pytest
 
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.drivers.process.machine import ThisMachine
+from scheduler.drivers.process.workplace import Workplace
 from scheduler.drivers.runners.place import Local
 from scheduler.machine.events import BudgetSet, Event, RunnerSet
 from scheduler.machine.log import LOG, Log, read_log, recover
 from scheduler.machine.state import State
+from scheduler.machine_sizes import MachineSizes
 from schemas.errors import SchemaError
+from schemas.job import parse_job
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, submitted
 
@@ -57,3 +60,22 @@ def test_begin_does_nothing_where_segment_jobs_cannot_run(tmp_path: Path) -> Non
     with pytest.raises(SchemaError, match="cluster must answer"):
         begin(tmp_path, refuse)
     assert read_log(tmp_path / LOG) == []
+
+
+def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_file(
+    tmp_path: Path,
+) -> None:
+    job = submitted("first", 4, WIDE)
+    declared = parse_job(job.document, "first").schedule
+    half = replace(declared.training.replica, cpus=declared.training.replica.cpus / 2)
+    settled = replace(declared, training=replace(declared.training, replica=half))
+    state = Bench(BUDGET, replace(job, sizes=MachineSizes.of(settled))).state
+    place = Workplace(tmp_path / "first.yaml", tmp_path, 4)
+    with Log(tmp_path / LOG) as log:
+        found = replace(recover(tmp_path / LOG), state=state)
+        driver = Driver(DriverOptions(output=tmp_path), ThisMachine(), log, found, {"first": place})
+        driver.begin([job], BUDGET.cpus, BUDGET.memory_bytes)
+        assert driver.state.jobs["first"].phase == "running"
+        other = replace(job, document=job.document.replace("name: first", "name: other"))
+        with pytest.raises(SchemaError, match=r"got another text.* in .*first\.yaml"):
+            driver.begin([other], BUDGET.cpus, BUDGET.memory_bytes)
