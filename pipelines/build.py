@@ -154,7 +154,7 @@ def stopped(
     keep_rejects(context.segment_root, aside)
     lines = "\n".join(lines_of(rejects, 0, str(aside)))
     return GateError(
-        f"every one of the first {rejects.num_rows:,} rows was rejected, and the build has "
+        f"every one of the first {rejects.num_rejects:,} rows was rejected, and the build has "
         f"stopped: the rows after them were not read (it had begun with {begun:,} of {size:,} "
         f"bytes). Correct the job or the rows, or set data.gate.max_reject_fraction: 1 to read "
         f"all\n{lines}"
@@ -265,7 +265,7 @@ def build(request: BuildRequest) -> dict[str, Any]:
 def _say_rejects(
     request: BuildRequest, rejects: RejectCounts, manifest: SegmentManifest, folder: Path
 ) -> None:
-    for line in lines_of(rejects, manifest.num_samples, f"{folder}/rejects"):
+    for line in lines_of(rejects, manifest.num_rows, f"{folder}/rejects"):
         request.say(line)
 
 
@@ -296,5 +296,5 @@ def summary(opened: Dataset, made: Built, wall_sec: float) -> dict[str, Any]:
             for name, g in manifest.groups.items()
         },
         **({"events": events} if events else {}),
-        **({"rejects": shown(made.rejects, manifest.num_samples, path)} if made.rejects else {}),
+        **({"rejects": shown(made.rejects, manifest.num_rows, path)} if made.rejects else {}),
     }

@@ -13,8 +13,8 @@ class GateConfig:
     action: Literal["fail", "warn"] = "fail"
     """`fail`: a segment with findings stays out (exit code 3); `warn`: they are written down."""
     max_reject_fraction: float | None = 0.1
-    """Most rejects, as a share of samples and rejects together; no limit when null. It holds
-    without a `gate`, too."""
+    """Most rejected rows, as a share of these and the rows that gave samples; no limit when null.
+    It holds without a `gate`, too."""
     session_drift: float | None = None
     """Largest Jensen-Shannon divergence of samples per session from the segment before."""
     delay_drift: float | None = None

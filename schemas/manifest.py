@@ -21,7 +21,7 @@ from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
 
 T = TypeVar("T")
-_ABSENT_WHERE_NONE = ("day", "tombstones_sha256")
+_ABSENT_WHERE_NONE = ("day", "num_source_rows", "tombstones_sha256")
 """Keys that came later: manifests without them are what they always were, byte for byte."""
 
 
@@ -103,6 +103,8 @@ class SegmentManifest:
     """Every column of the samples, those of groups and transforms too, to its Arrow type's name."""
     learned: Mapping[str, str] = field(default_factory=dict[str, str])
     """Vocabularies and numbers that its transforms used: path below the dataset to sha256."""
+    num_source_rows: int | None = None
+    """Rows of the log that its samples were made from; None where each has a row of its own."""
     day: str | None = None
     """Day of its logs, such as 2026-04-09; absent from the file where it has none."""
     format: int = FORMAT_VERSION
@@ -112,6 +114,11 @@ class SegmentManifest:
     def position(self) -> int:
         """Place among the dataset's segments: they are ordered by it, gaps are allowed."""
         return position_of(self.id)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the log that gave samples."""
+        return self.num_samples if self.num_source_rows is None else self.num_source_rows
 
     @property
     def num_blocks(self) -> int:

@@ -38,6 +38,7 @@ COUNTED = (
     "num_samples",
     "num_sessions",
     "num_rejects",
+    "num_source_rows",
     "dataset_bytes",
     "oracle_bytes",
     "splits",

@@ -51,6 +51,7 @@ def judge(
     statistics: statistics_pb2.DatasetFeatureStatisticsList,
     before: statistics_pb2.DatasetFeatureStatisticsList | None,
     rejects: RejectCounts,
+    num_rows: int,
 ) -> Verdict:
     """Compare a segment with its limits.
 
@@ -60,7 +61,7 @@ def judge(
         statistics: of the segment.
         before: of the segment before it, None for the first.
         rejects: rows of the segment that could not be used.
-
+        num_rows: rows of the log that gave its samples.
     """
     here, past = slices_of(statistics), slices_of(before) if before else {}
     whole = here["segment"]
@@ -80,7 +81,7 @@ def judge(
     count = statistics.datasets[0].num_examples
     earlier = before.datasets[0].num_examples if before else None
     findings.extend(example_findings(schema.dataset_constraints, count, earlier))
-    findings.extend(reject_findings(gate or GateConfig(), rejects, count))
+    findings.extend(reject_findings(gate or GateConfig(), rejects, num_rows))
     if gate is not None and past:
         findings.extend(session_findings(gate, schema, whole, past["segment"]))
     return Verdict(tuple(findings), tuple(distances))
@@ -190,16 +191,21 @@ def far_finding(distance: Distance) -> Finding:
     )  # fmt: skip
 
 
-def reject_findings(gate: GateConfig, rejects: RejectCounts, count: int) -> Iterator[Finding]:
-    """Yield that too many rows could not be used, with the first ones."""
-    limit, num_rejects = gate.max_reject_fraction, rejects.num_rows
-    share = num_rejects / (num_rejects + count)
+def reject_findings(gate: GateConfig, rejects: RejectCounts, num_rows: int) -> Iterator[Finding]:
+    """Yield that too many rows could not be used, with the first ones.
+
+    Args:
+        gate: with the limit.
+        rejects: rows that could not be used.
+        num_rows: rows that gave samples.
+    """
+    limit, share = gate.max_reject_fraction, rejects.share(num_rows)
     if limit is None or share <= limit:
         return
     yield Finding(
         None, "CUSTOM_VALIDATION", MANY_REJECTS,
-        f"rejects must be at most {limit:g} of samples and rejects, got {share:.4g} "
-        f"({num_rejects} of {num_rejects + count})",
+        f"rejected rows must be at most {limit:g} of those that samples are made from, got "
+        f"{share:.4g} ({rejects.num_rows} of {rejects.num_rows + num_rows})",
         tuple(f"{shown_row(r)}: {r.reason}" for r in rejects.first),
     )  # fmt: skip
 

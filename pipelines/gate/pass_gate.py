@@ -15,6 +15,7 @@ from pipelines.sources.reject_files import counts_of, reject_files
 from pipelines.statistics.stored import read_statistics, statistics_in
 from schemas.job_gate import GateConfig
 from schemas.layout import ANOMALIES
+from schemas.manifest import read_segment
 
 _NO_GATE = " (data.gate.max_reject_fraction)"
 
@@ -50,7 +51,8 @@ def pass_gate(
     """
     rejects = counts_of(building)
     before = read_statistics(statistics_in(earlier)) if earlier else None
-    verdict = judge(schema, gate, read_statistics(statistics_in(building)), before, rejects)
+    here, num_rows = read_statistics(statistics_in(building)), read_segment(building).num_rows
+    verdict = judge(schema, gate, here, before, rejects, num_rows)
     refused = verdict.findings if gate is not None and gate.action == "fail" else ()
     if gate is None:
         refused = tuple(f for f in verdict.findings if f.short == MANY_REJECTS)

@@ -18,6 +18,7 @@ from pipelines.parts.pins import Pins
 from pipelines.parts.slices import SliceStatistics, part_slices, sum_by_split
 from pipelines.parts.star import Star, to_star
 from pipelines.parts.write import PartWriter
+from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.segments.partial import partial_of
 from schemas.columns import flat_list, is_list, numpy_of
@@ -61,6 +62,7 @@ class PartResult:
     Attributes:
         file_index: number of the part.
         num_samples: samples.
+        num_rows: rows of the log that they were made from.
         num_sessions: sessions.
         blocks: rows of `blocks.parquet`.
         groups: sums by group.
@@ -70,6 +72,7 @@ class PartResult:
 
     file_index: int
     num_samples: int
+    num_rows: int
     num_sessions: int
     blocks: pa.Table
     groups: Mapping[str, GroupTotals]
@@ -122,6 +125,7 @@ def build_part(
             PartResult(
                 file_index,
                 clustered.samples.num_samples,
+                num_rows(clustered.samples),
                 clustered.num_sessions,
                 blocks,
                 {name: group_totals(star, name) for name in star.groups},
@@ -143,12 +147,18 @@ def _joined(left: PartResult, right: PartResult) -> PartResult:
     return PartResult(
         left.file_index,
         left.num_samples + right.num_samples,
+        left.num_rows + right.num_rows,
         left.num_sessions + right.num_sessions,
         pa.concat_tables([left.blocks, right.blocks]),
         {g: left.groups[g] + right.groups[g] for g in left.groups},
         lookups,
         sum_by_split([left.slices, right.slices]),
     )
+
+
+def num_rows(samples: Tuples) -> int:
+    """Return how many rows of the log gave samples: a row's first sample has list index 0."""
+    return int(np.count_nonzero(samples.column(LIST_INDEX).to_numpy() == 0))
 
 
 def group_totals(star: Star, group: str) -> GroupTotals:

@@ -174,7 +174,9 @@ def notes_of(
             f"rows of {data.sample_source!r}; --rows N looks at more"
         )
     if rejects["share"] > MANY_REJECTS:
-        notes.append(f"{rejects['share']:.1%} of the rows that were read cannot be used")
+        notes.append(
+            f"{rejects['share']:.1%} of the rows that samples are made from cannot be used"
+        )
     for join in made["joins"]:
         read = sources[join["table"]]
         if join["of"] > join["matched"] and (not join["matched"] or not read["whole"]):

@@ -158,7 +158,8 @@ def _run(
     distinct = dict(executor.number_tables(context, parts))
     rejected = sorted_rejects(found.values[REJECTS])
     reasons = count_rejects(rejected)
-    rejects = _rejects(rejected, reasons, sum(counted.values()))
+    num_rows = sum(part.num_rows for part in parts)
+    rejects = _rejects(rejected, reasons, num_rows)
     made = estimates(context, samples, parts, distinct, side_rows)
     sources = {
         name: _source(context, name, excerpt, counted[name]) for name, excerpt in copied.items()
@@ -176,7 +177,7 @@ def _run(
         "notes": [
             *_undeclared(context, copied),
             *_refusal(context, parts, reasons),
-            *_at_the_gate(context, reasons, samples.rows.num_rows),
+            *_at_the_gate(context, reasons, num_rows),
             *notes_of(context, sources, samples, rejects, made),
         ],
     }
@@ -213,11 +214,11 @@ def _refusal(
         yield f"a build ends here: {error}"
 
 
-def _at_the_gate(context: BuildContext, counts: RejectCounts, num_samples: int) -> Iterator[str]:
+def _at_the_gate(context: BuildContext, counts: RejectCounts, num_rows: int) -> Iterator[str]:
     """Yield that so many rejects would keep the segment out."""
-    if num_samples and counts.num_rows:
+    if num_rows and counts.num_rows:
         gate = context.data.gate or GateConfig()
-        for finding in reject_findings(gate, counts, num_samples):
+        for finding in reject_findings(gate, counts, num_rows):
             yield f"the gate keeps such a segment out (data.gate): {finding.text}"
 
 
@@ -240,13 +241,12 @@ def _type_text(kind: pa.DataType) -> str:
     return str(kind)
 
 
-def _rejects(rejected: pa.Table, reasons: RejectCounts, rows: int) -> dict[str, Any]:
+def _rejects(rejected: pa.Table, reasons: RejectCounts, num_rows: int) -> dict[str, Any]:
     """Return how many rows cannot be used, why, and the first of them."""
-    num = rejected.num_rows
     first = rejected.slice(0, NUM_REJECTS).select(REJECTS_SCHEMA.names)
     return {
-        "num": num,
-        "share": round(num / max(1, rows, num), 6),
+        "num": reasons.num_rejects,
+        "share": round(reasons.share(num_rows), 6),
         "reasons": [
             {"reason": reason, "num": found.count}
             for reason, found in reasons.by_count()[:NUM_REJECTS]

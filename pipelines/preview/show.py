@@ -95,9 +95,10 @@ def _rejects(console: Console, rejects: Mapping[str, Any]) -> None:
         console.print("No rejects.\n")
         return
     table = _table(
-        f"Rejects: {rejects['num']:,}, {rejects['share']:.1%} of the rows", ("rows", "reason"),
+        f"Rejects: {rejects['num']:,}, {rejects['share']:.1%} of the rows for samples",
+        ("rows", "reason"),
         ("rows",),
-    )  # fmt: skip
+    )
     for each in rejects["reasons"]:
         table.add_row(f"{each['num']:,}", Text(each["reason"]))
     first = _table("First rejects", ("file", "row", "value"), ("row",))

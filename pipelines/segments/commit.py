@@ -128,7 +128,7 @@ def finish_segment(
         features: declared columns.
         learned: files of what transforms learned, path to sha256; they lie in the dataset.
     """
-    num_samples = sum(r.num_samples for r in results)
+    num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
         shutil.rmtree(root / scratch, ignore_errors=True)
     remove_partial(root)
@@ -147,7 +147,8 @@ def finish_segment(
         id=segment_id,
         num_samples=num_samples,
         num_sessions=sum(r.num_sessions for r in results),
-        num_rejects=rejects.num_rows,
+        num_rejects=rejects.num_rejects,
+        num_source_rows=None if num_rows == num_samples else num_rows,
         input_bytes=sum(f.num_bytes for f in listing),
         dataset_bytes=bytes_below(entries, *DATA_DIRECTORIES),
         oracle_bytes=bytes_below(entries, "access/", "edges/"),

@@ -32,7 +32,7 @@ SHOWN_REASONS = 3
 SHOWN_CHARACTERS = 200
 """Characters of a row that are shown."""
 WARNING_SHARE = 0.01
-"""Share of rejects among samples and rejects above which their report is a warning."""
+"""Share of rejected rows above which their report is a warning."""
 
 _GROUP_BYTES = 32 << 20
 """Input bytes of the files whose rejects go into one file."""
@@ -67,7 +67,10 @@ class KindCount:
 class RejectCounts:
     """How many rejects there are, by kind of reason."""
 
+    num_rejects: int = 0
+    """Rows that could not be used, and single samples of rows that give several."""
     num_rows: int = 0
+    """Rows of files that they come from."""
     kinds: Mapping[str, KindCount] = field(default_factory=dict[str, KindCount])
     unread: KindCount | None = None
     """Files, and ends of files, that were not read; the files of `rejects/` do not tell."""
@@ -79,7 +82,17 @@ class RejectCounts:
             kinds[kind] = kinds[kind] + count if kind in kinds else count
         unread = self.unread + other.unread if self.unread and other.unread else None
         unread = unread or self.unread or other.unread
-        return RejectCounts(self.num_rows + other.num_rows, kinds, unread)
+        return RejectCounts(
+            self.num_rejects + other.num_rejects, self.num_rows + other.num_rows, kinds, unread
+        )
+
+    def share(self, num_rows: int) -> float:
+        """Return the share of rejected rows.
+
+        Args:
+            num_rows: rows that gave samples.
+        """
+        return self.num_rows / max(1, self.num_rows + num_rows)
 
     def by_count(self) -> list[tuple[str, KindCount]]:
         """Return (reason, or its kind where the values differ, count), the commonest first."""
@@ -93,8 +106,14 @@ class RejectCounts:
         return tuple(sorted(shown, key=sort_key)[:SHOWN_ROWS])
 
 
-def shown(counts: RejectCounts, num_samples: int, path: str) -> dict[str, Any]:
-    """Return what is said of rejects at the end of a build: share, commonest reasons, the path."""
+def shown(counts: RejectCounts, num_rows: int, path: str) -> dict[str, Any]:
+    """Return what is said of rejects at the end of a build: share, commonest reasons, the path.
+
+    Args:
+        counts: of the rejects.
+        num_rows: rows that gave samples.
+        path: where the rejects are.
+    """
     reasons = [
         {
             "reason": reason,
@@ -105,19 +124,19 @@ def shown(counts: RejectCounts, num_samples: int, path: str) -> dict[str, Any]:
         }
         for reason, counted in counts.by_count()[:SHOWN_REASONS]
     ]
-    share = counts.num_rows / max(1, counts.num_rows + num_samples)
-    return {"share": round(share, 6), "reasons": reasons, "path": path}
+    return {"share": round(counts.share(num_rows), 6), "reasons": reasons, "path": path}
 
 
-def lines_of(counts: RejectCounts, num_samples: int, path: str) -> Iterator[str]:
+def lines_of(counts: RejectCounts, num_rows: int, path: str) -> Iterator[str]:
     """Yield the same as lines; a warning above a share of `WARNING_SHARE`."""
-    if not counts.num_rows:
+    if not counts.num_rejects:
         return
-    summary = shown(counts, num_samples, path)
+    summary = shown(counts, num_rows, path)
     warning = "warning: " if summary["share"] > WARNING_SHARE else ""
+    of = "" if counts.num_rejects == counts.num_rows else f"{counts.num_rejects:,} samples of "
     yield (
-        f"{warning}rejected: {counts.num_rows:,} rows, {summary['share']:.2%} of samples and "
-        f"rejects; see {path}"
+        f"{warning}rejected: {of}{counts.num_rows:,} rows, {summary['share']:.2%} of those that "
+        f"samples are made from; see {path}"
     )
     for reason in summary["reasons"]:
         place = reason["file"] if reason["row"] is None else f"{reason['file']}:{reason['row']}"
@@ -142,7 +161,17 @@ def counted(table: pa.Table) -> RejectCounts:
         first = tuple(from_table(rows))
         reason = None if several[kind] else first[0].reason
         kinds_counted[kinds.dictionary[kind].as_py()] = KindCount(int(end - start), first, reason)
-    return few(RejectCounts(table.num_rows, kinds_counted, _unread(table)))
+    return few(RejectCounts(table.num_rows, _num_rows(table), kinds_counted, _unread(table)))
+
+
+def _num_rows(table: pa.Table) -> int:
+    """Return the rows that rejects come from; one without a position is a row of its own."""
+    positions = table["position"].combine_chunks()
+    valid = positions.is_valid()
+    files = table["file"].combine_chunks().filter(valid).dictionary_encode().indices
+    files, rows = files.to_numpy(), positions.filter(valid).to_numpy()
+    is_new = (np.diff(files, prepend=-1) != 0) | (np.diff(rows, prepend=-1) != 0)
+    return positions.null_count + int(is_new.sum())
 
 
 def _unread(table: pa.Table) -> KindCount | None:
@@ -162,7 +191,7 @@ def few(counts: RejectCounts) -> RejectCounts:
     if rest:
         together = reduce(KindCount.__add__, rest)
         kept[OTHERS] = KindCount(together.count, together.first, None)
-    return RejectCounts(counts.num_rows, kept, counts.unread)
+    return RejectCounts(counts.num_rejects, counts.num_rows, kept, counts.unread)
 
 
 def kinds_of(reasons: pa.Array) -> pa.Array:

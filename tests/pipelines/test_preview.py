@@ -78,7 +78,7 @@ def test_the_share_of_rejects_is_of_all_rows_that_were_read(tmp_path: Path) -> N
     found = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))
     assert found["rows"] == found["sources"]["log"]["rows_read"] == 100
     assert found["rejects"]["share"] == found["rejects"]["num"] / 100
-    assert "60.0% of the rows that were read cannot be used" in found["notes"]
+    assert "60.0% of the rows that samples are made from cannot be used" in found["notes"]
 
 
 def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> 
     job.write_text(text)
     notes = preview(PreviewRequest(job_path=job, input_root=tmp_path / "log"))["notes"]
     (note,) = [note for note in notes if note.startswith("the gate keeps such a segment out")]
-    assert "rejects must be at most 0.1 of samples and rejects" in note
+    assert "rejected rows must be at most 0.1 of those that samples are made from" in note
 
 
 def test_a_join_that_matches_nothing_says_so(

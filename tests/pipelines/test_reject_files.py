@@ -101,7 +101,10 @@ def test_counts_by_kind_are_those_of_plain_python(tmp_path: Path) -> None:
     rejects = some_rejects(3, 400)
     written(tmp_path, [as_table(rejects)])
     counts, distinct = counts_of(tmp_path), sorted(set(rejects), key=sort_key)
-    assert counts.num_rows == len(distinct)
+    assert counts.num_rejects == len(distinct)
+    places = [(r.file, r.position) for r in distinct]
+    unknown = sum(position is None for _, position in places)
+    assert counts.num_rows == unknown + len({p for p in places if p[1] is not None})
     assert list(counts.first) == distinct[:3]
     kinds = {
         "x must be int64, got '...'": "x must",
@@ -119,7 +122,7 @@ def test_kinds_without_end_are_counted_together() -> None:
     rejects = [Reject("f", i, f"column 'c{i}' must not be null") for i in range(300)]
     counts = merged(counted(as_table(rejects[start::2])) for start in (0, 1))
     assert len(counts.kinds) == MAX_KINDS + 1
-    assert counts.num_rows == sum(k.count for k in counts.kinds.values()) == 300
+    assert counts.num_rejects == sum(k.count for k in counts.kinds.values()) == 300
     assert counts.kinds[OTHERS].count > 150
 
 
@@ -128,13 +131,21 @@ def test_report_says_share_reasons_with_an_example_and_path() -> None:
     rows += [Reject("log.csv", None, "file must end in a line end, got none")]
     counts = counted(sorted_rejects([as_table(rows)]))
     assert list(lines_of(counts, 95, "out/rejects")) == [
-        "warning: rejected: 5 rows, 5.00% of samples and rejects; see out/rejects",
+        "warning: rejected: 5 rows, 5.00% of those that samples are made from; see out/rejects",
         "  4: x must be int64, got '...'; such as log.csv:0 a0",
         "  1: file must end in a line end, got none; such as log.csv",
     ]
     (first, *_) = lines_of(counts, 5000, "out/rejects")
-    assert first == "rejected: 5 rows, 0.10% of samples and rejects; see out/rejects"
+    assert first == "rejected: 5 rows, 0.10% of those that samples are made from; see out/rejects"
     assert list(lines_of(counted(REJECTS_SCHEMA.empty_table()), 10, "")) == []
+
+
+def test_rows_that_several_samples_come_from_count_once() -> None:
+    rows = [Reject("a.csv", i // 3, "x must not be null", str(i)) for i in range(9)]
+    rows += [Reject("b.csv", 2, "x must not be null"), Reject("b.csv", None, "y")]
+    counts = counted(sorted_rejects([as_table(rows)]))
+    assert (counts.num_rejects, counts.num_rows, counts.share(15)) == (11, 5, 0.25)
+    assert next(lines_of(counts, 15, "x")).startswith("warning: rejected: 11 samples of 5 rows, 25")
 
 
 def bad_log(directory: Path, every: int) -> Path:
@@ -155,11 +166,14 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     assert main([*command, str(tmp_path / "dataset")]) == 3
     errors = capsys.readouterr().err
     assert re.search(
-        r"segment: rejects must be at most 0.1 of samples and rejects, got 0\.\d+ \(", errors
+        r"segment: rejected rows must be at most 0.1 of those that samples are made from, got "
+        r"0\.2 \(24 of 120\)",  # rows, though each gives a sample for every item
+        errors,
     )
     assert "data.gate.max_reject_fraction" in errors
     (refused,) = (tmp_path / "dataset").rglob(".refused-*")
-    assert counts_of(refused).num_rows > 24
+    counts = counts_of(refused)
+    assert counts.num_rows == 24 < counts.num_rejects
     assert f"see {refused}/rejects" in errors
     job.write_text(job.read_text().replace("  on_error:", "  gate: {action: warn}\n  on_error:"))
     assert main([*command, str(tmp_path / "dataset")]) == 0
