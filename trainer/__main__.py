@@ -19,6 +19,7 @@ from schemas.manifest import read_dataset
 from schemas.paths import check_writable
 from trainer.commands import WRITTEN, build_parser
 from trainer.draining import Drain, DrainInterrupt
+from trainer.run import refuse_run
 
 __all__ = ["build_parser", "main"]
 
@@ -107,6 +108,8 @@ def _say_what_is_left(interrupt: DrainInterrupt) -> str:
 
 def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     _check_inputs(arguments, may_follow=arguments.follow)
+    if not arguments.resume:
+        refuse_run(arguments.output)
     from schemas.events import to_line
     from trainer.progress import show_progress
     from trainer.replicas.faults import Faults

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import counted
-from schemas.events import LEDGER, METRICS, PHASES, read_metrics, read_summary
+from schemas.events import IDENTITY, LEDGER, METRICS, PHASES, read_metrics, read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 from trainer.__main__ import _warn_of_ne, main
@@ -153,12 +153,21 @@ def test_train_as_a_process_prints_one_object_and_no_trace(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [["train", "--output"], ["evaluate", "--run"]])
-def test_missing_dataset_is_refused_before_torch_is_imported(
-    command: list[str], repository: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (["train", "--output"], "manifest must exist, got none"),
+        (["evaluate", "--run"], "manifest must exist, got none"),
+        (["train", "--follow", "--output"], "output must hold no run, got one"),
+    ],
+)
+def test_input_and_output_are_checked_before_torch_is_imported(
+    command: list[str], error: str, repository: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / IDENTITY).touch()
     words = [command[0], str(repository / "schemas" / "demo" / "job.yaml")]
-    words += ["--dataset", str(tmp_path / "none"), command[1], str(tmp_path / "run")]
+    words += ["--dataset", str(tmp_path / "none"), *command[1:], str(tmp_path / "run")]
     program = f"""
 import sys
 from trainer.__main__ import main
@@ -169,4 +178,4 @@ assert "torch" not in sys.modules
         [sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"manifest must exist, got none in {tmp_path / 'none'}" in done.stderr
+    assert error in done.stderr
