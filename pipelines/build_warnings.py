@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from pipelines.groups.costs import LEAST_DEDUP_FACTOR
 from pipelines.statistics.stored import segment_statistics
 from schemas.dataset import Dataset, Segment
 from schemas.job_split import SplitConfig
-from schemas.layout import EVALUATION, TRAIN, samples_path
+from schemas.layout import EVALUATION, TRAIN, buffers_path, samples_path
 
 
 def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterator[str]:
@@ -47,10 +48,27 @@ def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterat
     statistics = segment_statistics(built).datasets[0].features if len(labels) == 1 else ()
     numbers = (f.num_stats for f in statistics if f.path.step[0] == labels[0])
     yield from label_warnings(labels, next(((n.min, n.max) for n in numbers), None))
-    for name, group in built.manifest.groups.items():
-        if group.dedup_factor < LEAST_DEDUP_FACTOR:
+    factors = {name: group.dedup_factor for name, group in built.manifest.groups.items()}
+    yield from group_warnings(factors, dataset.job.data.groups, built.directory)
+
+
+def group_warnings(
+    factors: Mapping[str, float], groups: Mapping[str, Sequence[str]], segment: Path
+) -> Iterator[str]:
+    """Yield a line for each group that saves nothing.
+
+    Lists that are windows over buffers save what they have in common, without equal tuples.
+
+    Args:
+        factors: group to dedup factor.
+        groups: columns of each.
+        segment: directory of the segment that holds them.
+    """
+    for name, factor in factors.items():
+        has_windows = any((segment / buffers_path(c, 0)).parent.is_dir() for c in groups[name])
+        if factor < LEAST_DEDUP_FACTOR and not has_windows:
             yield (
-                f"group {name!r} hardly repeats: its dedup factor is {group.dedup_factor:.3g}, so "
+                f"group {name!r} hardly repeats: its dedup factor is {factor:.3g}, so "
                 "it saves nothing and costs its inverse indices; remove it from data.groups, its "
                 "columns are stored with the samples then"
             )

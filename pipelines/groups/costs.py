@@ -1,8 +1,8 @@
 """What it costs to keep features per sample, or once per distinct tuple of a block.
 
-Bytes are those of zstd over narrow dictionary codes (or their differences): close to what the
-writer's trials find, and a thousand times cheaper. To them come the values that a reader decodes
-and looks up, each worth some bytes.
+Bytes are those of zstd over narrow codes, over differences of numbers, over texts, and over the
+buffers of lists that are windows: close to what the writer's trials find, and a thousand times
+cheaper. To them come the values that a reader decodes and looks up, each worth a little.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from math import inf
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipelines.parts.windows import HOPELESS
 from schemas.columns import comparable, flat_list, is_list, is_text, numpy_of, one_chunk
 from schemas.errors import SchemaError
 from schemas.features import Role
 from schemas.hashing import splitmix64
 from schemas.jagged import Array, Jagged, unique_tuples
+from schemas.windows import to_windows
 
-BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.5, "dense": 0.1}
+BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.05, "dense": 0.01}
 """What decoding and looking up one value less is worth, in stored bytes; `kept` ones are not read.
-Chosen by hand, not calibrated: they break near-ties of bytes."""
+They break near-ties: with ten times as much, the demo took 2.4 % more bytes than with the groups
+that its job names (benchmarks/groups.md)."""
 LEAST_DEDUP_FACTOR = 1.05
 """Samples per stored tuple of a group that saves anything; `groups: auto` chooses none below, and
 builds and previews warn of one that the job names."""
-BYTES_PER_INVERSE = 0.1
+BYTES_PER_INVERSE = 0.01
 """What following one inverse index less is worth."""
 BYTES_PER_GROUP = 1_600
 """Column chunks of `block`, `unique_index` and the inverse, and one more footer, per row group."""
@@ -43,13 +47,13 @@ class Feature:
         name: of the column.
         role: what the trainer does with it.
         codes: (num_samples,) int64, equal where values are equal bit by bit.
-        values: its values as narrow codes, one or any number a sample.
+        values: its values, one or any number a sample; numbers as narrow codes.
     """
 
     name: str
     role: Role
     codes: NDArray[np.int64]
-    values: Array | Jagged
+    values: Array | Jagged | Texts
 
     def num_values(self, rows: NDArray[np.int64]) -> int:
         """Return how many values some rows have."""
@@ -59,10 +63,58 @@ class Feature:
 
     def num_bytes(self, rows: NDArray[np.int64]) -> int:
         """Return about how many bytes some rows take on disk."""
+        if isinstance(self.values, Texts):
+            return self.values.num_bytes(rows)
         if isinstance(self.values, Jagged):
             taken = self.values.take(rows)
             return packed_bytes(taken.values) + packed_bytes(taken.lengths)
         return packed_bytes(self.values[rows])
+
+    def num_window_bytes(self, rows: NDArray[np.int64]) -> int | None:
+        """Return about how many bytes its lists of some rows take as windows over buffers.
+
+        None where it has no lists, or where they have too little in common.
+        """
+        if not isinstance(self.values, Jagged):
+            return None
+        taken = self.values.take(rows)
+        found = to_windows(Jagged(taken.values.astype(np.uint64), taken.offsets))
+        if len(found.source) > HOPELESS * len(taken.values):
+            return None
+        places = (found.buffer, found.start, found.length, np.diff(found.offsets))
+        return packed_bytes(taken.values[found.source]) + sum(packed_bytes(p) for p in places)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A column of texts.
+
+    Attributes:
+        distinct: its values, each once.
+        codes: (num_samples,) which of them each sample has; they are no order, so that their
+            differences mean nothing.
+    """
+
+    distinct: pa.Array
+    codes: Array
+
+    def num_bytes(self, rows: NDArray[np.int64]) -> int:
+        """Return about how many bytes some rows take, which hold every distinct value."""
+        codes = self.codes[rows]
+        with_dictionary = _compressed(codes) + text_bytes(self.distinct)
+        return min(with_dictionary, text_bytes(self.distinct.take(pa.array(codes))))
+
+
+def text_bytes(texts: pa.Array) -> int:
+    """Return the zstd bytes of texts, one after the other, and of their lengths.
+
+    Args:
+        texts: as `take` returns them, which begin where their buffer does.
+    """
+    lengths = pc.fill_null(pc.binary_length(texts), 0).cast(pa.int64()).to_numpy()
+    content = texts.buffers()[2] or pa.py_buffer(b"")
+    content = content.slice(0, int(lengths.sum()))
+    return len(_CODEC.compress(content, asbytes=True)) + packed_bytes(_narrow(lengths))
 
 
 def feature_of(name: str, role: Role, column: pa.ChunkedArray) -> Feature | None:
@@ -70,13 +122,18 @@ def feature_of(name: str, role: Role, column: pa.ChunkedArray) -> Feature | None
     array = one_chunk(column)
     try:
         first, inverse = unique_tuples(comparable(array))
-        values = _values_of(array, inverse, len(first))
+        values = _values_of(array, inverse, first)
     except SchemaError:
         return None
     return Feature(name, role, inverse.astype(np.int64), values)
 
 
-def _values_of(array: pa.Array, inverse: NDArray[np.int32], num_unique: int) -> Array | Jagged:
+def _values_of(
+    array: pa.Array, inverse: NDArray[np.int32], first: NDArray[np.int64]
+) -> Array | Jagged | Texts:
+    num_unique = len(first)
+    if is_text(array.type):
+        return Texts(array.take(pa.array(first)), inverse.astype(_width(num_unique)))
     if not is_list(array.type):
         kind = array.type
         if pa.types.is_integer(kind) or pa.types.is_temporal(kind):
@@ -139,6 +196,7 @@ class Costs:
     _costs: dict[frozenset[int], float] = field(default_factory=dict)
     _alone: dict[int, float] = field(default_factory=dict)
     _kept: dict[tuple[int, int], float] = field(default_factory=dict)
+    _windows: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -178,19 +236,25 @@ class Costs:
 
         It is infinite for a group that a build would warn of.
         """
-        if self.num_samples < LEAST_DEDUP_FACTOR * self.num_unique(members):
-            return inf
         if members not in self._costs:
             inverse = self.inverse(members)
             rows = first_rows(inverse)
             starts = np.flatnonzero(np.diff(self.block, prepend=-1))
             local = inverse - np.repeat(inverse[starts], np.diff(starts, append=len(inverse)))
             same_rows = hash(rows.tobytes())  # most merges keep the rows of one side
+            plain = [self._stored(m, rows, same_rows) for m in members]
+            stored = [
+                min(cost, self._as_windows(m, rows, same_rows))
+                for m, cost in zip(members, plain, strict=True)
+            ]
+            saves = stored < plain or len(inverse) >= LEAST_DEDUP_FACTOR * len(rows)
             self._costs[members] = (
-                sum(self._stored(m, rows, same_rows) for m in members)
+                sum(stored)
                 + packed_bytes(_narrow(local))
                 + BYTES_PER_INVERSE * self.num_samples
                 + self.bytes_per_group
+                if saves
+                else inf
             )
         return self._costs[members]
 
@@ -201,10 +265,20 @@ class Costs:
     def _stored(self, member: int, rows: NDArray[np.int64], name: int) -> float:
         if (member, name) not in self._kept:
             feature = self.features[member]
-            worth = BYTES_PER_VALUE.get(feature.role, 0.0)
-            cost = feature.num_bytes(rows) + worth * feature.num_values(rows)
-            self._kept[member, name] = cost
+            self._kept[member, name] = feature.num_bytes(rows) + _worth(feature, rows)
         return self._kept[member, name]
+
+    def _as_windows(self, member: int, rows: NDArray[np.int64], name: int) -> float:
+        if (member, name) not in self._windows:
+            feature = self.features[member]
+            size = feature.num_window_bytes(rows)
+            self._windows[member, name] = inf if size is None else size + _worth(feature, rows)
+        return self._windows[member, name]
+
+
+def _worth(feature: Feature, rows: NDArray[np.int64]) -> float:
+    """Return what reading some rows of a feature is worth, in stored bytes."""
+    return BYTES_PER_VALUE.get(feature.role, 0.0) * feature.num_values(rows)
 
 
 def numbered(keys: NDArray[np.uint64]) -> NDArray[np.int64]:

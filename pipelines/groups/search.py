@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from schemas.job import MAX_GROUPS, SAMPLES
 from schemas.layout import inverse_column
 
 Set = frozenset[int]
+LEAST_SAVED = 0.002
+"""What a group must save, as a share of the cost of all features per sample: estimates are no more
+exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +139,12 @@ def choose_groups(
     for members in sorted(sets, key=min):
         features = tuple(costs.features[m].name for m in sorted(members))
         names.append(group_name(features[0], names, [f.name for f in costs.features]))
-        alone = sum(costs.in_samples(m) for m in members)
         groups.append(
             ChosenGroup(
                 names[-1],
                 features,
                 repetition_of(costs, members, starts_session),
-                (alone - costs.as_group(members)) / costs.num_samples,
+                _saved(costs, members) / costs.num_samples,
             )
         )
     features = {
@@ -168,17 +171,23 @@ def group_name(feature: str, taken: Sequence[str], columns: Sequence[str]) -> st
 
 def search(costs: Costs) -> list[Set]:
     """Return the groups of least cost that greedy merges and single moves find."""
-    useful = [i for i in range(len(costs.features)) if _repeats(costs, i)]
+    useful = [i for i in range(len(costs.features)) if _may_save(costs, i)]
     sets = _merged(costs, [frozenset([i]) for i in useful], 0.0)
     chosen = [s for s in sets if costs.as_group(s) < sum(costs.in_samples(m) for m in s)]
     while len(chosen) > MAX_GROUPS:
         chosen = _fewer(costs, chosen)
-    return _moved(costs, chosen, useful)
+    least = LEAST_SAVED * sum(costs.in_samples(m) for m in range(len(costs.features)))
+    return [s for s in _moved(costs, chosen, useful) if _saved(costs, s) > least]
 
 
-def _repeats(costs: Costs, member: int) -> bool:
-    """Tell whether a feature repeats at all; a group has at least as many tuples as each of its."""
-    return costs.num_unique(frozenset([member])) < costs.num_samples
+def _saved(costs: Costs, members: Set) -> float:
+    return sum(costs.in_samples(m) for m in members) - costs.as_group(members)
+
+
+def _may_save(costs: Costs, member: int) -> bool:
+    """Tell whether a feature repeats or shifts; a group has at least as many tuples as each."""
+    alone = frozenset([member])
+    return costs.num_unique(alone) < costs.num_samples or costs.as_group(alone) < inf
 
 
 def _merged(costs: Costs, sets: list[Set], least: float) -> list[Set]:

@@ -267,12 +267,12 @@ def _with_label(plan: Plan, kind: Kind, columns: list[Column]) -> list[Column]:
         _add(plan, named, "label", "0 or 1 in every row, and its name")
         return [c for c in columns if c is not named]
     elif named is not None:
-        used, name, why = {named.name}, named.name, "its name; null counts as 0"
+        used, name, why = {named.name}, named.name, f"its name{_nulls(named)}"
         label = f"coalesce({named.expr}, {'false' if named.shape == 'bool' else '0'})"
     elif graded is not None:
         column, bound = graded
         label = f"coalesce({column.expr}, 0) > {bound}"
-        why = f"whether {column.name} is above {bound}"
+        why = f"whether {column.name} is above {bound}{_nulls(column)}"
     else:
         return columns
     if shown is not None:
@@ -284,6 +284,12 @@ def _with_label(plan: Plan, kind: Kind, columns: list[Column]) -> list[Column]:
     made = Column(name, f"CAST({label} AS TINYINT)", "int", pa.array([0, 1]), 0)
     _add(plan, made, "label", why)
     return [c for c in columns if c.name not in used]
+
+
+def _nulls(column: Column) -> str:
+    """Return that rows without a value get the label 0."""
+    share = column.num_nulls / max(1, column.num_rows)
+    return f"; {share:.1%} of the rows have none, which counts as 0" if column.num_nulls else ""
 
 
 def _add(plan: Plan, column: Column, role: Role, why: str) -> None:

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.beam.context import BuildContext
-from pipelines.build_warnings import label_warnings
-from pipelines.groups.costs import LEAST_DEDUP_FACTOR
+from pipelines.build_warnings import group_warnings, label_warnings
 from pipelines.parts.part import PartResult
 from pipelines.samples.keys import key_column, key_type
 from pipelines.samples.sampling import in_evaluation
@@ -188,12 +187,9 @@ def notes_of(
                 + ("" if read["whole"] else "; others may follow")
             )
     notes.extend(_split_notes(context, made["splits"], num_samples, whole))
-    for name, group in made["groups"].items():
-        if num_samples and group["dedup_factor"] < LEAST_DEDUP_FACTOR:
-            notes.append(
-                f"group {name!r} has a dedup factor of {group['dedup_factor']:.2f}: its values do "
-                "not repeat within a session; leave it out, or see session.key"
-            )
+    if num_samples:
+        factors = {name: group["dedup_factor"] for name, group in made["groups"].items()}
+        notes.extend(group_warnings(factors, data.groups, context.segment_root))
     labels = context.features.with_role("label")
     extremes = None
     if len(labels) == 1 and pc.count(samples.rows[labels[0]]).as_py() > 1:

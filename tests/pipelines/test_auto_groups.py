@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 
 from pipelines.groups.costs import LEAST_DEDUP_FACTOR, Costs, feature_of
 from pipelines.groups.search import choose_groups, expected_factor, search
@@ -81,6 +82,33 @@ def test_no_group_is_chosen_that_a_build_warns_of(every: int) -> None:
     groups = choose_groups(costs, starts(costs)).groups
     assert bool(groups) == (every == 10)
     assert all(g.repetition.dedup_factor >= LEAST_DEDUP_FACTOR for g in groups)
+
+
+def test_lists_that_grow_are_a_group_although_none_repeats() -> None:
+    rng = np.random.default_rng(0)
+    songs = rng.integers(0, 10_000, 4096)
+    grown = pa.array([songs[i - i % 12 : i].tolist() or [i] for i in range(4096)])
+    fresh = pa.array(rng.integers(0, 10**9, 4096))
+    costs = costs_of({"grown": grown, "fresh": fresh})
+    (group,) = choose_groups(costs, starts(costs)).groups
+    assert group.features == ("grown",)
+    assert group.repetition.dedup_factor < LEAST_DEDUP_FACTOR
+    assert costs.as_group(frozenset([0])) < 0.5 * costs.in_samples(0)
+
+
+def test_bytes_of_texts_are_about_those_of_zstd() -> None:
+    rng = np.random.default_rng(0)
+    ids = [f"{rng.integers(2**62):016x}" for _ in range(2000)]
+    distinct, few, repeated = ids, [ids[i % 7] for i in range(2000)], sorted(ids[:40] * 50)
+    for texts in (distinct, few, repeated, [None, "", *few[2:]]):
+        column = pa.array(texts, pa.large_string())
+        feature = feature_of(
+            "x", "kept", pa.chunked_array([column.slice(0, 900), column.slice(900)])
+        )
+        assert feature is not None
+        wanted = len(zstandard.compress("".join(t or "" for t in texts).encode()))
+        found = feature.num_bytes(np.arange(2000))
+        assert wanted / 2 - 400 < found < wanted * 1.2 + 1500, (wanted, found)
 
 
 def test_dedup_factor_is_counted_within_blocks() -> None:

@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.groups.job import named_groups, rewritten
-from pipelines.groups.sample import KeysOfPart, SmallestHashes, choose_keys, sample_sessions
+from pipelines.groups.job import choose_from, named_groups, rewritten
+from pipelines.groups.sample import (
+    KeysOfPart,
+    SmallestHashes,
+    cells_of,
+    choose_keys,
+    sample_sessions,
+)
+from pipelines.groups.search import GroupChoice
 from pipelines.learned.inputs import columns_of
 from pipelines.parts.expand import expand
 from pipelines.prepare import context_of, prepare
@@ -60,10 +68,10 @@ def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(
     dataset: Path,
 ) -> None:
     job = open_dataset(dataset).job
-    assert job.data.groups == {"session": ("session", "user", "history")}
+    assert job.data.groups == {"session": ("session", "time", "user", "history")}
     assert job.data.transforms == {"session": {"num_history": "ln(1 + len(history))"}}
     text = (dataset / "job.yaml").read_text()
-    assert re.search(r"session: \[session, user, history\]  # changes in 0\.0 % of the", text)
+    assert re.search(r"session: \[session, time, user, history\]  # changes in", text)
     assert "# ours" in text
 
 
@@ -357,8 +365,16 @@ def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
 def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen: list[int] = []
+
+    def choose(rows: pa.Table, *others: Any) -> GroupChoice:
+        seen.append(int(cells_of(rows).sum()))
+        return choose_from(rows, *others)
+
     monkeypatch.setattr("pipelines.groups.sample.MAX_CELLS", 200)
-    assert open_dataset(built(tmp_path)).job.data.groups
+    monkeypatch.setattr("pipelines.groups.job.choose_from", choose)
+    built(tmp_path)
+    assert 100 < seen[0] < 300
 
 
 @pytest.mark.parametrize("name", ["mind", "ebnerd"])
