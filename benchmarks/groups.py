@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.storage import LOGS, MADE_LOGS, REPOSITORY, build_job, job_path, raw_log
+from benchmarks.storage import LOGS, MADE_LOGS, SHARED_DATA, build_job, job_path, raw_log
 from schemas.dataset import Dataset, open_dataset
 
 
@@ -69,25 +69,42 @@ def details(name: str, log: Path, scratch: Path) -> dict[str, Any]:
     return {**found, "ratios": ratios}
 
 
+def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the bytes of all logs together, and the log where the chosen groups fare worst."""
+    ours, peer = (sum(f[side]["bytes"] for f in found.values()) for side in ("auto", "named"))
+    rounds = [round(f["named"]["bytes"] / f["auto"]["bytes"], 4) for f in found.values()]
+    unit = f"bytes, groups: auto against groups that jobs name, {len(found)} logs"
+    return {
+        "ours": ours,
+        "peer": peer,
+        "ratio": round(peer / ours, 4),
+        "unit": unit,
+        "rounds": rounds,
+        "worst": min(rounds),
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="benchmarks.groups")
-    parser.add_argument("--json", action="store_true", help="print details as JSON")
-    parser.add_argument("--datasets", default=",".join([*LOGS, *MADE_LOGS]))
-    parser.add_argument("--shared-data", type=Path, default=REPOSITORY.parent / "shared" / "data")
+    """Run the benchmark and print it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.groups", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
+    parser.add_argument("--datasets", default=",".join([*LOGS, *MADE_LOGS]), help="logs, by comma")
+    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory(prefix="presage-groups-") as scratch:
+        with tempfile.TemporaryDirectory() as scratch:
             log = raw_log(name, options.shared_data, Path(scratch))
             if log is None:
-                print(f"{name}: no raw log below {options.shared_data}", file=sys.stderr)
+                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
                 continue
             found[name] = details(name, log, Path(scratch))
-            if not options.json:
-                print(name, found[name]["ratios"], flush=True)
-    if options.json:
-        print(json.dumps(found, indent=1))
+            sys.stderr.write(f"{name}: {found[name]['ratios']}\n")
+    if not found:
+        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
+        return 1
+    result = headline(found) | {"details": found}
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
     return 0
 
 

@@ -48,12 +48,15 @@ class Feature:
         role: what the trainer does with it.
         codes: (num_samples,) int64, equal where values are equal bit by bit.
         values: its values, one or any number a sample; numbers as narrow codes.
+        num_made: columns that transforms make of it, which lie where it does; one of several inputs
+            counts in part.
     """
 
     name: str
     role: Role
     codes: NDArray[np.int64]
     values: Array | Jagged | Texts
+    num_made: float = 0.0
 
     def num_values(self, rows: NDArray[np.int64]) -> int:
         """Return how many values some rows have."""
@@ -117,7 +120,9 @@ def text_bytes(texts: pa.Array) -> int:
     return len(_CODEC.compress(content, asbytes=True)) + packed_bytes(_narrow(lengths))
 
 
-def feature_of(name: str, role: Role, column: pa.ChunkedArray) -> Feature | None:
+def feature_of(
+    name: str, role: Role, column: pa.ChunkedArray, num_made: float = 0.0
+) -> Feature | None:
     """Return a column as codes, or None when its type cannot be compared."""
     array = one_chunk(column)
     try:
@@ -125,7 +130,7 @@ def feature_of(name: str, role: Role, column: pa.ChunkedArray) -> Feature | None
         values = _values_of(array, inverse, first)
     except SchemaError:
         return None
-    return Feature(name, role, inverse.astype(np.int64), values)
+    return Feature(name, role, inverse.astype(np.int64), values, num_made)
 
 
 def _values_of(
@@ -265,7 +270,9 @@ class Costs:
     def _stored(self, member: int, rows: NDArray[np.int64], name: int) -> float:
         if (member, name) not in self._kept:
             feature = self.features[member]
-            self._kept[member, name] = feature.num_bytes(rows) + _worth(feature, rows)
+            # What is made of one value is about as large; what is made of a list may be its length.
+            copies = 1 if isinstance(feature.values, Jagged) else 1 + feature.num_made
+            self._kept[member, name] = copies * feature.num_bytes(rows) + _worth(feature, rows)
         return self._kept[member, name]
 
     def _as_windows(self, member: int, rows: NDArray[np.int64], name: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -102,13 +103,18 @@ def choose_from(
     clustered = cluster(separate(rows, {}), data)
     samples = clustered.samples.samples
     block = np.arange(samples.num_rows) // data.block_samples  # windows of a sample are short
+    transforms = data.transforms.get(SAMPLES, {})
+    num_made = Counter[str]()
+    for transform in transforms.values():
+        inputs = original_inputs(transform, transforms)
+        num_made.update({name: 1 / len(inputs) for name in inputs})
     known = [
-        feature_of(f.name, f.role, samples[f.name])
+        feature_of(f.name, f.role, samples[f.name], num_made[f.name])
         for f in features.features
         if f.name in samples.column_names and f.role not in PER_SAMPLE_ROLES
     ]
     costs = Costs(block, [f for f in known if f is not None], bytes_per_group)
-    together = read_together(data.transforms.get(SAMPLES, {}))
+    together = read_together(transforms)
     return choose_groups(costs, clustered.starts_session, together)
 
 

@@ -96,6 +96,15 @@ def test_lists_that_grow_are_a_group_although_none_repeats() -> None:
     assert costs.as_group(frozenset([0])) < 0.5 * costs.in_samples(0)
 
 
+def test_what_transforms_make_of_a_column_counts_with_it() -> None:
+    column = pa.chunked_array([pa.array(np.random.default_rng(0).integers(0, 10**9, 4096))])
+    kept, made, part = (feature_of("x", "kept", column, n) for n in (0.0, 1.0, 0.5))
+    assert kept and made and part
+    costs = Costs(np.arange(4096) // BLOCK, [kept, made, part])
+    assert costs.in_samples(1) == 2 * costs.in_samples(0)
+    assert costs.in_samples(2) == 1.5 * costs.in_samples(0)
+
+
 def test_bytes_of_texts_are_about_those_of_zstd() -> None:
     rng = np.random.default_rng(0)
     ids = [f"{rng.integers(2**62):016x}" for _ in range(2000)]
