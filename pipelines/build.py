@@ -152,7 +152,7 @@ def stopped(
     aside = refused_place(request.dataset, key)
     number_files(context.segment_root)
     keep_rejects(context.segment_root, aside)
-    lines = "\n".join(lines_of(rejects, 0, str(aside)))
+    lines = "\n".join(lines_of(rejects, 0, f"{aside}/rejects"))
     return GateError(
         f"every one of the first {rejects.num_rejects:,} rows was rejected, and the build has "
         f"stopped: the rows after them were not read (it had begun with {begun:,} of {size:,} "

@@ -25,6 +25,9 @@ _OF_ORIGIN = {
     ),
 }
 """What DuckDB says of the column that is added to the statement, and what is to be done."""
+_CANDIDATES = re.compile(r"^(?:Did you mean|Candidate \w+:) (.+?)\??$", re.MULTILINE)
+_NO_FIELD = re.compile(r'^Binder Error: Could not find key "(.*)" in struct$')
+_MOST_CANDIDATES = 3
 
 
 class SqlError(SchemaError):
@@ -77,4 +80,16 @@ def located(key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.E
     for sign, remedy in _OF_ORIGIN.items():
         if re.search(sign, first):
             return SqlError(f"{key} {remedy}", key, 0 if position is None else position)
-    return SqlError(f"{key} must run on its sources, got {first}; correct it", key, position)
+    missing = _NO_FIELD.match(first)  # of which DuckDB does not say where it stands
+    if missing is not None and position is None:
+        places = [*re.finditer(rf'\.\s*"?({re.escape(missing[1])})\b', text, re.IGNORECASE)]
+        position = len(text[: places[0].start(1)].encode()) if len(places) == 1 else None
+    return SqlError(f"{key} must run on its sources, got {first}; {_hint(message)}", key, position)
+
+
+def _hint(message: str) -> str:
+    """Return the names that DuckDB takes for the one that it misses."""
+    found = _CANDIDATES.search(message)
+    if found is None:
+        return "correct it"
+    return f"did you mean {' or '.join(found[1].split(', ')[:_MOST_CANDIDATES])}?"

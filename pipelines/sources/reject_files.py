@@ -134,9 +134,10 @@ def lines_of(counts: RejectCounts, num_rows: int, path: str) -> Iterator[str]:
     summary = shown(counts, num_rows, path)
     warning = "warning: " if summary["share"] > WARNING_SHARE else ""
     of = "" if counts.num_rejects == counts.num_rows else f"{counts.num_rejects:,} samples of "
+    rows = "1 row" if counts.num_rows == 1 else f"{counts.num_rows:,} rows"
     yield (
-        f"{warning}rejected: {of}{counts.num_rows:,} rows, {summary['share']:.2%} of those that "
-        f"samples are made from; see {path}"
+        f"{warning}rejected: {of}{rows}, {summary['share']:.2%} of those that samples are made "
+        f"from; see {path}"
     )
     for reason in summary["reasons"]:
         place = reason["file"] if reason["row"] is None else f"{reason['file']}:{reason['row']}"

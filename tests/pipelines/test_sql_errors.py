@@ -56,6 +56,21 @@ def test_error_names_line_and_column_of_the_job_file(name: str, tmp_path: Path) 
         build(request(job, tmp_path / "log", tmp_path / "dataset"))
 
 
+def test_error_offers_the_names_that_are_like_the_one_that_is_missing() -> None:
+    log = pa.table({"user": [{"id": 1}], "event": [2], ORIGIN: [0]})
+
+    def error_of(statement: str) -> tuple[str, int | None]:
+        found = located("data.samples.map", statement, {"log": log}, duckdb.Error("rewritten"))
+        return found.message.partition("; ")[2], found.position
+
+    assert error_of("SELECT evnt FROM log") == ('did you mean "event"?', 7)
+    assert error_of("SELECT user.idd FROM log") == ('did you mean "id"?', 12)
+    assert error_of("SELECT '\N{SNOWMAN}', user.idd FROM log") == ('did you mean "id"?', 19)
+    assert error_of("SELECT user.idd, log.user.idd FROM log") == ('did you mean "id"?', None)
+    assert error_of("SELECT event FROM lg") == ('did you mean "log"?', 18)
+    assert error_of("SELECT event + FROM log")[0] == "correct it"
+
+
 ORIGIN_LOST = {
     "SELECT x FROM (SELECT x FROM log)": "add _origin to the select list there",
     "WITH a AS (SELECT x FROM log) SELECT a.x FROM a": "add _origin to the select list there",
