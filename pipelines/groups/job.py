@@ -141,7 +141,8 @@ def reason(group: ChosenGroup) -> str:
     r = group.repetition
     return (
         f"changes in {100 * r.change_rate:.1f} % of the samples of a session, "
-        f"{r.dedup_factor:.2f} samples share a tuple, saves {group.saved:.2f} B a sample"
+        f"{r.dedup_factor:.2f} samples share a tuple, saves about {group.saved:.2f} B a sample in "
+        "storage and reading"
     )
 
 
