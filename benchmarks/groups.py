@@ -12,29 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks.storage import LOGS, MADE_LOGS, SHARED_DATA, build_job, job_path, raw_log
+from benchmarks.storage import LOGS, MADE_LOGS, SHARED_DATA, build_job, job_path, raw_log, with_auto
 from schemas.dataset import Dataset, open_dataset
-
-
-def with_auto(job: Path, scratch: Path) -> Path:
-    """Write a job with `groups: auto` beside a copy of its schema; transforms lie in `samples`."""
-    folder = shutil.copytree(job.parent, scratch / "auto")
-    body = yaml.safe_load(job.read_text(encoding="utf-8"))
-    data = body["data"]
-    data["groups"] = "auto"
-    if made := data.get("transforms"):
-        data["transforms"] = {"samples": {k: v for each in made.values() for k, v in each.items()}}
-    (folder / job.name).write_text(yaml.safe_dump(body, sort_keys=False), encoding="utf-8")
-    return folder / job.name
 
 
 def sizes_of(dataset: Dataset) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Bytes of datasets against the same rows as zstd Parquet, in three orders.
 
-`python -m benchmarks.storage [--json] [--datasets NAME,NAME] [--rounds N] [--shared-data DIR]`
+`python -m benchmarks.storage [--json] [--datasets NAME,NAME] [--groups named|auto] [--rounds N]
+[--shared-data DIR]`
 
 Each log is built by its job: the shipped ones, and made logs of clickouts in which little repeats
-(`clickout_log.py`). The peers hold the expanded rows, all columns that the job's SQL yields, as
+(`clickout_log.py`); `--groups auto` builds it with `groups: auto` in the place of the groups that
+the job names. The peers hold the expanded rows, all columns that the job's SQL yields, as
 one file: shuffled, ordered by time, or clustered by session (in the order of the dataset), each
 with pyarrow's defaults and with the encodings and the page size of the dataset's own trial. All
 sides are zstd 3. `ours` is samples and groups, without the columns that transforms made, because
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import yaml
 
 from benchmarks.clickout_log import ClickoutConfig, write_clickouts
 from pipelines.build import build
@@ -169,6 +172,18 @@ def job_path(name: str, scratch: Path | None = None) -> Path:
     return scratch / "job" / "job.yaml"
 
 
+def with_auto(job: Path, scratch: Path) -> Path:
+    """Write a job with `groups: auto` beside a copy of its schema; transforms lie in `samples`."""
+    folder = shutil.copytree(job.parent, scratch / "auto")
+    body = yaml.safe_load(job.read_text(encoding="utf-8"))
+    data = body["data"]
+    data["groups"] = "auto"
+    if made := data.get("transforms"):
+        data["transforms"] = {"samples": {k: v for each in made.values() for k, v in each.items()}}
+    (folder / job.name).write_text(yaml.safe_dump(body, sort_keys=False), encoding="utf-8")
+    return folder / job.name
+
+
 def dedup_factor(dataset: Dataset) -> float:
     """Return the values of the plain rows over those that are stored, a list counting one."""
     made, data = set(dataset.job.data.made_columns), dataset.job.data
@@ -226,10 +241,13 @@ def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
     )
 
 
-def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
-    """Build one log and measure it."""
+def details(
+    name: str, log: Path, rounds: int, scratch: Path, *, auto: bool = False
+) -> dict[str, Any]:
+    """Build one log, with `groups: auto` if so asked, and measure it."""
     start = time.perf_counter()
-    built = build_job(job_path(name, scratch), log, scratch / "dataset")
+    job = job_path(name, scratch)
+    built = build_job(with_auto(job, scratch) if auto else job, log, scratch / "dataset")
     seconds = time.perf_counter() - start
     sizes = measure(open_dataset(scratch / "dataset"), rounds, scratch)
     best = min(sizes.peers, key=lambda peer: sizes.peers[peer])
@@ -275,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storage", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     parser.add_argument("--datasets", default=",".join([*LOGS, *MADE_LOGS]), help="logs, by comma")
+    parser.add_argument("--groups", choices=("named", "auto"), default="named")
     parser.add_argument("--rounds", type=int, default=3, help="shuffles")
     parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
@@ -285,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if log is None:
                 sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
                 continue
-            found[name] = details(name, log, options.rounds, Path(scratch))
+            auto = options.groups == "auto"
+            found[name] = details(name, log, options.rounds, Path(scratch), auto=auto)
             sys.stderr.write(f"{name}: {found[name]['ratios']} {found[name]['whole']}\n")
     if not found:
         sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
