@@ -2,7 +2,7 @@
 
 `python -m benchmarks.groups [--json] [--datasets NAME,NAME] [--shared-data DIR]`
 
-The logs are those of `benchmarks.storage`. Each is built twice: by its job, and by the same job
+Each log of `benchmarks/logs.py` is built twice: by its job, and by the same job
 with `groups: auto`. `bytes` are samples and groups with all that belongs to them (`dataset_bytes`
 of the manifests); `values` are the values that a reader decodes and looks up: lists that are
 stored, entry by entry. Neither depends on the machine.
@@ -10,15 +10,21 @@ stored, entry by entry. Neither depends on the machine.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage import LOGS, MADE_LOGS, SHARED_DATA, build_job, job_path, raw_log, with_auto
+from benchmarks.logs import (
+    LOGS,
+    MADE_LOGS,
+    build_job,
+    each_log,
+    job_path,
+    log_parser,
+    with_auto,
+    write_result,
+)
 from schemas.dataset import Dataset, open_dataset
 
 
@@ -71,25 +77,14 @@ def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.groups", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default=",".join([*LOGS, *MADE_LOGS]), help="logs, by comma")
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
+    parser = log_parser("groups", __doc__, [*LOGS, *MADE_LOGS])
     options = parser.parse_args(argv)
     found: dict[str, dict[str, Any]] = {}
-    for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            log = raw_log(name, options.shared_data, Path(scratch))
-            if log is None:
-                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
-                continue
-            found[name] = details(name, log, Path(scratch))
-            sys.stderr.write(f"{name}: {found[name]['ratios']}\n")
-    if not found:
-        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
-        return 1
+    for name, log, scratch in each_log(options):
+        found[name] = details(name, log, scratch)
+        sys.stderr.write(f"{name}: {found[name]['ratios']}\n")
     result = headline(found) | {"details": found}
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(result, options)
     return 0
 
 

@@ -13,11 +13,9 @@ relative difference of the two losses of a step.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +23,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.logs import each_log, job_path, log_parser
 from benchmarks.order import built
 from benchmarks.run_figures import figures_of
-from benchmarks.storage import SHARED_DATA, job_path, raw_log
 from schemas.events import METRICS, StepMetric, read_metrics
 from schemas.job import load_job
 from trainer.train import TrainOptions, train
@@ -85,26 +83,15 @@ def measure(name: str, log: Path, scratch: Path, rounds: int, steps: int) -> dic
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.leaves", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default="demo,kuairand", help="shipped jobs, by comma")
+    parser = log_parser("leaves", __doc__, ["demo", "kuairand"])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     torch.set_num_threads(2)
     found: dict[str, dict[str, Any]] = {}
-    for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            log = raw_log(name, options.shared_data, Path(scratch))
-            if log is None:
-                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
-                continue
-            found[name] = measure(name, log, Path(scratch), options.rounds, options.steps)
-            sys.stderr.write(f"{name}: {found[name]}\n")
-    if not found:
-        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
-        return 2
+    for name, log, scratch in each_log(options):
+        found[name] = measure(name, log, scratch, options.rounds, options.steps)
+        sys.stderr.write(f"{name}: {found[name]}\n")
     first = next(iter(found.values()))
     result = {
         "ours": statistics.median(first["ours_ms"]),

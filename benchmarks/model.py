@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.storage import SHARED_DATA
+from benchmarks.logs import SHARED_DATA
 from scheduler.fit import predict_seconds
 from scheduler.measurements import fit_rows, read_measurements, setting_of, step_sec
 

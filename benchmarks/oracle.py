@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.logs import SHARED_DATA
 from benchmarks.oracle_bagpipe import agrees, bagpipe_rate
 from benchmarks.oracle_beam import through_beam
 from benchmarks.oracle_bytes import GOALS, measure_bytes
 from benchmarks.oracle_tables import NUM_ROWS, skewed, uniform
-from benchmarks.storage import SHARED_DATA
 from schemas.distinct import distinct
 from schemas.jagged import Jagged
 from schemas.oracle import next_use

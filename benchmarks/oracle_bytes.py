@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.storage import build_job, job_path, raw_log
+from benchmarks.logs import build_job, job_path, raw_log
 from pipelines.oracle.command import add_index
 from pipelines.report.storage import dataset_bytes
 from pipelines.segments.commit import bytes_below

@@ -12,11 +12,8 @@ evaluation samples. `ours` is the clustered NE, `peer` the shuffled one, each th
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from benchmarks.storage import SHARED_DATA, build_job, job_path, raw_log
+from benchmarks.logs import build_job, each_log, job_path, log_parser, write_result
 from pipelines.parts.expand import expand
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
@@ -169,25 +166,14 @@ def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.order", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default="mind,demo", help="shipped jobs, by comma")
+    parser = log_parser("order", __doc__, ["mind", "demo"])
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each order")
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     found: dict[str, dict[str, Any]] = {}
-    for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            log = raw_log(name, options.shared_data, Path(scratch))
-            if log is None:
-                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
-                continue
-            found[name] = measure(name, log, options.seeds, Path(scratch))
-    if not found:
-        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
-        return 1
+    for name, log, scratch in each_log(options):
+        found[name] = measure(name, log, options.seeds, scratch)
     result = headline(found) | {"details": found}
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(result, options)
     return 0
 
 

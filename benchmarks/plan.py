@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.logs import SHARED_DATA, job_path, raw_log
 from benchmarks.order import built
-from benchmarks.storage import SHARED_DATA, job_path, raw_log
 from schemas.accesses import indexed_steps
 from schemas.dataset import Dataset, open_dataset
 from schemas.job_train import CacheConfig

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
+from benchmarks.logs import SHARED_DATA
 from benchmarks.policies_jobs import ALIBABA, DL2, PHILLY, alibaba, philly, speeds
-from benchmarks.storage import SHARED_DATA
 from scheduler.simulator.bound import lower_bound_sec
 from scheduler.simulator.compare import LOAD, POLICIES, capacity_of, policies_of, simulate
 from scheduler.simulator.draw import Knobs, draw_jobs

@@ -10,11 +10,8 @@ both sides. What the peer pays to expand its input is not counted.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.storage import LOGS, SHARED_DATA, build_job, job_path, raw_log
+from benchmarks.logs import LOGS, build_job, each_log, job_path, log_parser, write_result
 from pipelines.learned.apply import with_transforms
 from pipelines.parts.expand import joined_row_group, row_groups
 from schemas.dataset import Dataset, open_dataset
@@ -157,24 +154,13 @@ def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it, the headline first."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.preprocess", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
+    parser = log_parser("preprocess", __doc__, LOGS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     found: dict[str, dict[str, Any]] = {}
-    for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            log = raw_log(name, options.shared_data, Path(scratch))
-            if log is None:
-                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
-                continue
-            found[name] = details(name, log, options.rounds, Path(scratch))
-            sys.stderr.write(f"{name}: {found[name]['ratio']}\n")
-    if not found:
-        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
-        return 1
+    for name, log, scratch in each_log(options):
+        found[name] = details(name, log, options.rounds, scratch)
+        sys.stderr.write(f"{name}: {found[name]['ratio']}\n")
     first = HEADLINE if HEADLINE in found else next(iter(found))
     head = {key: found[first][key] for key in ("ours", "peer", "ratio", "rounds")}
     result = {
@@ -182,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "unit": f"samples/s, {first}, transforms once per unique tuple against once per sample",
         "details": found,
     }
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(result, options)
     return 0
 
 

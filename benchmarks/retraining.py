@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.storage import REPOSITORY, SHARED_DATA, job_path
+from benchmarks.logs import REPOSITORY, SHARED_DATA, job_path
 
 LOG = ("val.parquet", "test.parquet")
 SIDES = ("user_features.parquet", "user_sequences.parquet")

@@ -16,13 +16,11 @@ step before any update was made, `parity_after` that of all steps.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,10 +31,10 @@ from typing import Any
 
 import yaml
 
+from benchmarks.logs import each_log, job_path, log_parser, write_result
 from benchmarks.order import built
 from benchmarks.ports import free_ports
 from benchmarks.scaling_sides import Side, Turn, ours, torchrec
-from benchmarks.storage import SHARED_DATA, job_path, raw_log
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, read_metrics
 from schemas.job import load_job
@@ -188,31 +186,20 @@ def shown(side: Taken, reference: Taken) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it, the headline first."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
+    parser = log_parser("scaling", __doc__, LOGS)
     parser.add_argument("--counts", default="2,4", help="processes of each side, by comma")
     parser.add_argument("--plans", default="planner,row_wise", help="of TorchRec's tables")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     plans = options.plans.split(",")
     found: dict[str, dict[str, Any]] = {}
-    for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            log = raw_log(name, options.shared_data, Path(scratch))
-            if log is None:
-                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
-                continue
-            job = write_job(name, Path(scratch) / "job")
-            dataset = built(job, log, Path(scratch) / "dataset")
-            for count in map(int, options.counts.split(",")):
-                label = f"{name}, {count} processes"
-                found[label] = measure(job, dataset, count, options.rounds, plans, Path(scratch))
-                sys.stderr.write(f"{label}: {json.dumps(found[label])}\n")
-    if not found:
-        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
-        return 1
+    for name, log, scratch in each_log(options):
+        job = write_job(name, scratch / "job")
+        dataset = built(job, log, scratch / "dataset")
+        for count in map(int, options.counts.split(",")):
+            label = f"{name}, {count} processes"
+            found[label] = measure(job, dataset, count, options.rounds, plans, scratch)
+            sys.stderr.write(f"{label}: {json.dumps(found[label])}\n")
     label, first = next(iter(found.items()))
     result = {
         "ours": first["ours"]["bytes"],
@@ -222,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": first[plans[0]]["faster"],
         "details": found,
     }
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(result, options)
     return 0
 
 

@@ -20,12 +20,8 @@ another seed.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import yaml
 
-from benchmarks.clickout_log import ClickoutConfig, write_clickouts
-from pipelines.build import build
-from pipelines.generator.log import GeneratorConfig, write_log
-from pipelines.prepare import BuildRequest
+from benchmarks.logs import (
+    LOGS,
+    MADE_LOGS,
+    build_job,
+    each_log,
+    job_path,
+    log_parser,
+    with_auto,
+    write_result,
+)
 from pipelines.report.baselines import flat_rows, shuffled, time_ordered, write_best, write_flat
 from pipelines.report.storage import (
     bytes_by_table,
@@ -48,30 +49,7 @@ from pipelines.report.storage import (
     oracle_bytes,
 )
 from schemas.dataset import Dataset, open_dataset
-from schemas.job import load_job
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
-LOGS = {
-    "mind": "mind",
-    "ebnerd": "ebnerd_test",
-    "demo": None,
-    "kuairand": "kuairand_pure_part",
-    "thirtymusic": "30music_sample10",
-}
-"""Shipped job -> its log below the shared data, None where the log is generated."""
-MADE_LOGS = {
-    "clickouts": ClickoutConfig(num_sessions=7400),
-    "clickouts_hourly": ClickoutConfig(num_sessions=7400),
-    "short_sessions": ClickoutConfig(
-        num_sessions=60_000, requests=1.0, shown=3, actions=1.0, seed=1
-    ),
-    "no_repeats": ClickoutConfig(
-        num_sessions=60_000, requests=1.0, shown=1, actions=2.0, num_cities=10**9, seed=2
-    ),
-    "ten_rows": ClickoutConfig(num_sessions=1, requests=1.0, shown=10, seed=3),
-}
-"""Logs for `benchmarks/clickouts/job.yaml`, one of them with windows of an hour."""
 LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
 """What a dataset without its oracle may take of the clustered file with the best encodings."""
 
@@ -138,52 +116,6 @@ def limit_of(best: int) -> float:
     return LIMIT_RATIO * best + LIMIT_BYTES
 
 
-def raw_log(name: str, shared_data: Path, scratch: Path) -> Path | None:
-    """Return the directory of a log, made where it is synthetic; None where it is missing."""
-    if name in MADE_LOGS:
-        write_clickouts(MADE_LOGS[name], scratch / "log")
-        return scratch / "log"
-    folder = LOGS[name]
-    if folder is not None:
-        found = shared_data / folder
-        return found if found.is_dir() else None
-    config = load_job(job_path(name)).data.generate
-    assert config is not None, "the demo's job says how its log is generated"
-    write_log(
-        GeneratorConfig(
-            num_samples=config.num_samples, seed=config.seed, start=config.start, span=config.span
-        ),
-        scratch / "log",
-    )
-    return scratch / "log"
-
-
-def job_path(name: str, scratch: Path | None = None) -> Path:
-    """Return the job file of a log, in `scratch` where it is made of another."""
-    if name not in MADE_LOGS:
-        return REPOSITORY / "schemas" / name / "job.yaml"
-    job = REPOSITORY / "benchmarks" / "clickouts"
-    if name != "clickouts_hourly" or scratch is None:
-        return job / "job.yaml"
-    shutil.copytree(job, scratch / "job")
-    text = (job / "job.yaml").read_text()
-    hourly = text.replace("  split:", "  window: {span: 1h}\n  split:", 1)
-    (scratch / "job" / "job.yaml").write_text(hourly)
-    return scratch / "job" / "job.yaml"
-
-
-def with_auto(job: Path, scratch: Path) -> Path:
-    """Write a job with `groups: auto` beside a copy of its schema; transforms lie in `samples`."""
-    folder = shutil.copytree(job.parent, scratch / "auto")
-    body = yaml.safe_load(job.read_text(encoding="utf-8"))
-    data = body["data"]
-    data["groups"] = "auto"
-    if made := data.get("transforms"):
-        data["transforms"] = {"samples": {k: v for each in made.values() for k, v in each.items()}}
-    (folder / job.name).write_text(yaml.safe_dump(body, sort_keys=False), encoding="utf-8")
-    return folder / job.name
-
-
 def dedup_factor(dataset: Dataset) -> float:
     """Return the values of the plain rows over those that are stored, a list counting one."""
     made, data = set(dataset.job.data.made_columns), dataset.job.data
@@ -229,15 +161,6 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
         peers={f"shuffled, {e}": sizes[0] for e, sizes in shuffles.items()} | peers,
         made_peers={e: write(with_made, path) for e, write in ENCODINGS.items()},
         shuffles=shuffles,
-    )
-
-
-def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
-    """Build a dataset on the local runner and return what `build --json` prints of it."""
-    return build(
-        BuildRequest(
-            job_path=job, input_root=log, dataset=dataset, beam_args=[], attempt="benchmark"
-        )
     )
 
 
@@ -290,28 +213,17 @@ def headline(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.storage", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default=",".join([*LOGS, *MADE_LOGS]), help="logs, by comma")
+    parser = log_parser("storage", __doc__, [*LOGS, *MADE_LOGS])
     parser.add_argument("--groups", choices=("named", "auto"), default="named")
     parser.add_argument("--rounds", type=int, default=3, help="shuffles")
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     found: dict[str, dict[str, Any]] = {}
-    for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            log = raw_log(name, options.shared_data, Path(scratch))
-            if log is None:
-                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
-                continue
-            auto = options.groups == "auto"
-            found[name] = details(name, log, options.rounds, Path(scratch), auto=auto)
-            sys.stderr.write(f"{name}: {found[name]['ratios']} {found[name]['whole']}\n")
-    if not found:
-        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
-        return 1
+    for name, log, scratch in each_log(options):
+        auto = options.groups == "auto"
+        found[name] = details(name, log, options.rounds, scratch, auto=auto)
+        sys.stderr.write(f"{name}: {found[name]['ratios']} {found[name]['whole']}\n")
     result = headline(found) | {"details": found}
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(result, options)
     return 0
 
 

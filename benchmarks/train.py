@@ -20,11 +20,9 @@ largest relative difference of losses in the steps before the clock starts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,8 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.logs import each_log, job_path, log_parser, write_result
 from benchmarks.order import built
-from benchmarks.storage import SHARED_DATA, job_path, raw_log
 from benchmarks.train_attention import measure_attention
 from benchmarks.train_embedding import measure_embedding
 from benchmarks.train_peer import FreeTables, by_table, tables_of
@@ -135,12 +133,6 @@ def measure(dataset: Dataset, config: TrainConfig, timing: Timing) -> dict[str, 
     }
 
 
-def dataset_of(name: str, shared: Path, scratch: Path) -> Dataset | None:
-    """Build a shipped job's log; None where the log is not there."""
-    log = raw_log(name, shared, scratch)
-    return None if log is None else open_dataset(built(job_path(name), log, scratch / "dataset"))
-
-
 def measured(
     name: str, dataset: Dataset, model: str, top: tuple[int, ...], timing: Timing, scratch: Path
 ) -> dict[str, Any]:
@@ -178,38 +170,28 @@ def headline(name: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it, the headline first."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--datasets", default=",".join(LOGS), help="shipped jobs, by comma")
+    parser = log_parser("train", __doc__, LOGS)
     parser.add_argument("--top", default="256-64,64-32", help="widths of top MLPs")
     parser.add_argument("--models", default=",".join(MODELS), help="by comma")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--processor", action="store_true", help="processor time of one thread")
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
     options = parser.parse_args(argv)
     torch.set_num_threads(1 if options.processor else THREADS)
     timing = Timing(options.rounds, time.process_time if options.processor else time.perf_counter)
     models: list[str] = options.models.split(",")
     tops = [tuple(map(int, widths.split("-"))) for widths in options.top.split(",")]
     found: dict[str, dict[str, Any]] = {}
-    for name in options.datasets.split(","):
-        with tempfile.TemporaryDirectory() as scratch:
-            dataset = dataset_of(name, options.shared_data, Path(scratch))
-            if dataset is None:
-                sys.stderr.write(f"skipped {name}, its log is not in {options.shared_data}\n")
-                continue
-            for top, model in product(tops, models):
-                if model == "embedding" and top != tops[0]:
-                    continue  # it has no MLP
-                label = f"{name} {model} {'-'.join(map(str, top))}"
-                found[label] = measured(name, dataset, model, top, timing, Path(scratch))
-                sys.stderr.write(f"{label}: {json.dumps(found[label])}\n")
-    if not found:
-        sys.stderr.write("error: benchmark must have a log, got none; give --shared-data\n")
-        return 1
+    for name, log, scratch in each_log(options):
+        dataset = open_dataset(built(job_path(name), log, scratch / "dataset"))
+        for top, model in product(tops, models):
+            if model == "embedding" and top != tops[0]:
+                continue  # it has no MLP
+            label = f"{name} {model} {'-'.join(map(str, top))}"
+            found[label] = measured(name, dataset, model, top, timing, scratch)
+            sys.stderr.write(f"{label}: {json.dumps(found[label])}\n")
     first = next(iter(found))
     result = {**headline(first, found[first]), "details": found}
-    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    write_result(result, options)
     return 0
 
 

@@ -65,8 +65,9 @@ def group_warnings(
         segment: directory of the segment that holds them.
     """
     for name, factor in factors.items():
-        has_windows = any((segment / buffers_path(c, 0)).parent.is_dir() for c in groups[name])
-        if factor < LEAST_DEDUP_FACTOR and not has_windows:
+        if factor >= LEAST_DEDUP_FACTOR:
+            continue
+        if not any((segment / buffers_path(c, 0)).parent.is_dir() for c in groups[name]):
             yield (
                 f"group {name!r} hardly repeats: its dedup factor is {factor:.3g}, so "
                 "it saves nothing and costs its inverse indices; remove it from data.groups, its "

@@ -31,6 +31,7 @@ from pipelines.preview.excerpt import Excerpt, excerpts
 from pipelines.runners import IN_PROCESS
 from pipelines.samples.check_joins import broadcast_sides
 from pipelines.samples.tuples import Tuples
+from pipelines.sources.arrow_types import type_text
 from pipelines.sources.folder import folder_of
 from pipelines.sources.listing import find_files
 from pipelines.sources.partitions import undeclared_partitions
@@ -230,15 +231,8 @@ def _source(context: BuildContext, name: str, excerpt: Excerpt, rows: int) -> di
         "num_bytes": excerpt.num_bytes,
         "rows_read": rows,
         "whole": excerpt.is_whole,
-        "columns": {f.name: _type_text(f.type) for f in schema if f.name != ORIGIN},
+        "columns": {f.name: type_text(f.type) for f in schema if f.name != ORIGIN},
     }
-
-
-def _type_text(kind: pa.DataType) -> str:
-    """Return a type as a job file has it, any kind of list as a list."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"list<{_type_text(kind.value_type)}>"
-    return str(kind)
 
 
 def _rejects(rejected: pa.Table, reasons: RejectCounts, num_rows: int) -> dict[str, Any]:

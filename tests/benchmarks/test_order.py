@@ -55,13 +55,6 @@ def test_headline_has_the_keys_of_the_contract() -> None:
     assert (found["ours"], found["peer"], found["ratio"], found["rounds"]) == (0.5, 2.5, 5.0, [5.0])
 
 
-def test_missing_logs_are_skipped_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--datasets", "mind", "--shared-data", str(tmp_path)]) == 1
-    assert "skipped mind, its log is not in" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_order_of_mind_is_measured(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--json", "--datasets", "mind", "--seeds", "1", "--shared-data", str(shared_data)]

@@ -49,13 +49,6 @@ def test_measure_counts_each_round_and_group(dataset: Path) -> None:
     assert found["groups"]["user"]["transforms"] == 11
 
 
-def test_main_without_logs_names_what_it_skips(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--datasets", "mind", "--shared-data", str(tmp_path)]) == 1
-    assert f"skipped mind, its log is not in {tmp_path}\n" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--json", "--datasets", "ebnerd", "--rounds", "2", "--shared-data"]

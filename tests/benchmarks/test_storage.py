@@ -9,15 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.clickout_log import write_clickouts
-from benchmarks.storage import (
-    MADE_LOGS,
-    build_job,
-    headline,
-    job_path,
-    limit_of,
-    main,
-    measure,
-)
+from benchmarks.logs import MADE_LOGS, build_job, job_path
+from benchmarks.storage import headline, limit_of, main, measure
 from pipelines.report.storage import chunk_bytes, made_bytes
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import built
@@ -70,13 +63,6 @@ def test_chunk_bytes_of_all_columns_is_the_file_without_header_and_footer(tmp_pa
     footer = metadata.serialized_size + 8  # its length and the magic bytes
     assert sum(chunk_bytes(metadata, columns)) == path.stat().st_size - footer - 4
     assert sum(chunk_bytes(metadata, {"history"})) < sum(chunk_bytes(metadata, columns))
-
-
-def test_main_without_logs_names_what_it_skips(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--datasets", "mind", "--shared-data", str(tmp_path)]) == 1
-    assert f"skipped mind, its log is not in {tmp_path}\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
