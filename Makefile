@@ -13,7 +13,7 @@ BENCHMARKS = $(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchm
 JOB := schemas/demo/job.yaml
 JOBS ?= 2
 DATASET := demo/dataset
-# Servers of a cluster take the memory and time of two; their tests have a process of their own.
+PYTEST = python -m pytest -n $(JOBS) --dist worksteal
 ON_A_CLUSTER := tests/cluster tests/scheduler/kubernetes tests/integration/test_kubernetes.py
 
 # What the surroundings of a process decide: no usage reports, no plot window, no chatter of libraries.
@@ -23,6 +23,8 @@ export GRPC_VERBOSITY ?= ERROR
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 export OMP_WAIT_POLICY ?= PASSIVE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Without its caches of bytecode a process that imports Torch compiles for 15 seconds first.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-quick check format bench chaos lock clean
 
@@ -58,12 +60,16 @@ demo: .venv/synced ## log, dataset, oracle, three trainings, plan and demo/repor
 	python -m pipelines report $(DATASET) --html demo/report.html --runs demo/runs
 	@echo "open demo/report.html"
 
+# Tests of a cluster wait more than they compute: they run beside the others.
 test: .venv/synced ## every test, the slow ones too, but for the long fault injection
-	python -m pytest -n 1 --dist loadfile --no-loadscope-reorder $(ON_A_CLUSTER)
-	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not chaos" $(addprefix --ignore=,$(ON_A_CLUSTER))
+	cluster=$$(mktemp); trap 'rm $$cluster' EXIT; status=0; \
+	python -m pytest $(ON_A_CLUSTER) > $$cluster 2>&1 & \
+	$(PYTEST) -m "not chaos" $(addprefix --ignore=,$(ON_A_CLUSTER)) || status=$$?; \
+	wait $$! || status=$$?; \
+	cat $$cluster; exit $$status
 
 test-quick: .venv/synced ## the tests without those marked slow
-	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not chaos"
+	$(PYTEST) -m "not slow and not chaos"
 
 check: .venv/synced ## format, lint, types and import directions
 	ruff format --check .
@@ -79,8 +85,8 @@ bench: .venv/synced ## every benchmark into benchmarks/results
 	@mkdir -p benchmarks/results
 	for name in $(BENCHMARKS); do python -m benchmarks.$$name --json > benchmarks/results/$$name.json; done
 
-chaos: .venv/synced ## the long fault-injection run
-	python -m pytest -m chaos
+chaos: .venv/synced ## the long fault-injection run; DRAW=seed LIMIT=240 runs a part of it
+	$(PYTEST) -m chaos $(if $(DRAW),--draw $(DRAW)) $(if $(LIMIT),--seconds $(LIMIT))
 
 # torchrec asks for the CUDA build of fbgemm by name: the override drops that from the CPU locks.
 PIN = $(BIN)/uv pip compile --quiet --no-header --no-annotate --generate-hashes --no-emit-index-url --no-emit-find-links \

@@ -1,13 +1,18 @@
 """Fixtures that every test may use, and the profile of hypothesis."""
 
+import hashlib
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import forks
+
 REPOSITORY = Path(__file__).resolve().parents[1]
+STARTED = time.monotonic()
 BUILD_TIMEOUT_SEC = 1800
 """Of a test whose fixture may have to build the servers of a cluster first."""
 
@@ -16,6 +21,22 @@ settings.register_profile(
     "presage", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("presage")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run be a part of the tests that is drawn."""
+    parser.addoption("--draw", metavar="SEED", help="run the tests in an order drawn by a seed")
+    parser.addoption("--seconds", type=float, help="skip the tests that would begin later")
+
+
+def pytest_configure() -> None:
+    """Fork the processes of this session."""
+    forks.begin_session()
+
+
+def pytest_unconfigure() -> None:
+    """Remove what they needed."""
+    forks.end_session()
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +54,24 @@ def shared_data() -> Path:
     return folder
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with many slow tests first, so that workers end together.
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that would begin after the time of the run."""
+    seconds = item.config.getoption("seconds")
+    if seconds is not None and time.monotonic() - STARTED > seconds:
+        pytest.skip(f"the {seconds:.0f} s of this run are over")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw the order, or put files with many slow tests first, so that workers end together.
 
     Also give the first build of a cluster its time, and skip what is marked `gpu` without a driver.
     """
+    seed = config.getoption("draw")
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    if seed is None:
+        items.sort(key=lambda item: -slow[item.path])
+    else:
+        items.sort(key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(BUILD_TIMEOUT_SEC))

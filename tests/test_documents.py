@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import Block, arguments, blocks, commands, named_paths, named_tests
+from tests.forks import write_python
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipelines", "scheduler", "trainer")
@@ -56,8 +57,18 @@ def tree(tmp_path: Path) -> Path:
         if (REPOSITORY / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copy / name)
-    (copy / ".venv").symlink_to(REPOSITORY / ".venv")
+    write_environment(copy / ".venv")
     return copy
+
+
+def write_environment(environment: Path) -> None:
+    """Write a virtual environment with the tools of this one, whose `python` forks."""
+    (environment / "bin").mkdir(parents=True)
+    for tool in (REPOSITORY / ".venv" / "bin").iterdir():
+        if not tool.name.startswith("python"):
+            (environment / "bin" / tool.name).symlink_to(tool)
+    write_python(environment / "bin" / "python")
+    (environment / "synced").touch()  # make installs nothing
 
 
 def run(words: list[str], tree: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,6 +107,7 @@ def run_python(block: Block, tree: Path) -> list[str]:
     return [] if done.returncode == 0 else [f"{block.body}{done.stdout}{done.stderr[-2000:]}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", parameters(with_run=True))
 @pytest.mark.timeout(1800)
 def test_blocks_of_document_run_as_shown(name: str, tree: Path) -> None:
@@ -185,7 +197,7 @@ def test_commands_with_a_text_of_lines_end_at_its_word() -> None:
 
 
 def test_run_python_of_wrong_doctest_names_it(tmp_path: Path) -> None:
-    (tmp_path / ".venv").symlink_to(REPOSITORY / ".venv")
+    write_environment(tmp_path / ".venv")
     right, wrong = blocks("```python\n>>> 1 + 1\n2\n```\n```python\n>>> 1 + 1\n3\n```\n")
     assert run_python(right, tmp_path) == []
     assert len(run_python(wrong, tmp_path)) == 1

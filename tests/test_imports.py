@@ -75,6 +75,7 @@ def modules(repository: Path) -> dict[str, Path]:
     }
 
 
+@pytest.mark.slow
 def test_modules_of_each_package_import_only_what_they_may(repository: Path) -> None:
     found = [
         problem
@@ -84,6 +85,7 @@ def test_modules_of_each_package_import_only_what_they_may(repository: Path) -> 
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_modules_import_each_other_without_cycles(repository: Path) -> None:
     known = modules(repository)
     graph = {

@@ -81,11 +81,13 @@ def keyword(call: ast.Call, name: str) -> object:
     return given[0].value if given and isinstance(given[0], ast.Constant) else None
 
 
+@pytest.mark.slow
 def test_pickle_is_imported_by_two_modules_of_the_build_alone() -> None:
     found = {path for path, tree in trees() if imported(tree) & UNSAFE_MODULES}
     assert found == {"pipelines/beam/runner.py", "pipelines/parts/part.py"}
 
 
+@pytest.mark.slow
 def test_nothing_that_runs_data_as_code_is_called() -> None:
     found = [
         f"{path}:{call.lineno}: {name}"
@@ -104,6 +106,7 @@ def test_calls_and_imports_find_what_they_look_for() -> None:
     assert [keyword(call, "shell") for _, call in calls(tree)] == [True, None]
 
 
+@pytest.mark.slow
 def test_arrays_are_read_without_pickle() -> None:
     reads = [
         keyword(call, "allow_pickle")
@@ -115,6 +118,7 @@ def test_arrays_are_read_without_pickle() -> None:
     assert set(reads) == {False}
 
 
+@pytest.mark.slow
 def test_servers_are_made_in_known_files_only() -> None:
     found = set[str]()
     for path, tree in trees():
@@ -144,6 +148,7 @@ def all_options() -> list[tuple[str, object]]:
     return [option for main in mains for option in options_of(main.build_parser())]
 
 
+@pytest.mark.slow
 def test_hosts_are_loopback_unless_said() -> None:
     hosts = [default for option, default in all_options() if option == "--host"]
     assert len(hosts) >= 3

@@ -25,6 +25,7 @@ def test_steps_look_up_rows_of_whole_tables(skew: str) -> None:
             assert ids.max() < shape.num_rows[-1]
 
 
+@pytest.mark.slow
 def test_main_prints_the_smallest_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--json --rounds 2 --dims 16 --skews heavy --samples 64"
     assert main(options.split()) == 0

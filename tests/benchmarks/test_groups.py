@@ -8,6 +8,7 @@ import pytest
 from benchmarks.groups import main
 
 
+@pytest.mark.slow
 def test_both_sides_of_ten_rows_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json", "--datasets", "ten_rows", "--shared-data", str(Path("none"))]) == 0
     found = json.loads(capsys.readouterr().out)

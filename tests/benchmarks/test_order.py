@@ -24,6 +24,7 @@ from schemas.dataset import open_dataset
 from tests.pipelines import logs
 
 
+@pytest.mark.slow
 def test_variants_hold_the_same_samples_in_their_orders(tmp_path: Path) -> None:
     shipped = logs.built(tmp_path)
     expand(shipped, tmp_path / "samples.parquet")

@@ -62,6 +62,7 @@ def test_windows_of_seeds_that_follow_each_other_share_no_arrival(shared_data: P
     assert window(jobs[:40], 500, 7)[-1].name == jobs[39].name
 
 
+@pytest.mark.slow
 def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:
     jobs = window(philly(shared_data), 40, 0)
     found = one_round(jobs, speeds(shared_data), Knobs(oom=0.3), 0, tuple(POLICIES), 0.8)
@@ -71,6 +72,7 @@ def test_one_round_has_every_policy_and_the_bound(shared_data: Path) -> None:
     assert found["static"]["completion_rate"] < 1.0 == found[OURS]["completion_rate"]
 
 
+@pytest.mark.slow
 def test_each_part_can_be_turned_off_and_is_no_peer(shared_data: Path) -> None:
     jobs = window(philly(shared_data), 20, 0)
     names = ("static", OURS, *WITHOUT)
@@ -91,6 +93,7 @@ def test_ratios_are_those_to_the_best_other_policy() -> None:
     assert interval([2.0]) == {"mean": 2.0, "half": float("inf")}
 
 
+@pytest.mark.slow
 def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--json", "--jobs", "25", "--seeds", "2", "--shared-data", str(shared_data)]
     assert main(words) == 0

@@ -41,6 +41,7 @@ def test_sides_differ_in_repetition_only(dataset: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_measure_counts_each_round_and_group(dataset: Path) -> None:
     found = measure(open_dataset(dataset), rounds=3)
     assert len(found["rounds"]) == 3

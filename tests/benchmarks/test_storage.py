@@ -35,6 +35,7 @@ def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clickouts", "clickouts_hourly", "no_repeats", "ten_rows"])
 def test_dataset_without_oracle_is_hardly_larger_than_the_smallest_clustered_file(
     name: str, tmp_path: Path

@@ -176,6 +176,7 @@ def seen(job: Path, dataset: Path, segment: int) -> tuple[set[float], int]:
     return prices, sum(int(b.jagged_of("kind").lengths().sum()) for b in batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("default", "answer"), [(DEFAULT, 2.5), ("", 0.0)])
 def test_segment_without_an_added_feature_trains_as_one_that_was_built_with_its_default(
     default: str, answer: float, job: Path, logs: list[Path], tmp_path: Path

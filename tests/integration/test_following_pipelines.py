@@ -98,6 +98,7 @@ def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
     return main(["append", str(job), "--input", str(log), "--dataset", str(dataset), *more])
 
 
+@pytest.mark.slow
 def test_index_that_is_held_outlasts_any_number_of_segments(
     job: Path, logs: list[Path], dataset: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_index_that_is_held_outlasts_any_number_of_segments(
     assert not index.directory.exists()
 
 
+@pytest.mark.slow
 def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ def test_appending_the_same_input_again_does_nothing(
     assert bytes_of(two) == before
 
 
+@pytest.mark.slow
 def test_positions_decide_the_order_whoever_comes_first(one: Path, tmp_path: Path) -> None:
     job = one / "job" / "job.yaml"
     orders = {"forth": [(1, "log-1"), (2, "log-2")], "back": [(2, "log-2"), (1, "log-1")]}
@@ -204,6 +205,7 @@ def test_append_in_order_without_a_position_is_refused(
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.slow
 def test_append_extends_every_index_that_the_dataset_has(one: Path, tmp_path: Path) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", "--json"]) == 0

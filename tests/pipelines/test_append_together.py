@@ -37,6 +37,7 @@ def process(job: Path, log: Path, dataset: Path, *more: str) -> subprocess.Popen
     )
 
 
+@pytest.mark.slow
 def test_two_processes_append_at_once_and_none_is_lost(one: Path, tmp_path: Path) -> None:
     dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
     both = [process(job, one / f"log-{i}", dataset, "--position", str(i)) for i in (1, 2)]

@@ -101,6 +101,7 @@ def test_building_from_the_job_in_the_dataset_gives_the_same_segment(
     assert bytes_of(again) == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_files_listed_in_another_order_give_the_same_groups(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ def test_files_listed_in_another_order_give_the_same_groups(
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_a_second_build_into_the_dataset_keeps_its_groups(dataset: Path, tmp_path: Path) -> None:
     other = built(tmp_path)
     before = bytes_of(other)
@@ -119,6 +121,7 @@ def test_a_second_build_into_the_dataset_keeps_its_groups(dataset: Path, tmp_pat
     assert bytes_of(other) == before == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_groups_are_taken_from_the_dataset_when_the_log_has_grown(tmp_path: Path) -> None:
     dataset = built(tmp_path)
     groups = open_dataset(dataset).job.data.groups
@@ -266,6 +269,7 @@ def job_text(directory: Path) -> str:
     return next(directory.rglob("job.yaml")).read_text()
 
 
+@pytest.mark.slow
 def test_columns_of_one_transform_stay_in_one_place(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 3000)
     transforms = (
@@ -365,6 +369,7 @@ def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
     assert {"session", "user", "history"} <= {*columns}
 
 
+@pytest.mark.slow
 def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +385,7 @@ def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
     assert 100 < seen[0] < 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mind", "ebnerd"])
 def test_chosen_groups_are_as_good_as_the_shipped_ones(
     name: str, shared_data: Path, repository: Path, tmp_path: Path

@@ -55,6 +55,7 @@ class Renames:
         self.rename(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_rename_that_fails_once_anywhere_loses_nothing_and_the_retry_completes(
     uncommitted: tuple[Path, Commit], tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def as_tuples(table: pa.Table) -> list[tuple[object, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_tables_of_a_pipeline_become_a_dataset_whatever_their_order_and_cuts(
     tmp_path: Path,
 ) -> None:
@@ -51,6 +52,7 @@ def test_tables_of_a_pipeline_become_a_dataset_whatever_their_order_and_cuts(
     assert list(whole.glob(f"{INCOMING}*")) == []
 
 
+@pytest.mark.slow
 def test_samples_of_a_dataset_come_back_as_tables(tmp_path: Path) -> None:
     dataset = write(tmp_path, [ROWS], "dataset")
 
@@ -61,6 +63,7 @@ def test_samples_of_a_dataset_come_back_as_tables(tmp_path: Path) -> None:
         assert_that(pipeline | ReadDataset(dataset), check)
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_used_are_rejects_and_the_others_are_there(tmp_path: Path) -> None:
     bad = ROWS.slice(0, 1).set_column(0, "session", pa.array([None], pa.int64()))
     dataset = write(tmp_path, [bad, ROWS.slice(1)], "dataset")

@@ -63,6 +63,7 @@ def test_a_source_that_the_job_lacks_is_refused_by_name(tmp_path: Path) -> None:
         ReadSource(job, tmp_path / "log", source="lock")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_samples_are_those_of_the_dataset_built_of_the_same_rows(
     tmp_path: Path, num_parts: int
@@ -106,6 +107,7 @@ def rows_equal(found: list[pa.Table], expected: list[pa.Table]) -> None:
     assert sorted_rows(found) == sorted_rows(expected)
 
 
+@pytest.mark.slow
 def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job", on_error="reject_files")

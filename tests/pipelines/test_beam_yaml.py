@@ -9,6 +9,7 @@ from typing import Any
 
 import apache_beam as beam
 import pyarrow as pa
+import pytest
 import yaml
 from apache_beam.pvalue import Row
 from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
@@ -45,6 +46,7 @@ def json_lines(directory: Path, begin: str) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_build_in_yaml_gives_the_bytes_of_the_command(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     (tmp_path / "log" / "torn.parquet").write_bytes(b"PAR1")
@@ -57,6 +59,7 @@ def test_a_build_in_yaml_gives_the_bytes_of_the_command(tmp_path: Path) -> None:
     assert (reject["file"], reject.get("position")) == ("torn.parquet", None)
 
 
+@pytest.mark.slow
 def test_rows_of_yaml_become_the_dataset_that_their_tables_become(tmp_path: Path) -> None:
     rows, job = write_log(tmp_path / "log"), write_job(tmp_path / "job")
     text = (FILES / "filter.yaml").read_text().replace("user != 4", "True")

@@ -160,6 +160,7 @@ def test_sessions_with_a_gap_are_counted_apart(tmp_path: Path) -> None:
     assert open_dataset(dataset).segments[0].manifest.num_sessions == expected
 
 
+@pytest.mark.slow
 def test_json_of_build_has_the_keys_of_the_contract(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,6 +136,7 @@ def test_graph_groups_by_coded_pairs_only(tmp_path: Path, monkeypatch: pytest.Mo
     assert {parts.coders[coder].spec.urn for coder in grouped} == {"beam:coder:kv:v1"}
 
 
+@pytest.mark.slow
 def test_graph_of_ten_thousand_files_is_small_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_metadata_refuses_what_a_launcher_would(
         assert all(re.search(regex, value) for regex in regexes) == (value in good), value
 
 
+@pytest.mark.slow
 def test_launcher_says_what_is_wrong_in_one_line(repository: Path, tmp_path: Path) -> None:
     template = repository / "deploy" / "dataflow" / "template.py"
     words = [f"--job={tmp_path}/no.yaml", f"--input={tmp_path}", f"--output={tmp_path}/dataset"]

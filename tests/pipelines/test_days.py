@@ -135,6 +135,7 @@ def named_bytes(dataset: Path) -> dict[str, dict[str, bytes]]:
     return {place: bytes_of(dataset / place) for place in places}
 
 
+@pytest.mark.slow
 def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 def test_prune_removes_what_was_replaced_and_nothing_else(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +181,7 @@ def test_prune_removes_what_was_replaced_and_nothing_else(
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 def test_version_that_comes_back_is_the_one_that_was_there(
     logs: Path, days: Path, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ JOBS: dict[str, tuple[Callable[[Path], Path], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "broadcast"), JOBS.values(), ids=JOBS.keys())
 def test_a_build_in_process_has_the_bytes_of_the_local_runner(
     write: Callable[[Path], Path],
@@ -129,6 +130,7 @@ def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
     assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")
 
 
+@pytest.mark.slow
 def test_commands_in_process_import_no_beam(tmp_path: Path, repository: Path) -> None:
     job = learned(tmp_path)
     transform_jobs.write_log(tmp_path / "more", transform_jobs.raw_rows(90, seed=2))

@@ -185,6 +185,7 @@ def test_append_keeps_tombstones_in_force(
     assert ID not in sessions(dataset)
 
 
+@pytest.mark.slow
 def test_rewritten_dataset_holds_the_id_in_no_byte(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +209,7 @@ def test_rewritten_dataset_holds_the_id_in_no_byte(
     assert bytes_of(dataset) == after
 
 
+@pytest.mark.slow
 def test_rewritten_segment_has_the_bytes_of_one_built_without_the_id(
     two: Path, without: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

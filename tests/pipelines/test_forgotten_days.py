@@ -93,6 +93,7 @@ def test_the_files_of_a_rewritten_day_bring_nothing_back(
     assert bytes_of(left) == before
 
 
+@pytest.mark.slow
 def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
     logs: Path, left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +107,7 @@ def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 def test_day_with_tombstones_is_not_replaced(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +128,7 @@ def test_day_with_tombstones_is_not_replaced(
     assert found_in(dataset, ID) == []
 
 
+@pytest.mark.slow
 def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +150,7 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     assert found_in(dataset, ID) == []
 
 
+@pytest.mark.slow
 def test_day_of_which_nothing_was_left_does_not_come_again(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +203,7 @@ def test_rejects_go_after_their_own_time(
     assert (sessions(dataset), verify(dataset)["problems"]) == (samples, [])
 
 
+@pytest.mark.slow
 def test_what_is_forgotten_stays_so_when_rejects_go(
     days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +219,7 @@ def test_what_is_forgotten_stays_so_when_rejects_go(
     assert (found_in(dataset, ID), sessions(dataset)) == ([], left)
 
 
+@pytest.mark.slow
 def test_rewritten_rejects_are_as_old_as_before(
     days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -217,6 +217,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("first") / "log", ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_gate_keeps_a_segment_out_and_says_why(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
@@ -238,6 +239,7 @@ def test_gate_keeps_a_segment_out_and_says_why(
     assert not list((target / SEGMENTS).glob(".*"))
 
 
+@pytest.mark.slow
 def test_gate_that_warns_lets_the_segment_in_and_forgets_the_refusal(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +277,7 @@ def test_gate_lets_a_like_segment_pass_and_writes_what_it_measured(
     assert verify(target)["problems"] == []
 
 
+@pytest.mark.slow
 def test_gate_of_a_first_build_leaves_no_dataset(
     first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

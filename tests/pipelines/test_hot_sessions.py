@@ -33,6 +33,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [1, 10_000])
 def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int

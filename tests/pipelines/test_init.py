@@ -219,6 +219,7 @@ def built(job: Path, log: Path, dataset: Path) -> dict[str, object]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("write", "wanted"), LOGS.values(), ids=LOGS.keys())
 def test_a_first_job_has_what_is_in_the_files_and_builds_as_it_is(
     write: Callable[[Path], None], wanted: dict[str, object], tmp_path: Path
@@ -350,6 +351,7 @@ def test_init_says_when_rows_are_rejected(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
     write_log(GeneratorConfig(num_samples=1000, seed=3), tmp_path / "log")
     found = init(InitRequest(input_root=tmp_path / "log", output=tmp_path / "job"))
@@ -467,6 +469,7 @@ def test_a_first_job_of_a_real_log_keeps_all_of_its_samples(
     assert (result["num_samples"], result["num_rejects"]) == (samples, 0)
 
 
+@pytest.mark.slow
 def test_a_first_job_of_a_log_with_many_tables_joins_them(
     shared_data: Path, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def command(one: Path, dataset: Path) -> list[str]:
 CASES = [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.chaos]) for name in POINTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", CASES)
 def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     one: Path, tmp_path: Path, point: str
@@ -145,6 +146,7 @@ def children(pid: int) -> list[int]:
     return [*own, *(c for o in own for c in children(o))]
 
 
+@pytest.mark.slow
 def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same(
     tmp_path: Path,
 ) -> None:
@@ -175,6 +177,7 @@ def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same
     assert bytes_of(dataset) == bytes_of(tmp_path / "clean")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limit",
     [pytest.param(3_000), *(pytest.param(n, marks=pytest.mark.chaos) for n in (900, 9_000))],

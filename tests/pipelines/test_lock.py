@@ -37,6 +37,7 @@ def test_build_leaves_the_workplaces_of_others_alone(tmp_path: Path) -> None:
     assert index.is_dir()
 
 
+@pytest.mark.slow
 def test_build_of_another_job_that_was_faster_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +59,7 @@ def test_build_of_another_job_that_was_faster_is_not_replaced(
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 def test_build_of_a_finished_dataset_keeps_its_other_indexes(tmp_path: Path) -> None:
     dataset = built(tmp_path)
     assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", "--json"]) == 0

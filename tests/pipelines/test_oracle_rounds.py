@@ -60,6 +60,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     in_rounds(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rounds")
 def test_build_and_append_in_rounds_give_the_bytes_of_tables_made_at_once(
     at_once: Path, tmp_path: Path
@@ -85,6 +86,7 @@ def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
     assert bytes_of(tmp_path / "dataset") == bytes_of(at_once / "dataset")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["none", "blocks"])
 def test_reindex_of_several_epochs_in_rounds_gives_the_bytes_of_one_made_at_once(
     at_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: str

@@ -189,6 +189,7 @@ def prepared(job_path: Path, log: Path) -> tuple[Prepared, list[str]]:
     return prepare(request, job, load_features(job_path.parent / job.data.schema)), said
 
 
+@pytest.mark.slow
 def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
     log: Path, tmp_path: Path
 ) -> None:

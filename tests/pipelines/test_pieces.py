@@ -36,6 +36,7 @@ def parts_of(rng: np.random.Generator, sizes: list[int], num_sessions: int) -> l
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 600, 2000, 1 << 20])
 @given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4))
 def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -> None:

@@ -95,6 +95,7 @@ def test_preview_of_the_first_rows_says_that_they_are_estimates(tmp_path: Path) 
     assert any("no sample is for evaluation" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
     rows = logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job", on_error="reject_files")

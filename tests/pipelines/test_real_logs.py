@@ -38,6 +38,7 @@ def parse_mind(path: Path) -> Counter[tuple[object, ...]]:
     return samples
 
 
+@pytest.mark.slow
 def test_mind_expands_to_an_independent_parse(
     mind: tuple[Path, dict[str, object]], shared_data: Path, tmp_path: Path
 ) -> None:
@@ -70,6 +71,7 @@ def test_mind_verifies(mind: tuple[Path, dict[str, object]]) -> None:
     assert verify(mind[0])["problems"] == []
 
 
+@pytest.mark.slow
 def test_ebnerd_joins_each_impression_with_the_history_before_it(
     shared_data: Path, repository: Path, tmp_path: Path
 ) -> None:

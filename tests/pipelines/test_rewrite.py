@@ -497,6 +497,7 @@ def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
     assert line.startswith("error: rewritten rows must have the content hash ")
 
 
+@pytest.mark.slow
 def test_rewrite_of_real_sessions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_data: Path
 ) -> None:

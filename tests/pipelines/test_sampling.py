@@ -170,6 +170,7 @@ def build_of(
     return directory / "dataset"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_build_keeps_the_same_samples_however_the_log_is_cut_into_files(
     unit: Unit, tmp_path: Path
@@ -200,6 +201,7 @@ def test_weight_column_is_read_by_the_trainer_and_left_out_of_the_original_sampl
     assert spec_of(open_dataset(dataset), "float32").weight == SAMPLE_WEIGHT
 
 
+@pytest.mark.slow
 def test_session_unit_keeps_the_higher_dedup_factor_and_both_are_reported(tmp_path: Path) -> None:
     measured, estimated = {}, {}
     for unit in UNITS:

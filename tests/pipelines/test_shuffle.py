@@ -138,6 +138,7 @@ def dataset_of(log: Path, name: str, options: list[str]) -> dict[str, bytes]:
     return bytes_of(log / name)
 
 
+@pytest.mark.slow
 def test_builds_by_reference_and_by_value_with_any_workers_give_the_same_bytes(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +152,7 @@ def test_builds_by_reference_and_by_value_with_any_workers_give_the_same_bytes(
     assert sorted(p.name for p in (log / "values").rglob("*")) == shared
 
 
+@pytest.mark.slow
 def test_build_without_any_sample_says_so_either_way(log: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("AS label FROM log", "AS label FROM log WHERE user < 0"))

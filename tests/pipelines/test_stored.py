@@ -116,6 +116,7 @@ def parts(draw: st.DrawFn) -> tuple[pa.Table, list[int]]:
     return table, row_groups
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(parts(), st.sampled_from(LAYOUTS))
 def test_group_is_read_back_bit_by_bit_in_every_layout(

@@ -37,6 +37,7 @@ def history_bytes(dataset: Dataset) -> int:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [OF_SESSIONS, OF_USERS], ids=["sessions", "users"])
 def test_histories_that_shift_take_two_and_a_half_times_less_as_windows(
     shared_data: Path, repository: Path, tmp_path: Path, keys: tuple[str, str]

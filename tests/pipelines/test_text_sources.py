@@ -180,6 +180,7 @@ def test_file_that_ends_in_the_middle_of_a_line_loses_that_line(tmp_path: Path) 
     assert [r.position for r in rejects] == [8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log.jsonl.gz", "log.jsonl.zst"])
 def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
     name: str, tmp_path: Path

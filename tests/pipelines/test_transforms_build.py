@@ -133,6 +133,7 @@ def test_same_bytes_again_with_files_in_another_order(
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_other_cuts_into_files_and_parts_learn_the_same(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_other_cuts_into_files_and_parts_learn_the_same(
     assert verify(many)["problems"] == []
 
 
+@pytest.mark.slow
 def test_two_workers_give_the_same_bytes(dataset: Path, tmp_path: Path) -> None:
     log = jobs.write_log(tmp_path / "log", jobs.raw_rows(400, 0))
     wanted = beam_request(jobs.write_job(tmp_path / "job"), log, tmp_path / "dataset")
@@ -178,6 +180,7 @@ def vocabulary(dataset: Path, segment: int) -> list[object]:
     return load_learned(dataset, files, opened.job.data).vocabularies["items"].values.to_pylist()
 
 
+@pytest.mark.slow
 def test_later_segment_appends_and_keeps_every_row_and_number(tmp_path: Path) -> None:
     log = jobs.write_log(tmp_path / "log", jobs.raw_rows(400, 0))
     dataset = tmp_path / "dataset"
@@ -203,6 +206,7 @@ def test_later_segment_appends_and_keeps_every_row_and_number(tmp_path: Path) ->
     assert bytes_of(dataset) == before
 
 
+@pytest.mark.slow
 def test_segments_that_learn_at_once_do_not_both_enter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +231,7 @@ def test_segments_that_learn_at_once_do_not_both_enter(
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 def test_new_column_of_a_later_segment_learns_numbers_of_its_own(tmp_path: Path) -> None:
     log = jobs.write_log(tmp_path / "log", jobs.raw_rows(400, 0))
     dataset = tmp_path / "dataset"

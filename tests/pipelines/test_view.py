@@ -107,6 +107,7 @@ def test_view_is_the_same_text_whenever_it_is_made(tmp_path: Path) -> None:
     assert bytes_of(dataset) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mind", "ebnerd"])
 def test_view_of_real_logs(name: str, shared_data: Path, repository: Path, tmp_path: Path) -> None:
     folder = {"mind": "mind", "ebnerd": "ebnerd_test"}[name]

@@ -43,6 +43,7 @@ def objectives(grid: Grid, known: Snapshot) -> np.ndarray:
     return np.stack([found.cost_per_hour, -FACTS.num_samples / found.predicted_sec], axis=1)
 
 
+@pytest.mark.slow
 def test_candidates_of_a_large_grid_cover_its_front_to_a_hundredth(
     known: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_candidates_of_bounded_segment_jobs_are_those_of_all_that_are_small_enou
     assert all(map(np.array_equal, astuple(found), astuple(small)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hours", [None, 3.0])
 def test_plan_of_a_large_grid_is_nearly_the_best_of_all(
     known: Snapshot, monkeypatch: pytest.MonkeyPatch, hours: float | None

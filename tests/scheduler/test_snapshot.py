@@ -201,6 +201,7 @@ def write_trained_run(folder: Path, segments: list[str]) -> None:
     (folder / IDENTITY).write_text(json.dumps({"segments": segments}))
 
 
+@pytest.mark.slow
 def test_main_build_leaves_what_the_next_plan_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

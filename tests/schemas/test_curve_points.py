@@ -1,6 +1,7 @@
 """Curves from few points and from samples against simulated caches of every size."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +68,7 @@ def test_sampled_lru_curve_keeps_to_its_stated_error() -> None:
         assert apart.max() <= curve.error
 
 
+@pytest.mark.slow
 def test_sampled_optimal_curve_keeps_to_its_stated_error() -> None:
     """Skewed rows, with a hot one in every step; several samples."""
     for seed in range(4):

@@ -225,7 +225,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     ),
     "no YAML": (
         "name: a\ngroups: [x\n",
-        "job file must be YAML, got expected ',' or ']', but got '<stream end>' in @:3; "
+        "job file must be YAML, got did not find expected ',' or ']' in @:3; "
         "check indentation and quotes",
     ),
     "two documents": (
@@ -236,7 +236,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     "nothing": ("# only a comment\n", "job file must not be empty in @; start from a shipped one"),
     "control character": (
         "name: a\x07\n",
-        "job file must be YAML, got unacceptable character #x0007: special characters are not "
+        "job file must be YAML, got unacceptable character #x0007: control characters are not "
         "allowed in @; save it as plain text",
     ),
     "no UTF-8": (

@@ -51,6 +51,7 @@ def shifting(draw: st.DrawFn) -> Lists:
     return lists
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(few_values | shifting())
 def test_windows_give_back_every_list(lists: Lists) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from schemas.events import METRICS
 from tests.conftest import REPOSITORY
+from tests.forks import forked_by
 
 PATIENCE = 400.0
 """Seconds until a test gives up; nothing is measured."""
@@ -111,11 +112,10 @@ def _state_in(stat: Path) -> str | None:
 
 def children_of(pid: int) -> dict[int, list[str]]:
     """Return the ids of the children of a process, and their command lines."""
-    found: dict[int, list[str]] = {}
-    for task in Path(f"/proc/{pid}/task").glob("[0-9]*"):
-        for child in _read(task / "children").split():
-            found[int(child)] = _read(Path(f"/proc/{child}/cmdline")).split("\0")
-    return found
+    tasks = Path(f"/proc/{pid}/task").glob("[0-9]*")
+    children = [int(child) for task in tasks for child in _read(task / "children").split()]
+    found = [*children, *forked_by(pid)]
+    return {child: _read(Path(f"/proc/{child}/cmdline")).split("\0") for child in found}
 
 
 def _read(path: Path) -> str:

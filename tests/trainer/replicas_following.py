@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from schemas.events import RunSummary, StepMetric
-from tests.trainer.forked import forked_child
 from tests.trainer.growing import commit
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.runs import checkpoint_at
 from trainer.draining import Drain
 from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, start_replica, train_together
 from trainer.training import TrainOptions
 
 KNOWN = (12, 16, 19, 20)
@@ -66,7 +65,7 @@ class Together:
         at_step: dict[int, Callable[[], None]] | None = None,
         count: int = 2,
         faults: Faults | None = None,
-        start: Callable[[Sequence[str]], subprocess.Popen[bytes]] = forked_child,
+        start: Callable[[Sequence[str]], subprocess.Popen[bytes]] = start_replica,
         say: Callable[[str], None] = lambda _: None,
         **options: object,
     ) -> RunSummary:

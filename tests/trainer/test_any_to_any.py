@@ -72,6 +72,7 @@ def test_stopped_runs_have_equal_checkpoints_of_several_parts(stopped: dict[str,
         assert "stores" not in (checkpoint / MANIFEST).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loads", KINDS)
 def test_any_kind_goes_on_from_any_other_with_the_same_bits(
     loads: str, dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path

@@ -96,6 +96,7 @@ def copied_of(run: Path) -> list[int]:
     return [line["train_step"] for line in lines if line["num_bytes"]]
 
 
+@pytest.mark.slow
 def test_everything_is_saved_while_another_holds_the_place_and_beside_again_then(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +153,7 @@ def test_who_joined_after_the_newest_checkpoint_saves_everything_once(
         second.assert_saved(step)
 
 
+@pytest.mark.slow
 def test_a_stale_writer_changes_nothing(folder: Path, tmp_path: Path) -> None:
     first, second = OneReplica(folder, tmp_path / "run"), OneReplica(folder, tmp_path / "run")
     first.train(range(0, 7), writes=True)

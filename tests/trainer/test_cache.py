@@ -60,6 +60,7 @@ def run_source(
     return handed
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
     policy=st.sampled_from(["ttl", "belady"]),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.compare import compare_runs
@@ -39,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drawn_faults_do_not_show(seed: int, folder: Path, tmp_path: Path) -> None:
     count = 2 + seed % 3
     faults, run = draw(seed, count, NUM_STEPS), tmp_path / "run"
-    launch = LaunchOptions(count=count, faults=faults, start=forked_child)
+    launch = LaunchOptions(count=count, faults=faults)
     job = folder / "job" / "job.yaml"
     for attempt in range(len(faults.schedule) + 1):
         options = TrainOptions(resume=attempt > 0)

@@ -70,6 +70,7 @@ def test_every_tensor_of_a_batch_is_moved(expanded: bool, dataset: Path, tmp_pat
     assert moved(batch, torch.device("cpu")) is batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["plain", "cached"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
@@ -134,6 +135,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Embedding, "__init__", begin)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     ("model", "embedding"),

@@ -71,6 +71,7 @@ def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("model", MODELS)
 def test_float64_run_has_the_losses_of_expanded(model: str, pooling: str, runs: Runs) -> None:
@@ -88,12 +89,14 @@ def test_float64_run_with_another_optimizer_has_the_losses_of_expanded(
     np.testing.assert_allclose(unique.losses, expanded.losses, rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_float32_run_with_means_has_the_first_losses_of_expanded(model: str, runs: Runs) -> None:
     unique, expanded = runs(model, dtype="float32", pooling="mean")
     np.testing.assert_allclose(unique.losses[:20], expanded.losses[:20], rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_float32_run_with_sums_has_the_first_loss_of_expanded(model: str, runs: Runs) -> None:
     unique, expanded = runs(model, dtype="float32", pooling="sum")
@@ -108,6 +111,7 @@ def test_float32_run_is_worth_what_expanded_is(model: str, pooling: str, runs: R
     assert unique.worth[0] < 1.1, "it learned something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(

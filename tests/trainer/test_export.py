@@ -42,6 +42,7 @@ def exported(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLOW = [pytest.param(m, "float64", marks=pytest.mark.slow) for m in ("dcn", "deepfm", "wide_deep")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [*((m, "float32") for m in MODELS), ("dlrm", "float64"), ("attention", "float64"), *SLOW],

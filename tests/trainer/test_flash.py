@@ -111,6 +111,7 @@ def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> i
     return agent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainer_killed_after_the_copy_loses_nothing_that_its_agent_holds(
     kind: str, dataset: Path, plain: Path, tmp_path: Path
@@ -129,6 +130,7 @@ def test_trainer_killed_after_the_copy_loses_nothing_that_its_agent_holds(
     assert list(memory.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_copy_of_a_trainer_and_an_agent_that_both_died_is_written_by_the_next_start(
     dataset: Path, plain: Path, tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_leftovers_of_a_run_that_is_begun_again_are_cleared_and_not_used(
     assert list(memory.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
     dataset: Path, plain: Path, tmp_path: Path
 ) -> None:
@@ -183,6 +186,7 @@ class FailedError(Exception):
     """What ends a run in the middle."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", ["wait", "skip"])
 def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
     late: str, dataset: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +250,7 @@ def limit_files_of(agent: int, num_bytes: int) -> None:
     resource.prlimit(agent, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["plain", "cached"])
 def test_training_goes_on_while_the_disk_is_full_and_the_next_checkpoint_has_everything(
     embedding: str,

@@ -60,6 +60,7 @@ def test_used_places_are_those_of_a_dictionary(
             last = {place: at for place, at in last.items() if at >= step - back}
 
 
+@pytest.mark.slow
 @given(
     events=st.lists(
         st.tuples(
@@ -323,6 +324,7 @@ def test_who_holds_the_checkpoints_is_not_waited_for_for_ever(
     assert [int(folder.name) for folder in complete(checkpoints)] == [6, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [1, 2])
 def test_several_writers_leave_no_checkpoint_that_is_not_whole(keep: int, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"

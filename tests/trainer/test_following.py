@@ -101,6 +101,7 @@ def test_run_over_store_processes_that_follows_has_the_bits_of_one_on_the_finish
     assert_equal(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_order_of_blocks_as_stored_is_followed_too(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", shuffle="none", **ONCE)
     versions = make_versions(tmp_path / "versions", job)
@@ -110,6 +111,7 @@ def test_order_of_blocks_as_stored_is_followed_too(tmp_path: Path) -> None:
     assert_equal(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", ["log", "mmap"])
 def test_second_epoch_begins_after_the_last_segment(files: str, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="2", files=files, every_steps="4")
@@ -133,6 +135,7 @@ def test_run_of_some_steps_waits_only_for_their_segments(
     assert compare_runs(tmp_path / "run", tmp_path / "some").difference is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", ["log", "mmap"])
 @pytest.mark.parametrize("stop", [2, 11, 12, 15, 18, 19])
 def test_run_that_died_goes_on_with_a_dataset_that_has_grown_meanwhile(

@@ -79,6 +79,7 @@ REPLACED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), REPLACED.values(), ids=REPLACED.keys())
 def test_dataset_that_was_replaced_is_refused_and_a_restored_one_gone_on_with(
     change: Callable[[DatasetManifest], dict[str, object]],

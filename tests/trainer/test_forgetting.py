@@ -76,6 +76,7 @@ def forget(run: Path, ids: list[int], table: str, capsys: pytest.CaptureFixture[
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_forgotten_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +100,7 @@ def test_forgotten_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
     assert again["checkpoints"] == {}
 
 
+@pytest.mark.slow
 def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +116,7 @@ def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
     assert found_in(checkpoints / new, big) == []
 
 
+@pytest.mark.slow
 def test_run_goes_on_after_rows_were_forgotten(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +129,7 @@ def test_run_goes_on_after_rows_were_forgotten(
     assert summary.num_steps == whole.num_steps
 
 
+@pytest.mark.slow
 def test_damaged_part_is_not_given_a_new_checksum(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,6 +144,7 @@ def test_damaged_part_is_not_given_a_new_checksum(
         forgetting.forget_rows(run, np.arange(2000), table)
 
 
+@pytest.mark.slow
 def test_run_that_is_trained_is_refused(trained: Path, tmp_path: Path) -> None:
     run, (table, ids) = copied(trained, tmp_path), table_and_ids(trained)
     code = "import time; print(flush=True); time.sleep(60)"

@@ -30,6 +30,7 @@ def build_into(folder: str) -> str:
     return str(library(Path(folder), COMPILERS))
 
 
+@pytest.mark.slow
 def test_library_is_made_once_and_found_again(tmp_path: Path) -> None:
     made = library(tmp_path / "cache", COMPILERS)
     first = made.stat().st_mtime_ns
@@ -39,6 +40,7 @@ def test_library_is_made_once_and_found_again(tmp_path: Path) -> None:
     CompiledKernels(made)
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         found = pool.map(build_into, [str(tmp_path)] * 2)
@@ -52,11 +54,13 @@ def test_library_is_made_elsewhere_when_the_cache_is_not_ours(tmp_path: Path) ->
     assert library(tmp_path / "cache", COMPILERS).is_file()
 
 
+@pytest.mark.slow
 def test_library_is_made_elsewhere_when_the_cache_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("in the way")
     assert library(tmp_path / "cache", COMPILERS).is_file()
 
 
+@pytest.mark.slow
 def test_library_of_another_source_has_another_name(tmp_path: Path) -> None:
     first = library(tmp_path, COMPILERS)
     other = replace(EMBEDDING, flags=(*EMBEDDING.flags, "-DOTHER"))

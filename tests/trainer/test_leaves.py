@@ -51,6 +51,7 @@ def test_leaf_by_leaf_is_the_whole_batch_up_to_rounding(
         np.testing.assert_allclose(rows, other[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])
 def test_threads_do_not_show(kernels: str, dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", dtype="float32", kernels=kernels)

@@ -14,7 +14,6 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.events import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 from tests.trainer.daily import DATES, make_days
-from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
@@ -54,9 +53,7 @@ def resume(folder: Path, run: Path, **options: object) -> None:
 
 
 def resume_together(folder: Path, run: Path, faults: Faults | None = None) -> None:
-    launch = LaunchOptions(
-        count=2, heartbeat_sec=2.0, faults=faults or Faults(), start=forked_child
-    )
+    launch = LaunchOptions(count=2, heartbeat_sec=2.0, faults=faults or Faults())
     options = TrainOptions(resume=faults is None)
     job = folder / "job" / "job.yaml"
     train_together(job, folder / "dataset", run, options, launch, lambda *_: None)

@@ -36,6 +36,7 @@ def many_files() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_training_leaves_no_file_open(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
@@ -45,6 +46,7 @@ def test_training_leaves_no_file_open(tmp_path: Path) -> None:
     assert num_open() == before
 
 
+@pytest.mark.slow
 def test_held_holds_the_latest_folders_until_it_goes(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:

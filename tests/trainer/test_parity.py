@@ -39,6 +39,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "adam", "sgd"])
 def test_train_cached_has_the_bits_of_plain(
@@ -134,6 +135,7 @@ def num_rows(run: Path) -> int:
     return sum(len(v) for name, v in final_rows(run).items() if name.endswith("rows.npy"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("embedding", "policy"),
     [("plain", "ttl"), ("cached", "ttl"), ("cached", "belady"), ("lru", "ttl")],
@@ -153,6 +155,7 @@ def test_train_resumed_has_the_bits_of_a_run_that_never_stopped(
     assert_same_rows(straight, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("files", "policy"), [("log", "ttl"), ("log", "belady"), ("mmap", "ttl")])
 def test_train_resumed_reads_what_a_run_that_never_stopped_reads(
     files: str, policy: str, dataset: Path, tmp_path: Path

@@ -44,6 +44,7 @@ def by_row(checkpoint: Path, table: str) -> dict[int, bytes]:
     return {row: value.tobytes() for row, value in zip(rows.tolist(), values, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("since", "to"), [(4, 8), (4, 20), (12, 12)])
 def test_applied_rows_give_the_newer_export_bit_for_bit(
     since: int, to: int, run: Path, tmp_path: Path
@@ -96,6 +97,7 @@ def drop_rows(run: Path, train_step: int, table: str) -> list[int]:
     return held[f"{table}/rows.npy"][~keep].tolist()
 
 
+@pytest.mark.slow
 def test_dropped_rows_are_published_and_dropped(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     dropped = drop_rows(copy, 12, "items")
@@ -124,6 +126,7 @@ def test_commands_of_published_rows_say_what_they_made(
     assert applied["train_step"] == 20
 
 
+@pytest.mark.slow
 def test_rows_of_another_model_are_refused(run: Path, tmp_path: Path) -> None:
     export_run(run, tmp_path / "old", 4)
     publish(run, tmp_path / "changes", 8)

@@ -11,7 +11,6 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.events import LEDGER, RunSummary, StepMetric
-from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, run_job
@@ -19,7 +18,7 @@ from trainer.compare import compare_runs
 from trainer.draining import Drain, DrainInterrupt
 from trainer.ledger import read_ledger, verify_run
 from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, start_replica, train_together
 from trainer.training import TrainOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -38,9 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def together(
     folder: Path, run: Path, count: int, faults: Faults | None = None, **options: object
 ) -> RunSummary:
-    launch = LaunchOptions(
-        count=count, heartbeat_sec=2.0, faults=faults or Faults(), start=forked_child
-    )
+    launch = LaunchOptions(count=count, heartbeat_sec=2.0, faults=faults or Faults())
     given = TrainOptions(**options)  # type: ignore[arg-type]
     job = folder / "job" / "job.yaml"
     return train_together(job, folder / "dataset", run, given, launch, lambda *_: None)
@@ -109,7 +106,7 @@ def test_one_that_was_away_computes_leaves_again(what: str, folder: Path, tmp_pa
                 back.add(entry.replica)
 
     faults = AWAY[what].pause(0, PAUSE_SEC)  # who stays, so that the other is back in time
-    launch = LaunchOptions(count=2, heartbeat_sec=1.0, faults=faults, start=forked_child)
+    launch = LaunchOptions(count=2, heartbeat_sec=1.0, faults=faults)
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     train_together(job, dataset, run, TrainOptions(), launch, look)
     assert_as_alone(folder, run)
@@ -145,7 +142,7 @@ def test_replicas_that_are_started_by_hand_find_each_other(folder: Path, tmp_pat
     def start(_: LocalReplicas) -> None:
         for number in ("0", "1"):
             arguments = ["replica", str(run), "--number", number, "--expected", "2"]
-            started.append(forked_child(arguments))
+            started.append(start_replica(arguments))
 
     launch = LaunchOptions(count=0, heartbeat_sec=2.0)
     paths = (folder / "job" / "job.yaml", folder / "dataset", run)

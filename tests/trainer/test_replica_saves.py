@@ -14,7 +14,6 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.events import CHECKPOINTS
-from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
@@ -56,7 +55,6 @@ def together(
         count=2,
         heartbeat_sec=heartbeat_sec,
         faults=faults or Faults(),
-        start=forked_child,
         restarts=restarts,
     )
     given = TrainOptions(**options)  # type: ignore[arg-type]

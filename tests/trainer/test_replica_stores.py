@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from schemas.events import CHECKPOINTS, LEDGER, LOST, RunSummary, StepMetric
-from tests.trainer.forked import forked_child
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
@@ -22,7 +21,7 @@ from trainer.flash.saver import COPIES
 from trainer.ledger import read_ledger, verify_run
 from trainer.opening import STORE
 from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
+from trainer.replicas.launch import LaunchOptions, LocalReplicas, start_replica, train_together
 from trainer.stores.entries import RowsEntry, read_entries
 from trainer.training import TrainOptions
 
@@ -62,7 +61,6 @@ def together(
         heartbeat_sec=2.0,
         faults=faults or Faults(),
         retained_bytes=retained_bytes,
-        start=forked_child,
     )
     wanted = dict(at_step or {})
 
@@ -185,7 +183,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
     def start(_: object) -> None:
         for number in ("0", "1"):
             arguments = ["replica", str(run), "--number", number, "--faults", SLOWLY.to_json()]
-            started.append(forked_child(arguments))
+            started.append(start_replica(arguments))
 
     def kill_all(metric: StepMetric, _: int) -> None:
         if not killed and metric.step > EVERY and complete(run / CHECKPOINTS):
@@ -193,7 +191,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
             for replica in started:
                 replica.kill()
                 replica.wait()
-            started.append(forked_child(["replica", str(run), "--number", "0"]))
+            started.append(start_replica(["replica", str(run), "--number", "0"]))
 
     summary = together(folder, run, count=0, on_step=kill_all, on_start=start)
     assert summary.num_rollbacks == 1

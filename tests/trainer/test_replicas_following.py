@@ -17,7 +17,6 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.events import LEDGER
 from schemas.manifest import read_dataset, write_manifest
-from tests.trainer.forked import forked_child
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, make_versions
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import (
@@ -35,6 +34,7 @@ from trainer.draining import Drain, DrainInterrupt
 from trainer.ledger import read_ledger
 from trainer.replicas.addresses import REPLICAS
 from trainer.replicas.faults import Faults
+from trainer.replicas.launch import start_replica
 from trainer.replicas.together import read_together, write_together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -184,7 +184,7 @@ def test_a_replica_that_sees_segments_later_than_the_others_holds_nobody_s_bits_
         command, run, *given = arguments
         if given[given.index("--number") + 1] == "1":
             run = str(seen_by_another(together.run, late))
-        return forked_child([command, run, *given])
+        return start_replica([command, run, *given])
 
     def see(step: int) -> None:
         together.more()

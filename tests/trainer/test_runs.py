@@ -61,6 +61,7 @@ def test_sorted_runs_give_each_table_ascending(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mmap", "log"])
 def test_store_gives_more_than_one_run_in_parts_and_leaves_no_file(
     kind: str, tmp_path: Path

@@ -58,6 +58,7 @@ def test_store_that_comes_back_at_another_host_is_found_by_its_file(tmp_path: Pa
             assert whole(store)[0].tolist() == [5, 6]
 
 
+@pytest.mark.slow
 def test_slots_move_between_stores_that_are_known_by_files(tmp_path: Path) -> None:
     access, options = secured(tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"

@@ -41,6 +41,7 @@ def kill(stores: LocalStores, number: int, *, forget: bool) -> None:
     kill_store(stores.pids[number], stores.directory / f"store-{number:03d}" if forget else None)
 
 
+@pytest.mark.slow
 def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: Path) -> None:
     with LocalStores(3, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))
@@ -62,6 +63,7 @@ def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: 
         writer.store.group.close()
 
 
+@pytest.mark.slow
 def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +172,7 @@ def test_store_that_dies_all_the_time_is_not_started_for_ever(
         assert threading.active_count() >= 1
 
 
+@pytest.mark.slow
 def test_store_that_cannot_be_started_at_once_is_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

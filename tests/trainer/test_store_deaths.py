@@ -87,6 +87,7 @@ def assert_equal(one: Path, other: Path) -> None:
     assert compare_runs(one, other).difference is None
 
 
+@pytest.mark.slow
 def test_stores_killed_at_any_moment_cost_no_committed_step(
     job: Path,
     dataset: Path,
@@ -111,6 +112,7 @@ def test_stores_killed_at_any_moment_cost_no_committed_step(
     assert_equal(undisturbed, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["cached", "uncached"])
 def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint(
     embedding: str,
@@ -133,6 +135,7 @@ def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint
     assert_equal(undisturbed, run)
 
 
+@pytest.mark.slow
 def test_store_that_comes_back_in_an_older_state_is_not_believed(
     job: Path,
     dataset: Path,
@@ -160,6 +163,7 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
     assert_equal(undisturbed, run)
 
 
+@pytest.mark.slow
 def test_node_that_dies_costs_nothing_where_slots_have_copies(
     copied_job: Path,
     dataset: Path,

@@ -56,6 +56,7 @@ def assert_holds(store: FlightStore, last_step: dict[int, int], maybe: int = -1)
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
     seed: int, tmp_path: Path
@@ -213,6 +214,7 @@ def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "store", ALL, sync=False)
     shard.load()
@@ -249,6 +251,7 @@ with LocalStores(2, Path(sys.argv[1])) as stores:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [True, False])
 def test_local_stores_end_with_their_parent(killed: bool, tmp_path: Path, repository: Path) -> None:
     parent = subprocess.Popen(

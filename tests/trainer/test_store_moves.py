@@ -91,6 +91,7 @@ def served(group: FlightGroup) -> dict[str, int]:
     return {a: int(s.claims.served.sum()) for a, s in found.items() if s is not None}
 
 
+@pytest.mark.slow
 def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) -> None:
     one, two = (
         start_store(tmp_path / "one", *SMALL),
@@ -128,6 +129,7 @@ def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) ->
         assert served(later.group)[one.address] == 4096
 
 
+@pytest.mark.slow
 def test_slots_are_gathered_from_whoever_has_them_and_a_store_without_any_may_go(
     tmp_path: Path,
 ) -> None:
@@ -179,6 +181,7 @@ def test_versions_of_uncommitted_steps_move_with_their_rows(tmp_path: Path) -> N
             assert (found == step).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("killed", ["giver", "taker"])
 def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
@@ -227,6 +230,7 @@ def result_of(moving: "Future[Moved]") -> Moved | SchemaError:
         return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [True, False])
 def test_move_in_doubt_is_settled_by_its_taker(taken: bool, tmp_path: Path) -> None:
     """The giver dies after it logged that it may not serve, before or after the taker took over."""
@@ -259,6 +263,7 @@ def cut_last_control(directory: Path) -> None:
     log.write_bytes(data[:last])
 
 
+@pytest.mark.slow
 def test_store_is_killed_and_restarted_by_call_and_keeps_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +295,7 @@ def incarnation_of(process: StoreProcess) -> str:
             time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_moves_that_cannot_be_are_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 OPTIMIZERS = ["rowwise_adagrad", "adagrad", "adam", "sgd"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "optimizer"), zip(["ttl", "belady"] * 2, OPTIMIZERS, strict=True)
 )
@@ -51,6 +52,7 @@ def test_train_resumed_from_files_has_the_bits_of_a_run_that_never_stopped(
     assert_same_run(tmp_path / "plain", tmp_path / "cached")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_train_has_the_bits_of_plain_in_a_log_in_mapped_files_and_in_store_processes(
     optimizer: str, dataset: Path, tmp_path: Path
@@ -73,6 +75,7 @@ def test_train_has_the_bits_of_plain_in_a_log_in_mapped_files_and_in_store_proce
     assert mapped.fetched_rows == served.fetched_rows == logged.fetched_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_lru_has_the_bits_of_plain_over_store_processes_also_resumed(
     optimizer: str, dataset: Path, tmp_path: Path
@@ -93,6 +96,7 @@ def stores_of_this_process() -> list[int]:
     return [pid for pid, command in children.items() if "--end-with-stdin" in command]
 
 
+@pytest.mark.slow
 def test_train_goes_on_with_the_same_bits_when_store_processes_are_killed(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +119,7 @@ def test_train_goes_on_with_the_same_bits_when_store_processes_are_killed(
     assert stores_of_this_process() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_train_resumed_over_store_processes_has_the_bits_of_a_run_that_never_stopped(
     optimizer: str, dataset: Path, tmp_path: Path

@@ -61,6 +61,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return job, dataset, folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_days_one_by_one_have_the_bits_of_all_at_once(kind: str, tmp_path: Path) -> None:
     changes, options = KINDS[kind]

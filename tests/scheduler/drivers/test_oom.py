@@ -134,6 +134,7 @@ print(json.dumps([found.status, found.oom, found.lost]))
 """
 
 
+@pytest.mark.slow
 def test_a_child_above_the_memory_of_its_group_is_told_as_killed_for_it(
     small_group: Path, tmp_path: Path
 ) -> None:

@@ -213,6 +213,7 @@ UNSCHEDULABLE = {
 }
 
 
+@pytest.mark.slow
 def test_no_pod_is_given_up_for_what_was_seen_before_the_server_went_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

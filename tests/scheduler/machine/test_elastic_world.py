@@ -131,6 +131,7 @@ def worlds(few: range, many: range) -> list[tuple[str, int]]:
     return [(name, n) for name, kind in KINDS.items() for n in (few if kind.num_jobs > 1 else many)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), worlds(range(1), range(3)))
 def test_no_store_leaves_with_rows_and_every_job_ends_where(name: str, seed: int) -> None:
     check_world(name, seed)

@@ -222,6 +222,7 @@ def test_look_at_an_idle_store_or_trainer_does_not_fail() -> None:
     assert cpus_of(bench) == FEWEST
 
 
+@pytest.mark.slow
 def test_look_never_forgets_what_fewer_cores_did() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=3.0)

@@ -22,6 +22,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=10)

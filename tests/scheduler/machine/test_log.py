@@ -135,6 +135,7 @@ def what_became(world: World, state: State, now: float) -> list[Event]:
     return found
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**16), share=st.floats(0, 1))
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_scheduler_that_is_cut_off_at_any_byte_ends_with_the_same_pools(
@@ -169,6 +170,7 @@ def test_scheduler_that_is_cut_off_at_any_byte_ends_with_the_same_pools(
     assert recover(path).state == state
 
 
+@pytest.mark.slow
 def test_recover_at_every_line_and_every_byte_of_the_last_one_gives_the_state_of_what_is_whole(
     tmp_path: Path,
 ) -> None:

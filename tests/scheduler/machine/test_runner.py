@@ -209,6 +209,7 @@ def test_handle_leaves_later_segments_alone_when_slots_have_come_free() -> None:
     assert said(bench.at(Ticked, after=2.0))[0] == "start segment-1.2"
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=15)
 def test_handle_ends_every_job_on_a_cluster_whose_slots_come_and_go(seed: int) -> None:

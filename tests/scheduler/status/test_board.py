@@ -29,6 +29,7 @@ def folded(path: Path) -> View:
     return view_of(state, journal)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(
     max_examples=5,

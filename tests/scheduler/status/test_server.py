@@ -89,6 +89,7 @@ def test_names_of_loopback_are_answered_with_any_port_as_it_may_be_forwarded(
     assert ask(served[0], host=host)[0] == 200
 
 
+@pytest.mark.slow
 def test_clients_that_say_nothing_hold_up_nobody(served: Served) -> None:
     silent = [socket.create_connection(("127.0.0.1", served[0])) for _ in range(MAX_AT_ONCE - 1)]
     assert ask(served[0])[0] == 200
@@ -108,6 +109,7 @@ def test_a_damaged_log_is_told_and_does_not_end_the_server(served: Served) -> No
     assert ask(port)[0] == 200
 
 
+@pytest.mark.slow
 def test_health_tells_a_scheduler_that_is_silent_from_one_that_is_done(tmp_path: Path) -> None:
     running, over = tmp_path / "running", tmp_path / "over"
     lived(3).write_log(running, 60)

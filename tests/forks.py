@@ -1,0 +1,376 @@
+"""Processes of `python -m trainer` and its like, forked from one that has imported everything.
+
+A fresh interpreter spends seconds of processor time on the imports of Torch and TorchRec. While
+`install` is in force, `subprocess.Popen` has those commands forked by a server instead: one process
+without threads for the whole session, started when it is first needed. What it forks is a process
+of its own, with the arguments, files, folder and environment that the caller gives; only its
+parent is another: `forked_by`. Commands that it starts in turn are forked, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import re
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ADDRESS = "PRESAGE_TEST_FORKS"
+"""Environment variable with the folder of the server's socket; nothing is forked without it."""
+MODULES = ("pipelines", "scheduler", "trainer")
+"""Packages with a command line; modules of the tests are forked, too."""
+_Popen = subprocess.Popen
+PRELOADED = (
+    "apache_beam.runners.portability.fn_api_runner",
+    "duckdb",
+    "pandas",
+    "pipelines.build",
+    *(f"{module}.__main__" for module in MODULES),
+    "trainer.replicas.launch",
+    "trainer.replicas.work",
+    "trainer.stores.manage",
+    "trainer.train",
+)
+WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Environment in which the imports start no thread: a thread and its locks survive no a fork."""
+_REPOSITORY = Path(__file__).resolve().parents[1]
+_MAX_FILES = 64
+_LINE_BYTES = 16_384
+"""Longest command line that `/proc` shows of a forked process."""
+
+
+def install() -> None:
+    """Have the server fork what `subprocess` starts from here on."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def begin_session() -> None:
+    """Name the folder of a server for this process and those that it starts."""
+    if ADDRESS not in os.environ:
+        folder = tempfile.mkdtemp(prefix="presage-forks-")
+        Path(folder, "owner").write_text(str(os.getpid()))
+        os.environ[ADDRESS] = folder
+    install()
+
+
+def end_session() -> None:
+    """Remove the server's folder, if this process named it; the server ends with this process."""
+    folder = Path(os.environ.get(ADDRESS, "/nonexistent"))
+    if (folder / "owner").exists() and int((folder / "owner").read_text()) == os.getpid():
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def real_processes() -> Iterator[None]:
+    """Start every process as an interpreter of its own, and those that it starts, too."""
+    folder = os.environ.pop(ADDRESS, None)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.environ[ADDRESS] = folder
+
+
+class ForkedPopen(_Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` that has the server fork what it can."""
+
+    _server: socket.socket | None = None
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        """Start the process; the arguments are those of `subprocess.Popen` in Python 3.11."""
+        executable, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
+        own_session, group = rest[-2:]
+        environment = os.environ if env is None else env
+        is_plain = not (executable or preexec or shell or group != -1)
+        if not is_plain or not is_forkable(args, environment):
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        standard = (pipes[0], pipes[3], pipes[5])
+        files = {n: n if fd == -1 else fd for n, fd in enumerate(standard)}
+        request = {
+            "arguments": [os.fsdecode(a) for a in args[1:]],
+            "environment": dict(environment),
+            "folder": str(Path.cwd() / os.fsdecode(cwd or ".")),
+            "own_session": own_session,
+            "parent": os.getpid(),
+        }
+        self._server, self.pid = ask(request, files | {n: n for n in pass_fds})
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, _deadstate: int | None = None) -> int | None:
+        if self._server is None:
+            return super()._internal_poll(_deadstate)  # type: ignore[misc]
+        return super()._internal_poll(_deadstate, _waitpid=self._wait_status)  # type: ignore[misc]
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        if self._server is None:
+            return super()._try_wait(flags)  # type: ignore[misc]
+        return self._wait_status(self.pid, flags)
+
+    def _wait_status(self, pid: int, flags: int) -> tuple[int, int]:
+        """Return what `os.waitpid` would of a child."""
+        assert self._server is not None
+        with suppress(BlockingIOError):
+            status = self._server.recv(4, socket.MSG_DONTWAIT if flags & os.WNOHANG else 0)
+            self._server.close()
+            return pid, struct.unpack("i", status)[0] if status else signal.SIGKILL
+        return 0, 0
+
+
+def is_forkable(command: Any, environment: Mapping[str, str]) -> bool:
+    """Tell whether a command is one of `python -m` and a package of this repository."""
+    if isinstance(command, (str, bytes)) or ADDRESS not in environment:
+        return False
+    words = [os.fsdecode(word) for word in command[:3]]
+    if len(words) < 3 or words[:2] != [sys.executable, "-m"]:
+        return False
+    return words[2] in MODULES or words[2].startswith("tests.")
+
+
+def ask(request: dict[str, Any], files: Mapping[int, int]) -> tuple[socket.socket, int]:
+    """Have the server fork a process; return the connection that tells its end, and its id.
+
+    Args:
+        request: arguments, environment, folder, own session and parent.
+        files: number of a file in the new process -> its number here.
+    """
+    folder = Path(request["environment"][ADDRESS])
+    connection = _connection(folder)
+    body = json.dumps(request | {"files": list(files)}).encode()
+    header = struct.pack("i", len(body))
+    socket.send_fds(connection, [header], list(files.values()))
+    connection.sendall(body)
+    return connection, struct.unpack("i", _received(connection, 4))[0]
+
+
+def _connection(folder: Path) -> socket.socket:
+    address = str(folder / "socket")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "socket").exists():
+            with (folder / "log").open("wb") as log:
+                server = _Popen(
+                    [sys.executable, "-m", "tests.forks", str(folder), " " * _LINE_BYTES],
+                    cwd=_REPOSITORY,
+                    env=os.environ | WITHOUT_THREADS,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            while not (folder / "socket").exists():
+                assert server.poll() is None, (folder / "log").read_text()
+                time.sleep(0.01)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return connection
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        more = connection.recv(size - len(found))
+        if not more:
+            raise ConnectionError("the server of forks has ended")
+        found += more
+    return found
+
+
+def forked_by(pid: int) -> list[int]:
+    """Return the processes that one had forked and that have not ended."""
+    folder = Path(os.environ.get(ADDRESS, "/nonexistent"))
+    return [int(file.stem) for file in folder.glob("*.parent") if file.read_text() == str(pid)]
+
+
+class _Server:
+    """Forks processes until its owner ends."""
+
+    def __init__(self, folder: Path) -> None:
+        for module in PRELOADED:
+            importlib.import_module(module)
+        for module in MODULES:
+            del sys.modules[f"{module}.__main__"]  # is run by each process
+        tasks = len(list(Path("/proc/self/task").iterdir()))
+        assert tasks == 1, f"a process that forks must have no threads, got {tasks}"
+        gc.collect()
+        gc.freeze()  # a collection in a forked process would copy what it looks at
+        self.folder = folder
+        self.selector = selectors.DefaultSelector()
+        self.listener = socket.socket(socket.AF_UNIX)
+        path = folder / "socket"
+        self.listener.bind(f"{path}.new")
+        self.listener.listen(128)
+        self.owner = os.pidfd_open(int((folder / "owner").read_text()))
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.selector.register(self.owner, selectors.EVENT_READ)
+        Path(f"{path}.new").rename(path)
+
+    def serve(self) -> Sequence[str]:
+        """Fork until the owner ends, and exit; return the arguments in each forked process."""
+        children: dict[int, tuple[int, socket.socket]] = {}
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj is self.listener:
+                    connection, _ = self.listener.accept()
+                    header, files, _, _ = socket.recv_fds(connection, 4, _MAX_FILES)
+                    request = json.loads(_received(connection, struct.unpack("i", header)[0]))
+                    pid = os.fork()
+                    if pid == 0:
+                        return self._become(request, files, connection, children)
+                    for file in files:
+                        os.close(file)
+                    (self.folder / f"{pid}.parent").write_text(str(request["parent"]))
+                    connection.sendall(struct.pack("i", pid))
+                    ends = os.pidfd_open(pid)
+                    children[ends] = pid, connection
+                    self.selector.register(ends, selectors.EVENT_READ)
+                elif key.fd == self.owner:
+                    os._exit(0)
+                else:
+                    self.selector.unregister(key.fd)
+                    os.close(key.fd)
+                    pid, connection = children.pop(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    (self.folder / f"{pid}.parent").unlink()
+                    with connection, suppress(OSError):  # the starter may have ended
+                        connection.sendall(struct.pack("i", status))
+
+    def _become(
+        self,
+        request: dict[str, Any],
+        files: list[int],
+        connection: socket.socket,
+        others: Mapping[int, tuple[int, socket.socket]],
+    ) -> Sequence[str]:
+        """Become the process of a request; return its arguments."""
+        for ends, (_, other) in others.items():
+            os.close(ends)
+            other.close()
+        self.selector.close()
+        self.listener.close()
+        os.close(self.owner)
+        connection.close()
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 256) for file in files]
+        for file in files:
+            os.close(file)
+        for number, file in zip(request["files"], moved, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        parent = request["parent"]
+        if request["own_session"]:
+            os.setsid()
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.getppid = lambda: parent if Path(f"/proc/{parent}").exists() else 1
+        _show(["python", *request["arguments"]])
+        random.seed()
+        return request["arguments"]
+
+
+def _show(words: Sequence[str]) -> None:
+    """Write a command line where `/proc` reads it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = "\0".join(words).encode() + b"\0"
+    with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(line[: end - start].ljust(end - start, b"\0"))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run what an interpreter would with these arguments; return the status."""
+    first, *rest = arguments
+    sys.path[0] = str(Path(first).resolve().parent if first.endswith(".py") else Path.cwd())
+    extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[1:1] = [path for path in extra if path not in sys.path]
+    sys.argv = rest if first == "-m" else [first, *rest]
+    try:
+        if first == "-m":
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif first == "-":
+            sys.modules["__main__"] = script = types.ModuleType("__main__")
+            exec(compile(sys.stdin.read(), "<stdin>", "exec"), script.__dict__)
+        else:
+            runpy.run_path(first, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # as an interpreter does
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def write_python(path: Path) -> None:
+    """Write an executable file that does what `python` does, in a forked process.
+
+    It passes SIGINT and SIGTERM on, and ends as the process does.
+    """
+    program = f"import sys; sys.path[0] = {str(_REPOSITORY)!r}; from tests import forks; "
+    path.write_text(f"#!{sys.executable} -S\n{program}forks.be_python()\n")
+    path.chmod(0o755)
+
+
+def be_python() -> None:
+    """Have the server fork what the command line asks for, or start an interpreter for it."""
+    words = sys.argv[1:]
+    if ADDRESS not in os.environ or not re.fullmatch(r"-|-m|[^-].*\.py", "".join(words[:1])):
+        os.execv(sys.executable, [sys.executable, *words])
+    request = {
+        "arguments": words,
+        "environment": dict(os.environ),
+        "folder": str(Path.cwd()),
+        "own_session": False,
+        "parent": os.getpid(),
+    }
+    connection, pid = ask(request, {0: 0, 1: 1, 2: 2})
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda sent, _: os.kill(pid, sent))
+    status = os.waitstatus_to_exitcode(struct.unpack("i", _received(connection, 4))[0])
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def main() -> None:
+    """Serve; in a forked process, run its module."""
+    arguments = _Server(Path(sys.argv[1])).serve()
+    install()
+    status = _run(arguments)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # to take the modules of the server apart would take two seconds
+
+
+if __name__ == "__main__":
+    main()
