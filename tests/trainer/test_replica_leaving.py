@@ -18,7 +18,7 @@ from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, told
 from trainer.checkpoint import newest_checkpoint
 from trainer.compare import compare_runs
-from trainer.draining import DrainInterrupt
+from trainer.draining import Drain, DrainInterrupt
 from trainer.ledger import read_ledger, verify_run
 from trainer.replicas.faults import Faults
 from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
@@ -130,13 +130,18 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
 def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    run, job = tmp_path / "run", folder / "job.yaml"
-    process = started(job, folder / "dataset", run, "--replicas", "2")
-    until(process, (run / "token").exists)
-    process.send_signal(signal.SIGTERM)
-    status, said = ended(process)
-    assert status == 0, said
-    assert "SIGTERM: stopped at step 0" in said
+    run, job, drain = tmp_path / "run", folder / "job.yaml", Drain()
+    paths, launch = (job, folder / "dataset", run), LaunchOptions(count=2)
+    with pytest.raises(DrainInterrupt, match="^SIGTERM$") as found:
+        train_together(
+            *paths,
+            TrainOptions(),
+            launch,
+            lambda *_: None,
+            drain,
+            on_start=lambda _: drain.ask("SIGTERM"),
+        )
+    assert found.value.message.startswith("stopped at step 0, ")
     trained(job, folder / "dataset", run, "--resume", "--replicas", "2")
     assert_as_alone(folder, run)
 
