@@ -132,7 +132,7 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
 ) -> None:
     run, job, drain = tmp_path / "run", folder / "job.yaml", Drain()
     paths, launch = (job, folder / "dataset", run), LaunchOptions(count=2)
-    with pytest.raises(DrainInterrupt, match="^SIGTERM$") as found:
+    with pytest.raises(DrainInterrupt, match=r"^SIGTERM$") as found:
         train_together(
             *paths,
             TrainOptions(),
