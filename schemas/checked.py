@@ -43,6 +43,12 @@ class FileEntry:
     region_crc32: tuple[int, ...]
 
 
+def sync_file(path: Path) -> None:
+    """Bring the bytes of a finished file to the device, so that they outlive a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def describe_file(root: Path, path: str) -> FileEntry:
     """Return the entry of a finished file, once it is on the disk.
 
@@ -50,8 +56,7 @@ def describe_file(root: Path, path: str) -> FileEntry:
         root: directory of `files.parquet`.
         path: the file, relative to `root`.
     """
-    with (root / path).open("rb") as file:
-        os.fsync(file.fileno())
+    sync_file(root / path)
     with pa.memory_map(str(root / path)) as source:
         data = source.read_buffer()
     offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)
@@ -88,6 +93,7 @@ def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
         write_statistics=False,
         write_page_checksum=True,
     )
+    sync_file(path)
 
 
 def read_files(path: Path) -> dict[str, FileEntry]:

@@ -27,7 +27,14 @@ from pipelines.sources.reject_files import RejectCounts, number_files
 from pipelines.statistics.stored import write_statistics
 from pipelines.statistics.text import statistics_text
 from schemas.absent import type_name
-from schemas.checked import FileEntry, describe_file, read_files, sha256_of, write_files
+from schemas.checked import (
+    FileEntry,
+    describe_file,
+    read_files,
+    sha256_of,
+    sync_file,
+    write_files,
+)
 from schemas.dataset import version_of
 from schemas.features import FeatureSet
 from schemas.job import DataConfig
@@ -136,6 +143,7 @@ def finish_segment(
     encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
     with open_writer(str(root / BLOCKS), blocks.schema, Encodings(encodings)) as writer:
         writer.write_table(blocks)
+    sync_file(root / BLOCKS)
     number_files(root)
     text = statistics_text(slices_of([r.slices for r in results], data, features))
     write_statistics(root, text)

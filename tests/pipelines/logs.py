@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from pipelines.build import build
 from pipelines.prepare import BuildRequest
@@ -116,6 +120,18 @@ def built(directory: Path, num_rows: int = 300, seed: int = 0, gap: str = "") ->
     job = write_job(directory / "job", gap=gap)
     build(request(job, directory / "log", directory / "dataset"))
     return directory / "dataset"
+
+
+def reverse_listings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """List directories in reverse order, as another filesystem may."""
+    walk = os.walk
+
+    def reversed_walk(*args: Any, **kwargs: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for directory, folders, names in walk(*args, **kwargs):
+            folders.sort(reverse=True)
+            yield directory, folders, sorted(names, reverse=True)
+
+    monkeypatch.setattr(os, "walk", reversed_walk)
 
 
 def copy_of(dataset: Path, target: Path) -> Path:

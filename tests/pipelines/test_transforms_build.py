@@ -22,7 +22,7 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.learned import load_learned
 from tests.pipelines import transform_jobs as jobs
-from tests.pipelines.logs import beam_request, bytes_of, copy_of, request
+from tests.pipelines.logs import beam_request, bytes_of, copy_of, request, reverse_listings
 
 
 def built(directory: Path, seed: int = 0, num_files: int = 3) -> Path:
@@ -128,8 +128,7 @@ def test_transformed_columns_lie_with_the_unique_tuples(dataset: Path) -> None:
 def test_same_bytes_again_with_files_in_another_order(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed = Path.rglob
-    monkeypatch.setattr(Path, "rglob", lambda p, g: iter(sorted(listed(p, g), reverse=True)))
+    reverse_listings(monkeypatch)
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
 
 

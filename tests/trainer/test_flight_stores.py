@@ -207,6 +207,23 @@ def test_stranger_on_the_port_of_a_store_that_died_is_waited_out() -> None:
             peer.action("hello", {})
 
 
+def test_write_to_a_store_slower_than_the_time_out_fails_in_one_line_and_can_be_repeated(
+    tmp_path: Path,
+) -> None:
+    with running(start_store(tmp_path / "store", "--delay-sec", "0.6")) as (process,):
+        store = group_over(process.address)["items"]
+        impatient = group_over(
+            process.address, access=replace(ACCESS, timeout_sec=0.2), reset=False
+        )
+        rows = np.array([5, 9])
+        with pytest.raises(
+            SchemaError, match=r"^store must answer within 0\.2 s, got '.+' in grpc"
+        ):
+            impatient["items"].write(rows, one_record(LAYOUT, 1.0, 2), 3)
+        store.write(rows, one_record(LAYOUT, 1.0, 2), 3)
+        assert_same(store.fetch(rows), one_record(LAYOUT, 1.0, 2))
+
+
 def test_store_over_tls_answers_who_trusts_its_certificate(tmp_path: Path) -> None:
     chain, key = make_certificate(tmp_path)
     files = ("--tls-cert", str(chain), "--tls-key", str(key))

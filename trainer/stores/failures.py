@@ -9,7 +9,12 @@ REFUSED, MAP, BUSY, BEHIND = "refused", "map", "busy", "behind"
 
 
 class StoreGoneError(Exception):
-    """Say that a store process cannot be reached."""
+    """Say that a store process cannot be reached, or has not answered in time."""
+
+    def __init__(self, reason: str, address: str = "") -> None:
+        """Keep the address of the store."""
+        super().__init__(reason)
+        self.address = address
 
 
 class MapChangedError(Exception):

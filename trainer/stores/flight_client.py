@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from schemas.hashing import slot_of_row
 from schemas.jagged import Array, offsets_of
 from trainer.stores.failures import MapChangedError, StoreGoneError
-from trainer.stores.members import Members
+from trainer.stores.members import Attempts, Members
 from trainer.stores.peer import Access, Answer
 from trainer.stores.repair import Repair
 from trainer.stores.runs import Part, merged
@@ -125,7 +125,7 @@ class FlightGroup:
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table ever written, ascending, and their records, in parts."""
-        after = -1
+        after, attempts = -1, Attempts(self.members)
         while True:
             slot_map = self.members.slot_map
             streams = [
@@ -136,8 +136,8 @@ class FlightGroup:
                 for rows, block in merged(streams):
                     yield rows, self._records(block)
                     after = int(rows[-1])
-            except (StoreGoneError, MapChangedError):
-                self.members.learn_anew(slot_map)
+            except (StoreGoneError, MapChangedError) as error:
+                attempts.failed(slot_map, [error], after)
             else:
                 return
 
@@ -148,12 +148,13 @@ class FlightGroup:
         def tell(address: str) -> None:
             self.members.peer(address).action(CHECKPOINTED, body)
 
+        attempts = Attempts(self.members)
         while True:
             slot_map = self.members.slot_map
             try:
                 list(self._pool.map(tell, slot_map.addresses))
-            except (StoreGoneError, MapChangedError):
-                self.members.learn_anew(slot_map)
+            except (StoreGoneError, MapChangedError) as error:
+                attempts.failed(slot_map, [error])
             else:
                 return
 
@@ -172,7 +173,9 @@ class FlightGroup:
     ) -> None:
         """Ask the stores of all rows, again those whose answer is missing under a newer map."""
         slots, left = slot_of_row(flat), np.arange(len(flat))
+        attempts = Attempts(self.members)
         while len(left):
+            errors: list[Exception] = []
             slot_map = self.members.slot_map
             wanted = stores_of(slot_map)[:, slots[left]]  # (copies, rows)
 
@@ -181,20 +184,22 @@ class FlightGroup:
                 slot_map: SlotMap = slot_map,
                 wanted: NDArray[np.int64] = wanted,
                 left: NDArray[np.int64] = left,
+                errors: list[Exception] = errors,
             ) -> NDArray[np.int64]:
                 """Return the rows for which the store must be asked again."""
                 mine = left[(wanted == place).any(0)]
                 for start in range(0, len(mine), self._rows_per_message):
                     try:
                         ask(slot_map, place, mine[start : start + self._rows_per_message])
-                    except (StoreGoneError, MapChangedError):
+                    except (StoreGoneError, MapChangedError) as error:
+                        errors.append(error)
                         return mine[start:]
                 return mine[:0]
 
             failed = self._pool.map(ask_one, range(len(slot_map.addresses)))
             left = np.unique(np.concatenate(list(failed)))
             if len(left):
-                self.members.learn_anew(slot_map)
+                attempts.failed(slot_map, errors, len(left))
 
     def _exchange(
         self, slot_map: SlotMap, place: int, request: Request, batch: pa.RecordBatch | None

@@ -52,8 +52,8 @@ class Members:
         self.session = session
         self.replicas = replicas
         self.addresses = tuple(addresses)
-        self._access = access
-        self._clock = clock
+        self.access = access
+        self.clock = clock
         self._sleep = sleep
         self._peers: dict[str, Peer] = {}
         self._map: SlotMap | None = None
@@ -72,7 +72,7 @@ class Members:
         """Return the caller of a store."""
         with self._lock:
             if address not in self._peers:
-                self._peers[address] = Peer(address, self._access)
+                self._peers[address] = Peer(address, self.access)
             return self._peers[address]
 
     def acknowledged(self, address: str) -> int:
@@ -92,9 +92,7 @@ class Members:
             SchemaError: one refuses or cannot be reached, or they do not serve every slot.
         """
         found = self._there()
-        version, claims = placement(
-            found, self.replicas, self.session, elastic=self._access.elastic
-        )
+        version, claims = placement(found, self.replicas, self.session, elastic=self.access.elastic)
         body: dict[str, Any] = {"owner": owner, "session": self.session, "version": version}
         body |= {"reset": reset, "layouts": [asdict(layout) for layout in layouts.values()]}
         for address, mine in claims.items():
@@ -108,7 +106,7 @@ class Members:
 
         Of copies it may have the newer one, so then all are waited for.
         """
-        if self._access.elastic and self.replicas == 1:
+        if self.access.elastic and self.replicas == 1:
             there = _known(self.describe_all())
             if covers(there, self.replicas):
                 return there
@@ -139,7 +137,7 @@ class Members:
                 peer.close()
 
     def _learn(self, before: SlotMap | None) -> None:
-        start = self._clock()
+        start = self.clock()
         while True:
             with self._lock:
                 acknowledged = dict(self._acknowledged)  # before they are asked, for it grows
@@ -161,9 +159,9 @@ class Members:
                 return
             elif result.fence is not None:
                 self._fence(found, result.fence)
-            elif self._clock() - start > self._access.timeout_sec:
+            elif self.clock() - start > self.access.timeout_sec:
                 address = result.waiting[0]
-                raise unreachable(address, self._access.timeout_sec, self._why(address))
+                raise unreachable(address, self.access.timeout_sec, self._why(address))
             else:
                 self._sleep(_PAUSE_SEC)
 
@@ -226,6 +224,39 @@ class Members:
 
         wanted = sorted(addresses)
         return dict(zip(wanted, self._pool.map(ask, wanted), strict=True))
+
+
+class Attempts:
+    """The attempts of one call, which is repeated until the stores have answered it."""
+
+    def __init__(self, members: Members) -> None:
+        """Keep the stores that are called."""
+        self._members = members
+        self._state: object = None
+        self._since = 0.0
+
+    def failed(self, slot_map: SlotMap, errors: Sequence[Exception], num_left: int = 0) -> None:
+        """Learn the slot map anew before the next attempt.
+
+        Args:
+            slot_map: of the attempt.
+            errors: of the calls that failed.
+            num_left: rows without an answer.
+
+        Raises:
+            StoreLostError: acknowledged rows are in no store.
+            SchemaError: a store describes itself, yet for longer than the time-out it has answered
+                no call; or one stays away for too long.
+        """
+        members, now = self._members, self._members.clock()
+        state = slot_map.addresses, slot_map.incarnations, slot_map.versions, num_left
+        if state != self._state:
+            self._state, self._since = state, now
+        gone = next((error for error in errors if isinstance(error, StoreGoneError)), None)
+        timeout_sec = members.access.timeout_sec
+        if gone is not None and now - self._since >= timeout_sec:
+            raise unreachable(gone.address, timeout_sec, gone)
+        members.learn_anew(slot_map)
 
 
 def _known(found: Mapping[str, Described | None]) -> dict[str, Described]:

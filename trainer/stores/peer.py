@@ -190,7 +190,7 @@ class Peer:
             except _GONE as error:
                 if _code_and_line(error)[0] != BUSY:
                     self.close()
-                    raise StoreGoneError(_reason(error)) from error
+                    raise StoreGoneError(_reason(error), self.address) from error
                 if self._clock() - start > self._access.timeout_sec:
                     raise SchemaError(_code_and_line(error)[1], file=self.address) from error
                 self._sleep(pause)
