@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import forks
+from tests import fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STARTED = time.monotonic()
@@ -30,13 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Fork the processes of this session."""
-    forks.begin_session()
+    """Choose the directory of the fork server."""
+    fork_server.start_session()
 
 
 def pytest_unconfigure() -> None:
-    """Remove what they needed."""
-    forks.end_session()
+    """Remove it."""
+    fork_server.end_session()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import Block, arguments, blocks, commands, named_paths, named_tests
-from tests.forks import write_python
+from tests.fork_server import write_python_wrapper
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipelines", "scheduler", "trainer")
@@ -67,7 +67,7 @@ def write_environment(environment: Path) -> None:
     for tool in (REPOSITORY / ".venv" / "bin").iterdir():
         if not tool.name.startswith("python"):
             (environment / "bin" / tool.name).symlink_to(tool)
-    write_python(environment / "bin" / "python")
+    write_python_wrapper(environment / "bin" / "python")
     (environment / "synced").touch()  # make installs nothing
 
 

@@ -36,6 +36,7 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.job import load_job
+from tests import real_logs
 from tests.pipelines import test_executor
 from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
 
@@ -390,13 +391,12 @@ def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
 def test_chosen_groups_are_as_good_as_the_shipped_ones(
     name: str, shared_data: Path, repository: Path, tmp_path: Path
 ) -> None:
-    folder = {"mind": "mind", "ebnerd": "ebnerd_test"}[name]
-    shipped = repository / "schemas" / name
     found = {}
-    auto = with_auto(shipped / "job.yaml", tmp_path / "rewritten")
-    for kind, job in {"auto": auto, "named": shipped / "job.yaml"}.items():
-        build(request(job, shared_data / folder, tmp_path / kind))
-        manifest = open_dataset(tmp_path / kind).segments[0].manifest
+    auto = with_auto(repository / "schemas" / name / "job.yaml", tmp_path / "rewritten")
+    build(request(auto, shared_data / real_logs.LOGS[name], tmp_path / "auto"))
+    named, _ = real_logs.built(name, shared_data)
+    for kind, dataset in {"auto": tmp_path / "auto", "named": named}.items():
+        manifest = open_dataset(dataset).segments[0].manifest
         lookups = sum(t.num_lookups_dedup for t in manifest.tables.values())
         found[kind] = manifest.dataset_bytes, lookups
     assert found["auto"][0] <= found["named"][0] * 1.001  # names of groups differ in length

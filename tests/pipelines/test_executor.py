@@ -16,6 +16,7 @@ import pytest
 from pipelines.build import build
 from pipelines.commands import main
 from pipelines.samples import check_joins
+from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import beam_request, bytes_of
 
@@ -119,15 +120,13 @@ def without_times(printed: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "log"), [("mind", "mind"), ("ebnerd", "ebnerd_test")])
+@pytest.mark.parametrize("name", ["mind", "ebnerd"])
 def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
-    name: str, log: str, shared_data: Path, repository: Path, tmp_path: Path
+    name: str, shared_data: Path, repository: Path, tmp_path: Path
 ) -> None:
     job = repository / "schemas" / name / "job.yaml"
-    by_beam = beam_request(job, shared_data / log, tmp_path / "beam")
-    build(replace(by_beam, dataset=tmp_path / "here", beam_args=["--runner", "InProcess"]))
-    build(by_beam)
-    assert bytes_of(tmp_path / "here") == bytes_of(tmp_path / "beam")
+    build(beam_request(job, shared_data / real_logs.LOGS[name], tmp_path / "beam"))
+    assert bytes_of(real_logs.built(name, shared_data)[0]) == bytes_of(tmp_path / "beam")
 
 
 @pytest.mark.slow

@@ -5,41 +5,37 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from pipelines.build import build
 from pipelines.parts.expand import expand
 from pipelines.segments.verify import verify
-from tests.pipelines.logs import request
+from tests import real_logs
 
 pytestmark = pytest.mark.slow  # two builds of several seconds
 
 HISTORIES = ["watch_seq", "like_seq", "long_watch_seq"]
 
 
-def built(name: str, log: Path, directory: Path, repository: Path) -> tuple[dict, pl.DataFrame]:
-    """Build a shipped job and return what it printed, and its samples."""
-    job = repository / "schemas" / name / "job.yaml"
-    result = build(request(job, log, directory / "dataset"))
-    assert verify(directory / "dataset")["problems"] == []
-    expand(directory / "dataset", directory / "x.parquet")
+def samples_of(name: str, shared_data: Path, directory: Path) -> tuple[dict, pl.DataFrame]:
+    """Return what the build of a shipped job printed, and its samples."""
+    dataset, result = real_logs.built(name, shared_data)
+    assert verify(dataset)["problems"] == []
+    expand(dataset, directory / "x.parquet")
     return result, pl.read_parquet(directory / "x.parquet")
 
 
 @pytest.fixture(scope="module")
 def kuairand(
-    shared_data: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
+    shared_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict, pl.DataFrame]:
     """The samples of KuaiRand."""
-    directory = tmp_path_factory.mktemp("kuairand")
-    return built("kuairand", shared_data / "kuairand_pure_part", directory, repository)
+    return samples_of("kuairand", shared_data, tmp_path_factory.mktemp("kuairand"))
 
 
 @pytest.fixture(scope="module")
 def thirtymusic(
-    shared_data: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
+    shared_data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict, pl.DataFrame]:
     """The samples of 30Music."""
-    directory = tmp_path_factory.mktemp("thirtymusic")
-    return built("thirtymusic", shared_data / "30music_sample10", directory, repository)
+    return samples_of("thirtymusic", shared_data, tmp_path_factory.mktemp("thirtymusic"))
 
 
 def raw_kuairand(directory: Path) -> pl.DataFrame:

@@ -23,7 +23,7 @@ from schemas.dataset import open_dataset
 from schemas.jagged import Jagged, offsets_of
 from schemas.layout import FILE_SHIFT, access_path, edges_path
 from schemas.oracle import from_gaps
-from tests.forks import real_processes
+from tests.fork_server import without_forking
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import built, bytes_of, copy_of, write_log
 
@@ -172,7 +172,7 @@ def test_ranges_of_numbers_hold_about_equal_entries(monkeypatch: pytest.MonkeyPa
 def test_rounds_of_a_large_table_take_less_than_512_mib(tmp_path: Path, repository: Path) -> None:
     """A worker's imports count, too: the most that any round takes, all in one process."""
     command = [sys.executable, "-m", "tests.pipelines.large_table", str(tmp_path)]
-    with real_processes():
+    with without_forking():
         done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["num_rows"] > 4_000_000

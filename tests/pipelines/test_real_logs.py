@@ -8,20 +8,15 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
 from pipelines.parts.expand import expand
 from pipelines.segments.verify import verify
-from tests.pipelines.logs import request
+from tests import real_logs
 
 
 @pytest.fixture(scope="module")
-def mind(
-    shared_data: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, object]]:
+def mind(shared_data: Path) -> tuple[Path, dict[str, object]]:
     """The MIND dataset, and what its build printed."""
-    path = tmp_path_factory.mktemp("mind") / "dataset"
-    job = repository / "schemas" / "mind" / "job.yaml"
-    return path, build(request(job, shared_data / "mind", path))
+    return real_logs.built("mind", shared_data)
 
 
 def parse_mind(path: Path) -> Counter[tuple[object, ...]]:
@@ -73,13 +68,12 @@ def test_mind_verifies(mind: tuple[Path, dict[str, object]]) -> None:
 
 @pytest.mark.slow
 def test_ebnerd_joins_each_impression_with_the_history_before_it(
-    shared_data: Path, repository: Path, tmp_path: Path
+    shared_data: Path, tmp_path: Path
 ) -> None:
-    job = repository / "schemas" / "ebnerd" / "job.yaml"
-    result = build(request(job, shared_data / "ebnerd_test", tmp_path / "dataset"))
+    dataset, result = real_logs.built("ebnerd", shared_data)
     assert (result["num_samples"], result["num_sessions"], result["num_rejects"]) == (
         10_848, 485, 0)  # fmt: skip
-    expand(tmp_path / "dataset", tmp_path / "x.parquet")
+    expand(dataset, tmp_path / "x.parquet")
     rows = pl.read_parquet(tmp_path / "x.parquet")
     assert rows.columns == [
         "impression_id", "user_id", "session_id", "time", "history", "item", "label"]  # fmt: skip
@@ -97,4 +91,4 @@ def test_ebnerd_joins_each_impression_with_the_history_before_it(
             expected[key] += 1
     found = Counter((*r[:4], tuple(r[4]), *r[5:]) for r in rows.iter_rows())
     assert found == expected
-    assert verify(tmp_path / "dataset")["problems"] == []
+    assert verify(dataset)["problems"] == []

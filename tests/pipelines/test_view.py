@@ -14,6 +14,7 @@ from pipelines.parts.expand import expand
 from pipelines.segments.content_hash import content_hash
 from pipelines.segments.view import VIEW, view_sql
 from schemas.dataset import open_dataset
+from tests import real_logs
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, built, bytes_of, request, write_log
 from tests.pipelines.shifting import JOB, STORAGES, shifting_log
@@ -109,8 +110,5 @@ def test_view_is_the_same_text_whenever_it_is_made(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mind", "ebnerd"])
-def test_view_of_real_logs(name: str, shared_data: Path, repository: Path, tmp_path: Path) -> None:
-    folder = {"mind": "mind", "ebnerd": "ebnerd_test"}[name]
-    job = repository / "schemas" / name / "job.yaml"
-    build(request(job, shared_data / folder, tmp_path / "dataset"))
-    check(tmp_path / "dataset", tmp_path)
+def test_view_of_real_logs(name: str, shared_data: Path, tmp_path: Path) -> None:
+    check(real_logs.built(name, shared_data)[0], tmp_path)

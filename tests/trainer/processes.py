@@ -12,7 +12,7 @@ from pathlib import Path
 
 from schemas.events import METRICS
 from tests.conftest import REPOSITORY
-from tests.forks import forked_by
+from tests.fork_server import forked_children
 
 PATIENCE = 400.0
 """Seconds until a test gives up; nothing is measured."""
@@ -114,7 +114,7 @@ def children_of(pid: int) -> dict[int, list[str]]:
     """Return the ids of the children of a process, and their command lines."""
     tasks = Path(f"/proc/{pid}/task").glob("[0-9]*")
     children = [int(child) for task in tasks for child in _read(task / "children").split()]
-    found = [*children, *forked_by(pid)]
+    found = [*children, *forked_children(pid)]
     return {child: _read(Path(f"/proc/{child}/cmdline")).split("\0") for child in found}
 
 

@@ -74,13 +74,15 @@ def test_stopped_runs_have_equal_checkpoints_of_several_parts(stopped: dict[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loads", KINDS)
-def test_any_kind_goes_on_from_any_other_with_the_same_bits(
+def test_each_kind_goes_on_from_itself_and_from_another_with_the_same_bits(
     loads: str, dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
 ) -> None:
+    """Checkpoints of all kinds hold the same arrays, so that not every pair needs a run."""
+    kinds = list(KINDS)
     changes, options = KINDS[loads]
     job = write_job(tmp_path / "job", dtype="float32", **changes)
     wanted = rows_in(checkpoint_at(straight, END))
-    for number, saved in enumerate(KINDS):
+    for number, saved in enumerate((loads, kinds[kinds.index(loads) - 1])):
         run = Path(shutil.copytree(stopped[saved], tmp_path / str(number)))
         run_job(job, dataset, run, resume=True, steps=END, **options)
         assert losses_of(run).tobytes() == losses_of(straight).tobytes(), saved

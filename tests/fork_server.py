@@ -1,10 +1,9 @@
-"""Processes of `python -m trainer` and its like, forked from one that has imported everything.
+"""A fork server for the tests' child processes, which spares them the imports of Torch and Beam.
 
-A fresh interpreter spends seconds of processor time on the imports of Torch and TorchRec. While
-`install` is in force, `subprocess.Popen` has those commands forked by a server instead: one process
-without threads for the whole session, started when it is first needed. What it forks is a process
-of its own, with the arguments, files, folder and environment that the caller gives; only its
-parent is another: `forked_by`. Commands that it starts in turn are forked, too.
+`patch_popen` replaces `subprocess.Popen`, in the tests and in their children: commands of the form
+`python -m <package>` are forked from one single-threaded process per test session that has
+imported everything. A forked process has the arguments, open files, working directory and
+environment of an ordinary child; its parent is the server (see `forked_children`).
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ADDRESS = "PRESAGE_TEST_FORKS"
-"""Environment variable with the folder of the server's socket; nothing is forked without it."""
+ADDRESS = "PRESAGE_TEST_FORK_SERVER"
+"""Environment variable with the directory of the server's socket; unset: nothing is forked."""
 MODULES = ("pipelines", "scheduler", "trainer")
-"""Packages with a command line; modules of the tests are forked, too."""
+"""Packages with a command line; modules of `tests` are forked as well."""
 _Popen = subprocess.Popen
 PRELOADED = (
     "apache_beam.runners.portability.fn_api_runner",
@@ -52,37 +51,38 @@ PRELOADED = (
     "trainer.train",
 )
 WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Environment in which the imports start no thread: a thread and its locks survive no a fork."""
+"""Keeps the imports from starting threads: `fork` copies only the calling thread, and a lock that
+another thread holds stays locked in the child."""
 _REPOSITORY = Path(__file__).resolve().parents[1]
 _MAX_FILES = 64
 _LINE_BYTES = 16_384
-"""Longest command line that `/proc` shows of a forked process."""
+"""Room for the command line that `/proc` shows of a forked process."""
 
 
-def install() -> None:
-    """Have the server fork what `subprocess` starts from here on."""
+def patch_popen() -> None:
+    """Replace `subprocess.Popen` in this process."""
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
 
 
-def begin_session() -> None:
-    """Name the folder of a server for this process and those that it starts."""
+def start_session() -> None:
+    """Choose the server's directory, for this process and its children, and patch `Popen`."""
     if ADDRESS not in os.environ:
-        folder = tempfile.mkdtemp(prefix="presage-forks-")
+        folder = tempfile.mkdtemp(prefix="presage-fork-server-")
         Path(folder, "owner").write_text(str(os.getpid()))
         os.environ[ADDRESS] = folder
-    install()
+    patch_popen()
 
 
 def end_session() -> None:
-    """Remove the server's folder, if this process named it; the server ends with this process."""
+    """Remove the server's directory if this process made it; the server ends with this process."""
     folder = Path(os.environ.get(ADDRESS, "/nonexistent"))
     if (folder / "owner").exists() and int((folder / "owner").read_text()) == os.getpid():
         shutil.rmtree(folder)
 
 
 @contextmanager
-def real_processes() -> Iterator[None]:
-    """Start every process as an interpreter of its own, and those that it starts, too."""
+def without_forking() -> Iterator[None]:
+    """Start children, and theirs, as fresh interpreters."""
     folder = os.environ.pop(ADDRESS, None)
     try:
         yield
@@ -92,12 +92,12 @@ def real_processes() -> Iterator[None]:
 
 
 class ForkedPopen(_Popen):  # type: ignore[type-arg]
-    """`subprocess.Popen` that has the server fork what it can."""
+    """`subprocess.Popen` that forks from the server where it can."""
 
     _server: socket.socket | None = None
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        """Start the process; the arguments are those of `subprocess.Popen` in Python 3.11."""
+        """Start the process; the signature is that of Python 3.11."""
         executable, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
         own_session, group = rest[-2:]
         environment = os.environ if env is None else env
@@ -114,7 +114,7 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
             "own_session": own_session,
             "parent": os.getpid(),
         }
-        self._server, self.pid = ask(request, files | {n: n for n in pass_fds})
+        self._server, self.pid = request_fork(request, files | {n: n for n in pass_fds})
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -129,7 +129,7 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
         return self._wait_status(self.pid, flags)
 
     def _wait_status(self, pid: int, flags: int) -> tuple[int, int]:
-        """Return what `os.waitpid` would of a child."""
+        """Return what `os.waitpid` returns of a child."""
         assert self._server is not None
         with suppress(BlockingIOError):
             status = self._server.recv(4, socket.MSG_DONTWAIT if flags & os.WNOHANG else 0)
@@ -139,7 +139,7 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
 
 
 def is_forkable(command: Any, environment: Mapping[str, str]) -> bool:
-    """Tell whether a command is one of `python -m` and a package of this repository."""
+    """Return whether a command is `python -m` and a module of this repository."""
     if isinstance(command, (str, bytes)) or ADDRESS not in environment:
         return False
     words = [os.fsdecode(word) for word in command[:3]]
@@ -148,30 +148,33 @@ def is_forkable(command: Any, environment: Mapping[str, str]) -> bool:
     return words[2] in MODULES or words[2].startswith("tests.")
 
 
-def ask(request: dict[str, Any], files: Mapping[int, int]) -> tuple[socket.socket, int]:
-    """Have the server fork a process; return the connection that tells its end, and its id.
+def request_fork(request: dict[str, Any], files: Mapping[int, int]) -> tuple[socket.socket, int]:
+    """Fork a process from the server.
 
     Args:
-        request: arguments, environment, folder, own session and parent.
-        files: number of a file in the new process -> its number here.
+        request: arguments, environment, folder, own_session and parent.
+        files: file descriptor in the new process -> file descriptor here.
+
+    Returns:
+        The connection that receives the exit status, and the process id.
     """
     folder = Path(request["environment"][ADDRESS])
-    connection = _connection(folder)
+    connection = _connect(folder)
     body = json.dumps(request | {"files": list(files)}).encode()
     header = struct.pack("i", len(body))
     socket.send_fds(connection, [header], list(files.values()))
     connection.sendall(body)
-    return connection, struct.unpack("i", _received(connection, 4))[0]
+    return connection, struct.unpack("i", _receive(connection, 4))[0]
 
 
-def _connection(folder: Path) -> socket.socket:
+def _connect(folder: Path) -> socket.socket:
     address = str(folder / "socket")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "socket").exists():
             with (folder / "log").open("wb") as log:
                 server = _Popen(
-                    [sys.executable, "-m", "tests.forks", str(folder), " " * _LINE_BYTES],
+                    [sys.executable, "-m", "tests.fork_server", str(folder), " " * _LINE_BYTES],
                     cwd=_REPOSITORY,
                     env=os.environ | WITHOUT_THREADS,
                     stdin=subprocess.DEVNULL,
@@ -187,18 +190,18 @@ def _connection(folder: Path) -> socket.socket:
     return connection
 
 
-def _received(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int) -> bytes:
     found = b""
     while len(found) < size:
         more = connection.recv(size - len(found))
         if not more:
-            raise ConnectionError("the server of forks has ended")
+            raise ConnectionError("the fork server has ended")
         found += more
     return found
 
 
-def forked_by(pid: int) -> list[int]:
-    """Return the processes that one had forked and that have not ended."""
+def forked_children(pid: int) -> list[int]:
+    """Return the ids of the running processes that were forked for a process."""
     folder = Path(os.environ.get(ADDRESS, "/nonexistent"))
     return [int(file.stem) for file in folder.glob("*.parent") if file.read_text() == str(pid)]
 
@@ -227,17 +230,17 @@ class _Server:
         Path(f"{path}.new").rename(path)
 
     def serve(self) -> Sequence[str]:
-        """Fork until the owner ends, and exit; return the arguments in each forked process."""
+        """Fork until the owner ends, then exit; return the arguments in each forked process."""
         children: dict[int, tuple[int, socket.socket]] = {}
         while True:
             for key, _ in self.selector.select():
                 if key.fileobj is self.listener:
                     connection, _ = self.listener.accept()
                     header, files, _, _ = socket.recv_fds(connection, 4, _MAX_FILES)
-                    request = json.loads(_received(connection, struct.unpack("i", header)[0]))
+                    request = json.loads(_receive(connection, struct.unpack("i", header)[0]))
                     pid = os.fork()
                     if pid == 0:
-                        return self._become(request, files, connection, children)
+                        return self._enter_child(request, files, connection, children)
                     for file in files:
                         os.close(file)
                     (self.folder / f"{pid}.parent").write_text(str(request["parent"]))
@@ -256,14 +259,14 @@ class _Server:
                     with connection, suppress(OSError):  # the starter may have ended
                         connection.sendall(struct.pack("i", status))
 
-    def _become(
+    def _enter_child(
         self,
         request: dict[str, Any],
         files: list[int],
         connection: socket.socket,
         others: Mapping[int, tuple[int, socket.socket]],
     ) -> Sequence[str]:
-        """Become the process of a request; return its arguments."""
+        """Set up the process of a request; return its arguments."""
         for ends, (_, other) in others.items():
             os.close(ends)
             other.close()
@@ -284,13 +287,13 @@ class _Server:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.getppid = lambda: parent if Path(f"/proc/{parent}").exists() else 1
-        _show(["python", *request["arguments"]])
+        _set_command_line(["python", *request["arguments"]])
         random.seed()
         return request["arguments"]
 
 
-def _show(words: Sequence[str]) -> None:
-    """Write a command line where `/proc` reads it."""
+def _set_command_line(words: Sequence[str]) -> None:
+    """Set the command line that `/proc` shows."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = "\0".join(words).encode() + b"\0"
@@ -300,7 +303,7 @@ def _show(words: Sequence[str]) -> None:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run what an interpreter would with these arguments; return the status."""
+    """Do what an interpreter does with these arguments; return the exit status."""
     first, *rest = arguments
     sys.path[0] = str(Path(first).resolve().parent if first.endswith(".py") else Path.cwd())
     extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -328,18 +331,18 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_python(path: Path) -> None:
-    """Write an executable file that does what `python` does, in a forked process.
+def write_python_wrapper(path: Path) -> None:
+    """Write an executable that stands for `python` and forks from the server.
 
-    It passes SIGINT and SIGTERM on, and ends as the process does.
+    It forwards SIGINT and SIGTERM and exits with the status of the process.
     """
-    program = f"import sys; sys.path[0] = {str(_REPOSITORY)!r}; from tests import forks; "
-    path.write_text(f"#!{sys.executable} -S\n{program}forks.be_python()\n")
+    program = f"import sys; sys.path[0] = {str(_REPOSITORY)!r}; from tests import fork_server; "
+    path.write_text(f"#!{sys.executable} -S\n{program}fork_server.run_wrapper()\n")
     path.chmod(0o755)
 
 
-def be_python() -> None:
-    """Have the server fork what the command line asks for, or start an interpreter for it."""
+def run_wrapper() -> None:
+    """Fork the process of the command line, or start an interpreter where that is not possible."""
     words = sys.argv[1:]
     if ADDRESS not in os.environ or not re.fullmatch(r"-|-m|[^-].*\.py", "".join(words[:1])):
         os.execv(sys.executable, [sys.executable, *words])
@@ -350,10 +353,10 @@ def be_python() -> None:
         "own_session": False,
         "parent": os.getpid(),
     }
-    connection, pid = ask(request, {0: 0, 1: 1, 2: 2})
+    connection, pid = request_fork(request, {0: 0, 1: 1, 2: 2})
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda sent, _: os.kill(pid, sent))
-    status = os.waitstatus_to_exitcode(struct.unpack("i", _received(connection, 4))[0])
+    status = os.waitstatus_to_exitcode(struct.unpack("i", _receive(connection, 4))[0])
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -363,7 +366,7 @@ def be_python() -> None:
 def main() -> None:
     """Serve; in a forked process, run its module."""
     arguments = _Server(Path(sys.argv[1])).serve()
-    install()
+    patch_popen()
     status = _run(arguments)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,0 +1,42 @@
+"""Datasets and runs that tests only read, made once per test session for all its workers."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import inspect
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests import fork_server
+
+_FOLDER = Path(os.environ[fork_server.ADDRESS], "shared")
+
+
+def make_once(make: Callable[..., object], *arguments: object) -> Path:
+    """Return the directory that `make(directory, *arguments)` filled on its first call.
+
+    It is named by a hash of the file that defines `make` and of the arguments. All tests share it:
+    one that changes something takes a `hard_links` copy.
+    """
+    source = Path(inspect.getfile(make)).read_bytes()
+    call = f"{make.__module__}.{make.__qualname__}{arguments!r}".encode()
+    folder = _FOLDER / hashlib.sha256(source + call).hexdigest()[:16]
+    complete = folder.with_suffix(".complete")
+    _FOLDER.mkdir(exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+            folder.mkdir()
+            make(folder, *arguments)
+            complete.touch()
+    return folder
+
+
+def hard_links(source: Path, target: Path) -> Path:
+    """Copy a directory by hard links: files may be replaced or removed, but not written into."""
+    shutil.copytree(source, target, copy_function=os.link, symlinks=True)
+    return target
