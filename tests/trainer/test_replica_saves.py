@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -128,17 +129,30 @@ def test_replicas_go_on_from_one_process_and_one_process_from_replicas(
 
 
 class Held:
-    """A copy that nobody has written yet: its agent is stopped, and the writer waits for it."""
+    """A copy that is not written yet: its agent is stopped, and the writer waits for the agent."""
 
     def __init__(self, run: Path) -> None:
-        """Wait until it is so."""
+        """Stop the agent of a run while it has a copy to write."""
         wait_for(lambda: agents_of_run(run))
         [self.agent] = agents_of_run(run)
         hold(self.agent)
-        wait_for(lambda: set(copied_of(run)) - set(steps_of(run)))
-        [self.step] = set(copied_of(run)) - set(steps_of(run))
+        while not (waiting := unwritten_of(run)):
+            # Stopped between the end of a checkpoint and its answer, there is no next copy.
+            os.kill(self.agent, signal.SIGCONT)
+            time.sleep(0.002)
+            hold(self.agent)
+        [self.step] = waiting
         arguments = Path(f"/proc/{self.agent}/cmdline").read_text().split("\0")
         self.writer = int(arguments[arguments.index("--parent") + 1])
+
+
+def unwritten_of(run: Path) -> set[int]:
+    """Return the steps that are copied and not written, once there is one; none after a second."""
+    for _ in range(100):
+        if steps := set(copied_of(run)) - set(steps_of(run)):
+            return steps
+        time.sleep(0.01)
+    return set()
 
 
 @pytest.mark.slow
