@@ -24,7 +24,7 @@ from trainer.replicas.work import limits_of
 from trainer.training import TrainOptions
 
 LINE = (
-    r"error: phase must end within 20 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
+    r"error: phase must end within 6 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
     r"see what each thread waits for in .*/stacks-\1.txt, raise train.limits.read if it is only "
     r"slow, and train on with --resume"
 )
@@ -34,7 +34,7 @@ LINE = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a job, its dataset, and one of whose files never come."""
     folder = tmp_path_factory.mktemp("limits")
-    job = with_keys(write_job(folder), "limits: {read: 20s}")
+    job = with_keys(write_job(folder), "limits: {read: 6s}")
     make_dataset(folder / "dataset", job, SEGMENT)
     shutil.copytree(folder / "dataset", folder / "stuck")
     with_a_fifo(folder / "stuck")

@@ -27,7 +27,7 @@ from trainer.compare import compare_runs
 from trainer.watchdog import Watchdog, Watched
 
 LINE = (
-    r"error: phase must end within 20 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
+    r"error: phase must end within 6 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
     r"see what each thread waits for in (.*)/stacks-0.txt, raise train.limits.(\w+) if it is only "
     r"slow, and train on with --resume"
 )
@@ -51,7 +51,7 @@ def assert_named(run: Path, said: str, phases: set[str]) -> int:
 
 @pytest.mark.slow
 def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
-    job = with_keys(write_job(tmp_path / "job"), "limits: {read: 20s}")
+    job = with_keys(write_job(tmp_path / "job"), "limits: {read: 6s}")
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
     with_a_fifo(dataset)
     status, said = ended(started(job, dataset, tmp_path / "run"))
@@ -63,7 +63,7 @@ def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: P
 @pytest.mark.slow
 def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="2", every_steps="2")
-    keys = "limits: {fetch: 20s, update: 20s, save: 20s}\n  stores: {timeout: 300s}"
+    keys = "limits: {fetch: 6s, update: 6s, save: 6s}\n  stores: {timeout: 300s}"
     limited = with_keys(write_job(tmp_path / "limited", epochs="2", every_steps="2"), keys)
     dataset, run = make_dataset(tmp_path / "dataset", job, SEGMENT), tmp_path / "run"
     arguments = ("--embedding", "uncached", "--stores", "1")
