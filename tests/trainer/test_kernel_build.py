@@ -25,7 +25,6 @@ from trainer.kernels.compiled import CompiledKernels
 from trainer.kernels.interaction import TorchInteractions
 from trainer.kernels.operators import TorchKernels
 
-
 UNOPTIMIZED = replace(EMBEDDING, flags=(*EMBEDDING.flags, "-O0"))
 """Compiles in a fifth of the time."""
 
