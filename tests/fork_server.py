@@ -1,8 +1,8 @@
 """A fork server for the tests' child processes, which spares them the imports of Torch and Beam.
 
-`patch_popen` replaces `subprocess.Popen`, in the tests and in their children: commands of the form
-`python -m <package>` are forked from one single-threaded process per test session that has
-imported everything. A forked process has the arguments, open files, working directory and
+`patch_popen` replaces `subprocess.Popen`, in the tests and in their children: commands of this
+repository, and Beam's workers, are forked from one single-threaded process per test session that
+has imported everything. A forked process has the arguments, open files, working directory and
 environment of an ordinary child; its parent is the server (see `forked_children`).
 """
 
@@ -18,6 +18,7 @@ import random
 import re
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -38,9 +39,11 @@ ADDRESS = "PRESAGE_TEST_FORK_SERVER"
 """Environment variable with the directory of the server's socket; unset: nothing is forked."""
 MODULES = ("pipelines", "scheduler", "trainer")
 """Packages with a command line; modules of `tests` are forked as well."""
+BEAM_WORKER = "apache_beam.runners.worker.sdk_worker_main"
 _Popen = subprocess.Popen
 PRELOADED = (
     "apache_beam.runners.portability.fn_api_runner",
+    BEAM_WORKER,
     "duckdb",
     "pandas",
     "pipelines.build",
@@ -101,14 +104,16 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
         executable, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
         own_session, group = rest[-2:]
         environment = os.environ if env is None else env
-        is_plain = not (executable or preexec or shell or group != -1)
-        if not is_plain or not is_forkable(args, environment):
+        is_plain = not (executable or preexec or group != -1)
+        words = shlex.split(os.fsdecode(args)) if isinstance(args, (str, bytes)) else args
+        words = [os.fsdecode(word) for word in words]
+        if not is_plain or not is_forkable(words, environment):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         standard = (pipes[0], pipes[3], pipes[5])
         files = {n: n if fd == -1 else fd for n, fd in enumerate(standard)}
         request = {
-            "arguments": [os.fsdecode(a) for a in args[1:]],
+            "arguments": words[1:],
             "environment": dict(environment),
             "folder": str(Path.cwd() / os.fsdecode(cwd or ".")),
             "own_session": own_session,
@@ -138,14 +143,16 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
         return 0, 0
 
 
-def is_forkable(command: Any, environment: Mapping[str, str]) -> bool:
-    """Return whether a command is `python -m` and a module of this repository."""
-    if isinstance(command, (str, bytes)) or ADDRESS not in environment:
+def is_forkable(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether a command is Python and a program that imports Torch or Beam."""
+    if len(words) < 3 or words[0] != sys.executable or ADDRESS not in environment:
         return False
-    words = [os.fsdecode(word) for word in command[:3]]
-    if len(words) < 3 or words[:2] != [sys.executable, "-m"]:
-        return False
-    return words[2] in MODULES or words[2].startswith("tests.")
+    option, program = words[1:3]
+    if option == "-m":
+        return program in (*MODULES, BEAM_WORKER) or program.startswith("tests.")
+    if option == "-c":
+        return "import" in program and "apache_beam" in program
+    return "deploy/flink" in option
 
 
 def request_fork(request: dict[str, Any], files: Mapping[int, int]) -> tuple[socket.socket, int]:
@@ -212,8 +219,8 @@ class _Server:
     def __init__(self, folder: Path) -> None:
         for module in PRELOADED:
             importlib.import_module(module)
-        for module in MODULES:
-            del sys.modules[f"{module}.__main__"]  # is run by each process
+        for module in (*(f"{name}.__main__" for name in MODULES), BEAM_WORKER):
+            del sys.modules[module]  # is run by each process
         tasks = len(list(Path("/proc/self/task").iterdir()))
         assert tasks == 1, f"a process that forks must have no threads, got {tasks}"
         gc.collect()
@@ -315,6 +322,10 @@ def _run(arguments: Sequence[str]) -> int:
         elif first == "-":
             sys.modules["__main__"] = script = types.ModuleType("__main__")
             exec(compile(sys.stdin.read(), "<stdin>", "exec"), script.__dict__)
+        elif first == "-c":
+            sys.modules["__main__"] = script = types.ModuleType("__main__")
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), script.__dict__)
         else:
             runpy.run_path(first, run_name="__main__")
     except SystemExit as end:

@@ -22,6 +22,7 @@ from pipelines.segments.view import VIEW
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SEGMENTS
+from tests.fork_server import forked_children
 from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, write_log
 
 PATIENCE_SEC = 500.0
@@ -143,6 +144,7 @@ def children(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").glob("[0-9]*"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             own += map(int, (task / "children").read_text().split())
+    own += forked_children(pid)
     return [*own, *(c for o in own for c in children(o))]
 
 
