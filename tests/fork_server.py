@@ -101,7 +101,7 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         """Start the process; the signature is that of Python 3.11."""
-        executable, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
+        executable, preexec, _, pass_fds, cwd, env, _, _, _, *pipes = rest[:15]
         own_session, group = rest[-2:]
         environment = os.environ if env is None else env
         is_plain = not (executable or preexec or group != -1)

@@ -25,11 +25,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "schemas" / "demo" / "job.yaml"
 WORKER_BYTES = 2 << 30
 MEASURED = """
-import os, subprocess, sys
-process = subprocess.Popen(sys.argv[1:])  # of this small one: a child's peak begins at its parent's
-_, status, usage = os.wait4(process.pid, 0)
-print(1024 * usage.ru_maxrss)
-sys.exit(os.waitstatus_to_exitcode(status))
+import resource, sys
+import apache_beam
+from pipelines.commands import main
+from pipelines.parts import pieces
+
+pieces.PIECE_BYTES = int(sys.argv[1])
+status = main(sys.argv[2:])
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+sys.exit(status)
 """
 
 
@@ -71,20 +75,33 @@ def hot_log(directory: Path, num_samples: int, num_hot: int) -> Path:
     return directory
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_samples", "num_hot"), [(2_000_000, 1), (1_000_000, 10)])
-def test_hot_sessions_build_in_bounded_memory(
-    tmp_path: Path, num_samples: int, num_hot: int
-) -> None:
-    log = hot_log(tmp_path / "log", num_samples, num_hot)
-    places = ["--input", str(log), "--output", str(tmp_path / "dataset")]
-    build = [sys.executable, "-m", "pipelines", "build", str(DEMO), *places]
+def peak_bytes(tmp_path: Path, log: Path, piece_bytes: int) -> int:
+    """Build a dataset in one worker; return the most memory that it has taken."""
+    places = ["--input", str(log), "--output", str(tmp_path / f"dataset-{piece_bytes}")]
+    build = ["build", str(DEMO), *places, "--direct_num_workers=1"]
     measured = subprocess.run(
-        [sys.executable, "-c", MEASURED, *build, "--direct_num_workers=1"],
+        [sys.executable, "-c", MEASURED, str(piece_bytes), *build],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert open_dataset(tmp_path / "dataset").segments[0].manifest.num_samples == num_samples
-    assert int(measured.stdout.splitlines()[-1]) < WORKER_BYTES
+    return int(measured.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_memory_follows_the_size_of_a_piece_and_not_that_of_a_session(tmp_path: Path) -> None:
+    log = hot_log(tmp_path / "log", num_samples=40_000, num_hot=1)
+    whole, cut = (peak_bytes(tmp_path, log, 1 << power) for power in (40, 22))
+    assert whole - cut > 40 << 20
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("num_samples", "num_hot"), [(2_000_000, 1), (1_000_000, 10)])
+def test_hot_sessions_build_in_bounded_memory(
+    tmp_path: Path, num_samples: int, num_hot: int
+) -> None:
+    log = hot_log(tmp_path / "log", num_samples, num_hot)
+    assert peak_bytes(tmp_path, log, pieces.PIECE_BYTES) < WORKER_BYTES
+    (dataset,) = tmp_path.glob("dataset-*")
+    assert open_dataset(dataset).segments[0].manifest.num_samples == num_samples
