@@ -1,6 +1,7 @@
 """Fixtures that every test may use, and the profile of hypothesis."""
 
 import hashlib
+import os
 import shutil
 import time
 from collections import Counter
@@ -12,6 +13,8 @@ from hypothesis import HealthCheck, settings
 from tests import fork_server
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # both are read when torch is loaded
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of the tests use all cores
 STARTED = time.monotonic()
 BUILD_TIMEOUT_SEC = 1800
 """Of a test whose fixture may have to build the servers of a cluster first."""

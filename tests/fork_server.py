@@ -244,17 +244,18 @@ class _Server:
                 if key.fileobj is self.listener:
                     connection, _ = self.listener.accept()
                     header, files, _, _ = socket.recv_fds(connection, 4, _MAX_FILES)
-                    request = json.loads(_receive(connection, struct.unpack("i", header)[0]))
-                    pid = os.fork()
-                    if pid == 0:
-                        return self._enter_child(request, files, connection, children)
+                    with suppress(OSError, struct.error):  # the starter may be killed meanwhile
+                        request = json.loads(_receive(connection, struct.unpack("i", header)[0]))
+                        pid = os.fork()
+                        if pid == 0:
+                            return self._enter_child(request, files, connection, children)
+                        (self.folder / f"{pid}.parent").write_text(str(request["parent"]))
+                        ends = os.pidfd_open(pid)
+                        children[ends] = pid, connection
+                        self.selector.register(ends, selectors.EVENT_READ)
+                        connection.sendall(struct.pack("i", pid))
                     for file in files:
                         os.close(file)
-                    (self.folder / f"{pid}.parent").write_text(str(request["parent"]))
-                    connection.sendall(struct.pack("i", pid))
-                    ends = os.pidfd_open(pid)
-                    children[ends] = pid, connection
-                    self.selector.register(ends, selectors.EVENT_READ)
                 elif key.fd == self.owner:
                     os._exit(0)
                 else:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tests import fork_server
 
-_FOLDER = Path(os.environ[fork_server.ADDRESS], "shared")
-
 
 def make_once(make: Callable[..., object], *arguments: object) -> Path:
     """Return the directory that `make(directory, *arguments)` filled on its first call.
@@ -23,9 +21,10 @@ def make_once(make: Callable[..., object], *arguments: object) -> Path:
     """
     source = Path(inspect.getfile(make)).read_bytes()
     call = f"{make.__module__}.{make.__qualname__}{arguments!r}".encode()
-    folder = _FOLDER / hashlib.sha256(source + call).hexdigest()[:16]
+    shared = Path(os.environ[fork_server.ADDRESS], "shared")
+    folder = shared / hashlib.sha256(source + call).hexdigest()[:16]
     complete = folder.with_suffix(".complete")
-    _FOLDER.mkdir(exist_ok=True)
+    shared.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not complete.exists():

@@ -1,11 +1,17 @@
-"""Threads that sleep while they wait, and patience: tests share their cores with other work."""
+"""The small dataset, and patience: tests share their cores with other work."""
 
-import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is loaded
+from tests.trainer.runs import small_dataset
+
+
+@pytest.fixture(scope="session")
+def dataset() -> Path:
+    """The small dataset, which no test changes."""
+    return small_dataset()
 
 
 @pytest.fixture(autouse=True, scope="session")

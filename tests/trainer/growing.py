@@ -10,7 +10,10 @@ from pathlib import Path
 from schemas.events import RunSummary, StepMetric
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import read_dataset, replace_bytes
-from tests.trainer.make_dataset import make_dataset
+from tests.shared import make_once
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.processes import with_keys
+from tests.trainer.runs import run_job
 from trainer.compare import compare_runs
 from trainer.draining import Drain
 from trainer.ledger import verify_run
@@ -41,6 +44,21 @@ def make_versions(
         )
         for n in range(1, len(segments) + 1)
     ]
+
+
+def grown_versions() -> list[Path]:
+    """Return the dataset after each segment of `GROWING`, which are not to be changed.
+
+    They are made once per test session, blocks in another order than stored. Beside them are
+    `job/job.yaml` and `whole`, a plain run on the finished dataset.
+    """
+    return sorted(make_once(_grown_versions).glob("version-*"))
+
+
+def _grown_versions(folder: Path) -> None:
+    job = write_job(folder / "job", **ONCE)
+    with_keys(job, "follow: {poll: 20ms}\n  stores: {timeout: 60s}")
+    run_job(job, make_versions(folder, job)[-1], folder / "whole")
 
 
 def commit(version: Path, dataset: Path) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from schemas.dataset import open_dataset
 from schemas.events import CHECKPOINTS, METRICS, RunSummary, read_metrics
 from schemas.job import load_job
+from tests.shared import make_once
+from tests.trainer.make_dataset import make_dataset, write_job
 from trainer.checkpoint import newest_checkpoint
 from trainer.decode import spec_of
 from trainer.flash.manifest import ROW_FILES, read_checkpoint_manifest
@@ -32,6 +34,28 @@ def run_job(job: Path, dataset: Path, run: Path, **options: object) -> RunSummar
         clock=lambda: float(next(ticks)),
         on_step=lambda metric, num_steps: None,
     )
+
+
+def small_dataset() -> Path:
+    """Return the dataset of `SEGMENTS`, which is not to be changed, made once per test session."""
+    return make_once(_small_dataset) / "dataset"
+
+
+def _small_dataset(folder: Path) -> None:
+    make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
+
+
+def plain_run(**changes: str) -> Path:
+    """Return the plain run of a job on the small dataset, which is not to be changed.
+
+    Args:
+        changes: of the job, see `write_job`.
+    """
+    return make_once(_plain_run, *sorted(changes.items())) / "run"
+
+
+def _plain_run(folder: Path, *changes: tuple[str, str]) -> None:
+    run_job(write_job(folder / "job", **dict(changes)), small_dataset(), folder / "run")
 
 
 def losses_of(run: Path) -> np.ndarray:

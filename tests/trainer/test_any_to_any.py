@@ -37,12 +37,6 @@ KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("any")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
-
-
-@pytest.fixture(scope="module")
 def straight(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     run_job(write_job(folder / "job", dtype="float32"), dataset, folder / "run", steps=END)

@@ -17,9 +17,14 @@ from trainer.replicas.launch import LaunchOptions, train_together
 from trainer.training import TrainOptions
 
 NUM_STEPS = 64
+WITH_EACH_KIND = (1, 2, 14)
 SEEDS = [
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20)),
-    *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(20, 220)),
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in WITH_EACH_KIND),
+    *(
+        pytest.param(seed, marks=pytest.mark.chaos)
+        for seed in range(220)
+        if seed not in WITH_EACH_KIND
+    ),
 ]
 
 
@@ -59,6 +64,10 @@ def test_a_schedule_is_the_seed_s_and_the_draws_differ() -> None:
     assert len({faults.to_json() for faults in drawn}) > 190
     happening = [fault for faults in drawn for fault in faults.schedule]
     assert {fault.kind for fault in happening} == set(CHANCES)
+    few = [
+        fault for seed in WITH_EACH_KIND for fault in draw(seed, 2 + seed % 3, NUM_STEPS).schedule
+    ]
+    assert {fault.kind for fault in few} == set(CHANCES)
     assert {fault.replica for fault in happening} == {0, 1, 2}
     assert all(fault.step < NUM_STEPS for fault in happening)
     assert all(faults.schedule for faults in drawn)

@@ -8,8 +8,8 @@ import torch
 
 from schemas.dataset import open_dataset
 from schemas.job import load_job
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, reader_of
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import reader_of
 from trainer.batch import Batch
 from trainer.decode import spec_of
 from trainer.embedding import Embedding
@@ -21,13 +21,6 @@ from trainer.models.dlrm import DlrmModel
 from trainer.parts import build_parts, memory_stores
 from trainer.sides import sides_of
 from trainer.step import loss_of
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small dataset of two nested groups."""
-    folder = tmp_path_factory.mktemp("data")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 def plain_and_dedup(

@@ -15,8 +15,8 @@ from schemas.errors import SchemaError
 from schemas.events import SUMMARY, read_summary
 from schemas.job_train import DenseOptimizerConfig, TrainConfig
 from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, final_rows, losses_of, reader_of, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
 from trainer.device import moved
 from trainer.embedding import Embedding
 from trainer.train import evaluate_run
@@ -28,12 +28,6 @@ MODELS = {
     "wide and deep": "{name: wide_deep}",
     "attention": "{name: attention, history: clicked, target: item, num_heads: 2}",
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("device")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 def with_device(job: Path, name: str) -> Path:

@@ -8,8 +8,8 @@ from torch import nn
 
 from schemas.job import load_job
 from schemas.job_train import SparseOptimizerConfig
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, parts_of, reader_of
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import parts_of, reader_of
 from trainer.batch import Batch
 from trainer.embedding import Embedding
 from trainer.leaves import whole
@@ -18,12 +18,6 @@ from trainer.stores.store import Store
 from trainer.taking import take_unsorted
 
 NUM_ITEMS = 300
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("embedding")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 def weights_of(store: Store, num_rows: int) -> torch.Tensor:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, parts_of, reader_of, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, run_job
 from trainer.checkpoint import load_checkpoint, verified
 from trainer.leaves import whole
 from trainer.models.dedup_dlrm import DedupDlrm
@@ -30,12 +30,6 @@ MODELS = {
     "num_heads: 2}",
 }
 POOLINGS = ("mean", "sum")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("equality")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 class Trained(NamedTuple):

@@ -13,8 +13,8 @@ from schemas.dataset import open_dataset
 from schemas.job import load_job
 from schemas.layout import BLOCK, EVALUATION, TRAIN
 from schemas.manifest import canonical_json
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, parts_of, reader_of, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
 from trainer.evaluate import Evaluation, columns_of, evaluate
@@ -24,12 +24,6 @@ from trainer.parts import Parts
 from trainer.reader import Reader, prefetched
 from trainer.step import PhaseTimer, train_step
 from trainer.train import evaluate_run
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("evaluation")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 def evaluate_now(job: Path, dataset: Path, parts: Parts, reader: Reader) -> Evaluation:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of, hold, is_gone, wait_for
-from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
+from tests.trainer.runs import checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
 from trainer.compare import compare_runs
 from trainer.flash.manifest import complete
@@ -30,12 +30,6 @@ KINDS = {
     "cached in a log": ("--embedding", "cached"),
     "cached over two store processes": ("--embedding", "cached", "--stores", "2"),
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("flash")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.trainer.growing import (
     assert_equal,
     commit,
     follow_job,
+    grown_versions,
     make_versions,
     stopping_at,
 )
@@ -30,10 +31,9 @@ from trainer.ledger import verify_run
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def versions() -> list[Path]:
     """The dataset after each segment, blocks in another order than stored."""
-    folder = tmp_path_factory.mktemp("versions")
-    return make_versions(folder, write_job(folder / "job", **ONCE))
+    return grown_versions()
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,9 @@ def job(versions: list[Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(job: Path, versions: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(versions: list[Path]) -> Path:
     """A plain run on the finished dataset."""
-    run = tmp_path_factory.mktemp("runs") / "whole"
-    run_job(job, versions[-1], run)
-    return run
+    return versions[0].parent / "whole"
 
 
 def changed(dataset: Path, **changes: object) -> None:

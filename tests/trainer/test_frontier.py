@@ -11,8 +11,7 @@ import pytest
 from schemas.errors import PlanError
 from schemas.horizon import Horizon, Known, agreed, decide
 from schemas.job import load_job
-from tests.trainer.growing import ONCE, commit, make_versions
-from tests.trainer.make_dataset import write_job
+from tests.trainer.growing import commit, grown_versions
 from trainer.draining import Drain
 from trainer.following import Following, FollowOptions, Span
 from trainer.replicas.frontier import Frontier, RefusedError
@@ -24,10 +23,9 @@ NUM_STEPS = 22
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def versions() -> list[Path]:
     """The dataset after each segment."""
-    folder = tmp_path_factory.mktemp("versions")
-    return make_versions(folder, write_job(folder / "job", **ONCE))
+    return grown_versions()
 
 
 class Member:

@@ -7,20 +7,14 @@ import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import checkpoint_at, losses_of, run_job
 from tests.trainer.stores import largest_file
 from trainer.compare import compare_runs
 from trainer.stores.mmap import mmap_store
 from trainer.stores.store import Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=0)
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("full")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 def records_of(rows: np.ndarray) -> Records:

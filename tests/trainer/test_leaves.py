@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from schemas.job import load_job
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, final_rows, losses_of, parts_of, reader_of, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
 from trainer.kernels.build import kernels_of
 from trainer.kernels.contract import RowSums
 from trainer.leaf_work import LeafWork, Partial
@@ -26,12 +26,6 @@ MODELS = {
     "deepfm": "{name: deepfm, top_layers: [16]}",
     "wide_deep": "{name: wide_deep, top_layers: [16]}",
 }
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("leaves")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])

@@ -7,18 +7,11 @@ import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, reader_of
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import reader_of
 from tests.trainer.test_collections import config_of, score
 from trainer.collections import EmbeddingBagCollection
 from trainer.loading import evaluation_batches, training_batches
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("collections")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
-
 
 JOB_TABLES = {"users": ["user"], "articles": ["viewed", "clicked", "item"], "pages": ["page"]}
 

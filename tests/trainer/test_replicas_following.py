@@ -17,7 +17,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.events import LEDGER
 from schemas.manifest import read_dataset, write_manifest
-from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, make_versions
+from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, grown_versions, make_versions
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import (
     ended,
@@ -25,7 +25,6 @@ from tests.trainer.processes import (
     started,
     trained,
     until,
-    with_keys,
 )
 from tests.trainer.replicas_following import KNOWN, Together
 from tests.trainer.runs import checkpoint_at, run_job
@@ -42,12 +41,9 @@ CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def versions() -> list[Path]:
     """The dataset after each segment, blocks in another order than stored."""
-    folder = tmp_path_factory.mktemp("versions")
-    job = write_job(folder / "job", **ONCE)
-    with_keys(job, "follow: {poll: 20ms}\n  stores: {timeout: 60s}")
-    return make_versions(folder, job)
+    return grown_versions()
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +53,9 @@ def job(versions: list[Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(job: Path, versions: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(versions: list[Path]) -> Path:
     """A plain run on the finished dataset."""
-    run = tmp_path_factory.mktemp("runs") / "whole"
-    run_job(job, versions[-1], run)
-    return run
+    return versions[0].parent / "whole"
 
 
 @pytest.fixture
@@ -71,19 +65,18 @@ def together(job: Path, versions: list[Path], tmp_path: Path) -> Together:
 
 
 @pytest.mark.parametrize(
-    ("count", "options"),
+    ("waits", "count", "options"),
     [
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (1, CACHED),
-        (2, CACHED),
-        (3, CACHED),
-        (2, {"embedding": "uncached", "stores": 2}),
+        (KNOWN, 1, {}),
+        (KNOWN, 2, CACHED),
+        (KNOWN, 3, {}),
+        ((20,), 1, CACHED),
+        ((20,), 2, {}),
+        ((20,), 2, {"embedding": "uncached", "stores": 2}),
+        ((20,), 3, CACHED),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("waits", [KNOWN, (20,)], ids=["each is waited for", "most come before"])
 def test_any_number_of_replicas_that_follow_has_the_bits_of_one_on_the_finished_dataset(
     waits: tuple[int, ...], count: int, options: dict[str, Any], together: Together, whole: Path
 ) -> None:
@@ -100,26 +93,26 @@ def test_any_number_of_replicas_that_follow_has_the_bits_of_one_on_the_finished_
 
 
 FAULTS = {
-    "who writes, in the first step of an extension": Faults().kill(0, 12, "start"),
-    "who writes, before the first lines of an extension": Faults().kill(0, 12, "committed"),
-    "one, before the last step that is known": Faults().kill(1, 11, "exchanged"),
-    "both, one after the other": Faults().kill(1, 12, "start").kill(0, 16, "computed"),
-    "one is held, and then behind an extension": Faults().stop(1, 11, 5.0),
+    "who writes, in the first step of an extension": (Faults().kill(0, 12, "start"), CACHED),
+    "who writes, before the first lines of an extension": (Faults().kill(0, 12, "committed"), {}),
+    "one, before the last step that is known": (Faults().kill(1, 11, "exchanged"), CACHED),
+    "both, one after the other": (
+        Faults().kill(1, 12, "start").kill(0, 16, "computed"),
+        CACHED,
+    ),
+    "one is held, and then behind an extension": (Faults().stop(1, 11, 5.0), {}),
 }
 
 
-@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
 @pytest.mark.parametrize("what", FAULTS)
-def test_faults_at_an_extension_do_not_show(
-    what: str, options: dict[str, Any], together: Together, whole: Path
-) -> None:
-    together.train(lambda _: together.more(), faults=FAULTS[what], **options)
+def test_faults_at_an_extension_do_not_show(what: str, together: Together, whole: Path) -> None:
+    faults, options = FAULTS[what]
+    together.train(lambda _: together.more(), faults=faults, **options)
     assert_equal(together.run, whole)
 
 
-@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
 def test_replicas_that_die_while_all_wait_come_back_and_go_on(
-    options: dict[str, Any], together: Together, whole: Path
+    together: Together, whole: Path
 ) -> None:
     def living() -> str:
         return (together.run / REPLICAS).read_text()
@@ -136,7 +129,7 @@ def test_replicas_that_die_while_all_wait_come_back_and_go_on(
             together.kill(1)
         together.more()
 
-    together.train(kill_and_commit, **options)
+    together.train(kill_and_commit, **CACHED)
     assert_equal(together.run, whole)
 
 
@@ -151,9 +144,8 @@ def test_stores_that_die_while_replicas_wait_do_not_show(together: Together, who
     assert_equal(together.run, whole)
 
 
-@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
 def test_replicas_that_are_asked_while_they_wait_end_and_go_on(
-    options: dict[str, Any], together: Together, whole: Path
+    together: Together, whole: Path
 ) -> None:
     def ask(step: int) -> None:
         if step == 12:
@@ -164,18 +156,17 @@ def test_replicas_that_are_asked_while_they_wait_end_and_go_on(
         together.drain.ask("SIGTERM")
 
     with pytest.raises(DrainInterrupt) as asked:
-        together.train(ask, (12, 16), **options)
+        together.train(ask, (12, 16), **CACHED)
     run = together.run
     assert asked.value.message == f"stopped at step 16, which {run} goes on from with --resume"
     together.more()
     together.drain = Drain()
-    together.train(lambda _: together.more(), (19, 20), resume=True, **options)
+    together.train(lambda _: together.more(), (19, 20), resume=True, **CACHED)
     assert_equal(run, whole)
 
 
-@pytest.mark.parametrize("options", [{}, CACHED], ids=["plain", "cached"])
 def test_a_replica_that_sees_segments_later_than_the_others_holds_nobody_s_bits_up(
-    options: dict[str, Any], together: Together, whole: Path, tmp_path: Path
+    together: Together, whole: Path, tmp_path: Path
 ) -> None:
     late = tmp_path / "late"
     shutil.copytree(together.dataset, late)
@@ -192,7 +183,7 @@ def test_a_replica_that_sees_segments_later_than_the_others_holds_nobody_s_bits_
             together.kill(1)  # it comes back, and must see what the others have trained
         commit(together.dataset, late)
 
-    together.train(see, start=start, **options)
+    together.train(see, start=start, **CACHED)
     assert_equal(together.run, whole)
     computed = {e.step for e in read_ledger(together.run / LEDGER) if e.replica.startswith("001")}
     assert max(computed) >= 12, "it takes part in steps that it has seen later"

@@ -14,7 +14,7 @@ from torchrec.models.dlrm import DLRM_DCN
 from schemas.dataset import open_dataset
 from schemas.job import load_job
 from schemas.job_train import ModelConfig, TrainConfig
-from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.make_dataset import write_job
 from tests.trainer.model_samples import (
     CONFIG,
     DIM,
@@ -26,7 +26,7 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from tests.trainer.runs import SEGMENTS, reader_of
+from tests.trainer.runs import reader_of
 from trainer.batch import Batch
 from trainer.decode import spec_of
 from trainer.embedding import Embedding
@@ -135,13 +135,6 @@ def test_dense_features_are_fed_once_per_tuple_where_it_decides_them() -> None:
     assert part.group == "user"
     assert len(part.flat) == 4
     assert dense_part(by_sample, by_sample.dense).group is None
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small dataset of two nested groups."""
-    folder = tmp_path_factory.mktemp("data")
-    return make_dataset(folder / "dataset", write_job(folder / "job"), SEGMENTS)
 
 
 def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
