@@ -15,7 +15,7 @@ from schemas.errors import SchemaError
 from schemas.events import SUMMARY, read_summary
 from schemas.job_train import DenseOptimizerConfig, TrainConfig
 from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
-from tests.trainer.make_dataset import write_job
+from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
 from trainer.device import moved
 from trainer.embedding import Embedding
@@ -28,6 +28,13 @@ MODELS = {
     "wide and deep": "{name: wide_deep}",
     "attention": "{name: attention, history: clicked, target: item, num_heads: 2}",
 }
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of six steps."""
+    folder = tmp_path_factory.mktemp("few")
+    return make_dataset(folder / "dataset", write_job(folder / "job"), [[(120, 50)], [(64, 0)]])
 
 
 def with_device(job: Path, name: str) -> Path:
@@ -65,12 +72,21 @@ def test_every_tensor_of_a_batch_is_moved(expanded: bool, dataset: Path, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("embedding", ["plain", "cached"])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize(
+    ("model", "embedding"),
+    [
+        ("dlrm", "plain"),
+        ("dlrm", "cached"),
+        ("dcn", "cached"),
+        ("deepfm", "plain"),
+        ("wide and deep", "cached"),
+        ("attention", "plain"),
+    ],
+)
 def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
-    model: str, embedding: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, embedding: str, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = write_job(tmp_path / "job", model=model, kernels="torch")
+    job, dataset = write_job(tmp_path / "job", model=MODELS[model], kernels="torch"), few
     here = run_job(job, dataset, tmp_path / "here", embedding=embedding)
     monkeypatch.setattr("trainer.embedding.reaches_arenas", lambda device: False)
     monkeypatch.setattr("trainer.embedding.moved", lambda rows, device: rows)
@@ -137,14 +153,15 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=[*MODELS, "dlrm, cached"],
 )
 def test_run_elsewhere_meets_no_tensor_of_the_processor(
-    model: str, embedding: str, dataset: Path, tmp_path: Path
+    model: str, embedding: str, few: Path, tmp_path: Path
 ) -> None:
+    dataset = few
     cpu = write_job(tmp_path / "cpu", model=model)
     run_job(cpu, dataset, tmp_path / "run-cpu", embedding=embedding)
     cuda = with_device(write_job(tmp_path / "cuda", model=model), "cuda")
     run = tmp_path / "run-cuda"
     with OnElsewhere() as mode:
-        run_job(cuda, dataset, run, embedding=embedding, steps=9)
+        run_job(cuda, dataset, run, embedding=embedding, steps=2)
         summary = run_job(cuda, dataset, run, embedding=embedding, resume=True)
         found = evaluate_run(cuda, dataset, run)
     assert mode.num_calls > 1000

@@ -52,9 +52,9 @@ def table_and_ids(trained: Path) -> tuple[str, list[int]]:
     """Return a hashed table and some ids that have rows in the newest checkpoint."""
     job = load_job(trained / "run" / "job.yaml")
     name = next(n for n, t in job.data.tables.items() if t.rows == "hash")
-    rows = set(rows_of(complete(trained / "run" / CHECKPOINTS)[-1], name).tolist())
-    ids = [i for i in range(2000) if row_of(trained, name, i) in rows]
-    return name, ids[:3]
+    rows, ids = rows_of(complete(trained / "run" / CHECKPOINTS)[-1], name), np.arange(2000)
+    found = ids[np.isin(rows_of_ids(ids, name, job.data.tables[name]), rows)]
+    return name, found[:3].tolist()
 
 
 def rows_of(checkpoint: Path, table: str) -> np.ndarray:
