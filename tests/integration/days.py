@@ -22,7 +22,7 @@ from scheduler.retrain.state import State
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
 SMALL = {
     "num_samples: 200000, seed: 1, start: 2026-01-01, span: 2d": (
-        "num_samples: 16000, seed: 1, start: 2026-01-01, span: 4d"
+        "num_samples: 8000, seed: 1, start: 2026-01-01, span: 4d"
     ),
     "split: {evaluation_from: 2026-01-02 21:00:00}": (
         "split: {evaluation_last: 4h}\n  block_samples: 256"

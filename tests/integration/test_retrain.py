@@ -17,25 +17,37 @@ import pytest
 from scheduler.retrain.log import STATE
 from schemas.dataset import open_dataset
 from tests.integration.days import DAYS, Site, make_site
+from tests.shared import make_once
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ONE, TWO, THREE, FOUR = DAYS
 
 
 @pytest.fixture(scope="module")
-def logs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """The job, and the generated log cut into days."""
-    return make_site(repository, tmp_path_factory.mktemp("logs"))
+def first(repository: Path) -> Site:
+    """The job, the generated log cut into days, and the first day retrained."""
+    return Site(repository, make_once(make_first, str(repository)))
+
+
+def make_first(folder: Path, repository: str) -> None:
+    """Retrain the first day."""
+    site = make_site(Path(repository), folder)
+    done = site.retrain("--date", ONE)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def calm(logs: Site, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Three days, backfilled by one command that nobody disturbed."""
-    site = logs.copy(tmp_path_factory.mktemp("calm"))
+def calm(repository: Path) -> Site:
+    """Three days, the last two backfilled by one command that nobody disturbed."""
+    return Site(repository, make_once(make_calm, str(repository)))
+
+
+def make_calm(folder: Path, repository: str) -> None:
+    """Retrain three days, of which the first is done."""
+    site = Site(Path(repository), make_once(make_first, repository)).copy(folder)
     done = site.retrain("--date", f"{ONE}..{THREE}", "--json")
     assert done.returncode == 0, done.stderr
     assert [found["status"] for found in json.loads(done.stdout)["days"].values()] == [0, 0, 0]
-    return site
 
 
 def test_retrain_of_days_in_order_goes_on_from_each_day_and_promotes_the_last(calm: Site) -> None:
@@ -79,36 +91,34 @@ def until(process: subprocess.Popen[bytes], condition: Callable[[], object]) -> 
         time.sleep(0.01)
 
 
-def pid_of(site: Site, process: str) -> int | None:
-    try:
-        return int((site.root / "processes" / f"{process}.pid").read_text())
-    except (FileNotFoundError, ValueError):
-        return None
+def pids_of(site: Site, stage: str) -> set[int]:
+    """Return the ids of all processes of a stage so far."""
+    files = (site.root / "processes").glob(f"{stage}.*.pid")
+    return {int(text) for text in (file.read_text() for file in files) if text}
 
 
-KILLS = {
-    ONE: [("append", signal.SIGKILL, False), ("train", signal.SIGKILL, True)],
-    TWO: [
-        ("append", signal.SIGKILL, True),
-        ("train", signal.SIGTERM, False),
-        ("evaluate", signal.SIGKILL, False),
-        ("compare", signal.SIGKILL, True),
-    ],
-}
-"""By day: the stage in which the command gets a signal, and whether its process is killed, too."""
+KILLS = [
+    ("append", signal.SIGKILL, True),
+    ("append", signal.SIGKILL, False),
+    ("train", signal.SIGKILL, True),
+    ("train", signal.SIGTERM, False),
+    ("evaluate", signal.SIGKILL, False),
+    ("compare", signal.SIGKILL, True),
+]
+"""The stage in which the command gets a signal, and whether its process is killed, too."""
 
 
 def disturb(site: Site, day: str, stage: str, sent: signal.Signals, *, child_too: bool) -> None:
     """Begin a day, or go on with it, and send the command a signal in a stage."""
+    before = pids_of(site, f"{day}.1.{stage}")
     with (site.folder / f"said-{day}-{stage}").open("wb") as said:
         process = subprocess.Popen(
             site.command("scheduler", "retrain", str(site.job), "--date", day),
             env={**os.environ, "PYTHONPATH": str(site.repository)},
             stderr=said,
         )
-    until(process, lambda: pid_of(site, f"{day}.1.{stage}.1"))
-    child = pid_of(site, f"{day}.1.{stage}.1")
-    assert child is not None
+    until(process, lambda: pids_of(site, f"{day}.1.{stage}") - before)
+    (child,) = pids_of(site, f"{day}.1.{stage}") - before
     process.send_signal(sent)
     assert process.wait() == (143 if sent == signal.SIGTERM else -sent)
     if child_too:
@@ -116,17 +126,16 @@ def disturb(site: Site, day: str, stage: str, sent: signal.Signals, *, child_too
 
 
 def test_retrain_that_is_killed_at_each_stage_goes_on_with_the_same_bits(
-    logs: Site, calm: Site, tmp_path: Path
+    first: Site, calm: Site, tmp_path: Path
 ) -> None:
-    site = logs.copy(tmp_path)
-    for day, kills in KILLS.items():
-        for stage, sent, child_too in kills:
-            disturb(site, day, stage, sent, child_too=child_too)
-        done = site.retrain("--date", day)
-        assert done.returncode == 0, done.stderr
-        run = f"runs/{day}.1"
-        same = site.run("trainer", "equal", str(site.root / run), str(calm.root / run))
-        assert same.returncode == 0, same.stdout + same.stderr
+    site = first.copy(tmp_path)
+    for stage, sent, child_too in KILLS:
+        disturb(site, TWO, stage, sent, child_too=child_too)
+    done = site.retrain("--date", TWO)
+    assert done.returncode == 0, done.stderr
+    run = f"runs/{TWO}.1"
+    same = site.run("trainer", "equal", str(site.root / run), str(calm.root / run))
+    assert same.returncode == 0, same.stdout + same.stderr
     assert [a.run for a in site.state.attempts] == [f"{ONE}.1", f"{TWO}.1"]
     metrics = [a.done["evaluate"] for a in site.state.attempts]
     assert metrics == [a.done["evaluate"] for a in calm.state.attempts[:2]]
@@ -137,7 +146,7 @@ def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_versio
 ) -> None:
     site = calm.copy(tmp_path)
     part = site.folder / "logs" / TWO / "part.parquet"
-    pq.write_table(pq.read_table(part).slice(0, 3000), part)
+    pq.write_table(pq.read_table(part).slice(0, 1500), part)
     # Correct paths of the copy; the job names them relative to itself.
     done = site.retrain("--date", TWO, "--corrected")
     assert done.returncode == 0, done.stderr
