@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from scheduler.retrain.log import STATE, read_state
 from scheduler.retrain.state import State
+from tests.integration.small_demo import write_small_demo
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
 SMALL = {
@@ -83,12 +84,7 @@ class Site:
 
 
 def write_job(repository: Path, folder: Path) -> None:
-    demo = repository / "schemas" / "demo"
-    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
-    text = (demo / "job.yaml").read_text()
-    for old, new in SMALL.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    text = write_small_demo(repository, folder, SMALL)
     (folder / "job.yaml").write_text(text.rstrip() + GATE)
 
 

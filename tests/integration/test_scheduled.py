@@ -18,6 +18,7 @@ import pytest
 from scheduler.machine.events import Ended
 from scheduler.machine.log import LOG, read_log, recover
 from schemas.manifest import read_dataset
+from tests.integration.small_demo import write_small_demo
 
 SMALL = {
     "num_samples: 200000": "num_samples: 12000",
@@ -43,12 +44,7 @@ CACHE = "\n  cache: {lookahead: 2, prefetch_steps: 1, rows: 60000}"
 
 def write_jobs(repository: Path, folder: Path) -> list[Path]:
     """Write the demo job, smaller and with stores, and a more important one with replicas."""
-    demo = repository / "schemas" / "demo"
-    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
-    text = (demo / "job.yaml").read_text()
-    for old, new in SMALL.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    text = write_small_demo(repository, folder, SMALL)
     urgent = text.rstrip().replace("name: demo", "name: urgent") + REPLICAS
     served = text.replace("{every_steps: 2}", f"{{every_steps: 2}}{CACHE}").rstrip() + STORES
     texts = {"demo": served, "urgent": urgent}

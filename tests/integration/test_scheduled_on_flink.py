@@ -16,6 +16,7 @@ from pipelines.commands import main as pipelines
 from scheduler.machine.events import Event, SlotsRead
 from scheduler.machine.log import LOG, read_log, recover
 from tests.flink import ask, flink, needs_flink, runner_file
+from tests.integration.small_demo import write_small_demo
 from tests.integration.test_scheduled import Scheduler, pid_of, send
 from tests.pipelines.logs import bytes_of
 
@@ -54,12 +55,7 @@ with beam.Pipeline(options=PipelineOptions(sys.argv[2:])) as pipeline:
 
 def write_job(repository: Path, folder: Path) -> tuple[Path, Path]:
     """Write the demo job with three small files."""
-    demo = repository / "schemas" / "demo"
-    (folder / "schema.pbtxt").write_bytes((demo / "schema.pbtxt").read_bytes())
-    text = (demo / "job.yaml").read_text()
-    for old, new in SMALL.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    text = write_small_demo(repository, folder, SMALL)
     job, log = folder / "demo.yaml", folder / "log"
     job.write_text(text.rstrip() + SCHEDULE)
     assert pipelines(["generate", str(job), "--output", str(log)]) == 0

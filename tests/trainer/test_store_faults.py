@@ -67,7 +67,7 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
     process = start_store(directory)
     with running(process):
         store = group_over(process.address)["items"]
-        store.group.members._access = type(ACCESS)(token=TOKEN, timeout_sec=6)
+        store.group.members.access = type(ACCESS)(token=TOKEN, timeout_sec=6)
 
         def write_until_it_dies() -> None:
             for step in range(100_000):
