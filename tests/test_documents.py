@@ -27,6 +27,7 @@ DOCUMENTS = sorted(
     )
     for path in REPOSITORY.glob(pattern)
 )
+DEMO_SAMPLES = "num_samples: 200000"
 CHECKER = doctest.OutputChecker()
 LENIENT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -44,7 +45,7 @@ def parameters(*, with_run: bool) -> list[object]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of the working tree, without what git ignores, with the same `.venv`."""
+    """A copy of the working tree with a smaller demo; no ignored files, and the same `.venv`."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -58,6 +59,9 @@ def tree(tmp_path: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copy / name)
     write_environment(copy / ".venv")
+    demo = copy / "schemas" / "demo" / "job.yaml"
+    assert demo.read_text().count(DEMO_SAMPLES) == 1
+    demo.write_text(demo.read_text().replace(DEMO_SAMPLES, "num_samples: 20000"))
     return copy
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.environments import environment_of
+
 IMAGES = ("worker", "jobs", "scheduler", "template")
 GIVEN = "${LAUNCHER}"
 """A base without a default: its registry is Google's own."""
@@ -138,11 +140,9 @@ def test_workers_beside_flink_run_what_their_image_holds(repository: Path) -> No
 @pytest.mark.timeout(900)
 def test_what_is_in_an_image_starts(image: Image, repository: Path, tmp_path: Path) -> None:
     """Each module is imported, with the packages and the files of the image alone."""
-    python, tree = tmp_path / "venv" / "bin" / "python", tmp_path / "tree"
-    own = repository / ".venv" / "bin"
-    run([own / "uv", "venv", "--quiet", "--python", own / "python", tmp_path / "venv"], tmp_path)
-    sync = ["pip", "sync", "--quiet", "--require-hashes", "--python", python]
-    run([own / "uv", *sync, repository / image.lock], tmp_path)
+    lock, tree = repository / image.lock, tmp_path / "tree"
+    name = lock.stem.removeprefix("requirements-")
+    python = environment_of(name, lock, repository / ".venv" / "bin") / "python"
     for source, place in image.copied:
         if (repository / source).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
