@@ -10,6 +10,7 @@ import pytest
 from pipelines.commands import main as pipelines
 from pipelines.segments.verify import verify
 from schemas.layout import JOB, SCHEMA
+from tests.pipelines.logs import IN_PROCESS
 from trainer.__main__ import main as trainer
 from trainer.checkpoint import dense_of, newest_checkpoint
 from trainer.ledger import verify_run
@@ -66,9 +67,12 @@ def test_days_of_kuairand_one_by_one_equal_all_at_once(
     job, dataset = str(logs / JOB), tmp_path / "dataset"
 
     def say(command: str, *arguments: object) -> dict[str, Any]:
-        main = pipelines if command in ("build", "append") else trainer
+        words = [command, job, *map(str, arguments), "--json"]
         capsys.readouterr()
-        assert main([command, job, *map(str, arguments), "--json"]) == 0
+        if command in ("build", "append"):
+            assert pipelines([*words, IN_PROCESS]) == 0
+        else:
+            assert trainer(words) == 0
         return json.loads(capsys.readouterr().out)
 
     new_rows: list[int] = []

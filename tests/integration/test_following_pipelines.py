@@ -14,7 +14,7 @@ from schemas.layout import MANIFEST
 from schemas.manifest import read_dataset
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
-from tests.pipelines.logs import write_log
+from tests.pipelines.logs import IN_PROCESS, write_log
 from tests.trainer.held import held_by
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from trainer.compare import compare_runs
@@ -89,13 +89,14 @@ def test_follower_of_a_real_pipeline_killed_and_resumed_has_the_bits_of_one_on_t
 def dataset(job: Path, logs: list[Path], tmp_path: Path) -> Path:
     """A dataset of one segment."""
     to = tmp_path / "dataset"
-    assert main(["build", str(job), "--input", str(logs[0]), "--output", str(to)]) == 0
+    assert main(["build", str(job), "--input", str(logs[0]), "--output", str(to), IN_PROCESS]) == 0
     return to
 
 
 def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
     """Append a log."""
-    return main(["append", str(job), "--input", str(log), "--dataset", str(dataset), *more])
+    words = ["append", str(job), "--input", str(log), "--dataset", str(dataset)]
+    return main([*words, IN_PROCESS, *more])
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import polars as pl
 import pytest
 
 from pipelines.__main__ import main
+from tests.pipelines.logs import IN_PROCESS
 
 NUM_SAMPLES = 3000
 JOB = """\
@@ -96,7 +97,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     job, output = str(folder / "job.yaml"), str(folder / "log")
     assert main(["generate", job, "--output", output]) == 0
-    assert main(["build", job, "--input", output, "--output", str(folder / "dataset")]) == 0
+    assert (
+        main(["build", job, "--input", output, "--output", str(folder / "dataset"), IN_PROCESS])
+        == 0
+    )
     return folder
 
 

@@ -18,6 +18,8 @@ from pipelines.build import build
 from pipelines.prepare import BuildRequest
 from schemas.layout import BUILDS
 
+IN_PROCESS = "--runner=InProcess"
+"""Option of a command: the executor in this process, which gives the bytes of any runner."""
 JOB = """
 name: shop
 data:
@@ -104,7 +106,7 @@ def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
         job_path=job,
         input_root=log,
         dataset=dataset,
-        beam_args=["--runner=InProcess"],
+        beam_args=[IN_PROCESS],
         attempt="test",
     )
 

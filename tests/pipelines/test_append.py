@@ -24,6 +24,7 @@ from schemas.oracle import next_use
 from schemas.rows import rows_of_ids
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
 from tests.pipelines.logs import (
+    IN_PROCESS,
     SCHEMA,
     bytes_of,
     copy_of,
@@ -100,7 +101,7 @@ def test_index_of_two_segments_equals_brute_force(
     two: Path, tmp_path: Path, table: str, epochs: int
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
-    assert main(["oracle", str(dataset), "--reindex", "--epochs", str(epochs), "--json"]) == 0
+    assert main(["oracle", str(dataset), "--reindex", "--epochs", str(epochs), IN_PROCESS]) == 0
     opened = open_dataset(dataset)
     index = opened.index_for(opened.order(32, epochs, "none", 0))
     expected = brute_force(dataset, table, epochs)
@@ -117,7 +118,7 @@ def test_appended_index_has_the_bytes_of_one_that_is_built_at_once(
     before = bytes_of(index.directory)
     shutil.rmtree(index.directory)
     write_manifest(dataset, replace(read_dataset(dataset), indexes=()))
-    assert main(["oracle", str(dataset), "--reindex", "--json"]) == 0
+    assert main(["oracle", str(dataset), "--reindex", IN_PROCESS]) == 0
     assert bytes_of(index.directory) == before
 
 
@@ -146,7 +147,7 @@ def test_appending_the_same_input_again_does_nothing(
 ) -> None:
     before = bytes_of(two)
     arguments = ["append", str(one / "job" / "job.yaml"), "--dataset", str(two), "--json"]
-    assert main([*arguments, "--input", str(one / "log-1")]) == 0
+    assert main([*arguments, "--input", str(one / "log-1"), IN_PROCESS]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert (result["built"], result["rows_per_sec"]) == (False, None)
@@ -208,7 +209,7 @@ def test_append_in_order_without_a_position_is_refused(
 @pytest.mark.slow
 def test_append_extends_every_index_that_the_dataset_has(one: Path, tmp_path: Path) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", "--json"]) == 0
+    assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]) == 0
     build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     opened = open_dataset(dataset)
     assert sorted(i.manifest.epochs for i in opened.indexes) == [1, 2]

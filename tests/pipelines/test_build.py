@@ -19,6 +19,7 @@ from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (
+    IN_PROCESS,
     built,
     bytes_of,
     copy_of,
@@ -234,7 +235,15 @@ def test_json_of_build_has_the_keys_of_the_contract(
 ) -> None:
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job")
-    arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--check-sql", "--json"]
+    arguments = [
+        "build",
+        str(job),
+        "--input",
+        str(tmp_path / "log"),
+        "--check-sql",
+        "--json",
+        IN_PROCESS,
+    ]
     assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1
@@ -272,7 +281,7 @@ def test_sql_with_a_window_function_fails_the_check(
     job.write_text(
         job.read_text().replace("user, history,", "row_number() OVER () AS user, history,")
     )
-    arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--check-sql"]
+    arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--check-sql", IN_PROCESS]
     assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 1
     assert "data.samples.map must be row-local, got other samples for raw row" in (
         capsys.readouterr().err

@@ -58,7 +58,7 @@ def arguments(logs: Path, dataset: Path, day: str, files: str) -> list[str]:
     """Return the arguments of an append."""
     job = str(logs / "job" / "job.yaml")
     given = ["append", job, "--dataset", str(dataset), "--input", str(logs / files), "--json"]
-    return [*given, "--day", day]
+    return [*given, "--day", day, "--runner=InProcess"]
 
 
 def test_late_day_stands_between_the_others(days: Path) -> None:

@@ -27,7 +27,7 @@ from schemas.layout import SEGMENTS
 from schemas.manifest import read_dataset
 from tests.forgetting import found_in
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import bytes_of, copy_of, raw_rows, request, write_job
+from tests.pipelines.logs import IN_PROCESS, bytes_of, copy_of, raw_rows, request, write_job
 
 ID = 7_305_946_128
 USER = ID * 7 + 3
@@ -181,7 +181,7 @@ def test_append_keeps_tombstones_in_force(
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     job = two.parent / "job" / "job.yaml"
     build(addition(job, log_with(tmp_path / "log-2", 2, drop=(ID,)), dataset))
-    assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", "--json"]) == 0
+    assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]) == 0
     assert ID not in sessions(dataset)
 
 

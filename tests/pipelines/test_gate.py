@@ -30,7 +30,7 @@ from pipelines.statistics.text import RANKED_VALUES
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import ANOMALIES, SEGMENTS
-from tests.pipelines.logs import SCHEMA, bytes_of, copy_of, raw_rows, request, write_job
+from tests.pipelines.logs import IN_PROCESS, SCHEMA, bytes_of, copy_of, raw_rows, request, write_job
 
 SHARES = st.dictionaries(st.integers(0, 9), st.integers(1, 50), min_size=1).map(
     lambda counts: {k: c / sum(counts.values()) for k, c in counts.items()}
@@ -217,6 +217,11 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("first") / "log", ROWS)
 
 
+def append(job: Path, dataset: Path, log: Path) -> int:
+    """Append a log, and return the exit code."""
+    return main(["append", str(job), "--dataset", str(dataset), "--input", str(log), IN_PROCESS])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_gate_keeps_a_segment_out_and_says_why(
@@ -225,7 +230,7 @@ def test_gate_keeps_a_segment_out_and_says_why(
     gate, schema, rows, message = CASES[case]
     job, target = gated(tmp_path / "job", gate, schema), copy_of(dataset, tmp_path / "dataset")
     log = write_rows(tmp_path / "next", rows)
-    assert main(["append", str(job), "--dataset", str(target), "--input", str(log)]) == REFUSED == 3
+    assert append(job, target, log) == REFUSED == 3
     printed = capsys.readouterr().err
     assert "error: segment must pass the gate, got " in printed
     assert message in printed
@@ -246,7 +251,7 @@ def test_gate_that_warns_lets_the_segment_in_and_forgets_the_refusal(
     target, log = copy_of(dataset, tmp_path / "dataset"), write_rows(tmp_path / "next", NEXT)
     for action, code in (("fail", REFUSED), ("warn", 0)):
         job = gated(tmp_path / action, f"gate: {{action: {action}, label_drift: 0.001}}")
-        assert main(["append", str(job), "--dataset", str(target), "--input", str(log)]) == code
+        assert append(job, target, log) == code
     assert "warning: segment: label rate must change by at most 0.001" in capsys.readouterr().err
     segment = open_dataset(target).segments[1]
     text = (segment.directory / ANOMALIES).read_text()

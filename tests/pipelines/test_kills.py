@@ -98,7 +98,7 @@ def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     driver = DRIVER.format(module=module, function=function, before=before)
     done = subprocess.run(
-        [sys.executable, "-c", driver, *command(one, dataset)],
+        [sys.executable, "-c", driver, *command(one, dataset), "--runner=InProcess"],
         capture_output=True,
         timeout=PATIENCE_SEC,
     )
@@ -152,7 +152,7 @@ def children(pid: int) -> list[int]:
 def test_worker_process_that_is_killed_ends_the_build_and_a_rerun_gives_the_same(
     tmp_path: Path,
 ) -> None:
-    write_log(tmp_path / "log", num_rows=20_000)
+    write_log(tmp_path / "log", num_rows=8_000)
     job, dataset = write_job(tmp_path / "job"), tmp_path / "dataset"
     limit = "  gate: {max_reject_fraction: 1.0}\n  block_samples"  # half of the ids are too large
     job.write_text(job.read_text().replace("  block_samples", limit))

@@ -12,7 +12,7 @@ from pipelines.segments.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
-from tests.pipelines.logs import built, bytes_of, request, write_job, write_log
+from tests.pipelines.logs import IN_PROCESS, built, bytes_of, request, write_job, write_log
 
 
 def left_behind(dataset: Path) -> list[Path]:
@@ -62,7 +62,7 @@ def test_build_of_another_job_that_was_faster_is_not_replaced(
 @pytest.mark.slow
 def test_build_of_a_finished_dataset_keeps_its_other_indexes(tmp_path: Path) -> None:
     dataset = built(tmp_path)
-    assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", "--json"]) == 0
+    assert main(["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]) == 0
     before = bytes_of(dataset)
     assert len(open_dataset(dataset).indexes) == 2
     build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset))

@@ -17,7 +17,7 @@ from pipelines.report.numbers import count, percent, size
 from pipelines.report.runs import mean_phases, read_runs
 from schemas.dataset import open_dataset
 from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
-from tests.pipelines.logs import built
+from tests.pipelines.logs import IN_PROCESS, built
 
 PLAN = {
     "preprocessing": {
@@ -102,7 +102,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     log, built_dataset = str(root / "log"), str(root / "dataset")
     arguments = [str(job / "job.yaml")]
     assert main(["generate", *arguments, "--output", log, "--num-samples", "3000"]) == 0
-    assert main(["build", *arguments, "--input", log, "--output", built_dataset]) == 0
+    assert main(["build", *arguments, "--input", log, "--output", built_dataset, IN_PROCESS]) == 0
     return root / "dataset"
 
 

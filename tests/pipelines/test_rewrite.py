@@ -23,6 +23,7 @@ from pipelines.segments.verify import verify
 from pipelines.sources.read import read_part
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.test_view import by_view
 
 NUM = 600
@@ -75,9 +76,6 @@ def folder_of(directory: Path, columns: dict[str, pa.Array], num_files: int = 3)
         path = directory / "in" / ("more" if i else ".") / f"part-{i}.parquet"
         pq.write_table(table.slice(i * size, size), path, row_group_size=70)
     return directory / "in"
-
-
-IN_PROCESS = "--runner=InProcess"
 
 
 def run(

@@ -21,7 +21,7 @@ from schemas.errors import SchemaError
 from schemas.hints import read_hints
 from schemas.layout import FILES, MANIFEST, SEGMENTS
 from schemas.manifest import DatasetManifest, read_dataset, read_segment, write_manifest
-from tests.pipelines.logs import built, copy_of
+from tests.pipelines.logs import IN_PROCESS, built, copy_of
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_oracle_counts_what_a_plain_scan_counts(
 ) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
     arguments = ["oracle", str(copy), "--batch-samples", str(batch), "--epochs", str(epochs)]
-    assert main([*arguments, "--reindex", "--lookahead", "2", "--json"]) == 0
+    assert main([*arguments, "--reindex", "--lookahead", "2", "--json", IN_PROCESS]) == 0
     report = json.loads(capsys.readouterr().out)
     steps = steps_of(copy, ["item", "history"], batch) * epochs
     table = report["tables"]["items"]

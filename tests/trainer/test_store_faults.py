@@ -56,8 +56,13 @@ def assert_holds(store: FlightStore, last_step: dict[int, int], maybe: int = -1)
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(1, 10)),
+    ],
+)
 def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
     seed: int, tmp_path: Path
 ) -> None:

@@ -137,7 +137,7 @@ def test_no_store_leaves_with_rows_and_every_job_ends_where(name: str, seed: int
     check_world(name, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize(("name", "seed"), worlds(range(1, 4), range(3, 8)))
 def test_no_store_leaves_with_rows_and_every_job_ends_at_more_seeds_where(
     name: str, seed: int
