@@ -105,8 +105,7 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
         own_session, group = rest[-2:]
         environment = os.environ if env is None else env
         is_plain = not (executable or preexec or group != -1)
-        words = shlex.split(os.fsdecode(args)) if isinstance(args, (str, bytes)) else args
-        words = [os.fsdecode(word) for word in words]
+        words = _words_of(args)
         if not is_plain or not is_forkable(words, environment):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -141,6 +140,14 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
             self._server.close()
             return pid, struct.unpack("i", status)[0] if status else signal.SIGKILL
         return 0, 0
+
+
+def _words_of(args: Any) -> list[str]:
+    """Return the words of a command; none of text for a shell, but for Beam's workers."""
+    if isinstance(args, (str, bytes, os.PathLike)):
+        text = os.fsdecode(args)
+        return shlex.split(text) if BEAM_WORKER in text else []
+    return [os.fsdecode(word) for word in args]
 
 
 def is_forkable(words: Sequence[str], environment: Mapping[str, str]) -> bool:

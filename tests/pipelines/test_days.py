@@ -21,7 +21,7 @@ from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset
 from tests.pipelines.appending import addition, changed
-from tests.pipelines.logs import bytes_of, copy_of, request, write_job, write_log
+from tests.pipelines.logs import IN_PROCESS, bytes_of, copy_of, request, write_job, write_log
 from tests.pipelines.test_kills import DRIVER
 
 FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
@@ -58,7 +58,7 @@ def arguments(logs: Path, dataset: Path, day: str, files: str) -> list[str]:
     """Return the arguments of an append."""
     job = str(logs / "job" / "job.yaml")
     given = ["append", job, "--dataset", str(dataset), "--input", str(logs / files), "--json"]
-    return [*given, "--day", day, "--runner=InProcess"]
+    return [*given, "--day", day, IN_PROCESS]
 
 
 def test_late_day_stands_between_the_others(days: Path) -> None:

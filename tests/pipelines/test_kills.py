@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from pipelines.segments.view import VIEW
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SEGMENTS
-from tests.fork_server import forked_children
-from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, write_log
+from tests.pipelines.logs import IN_PROCESS, built, bytes_of, copy_of, request, write_job, write_log
+from tests.trainer.processes import children_of
 
 PATIENCE_SEC = 500.0
 """Until a test gives up; nothing is measured."""
@@ -98,7 +97,7 @@ def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     driver = DRIVER.format(module=module, function=function, before=before)
     done = subprocess.run(
-        [sys.executable, "-c", driver, *command(one, dataset), "--runner=InProcess"],
+        [sys.executable, "-c", driver, *command(one, dataset), IN_PROCESS],
         capture_output=True,
         timeout=PATIENCE_SEC,
     )
@@ -140,11 +139,7 @@ def test_append_that_is_killed_at_any_moment_can_be_run_again(
 
 def children(pid: int) -> list[int]:
     """Return all processes below one."""
-    own: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            own += map(int, (task / "children").read_text().split())
-    own += forked_children(pid)
+    own = [*children_of(pid)]
     return [*own, *(c for o in own for c in children(o))]
 
 

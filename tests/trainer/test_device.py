@@ -86,11 +86,11 @@ def test_every_tensor_of_a_batch_is_moved(expanded: bool, dataset: Path, tmp_pat
 def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
     model: str, embedding: str, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, dataset = write_job(tmp_path / "job", model=MODELS[model], kernels="torch"), few
-    here = run_job(job, dataset, tmp_path / "here", embedding=embedding)
+    job = write_job(tmp_path / "job", model=MODELS[model], kernels="torch")
+    here = run_job(job, few, tmp_path / "here", embedding=embedding)
     monkeypatch.setattr("trainer.embedding.reaches_arenas", lambda device: False)
     monkeypatch.setattr("trainer.embedding.moved", lambda rows, device: rows)
-    there = run_job(job, dataset, tmp_path / "there", embedding=embedding)
+    there = run_job(job, few, tmp_path / "there", embedding=embedding)
     assert losses_of(tmp_path / "here").tobytes() == losses_of(tmp_path / "there").tobytes()
     one, other = final_rows(tmp_path / "here"), final_rows(tmp_path / "there")
     assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}
@@ -155,15 +155,14 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_run_elsewhere_meets_no_tensor_of_the_processor(
     model: str, embedding: str, few: Path, tmp_path: Path
 ) -> None:
-    dataset = few
     cpu = write_job(tmp_path / "cpu", model=model)
-    run_job(cpu, dataset, tmp_path / "run-cpu", embedding=embedding)
+    run_job(cpu, few, tmp_path / "run-cpu", embedding=embedding)
     cuda = with_device(write_job(tmp_path / "cuda", model=model), "cuda")
     run = tmp_path / "run-cuda"
     with OnElsewhere() as mode:
-        run_job(cuda, dataset, run, embedding=embedding, steps=2)
-        summary = run_job(cuda, dataset, run, embedding=embedding, resume=True)
-        found = evaluate_run(cuda, dataset, run)
+        run_job(cuda, few, run, embedding=embedding, steps=2)
+        summary = run_job(cuda, few, run, embedding=embedding, resume=True)
+        found = evaluate_run(cuda, few, run)
     assert mode.num_calls > 1000
     assert summary.ne == pytest.approx(read_summary(tmp_path / "run-cpu" / SUMMARY).ne, rel=1e-9)
     assert found.ne == summary.ne
