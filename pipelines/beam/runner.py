@@ -28,6 +28,7 @@ from apache_beam.runners.runner import PipelineResult
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
+from pipelines.beam.options import BuildOptions  # noqa: F401 - Beam knows the options of imported classes
 from pipelines.runners import IN_PROCESS, in_process
 from pipelines.segments.partial import whole
 from schemas.errors import SchemaError
