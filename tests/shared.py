@@ -7,8 +7,11 @@ import hashlib
 import inspect
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests import fork_server
 
@@ -39,3 +42,10 @@ def hard_links(source: Path, target: Path) -> Path:
     """Copy a directory by hard links: files may be replaced or removed, but not written into."""
     shutil.copytree(source, target, copy_function=os.link, symlinks=True)
     return target
+
+
+def with_long(values: Iterable[str], *long: str) -> list[Any]:
+    """Return the parameters of a test; those that take long are left to `make chaos`."""
+    marks = {value: [pytest.mark.chaos] if value in long else [] for value in values}
+    assert set(long) <= set(marks), f"unknown: {set(long) - set(marks)}"
+    return [pytest.param(value, id=value, marks=marks[value]) for value in marks]

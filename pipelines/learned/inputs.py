@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
-
+from pipelines.samples.syntax import parse
 from schemas.errors import SchemaError
 from schemas.job import SAMPLES, DataConfig
 from schemas.job_transforms import TransformConfig
@@ -103,10 +101,7 @@ def columns_of(expression: str) -> set[str]:
         >>> sorted(columns_of("ln(1 + len(list_filter(history, lambda x: x > age)))"))
         ['age', 'history']
     """
-    found = duckdb.connect().execute("SELECT json_serialize_sql(?)", [f"SELECT ({expression})"])
-    row = found.fetchone()
-    assert row is not None, "json_serialize_sql gives one row"
-    tree = json.loads(row[0])
+    tree = parse(f"SELECT ({expression})")
     of_lambdas = [n["lhs"] for n in _nodes(tree) if n.get("class") == "LAMBDA"]
     parameters = {c for lhs in of_lambdas for c in _column_names(lhs)}
     return _column_names(tree) - parameters

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 
+from pipelines.samples.syntax import parse
 from schemas.errors import SchemaError
 from schemas.job import DataConfig
 
@@ -50,7 +49,7 @@ def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
 
 
 def _check_functions(statement: str, place: str, known: Collection[str]) -> None:
-    waiting: list[Any] = [_tree(statement)]
+    waiting: list[Any] = [parse(statement)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
@@ -76,7 +75,7 @@ def _called(node: Mapping[str, Any]) -> str:
 
 def _check_every_row(statement: str, place: str) -> None:
     """Refuse what would choose among the rows of one chunk."""
-    for node in (s["node"] for s in _tree(statement).get("statements", ())):
+    for node in (s["node"] for s in parse(statement).get("statements", ())):
         found = {m["type"].split("_")[0] for m in node.get("modifiers", ())}
         sampled = node.get("sample") or (node.get("from_table") or {}).get("sample")
         chosen = sorted(found & {"LIMIT", "DISTINCT"}) + (["SAMPLE"] if sampled else [])
@@ -85,9 +84,3 @@ def _check_every_row(statement: str, place: str) -> None:
                 f"{place} must treat each row alone, got {chosen[0]}; "
                 "choose rows by WHERE, or all rows of a key in data.samples.per"
             )
-
-
-def _tree(statement: str) -> Any:
-    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
-    assert text is not None, "json_serialize_sql gives one row"
-    return json.loads(text[0])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,6 +19,7 @@ from typing import Any
 
 import duckdb
 
+from pipelines.samples.syntax import parse, unparse
 from pipelines.sources.rows import ORIGIN
 
 Node = dict[str, Any]
@@ -113,7 +113,7 @@ def select_nodes(statement: str) -> list[Node]:
     Raises:
         duckdb.Error: it is no SQL; the message has the position.
     """
-    tree = json.loads(_parser("json_serialize_sql", statement))
+    tree = parse(statement)
     if tree["error"]:
         raise duckdb.ParserException(tree["error_message"])
     return [s["node"] for s in tree["statements"]]
@@ -121,20 +121,7 @@ def select_nodes(statement: str) -> list[Node]:
 
 def text_of(node: Node) -> str:
     """Return a parsed SELECT as text."""
-    tree = json.dumps({"error": False, "statements": [{"node": node, "named_param_map": []}]})
-    return _parser("json_deserialize_sql", tree)
-
-
-_OF_THREAD = threading.local()
-"""A connection takes 50 ms to open, and one thread uses it at a time."""
-
-
-def _parser(function: str, text: str) -> str:
-    if not hasattr(_OF_THREAD, "connection"):
-        _OF_THREAD.connection = duckdb.connect()
-    made = _OF_THREAD.connection.execute(f"SELECT {function}(?)", [text]).fetchone()
-    assert made is not None, f"{function} gives one row"
-    return str(made[0])
+    return unparse({"error": False, "statements": [{"node": node, "named_param_map": []}]})
 
 
 def expression_text(node: Node) -> str:

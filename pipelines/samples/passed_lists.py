@@ -7,18 +7,17 @@ taken from the raw rows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 
 from pipelines.samples.bad_rows import SqlResult
 from pipelines.samples.connection import Connection
 from pipelines.samples.sql import map_rows, normalized
+from pipelines.samples.syntax import parse
 from pipelines.samples.tuples import HASH_PREFIX
 from pipelines.sources.rows import ORIGIN
 from schemas.columns import is_list
@@ -64,9 +63,7 @@ def passed_lists(statement: str, source: str, raw: pa.Schema) -> tuple[str, ...]
 
 
 def _select_node(statement: str) -> Mapping[str, Any]:
-    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
-    assert text is not None, "json_serialize_sql gives one row"
-    return json.loads(text[0])["statements"][0]["node"]
+    return parse(statement)["statements"][0]["node"]
 
 
 def _is_number(kind: pa.DataType) -> bool:

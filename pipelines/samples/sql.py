@@ -6,12 +6,10 @@ list. Rows on which it raises are set apart (`bad_rows.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,6 +24,7 @@ from pipelines.samples.bad_rows import (
 )
 from pipelines.samples.connection import Connection
 from pipelines.samples.sql_errors import SqlError
+from pipelines.samples.syntax import parse, unparse
 from pipelines.sources.rows import ORIGIN
 from schemas.columns import one_chunk
 from schemas.errors import SchemaError
@@ -41,10 +40,8 @@ def table_names(statement: str) -> frozenset[str]:
         >>> sorted(table_names("SELECT * FROM a WHERE x IN (SELECT y FROM b JOIN c USING (y))"))
         ['a', 'b', 'c']
     """
-    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
-    assert text is not None, "json_serialize_sql gives one row"
     names: set[str] = set()
-    waiting: list[Any] = [json.loads(text[0])]
+    waiting: list[Any] = [parse(statement)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict):
@@ -65,9 +62,7 @@ def carry_origin(statement: str, key: str) -> str:
     Raises:
         SchemaError: it is no single SELECT, it aggregates, or it selects the origin itself.
     """
-    text = duckdb.connect().execute("SELECT json_serialize_sql(?)", [statement]).fetchone()
-    assert text is not None, "json_serialize_sql gives one row"
-    tree = json.loads(text[0])
+    tree = parse(statement)
     if tree["error"]:
         found = str(tree["error_message"]).splitlines()[0]
         position = int(tree["position"]) if "position" in tree else None
@@ -96,9 +91,7 @@ def carry_origin(statement: str, key: str) -> str:
                 "column_names": [ORIGIN],
             }
         )
-    done = duckdb.connect().execute("SELECT json_deserialize_sql(?)", [json.dumps(tree)]).fetchone()
-    assert done is not None, "json_deserialize_sql gives one row"
-    return str(done[0])
+    return unparse(tree)
 
 
 def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) -> pa.Table:

@@ -33,6 +33,8 @@ SILENT_SEC = 300.0
 """A scheduler whose log was not written for so long is not well: it looks every 30 s at least."""
 READ_SEC = 10.0
 """Longest wait for a client."""
+POLL_SEC = 0.05
+"""Longest time until a shutdown is seen."""
 MAX_AT_ONCE = 16
 """Connections that are answered at once; more are closed."""
 HEADERS = {
@@ -74,7 +76,9 @@ def serving(
         raise PlanError(
             f"status port must be free and allowed, got {port} ({error}); use another, or 0 for any"
         ) from error
-    thread = threading.Thread(target=server.serve_forever, name="status", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(POLL_SEC,), name="status", daemon=True
+    )
     thread.start()
     try:
         yield f"http://{LOOPBACK}:{server.server_address[1]}/"

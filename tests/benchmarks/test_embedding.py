@@ -15,6 +15,7 @@ def test_draw_heavy_gives_the_hot_rows_their_share() -> None:
     assert counts[: int(100_000 * HOT_ROWS)].sum() / len(ids) == pytest.approx(HOT_SHARE, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", ["uniform", "mild", "heavy"])
 def test_steps_look_up_rows_of_whole_tables(skew: str) -> None:
     for shape in shapes(32):

@@ -56,7 +56,7 @@ def test_headline_has_the_keys_of_the_contract() -> None:
     assert (found["ours"], found["peer"], found["ratio"], found["rounds"]) == (0.5, 2.5, 5.0, [5.0])
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_order_of_mind_is_measured(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--json", "--datasets", "mind", "--seeds", "1", "--shared-data", str(shared_data)]
     assert main(arguments) == 0

@@ -10,6 +10,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 
 
+@pytest.mark.slow
 def test_benchmark_states_the_share_of_a_step_and_the_time_of_an_access(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from scheduler.simulator.compare import POLICIES
 from scheduler.simulator.draw import Knobs
 
 
+@pytest.mark.slow
 def test_philly_has_all_jobs_in_order(shared_data: Path) -> None:
     jobs = philly(shared_data)
     assert len(jobs) == 82_247
@@ -46,6 +47,7 @@ def test_speeds_are_those_that_were_measured(shared_data: Path) -> None:
         assert np.isfinite(table.replica_busy[table.allowed]).all()
 
 
+@pytest.mark.slow
 def test_window_begins_at_zero_and_depends_on_the_seed(shared_data: Path) -> None:
     jobs = philly(shared_data)
     first, again, other = window(jobs, 50, 1), window(jobs, 50, 1), window(jobs, 50, 2)

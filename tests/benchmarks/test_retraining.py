@@ -4,11 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 
 from benchmarks.retraining import LOG, headline, write_days, write_job
 from schemas.job import load_job
 
 
+@pytest.mark.slow
 def test_write_days_cuts_the_log_into_days_that_share_no_row(
     shared_data: Path, tmp_path: Path
 ) -> None:

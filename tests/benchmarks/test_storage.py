@@ -16,6 +16,7 @@ from schemas.dataset import open_dataset
 from tests.pipelines.logs import built
 
 
+@pytest.mark.slow
 def test_measure_counts_transforms_apart_and_shuffles_anew_each_round(tmp_path: Path) -> None:
     dataset = open_dataset(built(tmp_path, num_rows=600))
     sizes = measure(dataset, 2, tmp_path)

@@ -33,6 +33,7 @@ def test_gradient_of_rows_is_that_of_their_samples_added_up(job: Path, tmp_path:
     assert torch.equal(own.flatten(1), given.wide(sides.sample_features))
 
 
+@pytest.mark.slow
 def test_both_sides_leave_the_same_rows(job: Path, tmp_path: Path) -> None:
     text = job.read_text().replace("9223372036854775808", "500")  # the peer keeps whole tables
     job.write_text(text)

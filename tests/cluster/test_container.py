@@ -117,6 +117,7 @@ def test_end_of_the_node_ends_all_that_it_started(start: Start, tmp_path: Path) 
     assert [pid for pid in others if runs(pid)] == []
 
 
+@pytest.mark.slow
 def test_container_that_is_stopped_is_asked_once_then_killed(start: Start, tmp_path: Path) -> None:
     counts = (
         "import signal, time\n"

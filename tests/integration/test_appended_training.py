@@ -90,6 +90,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert array.tobytes() == b[name].tobytes(), name
 
 
+@pytest.mark.slow
 def test_plain_training_uses_every_sample_of_both_segments_in_every_epoch(
     job: Path, dataset: Path, plain: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_plain_training_uses_every_sample_of_both_segments_in_every_epoch(
     assert verify_run(plain).problems == ()
 
 
+@pytest.mark.slow
 def test_cached_training_has_the_bits_of_plain(
     job: Path, dataset: Path, plain: Path, tmp_path: Path
 ) -> None:
@@ -119,6 +121,7 @@ class StoppedError(Exception):
     """What ends a run in the middle."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("embedding", "epoch"), [("plain", 1), ("cached", 0)])
 def test_run_that_died_in_the_second_segment_and_was_resumed_has_the_bits_of_an_unbroken_one(
     embedding: str, epoch: int, dataset: Path, plain: Path, tmp_path: Path

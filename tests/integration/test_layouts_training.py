@@ -25,6 +25,7 @@ def batches(path: Path, expanded: bool) -> list[Batch]:
     return [*(reader.read(s) for s in range(order.num_steps)), *reader.evaluation_batches()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expanded", [False, True])
 @pytest.mark.parametrize("name", [n for n in STORAGES if n != "plain"])
 def test_batches_are_the_same_in_every_layout(

@@ -10,6 +10,7 @@ import pytest
 
 from schemas.events import SUMMARY, read_summary
 from tests import real_logs
+from tests.shared import with_long
 from trainer.__main__ import main as trainer_main
 
 MODELS = {
@@ -68,7 +69,7 @@ def losses_of(run: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", with_long(MODELS, "attention"))
 def test_losses_with_and_without_deduplication_agree(
     model: str, train: Callable[..., Path]
 ) -> None:

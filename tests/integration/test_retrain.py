@@ -97,7 +97,8 @@ def pids_of(site: Site, stage: str) -> set[int]:
     return {int(text) for text in (file.read_text() for file in files) if text}
 
 
-KILLS = [
+Kill = tuple[str, signal.Signals, bool]
+KILLS: list[Kill] = [
     ("append", signal.SIGKILL, True),
     ("append", signal.SIGKILL, False),
     ("train", signal.SIGKILL, True),
@@ -125,11 +126,14 @@ def disturb(site: Site, day: str, stage: str, sent: signal.Signals, *, child_too
         os.killpg(child, signal.SIGKILL)
 
 
-def test_retrain_that_is_killed_at_each_stage_goes_on_with_the_same_bits(
-    first: Site, calm: Site, tmp_path: Path
+@pytest.mark.parametrize(
+    "kills", [KILLS[1:3], pytest.param(KILLS, marks=pytest.mark.chaos)], ids=["two", "all"]
+)
+def test_retrain_that_is_killed_goes_on_with_the_same_bits(
+    kills: list[Kill], first: Site, calm: Site, tmp_path: Path
 ) -> None:
     site = first.copy(tmp_path)
-    for stage, sent, child_too in KILLS:
+    for stage, sent, child_too in kills:
         disturb(site, TWO, stage, sent, child_too=child_too)
     done = site.retrain("--date", TWO)
     assert done.returncode == 0, done.stderr

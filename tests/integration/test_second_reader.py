@@ -180,6 +180,7 @@ def numbers_of_blocks(segment: Path, table: str) -> list[list[int]]:
     return [list(accumulate(block)) for block in gaps]
 
 
+@pytest.mark.slow
 def test_every_byte_is_covered_by_the_root(log: Path) -> None:
     root = log / "dataset"
     top = manifest(root)
@@ -248,6 +249,7 @@ def test_blocks_are_in_training_order_and_cut_as_said(segment: Path) -> None:
         assert sum(b[f"{group}_num_unique"] for b in blocks) == counts["num_unique"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", LOOKUPS)
 def test_access_and_edges_equal_the_look_ups_of_the_star(segment: Path, table: str) -> None:
     train = [b["block"] for b in blocks_of(segment) if b["split"] == "train"]

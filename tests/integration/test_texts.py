@@ -137,6 +137,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("numbers"), rows, dict.fromkeys(HASHED, "INT"))
 
 
+@pytest.mark.slow
 def test_oracle_of_texts_has_the_bytes_of_that_of_their_hashes(texts: Path, numbers: Path) -> None:
     one, other = (open_dataset(folder / "dataset") for folder in (texts, numbers))
     for mine, theirs in zip(

@@ -48,6 +48,7 @@ def two(one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dataset
 
 
+@pytest.mark.slow
 def test_dataset_with_a_name_that_is_no_name_of_a_folder_is_appended_to(
     one: Path, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def brute_force(dataset: Path, table: str, epochs: int) -> list[np.ndarray]:
     return next_use(numbered, len(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("table", ["items", "users"])
 def test_index_of_two_segments_equals_brute_force(
@@ -168,6 +170,7 @@ def test_positions_decide_the_order_whoever_comes_first(one: Path, tmp_path: Pat
     assert found[0].manifest.indexes[0] == found[1].manifest.indexes[0]
 
 
+@pytest.mark.slow
 def test_append_in_order_is_built_beside_others_and_enters_behind_those_before(
     one: Path, tmp_path: Path
 ) -> None:
@@ -219,6 +222,7 @@ def test_append_extends_every_index_that_the_dataset_has(one: Path, tmp_path: Pa
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("default", "answer"), [("", None), (DEFAULT, 2.5)])
 def test_added_columns_are_answered_by_segments_that_were_built_before(
     one: Path, tmp_path: Path, default: str, answer: float | None

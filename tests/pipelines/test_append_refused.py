@@ -30,6 +30,7 @@ def two(one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dataset
 
 
+@pytest.mark.slow
 def test_append_at_a_taken_position_is_refused_before_the_work(one: Path, two: Path) -> None:
     taken = open_dataset(two).segments[1].manifest.id
     with pytest.raises(

@@ -77,6 +77,7 @@ def test_append_that_meets_a_faster_one_takes_the_place_after_it(
     assert not list((dataset / SEGMENTS).glob(".*"))
 
 
+@pytest.mark.slow
 def test_segment_that_was_renamed_but_not_named_by_the_root_is_taken_over(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("auto"))
 
 
+@pytest.mark.slow
 def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(
     dataset: Path,
 ) -> None:
@@ -90,6 +91,7 @@ def test_dataset_holds_the_same_samples_as_with_named_groups(dataset: Path, tmp_
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 def test_building_from_the_job_in_the_dataset_gives_the_same_segment(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_groups_are_taken_from_the_dataset_when_the_log_has_grown(tmp_path: Path
     assert open_dataset(dataset).job.data.groups == groups
 
 
+@pytest.mark.slow
 def test_groups_do_not_see_the_evaluation_range(tmp_path: Path, dataset: Path) -> None:
     rows = write_log(tmp_path / "log", 3000)
     moments = rows["time"].cast(pa.int64()).to_numpy()
@@ -166,6 +169,7 @@ train: {batch_samples: 32}
 """
 
 
+@pytest.mark.slow
 def test_job_with_sql_per_key_sees_whole_keys(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 3000)
     write_job(tmp_path)
@@ -362,6 +366,7 @@ def test_the_first_key_is_chosen_whatever_it_takes() -> None:
     assert len(parts) == 1
 
 
+@pytest.mark.slow
 def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +417,7 @@ SAMPLED_JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED_JOBS)
 def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -444,6 +450,7 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["map over per, side tables by key", "labels as a log of their own"]
 )

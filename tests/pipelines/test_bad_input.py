@@ -72,6 +72,7 @@ ROW_FAULTS: dict[str, tuple[Callable[[Path], None], int, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "position", "reason"), ROW_FAULTS.values(), ids=ROW_FAULTS)
 def test_bad_row_is_rejected_with_its_place_and_the_others_arrive(
     damage: Callable[[Path], None], position: int, reason: str, tmp_path: Path
@@ -135,6 +136,7 @@ FILE_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "reason"), FILE_FAULTS.values(), ids=FILE_FAULTS)
 def test_bad_file_is_rejected_where_the_job_allows_it_and_the_others_arrive(
     damage: Callable[[Path], None], reason: str, tmp_path: Path
@@ -150,6 +152,7 @@ def test_bad_file_is_rejected_where_the_job_allows_it_and_the_others_arrive(
     assert expanded(tmp_path / "dataset", tmp_path / "x.parquet") == samples_of(good_rows())
 
 
+@pytest.mark.slow
 def test_file_with_one_byte_changed_ends_the_build_or_loses_a_row_group(tmp_path: Path) -> None:
     pq.write_table(
         good_rows(), (tmp_path / "a.parquet"), row_group_size=25, write_page_checksum=True
@@ -223,6 +226,7 @@ LINE_FAULTS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "reason"), LINE_FAULTS.values(), ids=LINE_FAULTS)
 @pytest.mark.parametrize("position", [0, 20, 49])
 def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(

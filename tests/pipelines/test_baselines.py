@@ -28,6 +28,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return open_dataset(built(tmp_path_factory.mktemp("baselines"), num_rows=2000))
 
 
+@pytest.mark.slow
 def test_baselines_hold_the_same_rows_in_other_orders(dataset: Dataset, tmp_path: Path) -> None:
     table = flat_rows(dataset).table
     orders = {

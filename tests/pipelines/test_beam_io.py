@@ -72,6 +72,7 @@ def test_rows_that_cannot_be_used_are_rejects_and_the_others_are_there(tmp_path:
     assert manifest.num_samples == len(samples_of(ROWS.slice(1)))
 
 
+@pytest.mark.slow
 def test_rows_without_a_declared_column_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=re.escape("rows must have column 'user', got none")):
         write(tmp_path, [ROWS.drop_columns(["user"])], "dataset")

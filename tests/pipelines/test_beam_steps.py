@@ -44,6 +44,7 @@ def columns_and_rows(expected: list[pa.Table]):
     return check
 
 
+@pytest.mark.slow
 def test_rows_of_a_source_are_those_of_its_files(tmp_path: Path) -> None:
     rows, job = write_log(tmp_path / "log"), write_job(tmp_path / "job")
     (tmp_path / "log" / "torn.parquet").write_bytes(b"PAR1")

@@ -73,6 +73,7 @@ def test_rows_of_yaml_become_the_dataset_that_their_tables_become(tmp_path: Path
     assert manifest.num_samples == len(samples_of(rows))
 
 
+@pytest.mark.slow
 def test_samples_of_a_dataset_are_rows_of_yaml(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job")

@@ -47,6 +47,7 @@ def read_back(dataset: Path, target: Path) -> list[tuple[object, ...]]:
     )
 
 
+@pytest.mark.slow
 def test_expand_of_a_build_returns_the_samples_of_the_log(dataset: Path, tmp_path: Path) -> None:
     rows = write_log(tmp_path / "log")
     assert read_back(dataset, tmp_path / "x.parquet") == samples_of(rows)
@@ -93,10 +94,12 @@ def test_blocks_are_full_but_the_last_of_each_split(dataset: Path) -> None:
         assert 1 <= sizes[-1] <= 16
 
 
+@pytest.mark.slow
 def test_build_twice_gives_the_same_bytes(dataset: Path, tmp_path: Path) -> None:
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_build_with_files_listed_in_another_order_gives_the_same_bytes(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +107,7 @@ def test_build_with_files_listed_in_another_order_gives_the_same_bytes(
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_build_in_several_parts_keeps_every_sample(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +118,7 @@ def test_build_in_several_parts_keeps_every_sample(
     assert verify(many)["problems"] == []
 
 
+@pytest.mark.slow
 def test_small_windows_of_several_parts_share_row_groups_and_keep_every_sample(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +139,7 @@ def test_small_windows_of_several_parts_share_row_groups_and_keep_every_sample(
     assert verify(tmp_path / "dataset")["problems"] == []
 
 
+@pytest.mark.slow
 def test_repeated_rows_in_many_parts_of_many_segments_are_all_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +165,7 @@ def test_repeated_rows_in_many_parts_of_many_segments_are_all_kept(
     assert verify(tmp_path / "dataset")["problems"] == []
 
 
+@pytest.mark.slow
 def test_committed_files_are_synced_before_the_root_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +211,7 @@ def test_build_over_another_dataset_is_refused(dataset: Path, tmp_path: Path) ->
     assert bytes_of(copy) == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_build_that_dies_before_the_commit_leaves_nothing_and_can_be_run_again(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +227,7 @@ def test_build_that_dies_before_the_commit_leaves_nothing_and_can_be_run_again(
     assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
 
 
+@pytest.mark.slow
 def test_sessions_with_a_gap_are_counted_apart(tmp_path: Path) -> None:
     dataset = built(tmp_path, gap=", gap: 60s")
     rows = write_log(tmp_path / "again")

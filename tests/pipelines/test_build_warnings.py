@@ -130,6 +130,7 @@ def test_label_that_teaches_nothing_is_said(
     ]
 
 
+@pytest.mark.slow
 def test_build_and_preview_say_that_the_label_never_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

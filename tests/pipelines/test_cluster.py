@@ -86,6 +86,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(ROWS, st.sampled_from([None, 5, 20]), st.sampled_from([None, 15]), st.randoms())
 def test_cluster_orders_as_plain_sorting_does_whatever_order_rows_arrive_in(
     rows: list[tuple[int, int, str | None, list[int] | None]],
@@ -111,6 +112,7 @@ def test_cluster_orders_as_plain_sorting_does_whatever_order_rows_arrive_in(
     assert found.num_sessions == len(times) + sum(gap is not None and p > gap for p in pauses)
 
 
+@pytest.mark.slow
 @given(ROWS)
 def test_star_joined_back_gives_the_samples_and_no_tuple_stands_twice_in_a_block(
     rows: list[tuple[int, int, str | None, list[int] | None]],

@@ -110,6 +110,7 @@ def test_misspelt_option_of_dataflow_is_refused() -> None:
         pipeline_options([*beam_options(), "--max_num_worker=8"])
 
 
+@pytest.mark.slow
 def test_graph_has_each_step_once_and_runs_in_the_given_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_graph_has_each_step_once_and_runs_in_the_given_image(
     assert set(images) == {shipped.partition("=")[2]}
 
 
+@pytest.mark.slow
 def test_graph_groups_by_coded_pairs_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = graph_of(tmp_path, 3, monkeypatch).components
     grouped = [
@@ -146,6 +148,7 @@ def test_graph_of_ten_thousand_files_is_small_enough(
     assert few + (many - few) / 100 * 10_000 < MAX_GRAPH_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--shuffle_by=references"]], ids=["default", "asked"])
 def test_samples_are_clustered_by_an_int_and_cross_with_a_coder_of_their_own(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

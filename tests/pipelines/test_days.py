@@ -61,6 +61,7 @@ def arguments(logs: Path, dataset: Path, day: str, files: str) -> list[str]:
     return [*given, "--day", day, IN_PROCESS]
 
 
+@pytest.mark.slow
 def test_late_day_stands_between_the_others(days: Path) -> None:
     opened = open_dataset(days)
     assert [s.manifest.day for s in opened.segments] == [FIRST, LATE, LAST]
@@ -71,6 +72,7 @@ def test_late_day_stands_between_the_others(days: Path) -> None:
     assert verify(days)["problems"] == []
 
 
+@pytest.mark.slow
 def test_same_day_of_the_same_files_is_there_already(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +197,7 @@ def test_version_that_comes_back_is_the_one_that_was_there(
     assert verify(dataset)["problems"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
     [pytest.param(p, marks=[pytest.mark.slow] if p != "after the root" else []) for p in POINTS],
@@ -223,6 +226,7 @@ def test_replacement_that_is_killed_leaves_one_version(
     assert read_dataset(dataset) == read_dataset(again)
 
 
+@pytest.mark.slow
 def test_index_over_some_days_is_that_of_a_dataset_of_them(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +254,7 @@ def test_index_over_some_days_is_that_of_a_dataset_of_them(
 HELD = ("split: {evaluation_from: 2026-01-01 00:08:00}", "split: {evaluation_last: 1433m}")
 
 
+@pytest.mark.slow
 def test_end_of_each_day_is_held_back(logs: Path, tmp_path: Path) -> None:
     job = changed(tmp_path / "job", HELD)
     dataset = tmp_path / "dataset"

@@ -28,6 +28,7 @@ from schemas.manifest import read_dataset
 from tests.forgetting import found_in
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import IN_PROCESS, bytes_of, copy_of, raw_rows, request, write_job
+from tests.shared import with_long
 
 ID = 7_305_946_128
 USER = ID * 7 + 3
@@ -132,6 +133,7 @@ def rows_of(dataset: Path) -> pa.Table:
     return tables.drop_columns(["rows"])
 
 
+@pytest.mark.slow
 def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +176,7 @@ def test_forget_finds_ids_in_lists_and_in_parquet(
     assert ID not in sessions(dataset)
 
 
+@pytest.mark.slow
 def test_append_keeps_tombstones_in_force(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +242,7 @@ def test_rewriting_waits_for_the_age_of_tombstones(
     assert bytes_of(dataset) == before
 
 
+@pytest.mark.slow
 def test_rewriting_drops_a_segment_of_which_nothing_is_left(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +320,7 @@ POINTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", with_long(POINTS, "before the index", "between two segments"))
 def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], point: str
 ) -> None:

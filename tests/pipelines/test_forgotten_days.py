@@ -63,6 +63,7 @@ def append(logs: Path, dataset: Path, day: str, files: str, *more: str) -> int:
     return main([*given, "--day", day, "--json", *more])
 
 
+@pytest.mark.slow
 def test_rewritten_days_are_known_by_their_names_before(days: Path, left: Path) -> None:
     root = read_dataset(left)
     for before, now in zip(read_dataset(days).segments, root.segments, strict=True):
@@ -178,6 +179,7 @@ def aged(dataset: Path, place: int, days_ago: float) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_rejects_go_after_their_own_time(
     days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

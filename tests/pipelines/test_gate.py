@@ -37,6 +37,7 @@ SHARES = st.dictionaries(st.integers(0, 9), st.integers(1, 50), min_size=1).map(
 )
 
 
+@pytest.mark.slow
 @given(SHARES, SHARES)
 def test_distances_are_symmetric_bounded_and_zero_for_equals(
     left: dict[int, float], right: dict[int, float]
@@ -261,6 +262,7 @@ def test_gate_that_warns_lets_the_segment_in_and_forgets_the_refusal(
     assert not list(target.glob(".refused-*"))
 
 
+@pytest.mark.slow
 def test_gate_lets_a_like_segment_pass_and_writes_what_it_measured(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_generate_any_size_yields_exactly_that_many_rows(num_samples: int) -> No
     assert all(table[name].null_count == 0 for name in table.schema.names)
 
 
+@pytest.mark.slow
 def test_generate_several_chunks_stay_in_order_of_time() -> None:
     time = column(read(replace(LARGE, row_group_samples=1_000)), "time")
     assert (np.diff(time) >= np.timedelta64(0)).all()
@@ -78,6 +79,7 @@ def test_generate_several_chunks_stay_in_order_of_time() -> None:
     assert (time < start + np.timedelta64(3, "D")).all()
 
 
+@pytest.mark.slow
 def test_generate_dense_traffic_carries_sessions_over_in_order() -> None:
     # sessions outlast several chunks, and small batches leave nothing settled behind
     table = read(replace(LARGE, span=timedelta(minutes=3), row_group_samples=1_000))
@@ -156,6 +158,7 @@ def test_generate_user_features_hardly_change_within_a_session(large: pa.Table) 
     assert size.sum() == large.num_rows
 
 
+@pytest.mark.slow
 def test_generate_histories_append_what_the_session_clicked_and_viewed(small: pa.Table) -> None:
     num_checked = 0
     for requests in sessions(small):
@@ -237,6 +240,7 @@ def test_generate_item_reuse_follows_production_histogram(
     assert reuse.mean() == pytest.approx(12.7, rel=0.3)
 
 
+@pytest.mark.slow
 def test_generate_clicks_can_be_learnt_from_the_past(large: pa.Table) -> None:
     history = large["clicked_items"].combine_chunks()
     owner = np.repeat(np.arange(large.num_rows), history.value_lengths().to_numpy())

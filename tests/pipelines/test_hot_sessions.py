@@ -89,7 +89,7 @@ def peak_bytes(tmp_path: Path, log: Path, piece_bytes: int) -> int:
     return int(measured.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_memory_follows_the_size_of_a_piece_and_not_that_of_a_session(tmp_path: Path) -> None:
     log = hot_log(tmp_path / "log", num_samples=40_000, num_hot=1)
     whole, cut = (peak_bytes(tmp_path, log, 1 << power) for power in (40, 22))

@@ -257,6 +257,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, obje
     return directory, found
 
 
+@pytest.mark.slow
 def test_a_first_job_of_csv_has_lists_times_and_a_side_table(
     shop: tuple[Path, dict[str, object]],
 ) -> None:
@@ -298,6 +299,7 @@ def test_a_first_job_says_why(shop: tuple[Path, dict[str, object]]) -> None:
     assert str(load_job(job).data.split.evaluation_from) == "2026-01-01 02:59:00"
 
 
+@pytest.mark.slow
 def test_types_and_split_are_those_of_most_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +324,7 @@ def test_types_and_split_are_those_of_most_rows(
     assert pq.read_table(tmp_path / "x.parquet")["price"].null_count == 27
 
 
+@pytest.mark.slow
 def test_split_of_avro_is_of_all_files_and_one_that_is_cut_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +342,7 @@ def test_split_of_avro_is_of_all_files_and_one_that_is_cut_is_said(
     assert "# user: a union of long | string." in (tmp_path / "job" / "job.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_init_says_when_rows_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,6 +364,7 @@ def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
     assert (result["num_samples"], result["num_rejects"]) == (1000, 0)
 
 
+@pytest.mark.slow
 def test_init_keeps_a_job_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log").mkdir()
     words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job"), "--json"]
@@ -428,13 +433,14 @@ def test_values_of_a_table_seldom_share_rows(num_distinct: int) -> None:
     assert num_rows <= max(1 << 10, min(128 * num_distinct, 1 << 16), 8 * num_distinct)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("log", "label"),
     [
         ("mind", "label"),
         ("ebnerd_test", "label"),
         ("30music_sample10", "label"),
-        pytest.param("kuairand_pure_part", "is_click", marks=pytest.mark.slow),
+        pytest.param("kuairand_pure_part", "is_click", marks=pytest.mark.chaos),
     ],
 )
 def test_a_first_job_of_the_first_rows_of_a_real_log_is_trained_as_it_is(
@@ -459,7 +465,11 @@ def test_a_first_job_of_the_first_rows_of_a_real_log_is_trained_as_it_is(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("log", "samples"),
-    [("mind", 189_359), ("ebnerd_test", 10_848), ("30music_sample10", 343_183)],
+    [
+        pytest.param("mind", 189_359, marks=pytest.mark.chaos),
+        ("ebnerd_test", 10_848),
+        ("30music_sample10", 343_183),
+    ],
 )
 def test_a_first_job_of_a_real_log_keeps_all_of_its_samples(
     log: str, samples: int, shared_data: Path, tmp_path: Path

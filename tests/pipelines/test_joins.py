@@ -148,6 +148,7 @@ def root(tmp_path: Path) -> Path:
 LIMITS = {"all at hand": 1 << 30, "the larger by key": 2500, "all by key": 0}
 
 
+@pytest.mark.slow
 def test_side_tables_give_the_same_bytes_at_hand_and_by_key(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ def sql_job(directory: Path, sql: str) -> Path:
     return write_job(directory, text)
 
 
+@pytest.mark.slow
 def test_side_tables_are_tables_in_sql_when_they_are_small(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +200,7 @@ def test_join_in_sql_that_loses_the_order_of_samples_is_found_out(
         build(replace(made, check_sql=True))
 
 
+@pytest.mark.slow
 def test_map_over_per_looks_up_too(root: Path, tmp_path: Path) -> None:
     per = """per: {key: session, sql: "SELECT *, row_number() OVER (ORDER BY time, _origin) AS n FROM log"}
     map: SELECT session, time, user, unnest(items) AS item, label FROM per"""
@@ -226,6 +229,7 @@ def test_key_twice_without_time_is_refused_with_both_places(
     assert not (tmp_path / "dataset" / "MANIFEST.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_side_row_without_key_or_time_is_a_reject_and_the_others_are_found(
     limit: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,6 +254,7 @@ def test_side_row_without_key_or_time_is_a_reject_and_the_others_are_found(
     assert samples_of(tmp_path / "dataset", tmp_path / "x.parquet") == expected(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_side_table_without_a_usable_row_gives_nulls(
     limit: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def test_keys_without_a_common_type_are_refused() -> None:
             common_type({"a": pa.int64(), "b": other}, "k")
 
 
+@pytest.mark.slow
 def test_negative_keys_of_two_widths_meet_in_one_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

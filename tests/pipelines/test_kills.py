@@ -199,6 +199,7 @@ def test_append_on_a_full_disk_ends_in_one_line_and_can_be_run_again(
     assert_equal_datasets(dataset, one / "both")
 
 
+@pytest.mark.slow
 def test_bundles_that_run_twice_beside_half_written_files_change_no_byte(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

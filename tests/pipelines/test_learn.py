@@ -69,6 +69,7 @@ def comparable(found: dict[str, Partial]) -> dict[str, object]:
     return plain
 
 
+@pytest.mark.slow
 def test_sums_do_not_depend_on_cuts_or_order(data: DataConfig) -> None:
     rows = jobs.raw_rows(300, 1)
     whole = added_up(chunks(data, rows, []), data)

@@ -127,6 +127,7 @@ def box() -> Iterator[dict[str, bytes]]:
     BoxFileSystem.objects.clear()
 
 
+@pytest.mark.slow
 def test_log_in_an_object_store_gives_the_bytes_of_a_local_one(
     box: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -24,11 +24,13 @@ def left_behind(dataset: Path) -> list[Path]:
     return places
 
 
+@pytest.mark.slow
 def test_build_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     left_behind(tmp_path / "a" / "dataset")
     assert bytes_of(built(tmp_path / "a")) == bytes_of(built(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_build_leaves_the_workplaces_of_others_alone(tmp_path: Path) -> None:
     segment, index = left_behind(tmp_path / "dataset")
     with locked(segment), locked(index):
@@ -85,6 +87,7 @@ def test_build_into_its_own_input_is_refused(tmp_path: Path) -> None:
         build(request(job, tmp_path / "log", tmp_path / "log" / "dataset"))
 
 
+@pytest.mark.slow
 def test_build_leaves_out_hidden_files(tmp_path: Path) -> None:
     (tmp_path / "log" / ".tmp").mkdir(parents=True)
     for name in (".log.parquet", ".tmp/log.parquet"):

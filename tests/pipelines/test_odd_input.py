@@ -427,6 +427,7 @@ def test_table_of_texts_and_numbers_is_refused(tmp_path: Path) -> None:
         check_columns(pa.schema(kinds), features, load_job(tmp_path / "job.yaml").data)
 
 
+@pytest.mark.slow
 def test_a_large_row_group_is_read_in_pieces_with_the_same_places(tmp_path: Path) -> None:
     rows = pa.table({"id": np.arange(300_000), "seen": [[i, i + 1] for i in range(300_000)]})
     pq.write_table(rows, tmp_path / "large.parquet", row_group_size=300_000)

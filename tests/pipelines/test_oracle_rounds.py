@@ -75,6 +75,7 @@ def test_build_and_append_in_rounds_give_the_bytes_of_tables_made_at_once(
     assert not verify(tmp_path / "dataset")["problems"]
 
 
+@pytest.mark.slow
 def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
     at_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,6 +227,7 @@ def test_identity_of_a_job_without_partitions_is_what_it_was(log: Path, tmp_path
     assert identity_of(declared)["sources"]["log"]["partitions"] == {"day": "date"}
 
 
+@pytest.mark.slow
 def test_key_of_a_folder_name_is_found_without_reading_other_columns(
     log: Path, tmp_path: Path
 ) -> None:
@@ -249,6 +250,7 @@ data:
     assert [(row["x"], row["day"].day) for row in rows] == [(1, 1), (2, 2), (10, 1), (20, 2)]
 
 
+@pytest.mark.slow
 def test_first_job_of_a_folder_declares_the_columns_of_folder_names(tmp_path: Path) -> None:
     times = [datetime(2026, 3, 1, 0, i) for i in range(60)]
     rows = {"session_id": [i // 4 for i in range(60)], "time": times, "clicked": [0, 1] * 30}

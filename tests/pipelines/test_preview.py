@@ -40,6 +40,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scratch: Path) -> None:
     logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")
@@ -66,6 +67,7 @@ def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scr
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_share_of_rejects_is_of_all_rows_that_were_read(tmp_path: Path) -> None:
     rows = logs.write_log(tmp_path / "log", num_rows=100, num_files=1)
     columns = rows.set_column(
@@ -111,6 +113,7 @@ def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
     assert sum(each["num"] for each in found["reasons"]) == bad + 1
 
 
+@pytest.mark.slow
 def test_preview_says_what_would_end_a_build(tmp_path: Path) -> None:
     logs.write_log(tmp_path / "log")
     (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
@@ -120,6 +123,7 @@ def test_preview_says_what_would_end_a_build(tmp_path: Path) -> None:
         assert any(note.startswith("a build ends here: ") and words in note for note in notes)
 
 
+@pytest.mark.slow
 def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> None:
     logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")
@@ -130,6 +134,7 @@ def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> 
     assert "rejected rows must be at most 0.1 of those that samples are made from" in note
 
 
+@pytest.mark.slow
 def test_a_join_that_matches_nothing_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +236,7 @@ def test_of_many_files_only_the_first_are_read(tmp_path: Path) -> None:
     assert not found["log"].is_whole
 
 
+@pytest.mark.slow
 def test_preview_prints_one_object_or_a_hundred_columns(
     tmp_path: Path, scratch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
     assert is_stopped(tmp_path) == ends
 
 
+@pytest.mark.slow
 def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

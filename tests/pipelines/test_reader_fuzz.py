@@ -62,6 +62,7 @@ CSV_PIECES = [
 """What random files are made of; half a character is no UTF-8."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quote", ['"', None, "'"])
 @pytest.mark.parametrize(
     "limits", [(8 << 20, 16 << 20, 1 << 20), (5, 40, 12), (64, 64, 64), (1, 23, 17)]
@@ -122,6 +123,7 @@ def integer_of(line: bytes) -> tuple[int | None] | None:
     return (value,) if value is None or type(value) is int else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 5, 64, 8 << 20])
 def test_json_lines_are_accepted_or_rejected_one_by_one(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +194,7 @@ def no_row_is_lost(found: tuple[pa.Table, list[Reject]], num_rows: int) -> bool:
     return any(r.rows_unknown for r in rejects) or len(places) >= num_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["null", "deflate"])
 def test_damaged_avro_file_loses_no_row_in_silence(codec: str, tmp_path: Path) -> None:
     schema = {"type": "record", "name": "Row", "fields": [
@@ -212,6 +215,7 @@ def test_damaged_avro_file_loses_no_row_in_silence(codec: str, tmp_path: Path) -
         assert no_row_is_lost(found, 300), bad
 
 
+@pytest.mark.slow
 def test_damaged_parquet_file_loses_no_row_in_silence(tmp_path: Path) -> None:
     table = pa.table({"a": list(range(300)), "b": [f"n{i}" for i in range(300)]})
     pq.write_table(table, tmp_path / "good", row_group_size=50, write_page_checksum=True)

@@ -62,6 +62,7 @@ def test_mind_is_ten_times_smaller_than_its_rows_shuffled(
     assert shuffled / result["dataset_bytes"] >= 10
 
 
+@pytest.mark.slow
 def test_mind_verifies(mind: tuple[Path, dict[str, object]]) -> None:
     assert verify(mind[0])["problems"] == []
 

@@ -158,6 +158,7 @@ def bad_log(directory: Path, every: int) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ def page(dataset: Path, runs: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return html.read_text()
 
 
+@pytest.mark.slow
 def test_report_sizes_are_those_of_the_manifests(page: str, dataset: Path) -> None:
     manifest = open_dataset(dataset).segments[0].manifest
     shown = Page(page)
@@ -220,6 +221,7 @@ def test_report_colors_survive_the_renaming_of_ids(page: str) -> None:
     assert not re.findall(r"(?:fill|stroke): #(?![0-9a-f]{6}\b)", page)
 
 
+@pytest.mark.slow
 def test_report_again_gives_the_same_bytes(
     page: str, dataset: Path, runs: Path, tmp_path: Path
 ) -> None:
@@ -228,6 +230,7 @@ def test_report_again_gives_the_same_bytes(
     assert html.read_text() == page
 
 
+@pytest.mark.slow
 def test_report_without_runs_has_no_training(dataset: Path, tmp_path: Path) -> None:
     assert main(["report", str(dataset), "--html", str(tmp_path / "x.html")]) == 0
     shown = Page((tmp_path / "x.html").read_text())
@@ -249,6 +252,7 @@ def test_report_of_a_directory_without_runs_is_refused(
     assert not html.exists()
 
 
+@pytest.mark.slow
 def test_report_of_one_run(dataset: Path, runs: Path, tmp_path: Path) -> None:
     html = tmp_path / "x.html"
     arguments = ["report", str(dataset), "--html", str(html), "--runs", str(runs / "expanded")]
@@ -271,6 +275,7 @@ def test_report_of_missing_runs_is_refused(
     assert not html.exists()
 
 
+@pytest.mark.slow
 def test_report_of_a_foreign_plan_is_refused(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +293,7 @@ def test_session_lengths_are_those_of_the_raw_rows(dataset: Path) -> None:
     assert len(expected) == opened.segments[0].manifest.num_sessions
 
 
+@pytest.mark.slow
 def test_session_lengths_with_a_gap_match_the_manifest(tmp_path: Path) -> None:
     opened = open_dataset(built(tmp_path, gap=", gap: 30s"))
     lengths = session_lengths(opened)
@@ -295,6 +301,7 @@ def test_session_lengths_with_a_gap_match_the_manifest(tmp_path: Path) -> None:
     assert lengths.sum() == opened.segments[0].manifest.num_samples
 
 
+@pytest.mark.slow
 def test_unique_without_cuts_counts_distinct_tuples_of_the_samples(tmp_path: Path) -> None:
     opened = open_dataset(built(tmp_path))
     rows = pa.concat_tables(expanded_tables(opened)).to_pylist()

@@ -27,6 +27,7 @@ SKEWED = SCHEMA.replace(
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)
 
 
+@pytest.mark.slow
 def test_page_shows_findings_distances_and_sessions_of_each_segment(tmp_path: Path) -> None:
     job = changed(
         tmp_path / "job", ("  on_error", "  gate: {action: warn}\n  on_error"), schema=SKEWED
@@ -70,6 +71,7 @@ def test_page_shows_findings_distances_and_sessions_of_each_segment(tmp_path: Pa
     assert 0 < float(sessions["segment 1"][-1]) < 1
 
 
+@pytest.mark.slow
 def test_page_of_a_dataset_without_limits_says_so_in_one_line(tmp_path: Path) -> None:
     section = gate_section(open_dataset(built(tmp_path)))
     assert section.finding == (
@@ -80,6 +82,7 @@ def test_page_of_a_dataset_without_limits_says_so_in_one_line(tmp_path: Path) ->
     assert "Distances" not in section.body
 
 
+@pytest.mark.slow
 def test_page_of_many_segments_says_which_are_left_out(tmp_path: Path) -> None:
     dataset = open_dataset(built(tmp_path))
     many = replace(dataset, segments=dataset.segments * (MOST_SEGMENTS + 2))

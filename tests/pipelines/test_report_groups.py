@@ -21,6 +21,7 @@ from schemas.dataset import open_dataset
 from tests.pipelines.logs import built, request, write_job, write_log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", ["", ", gap: 30s"])
 def test_change_rates_count_what_changes_within_sessions(tmp_path: Path, gap: str) -> None:
     dataset = open_dataset(built(tmp_path, gap=gap))
@@ -61,6 +62,7 @@ def test_losses_at_edges_and_windows_add_up_to_all_cuts(tmp_path: Path) -> None:
     assert facts.lost_at_edges == stored - per_window > 0
 
 
+@pytest.mark.slow
 def test_page_shows_groups_and_what_stays_in_samples(tmp_path: Path) -> None:
     dataset = built(tmp_path)
     assert main(["report", str(dataset), "--html", str(tmp_path / "x.html")]) == 0

@@ -111,6 +111,7 @@ def in_session_order(table: pa.Table, session: str, moment: str | None) -> bool:
     return whole and all(times[a:b] == sorted(times[a:b]) for a, b in pairwise(cuts))
 
 
+@pytest.mark.slow
 def test_star_keeps_every_value_of_the_types_it_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +131,7 @@ def test_star_keeps_every_value_of_the_types_it_holds(
     assert content_hash([by_view(tmp_path / "out", "samples")]) == content_hash([rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_parts", [1, 5])
 def test_flat_keeps_every_type_and_the_schema(
     tmp_path: Path,
@@ -170,6 +172,7 @@ def test_flat_refuses_a_type_that_it_cannot_sort_before_any_work(
     )
 
 
+@pytest.mark.slow
 def test_same_files_in_any_order_give_the_same_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +196,7 @@ def test_star_refuses_a_type_that_it_cannot_hold_before_any_work(
     )
 
 
+@pytest.mark.slow
 def test_rows_without_a_key_or_a_time_are_kept_by_flat_and_named_by_star(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,6 +234,7 @@ def test_rows_of_which_a_star_can_keep_none_are_refused_with_a_way_out(
     )
 
 
+@pytest.mark.slow
 def test_rows_without_time_keep_their_order_in_a_session(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +252,7 @@ def test_rows_without_time_keep_their_order_in_a_session(
     assert in_session_order(flat, "visit", "n")
 
 
+@pytest.mark.slow
 def test_a_label_makes_a_star_that_can_be_trained_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,6 +344,7 @@ def hive(directory: Path, **more: pa.Array) -> Path:
     return directory / "in"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["star", "flat"])
 def test_columns_of_folder_names_become_columns_of_the_rows(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -414,6 +421,7 @@ def test_a_folder_with_rows_that_would_be_left_out_or_doubled_is_refused(
     assert refused(capsys, folder, tmp_path / "out") == message.format(folder=folder)
 
 
+@pytest.mark.slow
 def test_files_that_are_not_parquet_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,6 +433,7 @@ def test_files_that_are_not_parquet_are_counted(
     assert line in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_output_appears_only_after_the_rows_were_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +448,7 @@ def test_output_appears_only_after_the_rows_were_compared(
         assert refused(capsys, folder, tmp_path / "out", "--layout", layout) == "error: compared"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["star", "flat"])
 def test_a_damaged_file_is_named_and_nothing_is_left(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -476,6 +486,7 @@ def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["star", "flat"])
 def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
     layout: str,

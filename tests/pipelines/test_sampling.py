@@ -74,6 +74,7 @@ def with_seed(data: DataConfig, seed: int) -> DataConfig:
     return replace(data, sampling=replace(data.sampling, seed=seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_weighted_sums_over_many_seeds_equal_those_of_all_samples(
     unit: Unit, tmp_path: Path
@@ -186,6 +187,7 @@ def test_build_keeps_the_same_samples_however_the_log_is_cut_into_files(
     )
 
 
+@pytest.mark.slow
 def test_weight_column_is_read_by_the_trainer_and_left_out_of_the_original_samples(
     tmp_path: Path,
 ) -> None:

@@ -18,6 +18,7 @@ SHORT = SqlLimitsConfig(time=timedelta(seconds=0.3))
 SMALL = SqlLimitsConfig(memory=64 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("columns", "limits", "message"),
     [
@@ -53,6 +54,7 @@ def test_error_of_a_row_far_from_the_first_has_the_same_text() -> None:
     assert texts[0].startswith("Conversion Error: Could not convert string 'x' to INT32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "joined",
     [

@@ -28,6 +28,7 @@ from schemas.layout import PLAIN_STATISTICS, STATISTICS
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=30)
 
 
+@pytest.mark.slow
 @given(FLOATS)
 def test_exact_sum_of_floats_is_the_sum_of_their_fractions(values: list[float]) -> None:
     assert exact_sum(np.array(values, np.float64)) == sum(map(Fraction, values), Fraction(0))

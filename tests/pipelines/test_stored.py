@@ -200,6 +200,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return built_in_every_layout(tmp_path_factory.mktemp("stored"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in STORAGES if n != "plain"])
 def test_layouts_change_bytes_and_nothing_else(
     datasets: dict[str, Path], name: str, tmp_path: Path

@@ -159,6 +159,7 @@ def some_log(seed: int = 3) -> tuple[list[Feature], list[Event]]:
     return features, sorted(unique, key=lambda e: e[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["first", "last", "any"])
 def test_join_gives_what_each_feature_with_all_events_gives(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +193,7 @@ def test_join_gives_what_each_feature_with_all_events_gives(
     assert f"of them, too late</th><td>{counts['late']}</td>" in section.body.replace("\n", "")
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_the_shard_or_on_the_order_of_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +316,7 @@ def as_tables(features: list[Feature], events: list[Event]) -> dict[str, pa.Tabl
     return {"shown": pa.table(made[0]), "clicks": pa.table(made[1])}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     features=st.lists(

@@ -137,6 +137,7 @@ def test_numbers_in_fields_of_texts_are_read_as_they_are_written(tmp_path: Path)
     assert found[-1]["score"] == found[-1]["user"]["tags"][1] == 'say "version": 2, \u00fc'
 
 
+@pytest.mark.slow
 def test_many_numbers_among_texts_take_arrow_s_time(tmp_path: Path) -> None:
     rows = [f'{{"v": {i if i % 2 else json.dumps(str(i))}, "n": {i}}}' for i in range(200_000)]
     start = time.process_time()

@@ -44,6 +44,7 @@ def expected_rows(
     return {v: oov_rows + i for i, (_, v) in enumerate(often[: num_rows - oov_rows])}
 
 
+@pytest.mark.slow
 def test_model_inputs_are_those_of_plain_python(dataset: Path, tmp_path: Path) -> None:
     expand(dataset, tmp_path / "x.parquet", model_inputs=True)
     rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
@@ -125,6 +126,7 @@ def test_transformed_columns_lie_with_the_unique_tuples(dataset: Path) -> None:
     assert group.num_rows < samples.num_rows / 4
 
 
+@pytest.mark.slow
 def test_same_bytes_again_with_files_in_another_order(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def rewritten(dataset: Path, path: str, change: Callable[[pa.Table], pa.Table]) 
     write_manifest(dataset, DatasetManifest(**{**fields, "segments": (mended,)}))
 
 
+@pytest.mark.slow
 def test_verify_of_a_fresh_dataset_finds_nothing(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +237,7 @@ def test_oracle_writes_hints_that_agree_with_a_plain_scan(dataset: Path, tmp_pat
     assert list(misses) == sorted(misses, reverse=True)
 
 
+@pytest.mark.slow
 def test_oracle_without_an_index_for_the_batch_names_the_command_that_builds_it(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

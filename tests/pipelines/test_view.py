@@ -40,6 +40,7 @@ def check(dataset: Path, scratch: Path) -> None:
         assert content_hash([found]) == content_hash([expected])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORAGES)
 def test_view_covers_every_layout_of_a_group(name: str, tmp_path: Path) -> None:
     shifting_log(tmp_path / "log", 1000)
@@ -52,6 +53,7 @@ def test_view_covers_every_layout_of_a_group(name: str, tmp_path: Path) -> None:
     assert [] in found.to_pylist()
 
 
+@pytest.mark.slow
 def test_view_joins_parts_and_stays_true_when_the_dataset_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +63,7 @@ def test_view_joins_parts_and_stays_true_when_the_dataset_moves(
     check(Path(shutil.move(dataset, tmp_path / "else where")), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", ["", DEFAULT])
 def test_view_answers_for_columns_that_a_segment_lacks(default: str, tmp_path: Path) -> None:
     dataset = built(tmp_path)
@@ -88,6 +91,7 @@ def test_view_quotes_names_that_sql_would_misread(tmp_path: Path) -> None:
     check(tmp_path / "dataset", tmp_path)
 
 
+@pytest.mark.slow
 def test_view_without_groups_reads_the_samples_alone(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     job = changed(
@@ -100,6 +104,7 @@ def test_view_without_groups_reads_the_samples_alone(tmp_path: Path) -> None:
     check(tmp_path / "dataset", tmp_path)
 
 
+@pytest.mark.slow
 def test_view_is_the_same_text_whenever_it_is_made(tmp_path: Path) -> None:
     dataset = built(tmp_path)
     assert view_sql(open_dataset(dataset)) == (dataset / VIEW).read_text()

@@ -72,6 +72,7 @@ def test_fit_of_what_was_ample_never_ends_below_the_need(peak: float) -> None:
         assert changes(found[20:]) <= 2
 
 
+@pytest.mark.slow
 def test_fit_of_random_processes_is_enough_for_nearly_all_and_comes_to_rest() -> None:
     short, moved = 0, 0
     for seed in range(200):
@@ -140,6 +141,7 @@ def test_reading_that_is_not_positive_is_refused(wrong: float) -> None:
             Reading(*values)
 
 
+@pytest.mark.slow
 def test_need_explains_readings_as_well_as_any_other_number_of_cores() -> None:
     def error(readings: list[Reading], need: float) -> float:
         found = [np.log(r.step_sec) - max(0.0, np.log(need / r.cpus)) for r in readings]

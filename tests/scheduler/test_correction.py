@@ -263,6 +263,7 @@ def regret(known: Snapshot, truth: Models, sizes: Sizes) -> float:
     return outlook(known, ROOMY, truth, sizes, pause_sec=0.0).gain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("haste", [1.0, HASTE])
 @pytest.mark.parametrize("seed", range(3))
 def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
@@ -281,6 +282,7 @@ def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
     assert times[-1] < (0.7 if haste == 1.0 else 1.0) * 60 * 20
 
 
+@pytest.mark.slow
 def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(known: Snapshot) -> None:
     heavy = truth_of(known, compute=6.0, exchange=0.3, build=1.0)
     light = truth_of(known, compute=0.3, exchange=6.0, build=1.0)

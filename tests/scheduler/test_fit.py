@@ -84,6 +84,7 @@ def test_fit_never_predicts_that_a_step_takes_no_time() -> None:
     assert not found.confident.any()
 
 
+@pytest.mark.slow
 @given(
     arrays(float, (8, 3), elements=st.floats(0.0625, 2, width=32)),
     arrays(float, 8, elements=st.floats(0.0625, 2, width=32)),

@@ -1,6 +1,7 @@
 """Fronts, ranks and areas equal the definitions, pair by pair."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -27,6 +28,7 @@ def test_front_is_what_nothing_dominates_without_repetition(objectives: np.ndarr
     assert [tuple(point) for point in objectives[found].tolist()] == sorted(best)
 
 
+@pytest.mark.slow
 @given(points, st.data())
 def test_ranks_put_what_dominates_first_and_what_is_allowed_before_what_is_not(
     objectives: np.ndarray, data: st.DataObject
@@ -49,6 +51,7 @@ def test_ranks_put_what_dominates_first_and_what_is_allowed_before_what_is_not(
                 assert rank[i] < rank[j]
 
 
+@pytest.mark.slow
 @given(points)
 def test_hypervolume_counts_the_unit_squares_that_a_point_covers(objectives: np.ndarray) -> None:
     size = 8

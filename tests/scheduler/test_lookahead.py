@@ -39,6 +39,7 @@ def distances_of(trace: list[list[int]]) -> list[np.ndarray]:
     return next_use([np.array(rows, np.int64) for rows in trace], NUM_ROWS)
 
 
+@pytest.mark.slow
 @given(st.lists(traces, min_size=1, max_size=3), st.integers(2, 6))
 def test_look_ahead_equals_a_walk_over_the_rows(
     tables: list[list[list[int]]], lookahead: int

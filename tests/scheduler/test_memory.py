@@ -86,6 +86,7 @@ def test_cache_rows_is_what_the_job_says_or_the_rows_of_all_steps_ahead() -> Non
     assert cache_rows(known, best) == sum(FACTS.table_rows.values())
 
 
+@pytest.mark.slow
 @given(st.floats(1.0, 1e9), st.integers(1, 63))
 def test_worker_bytes_fall_with_workers_and_grow_with_rows(rows: float, workers: int) -> None:
     assert worker_bytes(FACTS, rows, workers + 1) <= worker_bytes(FACTS, rows, workers)

@@ -66,6 +66,7 @@ def assert_concave_to_its_peak_and_falling_after(speed: np.ndarray) -> None:
     assert (gains[peak:] <= slack).all()
 
 
+@pytest.mark.slow
 @given(training_fits, st.floats(0.25, 64.0), st.integers(0, 16))
 def test_throughput_over_replicas_gains_ever_less_and_has_one_peak(
     fit: Fit, cpus: float, stores: int
@@ -83,6 +84,7 @@ GROWING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values"), GROWING.values(), ids=GROWING.keys())
 @given(fit=training_fits, replicas=st.integers(1, 32))
 def test_step_of_more_resources_is_not_longer_and_gains_ever_less(
@@ -96,6 +98,7 @@ def test_step_of_more_resources_is_not_longer_and_gains_ever_less(
     assert (np.diff(whole, n=2) >= -slack).all()
 
 
+@pytest.mark.slow
 @given(training_fits, st.integers(1, 8), st.integers(0, 4), st.floats(1.0, 10.0))
 def test_step_of_more_load_is_not_shorter(
     fit: Fit, replicas: int, stores: int, factor: float
@@ -106,6 +109,7 @@ def test_step_of_more_load_is_not_shorter(
         assert more >= less
 
 
+@pytest.mark.slow
 @given(segment_fits, st.floats(1.0, 1e6), st.floats(0.1, 4.0), st.integers(1, 8))
 def test_segment_job_of_more_workers_is_shorter_ever_less_and_of_more_jobs_is_not(
     fit: Fit, rows: float, cpus: float, jobs: int

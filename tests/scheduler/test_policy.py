@@ -165,6 +165,7 @@ def sizes_of(candidate: Candidate) -> Sizes:
     )
 
 
+@pytest.mark.slow
 @given(config=schedules)
 @settings(max_examples=60)
 def test_plan_is_the_best_of_all_that_fit(known: Snapshot, config: ScheduleConfig) -> None:
@@ -188,6 +189,7 @@ def test_plan_is_the_best_of_all_that_fit(known: Snapshot, config: ScheduleConfi
     assert decision.chosen.cost_per_hour <= cheapest * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @given(config=schedules)
 @settings(max_examples=60)
 def test_plan_never_exceeds_the_budget_or_a_limit(known: Snapshot, config: ScheduleConfig) -> None:
@@ -212,6 +214,7 @@ def test_plan_never_exceeds_the_budget_or_a_limit(known: Snapshot, config: Sched
         assert 0 <= c.num_stores <= pool.max_stores
 
 
+@pytest.mark.slow
 @given(config=schedules, cpus=st.floats(0.1, 6.0), memory=st.integers(GIB, 16 * GIB))
 @settings(max_examples=60)
 def test_plan_with_the_named_smallest_budget_works_and_with_less_does_not(
@@ -268,6 +271,7 @@ def test_plan_with_the_named_deadline_works_and_with_less_does_not(known: Snapsh
         plan(known, ScheduleConfig(deadline=timedelta(seconds=least - 1)))
 
 
+@pytest.mark.slow
 def test_plan_with_a_tighter_deadline_costs_no_less(known: Snapshot) -> None:
     least = fastest_sec(known)
     loose = plan(known, ScheduleConfig(deadline=timedelta(days=30))).chosen

@@ -29,6 +29,7 @@ def exact() -> np.ndarray:
     return allowed[front(allowed)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_search_covers_the_exact_front_to_a_hundredth(exact: np.ndarray, seed: int) -> None:
     points, objectives = search(evaluate, LOWEST, HIGHEST, LOWEST, np.random.default_rng(seed))
@@ -43,6 +44,7 @@ def test_search_covers_the_exact_front_to_a_hundredth(exact: np.ndarray, seed: i
     assert len(front(objectives)) == len(objectives)
 
 
+@pytest.mark.slow
 def test_search_with_one_seed_finds_the_same_and_evaluates_so_many_points() -> None:
     counted: list[int] = []
 

@@ -56,6 +56,7 @@ def brute_force(jobs: Sequence[Options], running: Sequence[bool]) -> float:
     return max(worth(jobs, chosen) for chosen in allowed)
 
 
+@pytest.mark.slow
 def test_share_of_few_jobs_is_nearly_always_the_best_of_all_combinations() -> None:
     found: list[float] = []
     for seed in range(150):
@@ -69,6 +70,7 @@ def test_share_of_few_jobs_is_nearly_always_the_best_of_all_combinations() -> No
     assert np.mean(np.array(found) > 1 - 1e-9) >= 0.97
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, MAX_JOBS + 8))
 def test_share_never_exceeds_the_budget_and_leaves_out_only_what_does_not_fit(
     seed: int, count: int

@@ -82,6 +82,7 @@ def values_of(column: pa.ChunkedArray) -> np.ndarray:
     return flat.drop_null().to_numpy(zero_copy_only=False)
 
 
+@pytest.mark.slow
 def test_facts_of_dataset_count_samples_as_the_log(
     facts: DataFacts, log: pa.Table, training: pa.Table
 ) -> None:
@@ -172,6 +173,7 @@ def test_take_snapshot_reads_builds_below_the_history(demo_job: Path, built: Pat
     assert history.runs == ()
 
 
+@pytest.mark.slow
 def test_plan_right_after_a_build_finds_it_and_the_runs_beside_the_dataset(
     demo_job: Path, built: Path, tmp_path: Path
 ) -> None:

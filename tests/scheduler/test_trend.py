@@ -22,6 +22,7 @@ def noisy(line: np.ndarray, size: float, seed: int) -> np.ndarray:
     return line - size * np.abs(np.random.default_rng(seed).standard_normal(len(line)))
 
 
+@pytest.mark.slow
 @given(st.floats(0.01, 5.0), st.integers(200, 2000), st.integers(0, 20))
 def test_forecast_of_a_leak_meets_the_limit_where_the_line_does(
     slope: float, read: int, seed: int
@@ -204,6 +205,7 @@ def watch(num_steps: int, limit_bytes: int, lead: int) -> Watched:
     return found
 
 
+@pytest.mark.slow
 def test_forecast_of_a_process_that_is_killed_warns_before_and_names_enough_memory() -> None:
     lead = 30
     first = watch(200, 100 * MIB, lead)

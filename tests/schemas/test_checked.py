@@ -72,6 +72,7 @@ def test_texts_are_read_as_codes_where_their_encoding_allows_it(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPENED)
 def test_open_dataset_refuses_any_changed_byte_by_name(root: Path, name: str) -> None:
     path = root / name

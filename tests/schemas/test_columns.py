@@ -89,6 +89,7 @@ ROW = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(ROW, max_size=40))
 def test_comparable_tuple_equals_the_reference(rows: list[tuple[Any, ...]]) -> None:
     kinds = [pa.string(), pa.int32(), pa.list_(pa.int64()), pa.large_string()]

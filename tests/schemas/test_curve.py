@@ -58,6 +58,7 @@ def test_curves_of_a_skewed_trace_equal_simulated_caches() -> None:
         assert rate == belady_hits(trace.tolist(), capacity) / 3000
 
 
+@pytest.mark.slow
 @given(TRACES)
 def test_stack_distances_count_the_rows_since_the_previous_access(trace: list[int]) -> None:
     expected = []

@@ -52,6 +52,7 @@ def test_lru_curve_below_the_limit_is_that_of_a_simulated_cache_of_every_size(
     np.testing.assert_array_equal(curve.hit_rates, np.array(hits) / len(trace))
 
 
+@pytest.mark.slow
 def test_sampled_lru_curve_keeps_to_its_stated_error() -> None:
     """Skewed rows, with a hot one that has a fifth of all accesses; several samples."""
     for seed in range(4):

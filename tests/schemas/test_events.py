@@ -54,6 +54,7 @@ def test_read_metrics_gives_back_what_was_written(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == METRICS
 
 
+@pytest.mark.slow
 def test_read_metrics_of_a_torn_last_line_leaves_only_it_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     data = write_lines(path)

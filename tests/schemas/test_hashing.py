@@ -100,6 +100,7 @@ def test_rows_of_ids_hashes_or_keeps_the_id() -> None:
     np.testing.assert_array_equal(rows_of_ids(ids, "t", table(10, "hash")), hash_rows(ids, "t", 10))
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(max_size=90)))
 def test_ids_of_texts_equal_the_reference_however_they_lie(texts: list[str]) -> None:
     expected = [hash_text(text) for text in texts]

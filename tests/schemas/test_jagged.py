@@ -102,6 +102,7 @@ def test_dedup_changes_no_input() -> None:
     np.testing.assert_array_equal(x.offsets, offsets)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 1), st.lists(IDS, max_size=2)), max_size=30))
 def test_unique_tuples_of_scalars_and_lists_equals_the_reference(
     rows: list[tuple[int, list[int]]],

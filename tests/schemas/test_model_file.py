@@ -148,6 +148,7 @@ def test_inputs_of_a_slice_are_those_of_its_samples() -> None:
     assert {n: a.tolist() for n, a in cut.items()} == {n: a.tolist() for n, a in copied.items()}
 
 
+@pytest.mark.slow
 def test_model_with_a_changed_byte_is_refused_or_means_the_same(
     model: Path, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def lists_of(x: Jagged) -> list[list[int]]:
     return [x.values[a:b].tolist() for a, b in pairwise(x.offsets)]
 
 
+@pytest.mark.slow
 @given(STEPS)
 def test_next_use_equals_the_reference(steps: list[frozenset[int]]) -> None:
     ascending = arrays(steps)
@@ -52,6 +53,7 @@ def test_next_use_equals_the_reference(steps: list[frozenset[int]]) -> None:
     assert all(distances.dtype == np.int32 for distances in found)
 
 
+@pytest.mark.slow
 @given(STEPS)
 def test_previous_use_equals_a_scan(steps: list[frozenset[int]]) -> None:
     ascending = arrays(steps)
@@ -71,6 +73,7 @@ def test_previous_use_can_start_in_the_middle_only_for_rows_seen_since() -> None
 BLOCKS = st.lists(st.lists(st.sampled_from([-5, 0, 3, 7, 2**62]), max_size=8), max_size=12)
 
 
+@pytest.mark.slow
 @given(BLOCKS)
 def test_unique_per_block_equals_sorted_sets(lookups: list[list[int]]) -> None:
     flat = jagged_from(lookups)
@@ -80,6 +83,7 @@ def test_unique_per_block_equals_sorted_sets(lookups: list[list[int]]) -> None:
     assert lists_of(found) == [sorted(set(block)) for block in lookups]
 
 
+@pytest.mark.slow
 @given(BLOCKS)
 def test_number_by_first_use_numbers_rows_as_they_appear(lookups: list[list[int]]) -> None:
     accesses = jagged_from([sorted(set(block)) for block in lookups])
@@ -101,6 +105,7 @@ def test_first_and_last_equal_a_scan(lookups: list[list[int]]) -> None:
     assert (np.diff(first) >= 0).all()
 
 
+@pytest.mark.slow
 @given(STEPS)
 def test_from_gaps_of_to_gaps_is_identity(steps: list[frozenset[int]]) -> None:
     numbers = jagged_from([sorted(step) for step in steps])
@@ -121,6 +126,7 @@ def test_union_equals_that_of_sets(steps: list[frozenset[int]]) -> None:
     assert union(lists).tolist() == sorted(set().union(*steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1 << 21, 3, 1])
 @given(st.lists(st.lists(st.integers(-3, 9), unique=True, max_size=6), min_size=1, max_size=4))
 def test_stitch_numbers_the_joined_segments_by_first_use(
@@ -135,6 +141,7 @@ def test_stitch_numbers_the_joined_segments_by_first_use(
         assert rows[mine].tolist() == theirs
 
 
+@pytest.mark.slow
 def test_next_use_of_a_published_trace_equals_its_authors(shared_data: Path) -> None:
     """Each request is one step with one row; `next` is the 1-based index of the next request."""
     folder = shared_data / "cache_oracle_ref"

@@ -289,7 +289,7 @@ def test_plan_reads_the_index_no_farther_than_a_window_ahead(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [64, 4000])
+@pytest.mark.parametrize("rows", [pytest.param(64, marks=pytest.mark.chaos), 4000])
 def test_belady_over_a_published_trace_beats_lru_of_half_the_size(
     rows: int, published: tuple[list[tuple[np.ndarray, np.ndarray]], list[int]]
 ) -> None:

@@ -21,6 +21,7 @@ def blocks_of(blocks: list[set[int]]) -> Jagged:
     return Jagged(np.array(flat, np.int64), offsets_of(np.array([len(b) for b in blocks])))
 
 
+@pytest.mark.slow
 @given(st.lists(BLOCKS, min_size=1, max_size=6), st.integers(1, 4), st.data())
 def test_plan_with_splits_names_who_needs_each_row(
     steps: list[list[set[int]]], num_replicas: int, data: st.DataObject

@@ -43,6 +43,7 @@ def counted(counts: Mapping[Any, int], kind: pa.DataType) -> pa.Table:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

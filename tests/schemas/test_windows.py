@@ -59,6 +59,7 @@ def test_windows_give_back_every_list(lists: Lists) -> None:
     assert back(x, to_windows(x, is_null)) == lists
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(few_values | shifting(), st.sampled_from([1, 3, 64]))
 def test_windows_equal_the_slow_reference(lists: Lists, shortest: int) -> None:

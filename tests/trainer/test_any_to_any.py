@@ -53,6 +53,7 @@ def stopped(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {kind: folder / str(number) for number, kind in enumerate(KINDS)}
 
 
+@pytest.mark.slow
 def test_stopped_runs_have_equal_checkpoints_of_several_parts(stopped: dict[str, Path]) -> None:
     found = {kind: checkpoint_at(run, STOP) for kind, run in stopped.items()}
     rows, dense = rows_in(found["plain"]), dense_of(found["plain"])
@@ -97,6 +98,7 @@ def test_evaluation_reads_a_checkpoint_of_several_parts(
     assert main(arguments) == 0
 
 
+@pytest.mark.slow
 def test_run_goes_on_with_a_larger_identity_table(
     straight: Path, stopped: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -191,6 +193,7 @@ def test_checkpoint_of_another_run_is_refused_with_both_sides(
     assert (strange / METRICS).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_dataset_is_refused_with_both_sides(
     stopped: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_attention_of_shared_histories_equals_the_slow_reference(
     assert_equal_models((model, model(batch_of(samples, expanded=True))), (model, slow))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_attention_deduplicated_equals_expanded(data: st.DataObject, seed: int) -> None:
@@ -166,6 +167,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_attention_never_expands_histories_to_samples() -> None:
     # One row has 449 samples, so that a common width would pad all rows to 512 queries.
     config = replace(CONFIG, model=replace(CONFIG.model, max_history=50))

@@ -171,6 +171,7 @@ def test_a_stale_writer_changes_nothing(folder: Path, tmp_path: Path) -> None:
         second.assert_saved(step)
 
 
+@pytest.mark.slow
 def test_a_writer_builds_on_what_another_has_completed(folder: Path, tmp_path: Path) -> None:
     first, second = OneReplica(folder, tmp_path / "run"), OneReplica(folder, tmp_path / "run")
     first.train(range(0, 5), writes=True)

@@ -99,6 +99,7 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
     assert cache.fetched_rows >= len(np.unique(np.concatenate(rows)))
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
     capacity=st.integers(12, 31),
@@ -136,6 +137,7 @@ def slow_lru_misses(steps: Sequence[Sequence[int]], capacity: int) -> int:
     return misses
 
 
+@pytest.mark.slow
 @given(trace=st.lists(st.integers(0, 9), min_size=1, max_size=60), capacity=st.integers(1, 10))
 @settings(max_examples=80)
 def test_lru_reads_as_often_as_a_dictionary_in_order_of_use(

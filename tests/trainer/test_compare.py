@@ -33,6 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_cached_and_plain_run_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["equal", str(runs / "plain"), str(runs / "cached"), "--json"]) == 0
     said = capsys.readouterr()

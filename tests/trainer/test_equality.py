@@ -75,6 +75,7 @@ def test_float64_run_has_the_losses_of_expanded(model: str, pooling: str, runs: 
     np.testing.assert_allclose(unique.worth, expanded.worth, rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
 def test_float64_run_with_another_optimizer_has_the_losses_of_expanded(
     optimizer: str, runs: Runs

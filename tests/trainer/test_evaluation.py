@@ -76,6 +76,7 @@ def test_evaluation_reads_each_sample_of_its_split_once_and_no_other(
     assert read.tolist() == wanted.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["user", "item"])
 def test_gauc_of_another_key_groups_by_it(key: str, dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
@@ -110,6 +111,7 @@ def train_all(job: Path, dataset: Path, evaluate_every: int | None) -> tuple[lis
     return losses, parts
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_leaves_the_bits_of_training(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +125,7 @@ def test_evaluation_between_steps_leaves_the_bits_of_training(
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["plain", "cached"])
 def test_run_trains_each_training_block_once_and_no_evaluation_block(
     embedding: str, dataset: Path, tmp_path: Path

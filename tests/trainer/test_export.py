@@ -127,6 +127,7 @@ def test_look_ups_are_those_of_a_loop_over_samples(exported: Path, dataset: Path
         assert first + FILLING == len(positions)
 
 
+@pytest.mark.slow
 def test_export_of_the_command_line_makes_the_same_bytes_again(
     exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,6 +143,7 @@ def test_copy_of_a_trainer_and_an_agent_that_both_died_is_written_by_the_next_st
     assert compare_runs(plain, run).difference is None
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_run_that_is_begun_again_are_cleared_and_not_used(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +211,7 @@ def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
     assert compare_runs(plain, run).difference is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["plain", "cached", "lru", "uncached"])
 def test_skipped_checkpoints_are_in_the_next_one(
     embedding: str,
@@ -279,6 +281,7 @@ def test_training_goes_on_while_the_disk_is_full_and_the_next_checkpoint_has_eve
     }
 
 
+@pytest.mark.slow
 def test_last_checkpoint_on_a_full_disk_is_an_error(
     dataset: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +323,7 @@ def test_memory_too_small_is_refused_before_the_first_step(
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_copy_that_outgrows_memory_goes_to_the_disk(
     dataset: Path,
     plain: Path,

@@ -34,6 +34,7 @@ def records_of(values: np.ndarray) -> Records:
     return Records(np.repeat(state, 3, axis=1), state)
 
 
+@pytest.mark.slow
 @given(
     events=st.lists(
         st.tuples(st.sampled_from(["use", "free", "since", "forget"]), PLACES, st.integers(0, 9)),
@@ -119,6 +120,7 @@ def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now() -> None:
     assert [part.rows.tolist() for part in changes.since(0, held)["items"]] == [[11]]
 
 
+@pytest.mark.slow
 @given(
     accesses=st.lists(st.lists(st.integers(0, 12), max_size=6, unique=True), max_size=14),
     first=st.integers(0, 5),

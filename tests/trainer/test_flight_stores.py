@@ -51,6 +51,7 @@ def assert_same(found: Records, wanted: Records) -> None:
     assert found.state.tobytes() == wanted.state.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [1, 3])
 def test_store_processes_hold_what_a_store_in_memory_does(
@@ -172,6 +173,7 @@ def test_store_answers_the_newest_training_process_only(tmp_path: Path) -> None:
         assert whole(new)[0].tolist() == []
 
 
+@pytest.mark.slow
 def test_stores_that_leave_slots_out_are_refused(tmp_path: Path) -> None:
     half = start_store(tmp_path / "half", "--slots", "0:2048")
     whole = start_store(tmp_path / "whole")
@@ -207,6 +209,7 @@ def test_stranger_on_the_port_of_a_store_that_died_is_waited_out() -> None:
             peer.action("hello", {})
 
 
+@pytest.mark.slow
 def test_write_to_a_store_slower_than_the_time_out_fails_in_one_line_and_can_be_repeated(
     tmp_path: Path,
 ) -> None:
@@ -224,6 +227,7 @@ def test_write_to_a_store_slower_than_the_time_out_fails_in_one_line_and_can_be_
         assert_same(store.fetch(rows), one_record(LAYOUT, 1.0, 2))
 
 
+@pytest.mark.slow
 def test_store_over_tls_answers_who_trusts_its_certificate(tmp_path: Path) -> None:
     chain, key = make_certificate(tmp_path)
     files = ("--tls-cert", str(chain), "--tls-key", str(key))

@@ -63,6 +63,7 @@ CACHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "at"),
     [
@@ -82,6 +83,7 @@ def test_cached_run_that_follows_has_the_bits_of_one_on_the_finished_dataset(
     assert_equal(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["plain", "lru", "uncached"])
 def test_run_without_a_plan_that_follows_has_the_bits_of_one_on_the_finished_dataset(
     embedding: str, versions: list[Path], whole: Path, tmp_path: Path
@@ -93,6 +95,7 @@ def test_run_without_a_plan_that_follows_has_the_bits_of_one_on_the_finished_dat
     assert_equal(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_run_over_store_processes_that_follows_has_the_bits_of_one_on_the_finished_dataset(
     job: Path, versions: list[Path], whole: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +127,7 @@ def test_second_epoch_begins_after_the_last_segment(files: str, tmp_path: Path) 
     assert len(read_metrics(tmp_path / "run" / METRICS)) == 2 * NUM_STEPS
 
 
+@pytest.mark.slow
 def test_run_of_some_steps_waits_only_for_their_segments(
     job: Path, versions: list[Path], tmp_path: Path
 ) -> None:
@@ -155,6 +159,7 @@ def test_run_that_died_goes_on_with_a_dataset_that_has_grown_meanwhile(
     assert_equal(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_run_grow_with_the_segments_and_verify_tells_what_is_trained_of_them(
     job: Path, versions: list[Path], tmp_path: Path
 ) -> None:
@@ -184,6 +189,7 @@ def test_waiting_is_a_phase_of_the_step_that_follows_and_no_time_of_it(
     assert max(m.num_samples / m.samples_per_sec for m in steps) < 100
 
 
+@pytest.mark.slow
 def test_dataset_that_is_not_there_yet_is_waited_for(
     job: Path, versions: list[Path], whole: Path, tmp_path: Path
 ) -> None:

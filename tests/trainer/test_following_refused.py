@@ -160,6 +160,7 @@ def test_dataset_that_grows_after_the_first_of_two_epochs_is_refused(tmp_path: P
         )
 
 
+@pytest.mark.slow
 def test_segment_without_its_index_is_waited_for_and_refused_when_none_follows(
     job: Path, versions: list[Path], tmp_path: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_segment_without_its_index_is_waited_for_and_refused_when_none_follows(
     assert verify_run(run).problems == ()
 
 
+@pytest.mark.slow
 def test_cache_that_a_later_segment_does_not_fit_keeps_what_was_trained(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", **ONCE, policy="belady", rows="200")
     versions = make_versions(tmp_path / "versions", job, [[(64, 0)], [(700, 0)]])

@@ -76,6 +76,7 @@ class Member:
             self._last = min(self._last, settled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_members_take_segments_in_at_the_same_step_whoever_sees_them_first(
     seed: int, versions: list[Path], tmp_path: Path

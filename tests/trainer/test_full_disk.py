@@ -49,6 +49,7 @@ def test_mapped_files_take_their_room_from_the_disk_before_they_are_written(tmp_
     assert found.st_blocks * 512 >= found.st_size  # no hole, that a full disk could not fill
 
 
+@pytest.mark.slow
 def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
     assert compare_runs(tmp_path / "plain", run).difference is None
 
 
+@pytest.mark.slow
 def test_line_of_a_step_on_a_full_disk_is_refused_by_name_and_the_run_goes_on(
     dataset: Path, tmp_path: Path
 ) -> None:

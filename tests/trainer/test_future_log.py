@@ -71,6 +71,7 @@ class Checked:
         assert found.state.tobytes() == wanted.state.tobytes()
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
     policy=st.sampled_from(["ttl", "belady"]),
@@ -110,6 +111,7 @@ def big_steps(num_steps: int, rows_per_step: int) -> list[np.ndarray]:
     return [np.unique(rng.integers(0, 20_000, rows_per_step)) for _ in range(num_steps)]
 
 
+@pytest.mark.slow
 def test_log_reads_each_bucket_once_and_in_long_pieces(tmp_path: Path) -> None:
     steps = big_steps(200, 2000)
     config = CacheConfig(lookahead=2, prefetch_steps=1)

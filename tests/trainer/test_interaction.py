@@ -57,6 +57,7 @@ SHAPES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 99), SHAPES, st.tuples(st.booleans(), st.booleans()))
 @example(0, (3, 900, 3, 1, 64), (True, False))  # rows of several pieces
 @example(0, (300, 40, 17, 14, 64), (False, True))  # rows without samples

@@ -74,6 +74,7 @@ def test_cache_folder_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert cache_folder().is_relative_to(tmp_path)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_torch_is_used_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -107,6 +107,7 @@ POOLINGS = {"sum": (False, False), "mean": (True, False), "weighted": (False, Tr
 """Name to (mean, weighted)."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", FBGEMM_RULES)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @given(case=cases())
@@ -158,6 +159,7 @@ TORCH_RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", TORCH_RULES)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @given(case=cases())
@@ -208,6 +210,7 @@ def reference_pooled(
     return pooled if feature == "item" else pooled[torch.tensor(case.inverse)]
 
 
+@pytest.mark.slow
 @given(case=cases(), dtype=st.sampled_from([torch.float32, torch.float64]))
 @settings(max_examples=40, deadline=None)
 def test_rowwise_adagrad_gives_what_its_formula_gives(
@@ -236,6 +239,7 @@ def test_rowwise_adagrad_gives_what_its_formula_gives(
             torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_bits_do_not_depend_on_threads(optimizer: str, dtype: torch.dtype) -> None:
@@ -291,6 +295,7 @@ def test_row_with_many_readers_has_the_sum_of_all(kernels: Kernels) -> None:
     torch.testing.assert_close(tables["users"][0][:2], torch.stack(expected), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mean", [False, True], ids=["sum", "mean"])
 @given(case=cases())
 @settings(max_examples=30, deadline=None)
@@ -308,6 +313,7 @@ def test_deduplicated_step_gives_what_the_expanded_one_gives(
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 @given(values=st.lists(st.integers(0, 2**62) | st.integers(0, 5000), max_size=60))
 def test_transpose_gives_what_the_sort_gives(kernels: Kernels, values: list[int]) -> None:
     for limit in (2**63, 2**40, 2**11, 1):

@@ -28,6 +28,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("model", MODELS)
 def test_leaf_by_leaf_is_the_whole_batch_up_to_rounding(

@@ -96,6 +96,7 @@ def drop(path: Path, line: int) -> None:
     path.write_bytes(b"".join(lines[:line] + lines[line + 1 :]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [w for w in DAMAGE if DAMAGE[w][1] >= 4])
 def test_resume_takes_the_newest_checkpoint_that_the_lines_reach(
     what: str, stopped: Path, caplog: pytest.LogCaptureFixture
@@ -117,6 +118,7 @@ def test_resume_takes_the_newest_checkpoint_that_the_lines_reach(
         assert sorted({*steps_in(stopped / name)}) == list(range(first))
 
 
+@pytest.mark.slow
 def test_run_resumed_behind_its_newest_checkpoint_is_whole(folder: Path, stopped: Path) -> None:
     without_last(stopped / LEDGER, 5)
     resume(folder, stopped)
@@ -134,6 +136,7 @@ def test_resumed_replicas_take_it_too(
     assert_whole(folder, stopped)
 
 
+@pytest.mark.slow
 def test_resumed_run_that_follows_its_dataset_takes_it_too(folder: Path, tmp_path: Path) -> None:
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     run_job(job, dataset, tmp_path / "run", follow=True, steps=12)
@@ -142,6 +145,7 @@ def test_resumed_run_that_follows_its_dataset_takes_it_too(folder: Path, tmp_pat
     assert_whole(folder, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [w for w in DAMAGE if DAMAGE[w][1] < 4])
 def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
     what: str, folder: Path, stopped: Path
@@ -170,6 +174,7 @@ def test_resume_without_a_checkpoint_says_what_is_trained_again(
     assert f"{stopped} has no checkpoint: its 12 steps are trained again" in caplog.text
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_that_the_lines_reach_leaves_the_newer_ones(
     folder: Path, stopped: Path
 ) -> None:
@@ -184,6 +189,7 @@ def test_damaged_checkpoint_that_the_lines_reach_leaves_the_newer_ones(
     assert_whole(folder, stopped)
 
 
+@pytest.mark.slow
 def test_run_that_was_started_from_another_never_begins_from_nothing(tmp_path: Path) -> None:
     job, dataset = make_days(tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"

@@ -35,6 +35,7 @@ def train_arguments(job: Path, dataset: Path, run: Path, *more: str) -> list[str
     return ["train", str(job), "--dataset", str(dataset), "--output", str(run), "--json", *more]
 
 
+@pytest.mark.slow
 def test_train_learns_and_leaves_what_the_contract_names(run: Path) -> None:
     metrics, summary = read_metrics(run / METRICS), read_summary(run / "summary.json")
     losses = np.array([m.loss for m in metrics])
@@ -138,6 +139,7 @@ def test_train_cached_without_an_index_says_how_to_build_it(
     assert "run python -m pipelines oracle" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_train_as_a_process_prints_one_object_and_no_trace(
     job: Path, dataset: Path, tmp_path: Path, repository: Path
 ) -> None:
@@ -153,6 +155,7 @@ def test_train_as_a_process_prints_one_object_and_no_trace(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "error"),
     [

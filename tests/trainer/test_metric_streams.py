@@ -40,6 +40,7 @@ def whole(batches: list[tuple[Array, ...]]) -> tuple[Array, ...]:
     return tuple(np.concatenate(c) for c in zip(empty, *batches, strict=True))
 
 
+@pytest.mark.slow
 @given(batches=parts(), most=st.sampled_from([8, 1 << 20]))
 def test_streamed_sums_and_auc_equal_those_over_all_samples(
     batches: list[tuple[Array, ...]], most: int
@@ -55,6 +56,7 @@ def test_streamed_sums_and_auc_equal_those_over_all_samples(
     assert table.error == 0
 
 
+@pytest.mark.slow
 @given(batches=parts(), most=st.sampled_from([0, 5, 1 << 20]))
 def test_auc_of_scattered_keys_does_not_depend_on_files(
     batches: list[tuple[Array, ...]], most: int
@@ -90,6 +92,7 @@ def session_auc_by_hand(columns: tuple[Array, ...], gap: int | None) -> tuple[fl
     return total / size if size else math.nan, defined, len(sessions) - defined
 
 
+@pytest.mark.slow
 @given(batches=parts(), gap=st.sampled_from([None, 0, 2]))
 def test_session_auc_is_that_of_each_session_whatever_batches_cut(
     batches: list[tuple[Array, ...]], gap: int | None

@@ -56,6 +56,7 @@ SAMPLES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(samples=SAMPLES)
 def test_auc_of_any_samples_equals_the_sum_over_pairs(samples: list[tuple[Any, ...]]) -> None:
     labels, scores, keys, weights = np.array(samples, float).reshape(-1, 4).T

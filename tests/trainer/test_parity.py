@@ -60,6 +60,7 @@ def test_train_cached_has_the_bits_of_plain(
     assert 0 < cached.cache_hit_rate < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["{top_layers: [16]}", ATTENTION])
 def test_train_with_torch_operators_has_the_losses_of_compiled_kernels(
     model: str, dataset: Path, tmp_path: Path
@@ -71,6 +72,7 @@ def test_train_with_torch_operators_has_the_losses_of_compiled_kernels(
     np.testing.assert_allclose(compiled, plain, rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 def test_train_cached_with_torch_operators_has_the_bits_of_plain(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -81,6 +83,7 @@ def test_train_cached_with_torch_operators_has_the_bits_of_plain(
     assert_same_rows(tmp_path / "plain", tmp_path / "cached")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("embedding", "optimizer"),
     [("lru", "rowwise_adagrad"), ("lru", "sgd"), ("uncached", "adagrad"), ("uncached", "adam")],
@@ -104,6 +107,7 @@ def test_lru_without_a_size_is_refused_by_name(dataset: Path, tmp_path: Path) ->
         run_job(job, dataset, tmp_path / "run", embedding="lru")
 
 
+@pytest.mark.slow
 def test_train_cached_with_a_short_lookahead_fetches_more(dataset: Path, tmp_path: Path) -> None:
     fetched = []
     for lookahead in ("2", "50"):
@@ -113,6 +117,7 @@ def test_train_cached_with_a_short_lookahead_fetches_more(dataset: Path, tmp_pat
     assert fetched[0] > fetched[1] == num_rows(tmp_path / "run50")
 
 
+@pytest.mark.slow
 def test_train_with_beladys_plan_fetches_less_the_more_room_it_has(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -193,6 +198,7 @@ def test_train_resumed_reads_what_a_run_that_never_stopped_reads(
     assert_same_rows(tmp_path / "straight", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_train_resumed_with_another_embedding_needs_no_keyframe(
     dataset: Path, tmp_path: Path
 ) -> None:
@@ -217,6 +223,7 @@ def test_torn_keyframe_is_refused_by_name(dataset: Path, tmp_path: Path) -> None
         load_cached(path, ["items"])
 
 
+@pytest.mark.slow
 def test_train_resumed_in_the_middle_drops_the_lines_after_its_checkpoint(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_applied_rows_give_the_newer_export_bit_for_bit(
     assert ((tmp_path / "old").read_bytes() == (tmp_path / "new").read_bytes()) == (since == to)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("since", "to"), [(4, 8), (8, 20)])
 def test_published_rows_are_those_whose_bits_differ_and_no_other(
     since: int, to: int, run: Path, tmp_path: Path
@@ -113,6 +114,7 @@ def test_dropped_rows_are_published_and_dropped(run: Path, tmp_path: Path) -> No
     assert (tmp_path / "applied").read_bytes() == (tmp_path / "new").read_bytes()
 
 
+@pytest.mark.slow
 def test_commands_of_published_rows_say_what_they_made(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,7 @@ def test_rows_of_another_model_are_refused(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_folder_that_is_changed_or_not_one_is_refused(run: Path, tmp_path: Path) -> None:
     publish(run, tmp_path / "changes", 8)
     path = tmp_path / "changes" / changed_path("items")

@@ -41,6 +41,7 @@ def bags(batch: Batch, feature: str) -> list[list[int]]:
     return [values[offsets[i] : offsets[i + 1]] for i in batch.inverse_of(feature).tolist()]
 
 
+@pytest.mark.slow
 def test_read_deduplicated_expands_to_the_expanded_batch(job: Path, dataset: Path) -> None:
     unique, expanded = reader_of(job, dataset), reader_of(job, dataset, expanded=True)
     fewer = 0

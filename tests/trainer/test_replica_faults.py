@@ -11,6 +11,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.events import LEDGER, RunSummary, StepMetric
+from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, run_job
@@ -81,7 +82,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize("what", with_long(FAULTS, "both, one after the other", "one is cut off"))
 def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
     together(folder, tmp_path / "run", 2, FAULTS[what])
     assert_as_alone(folder, tmp_path / "run")
@@ -96,7 +97,7 @@ PAUSE_SEC = 0.25
 """For each leaf of a replica, so that one alone takes a second for a step, on whatever machine."""
 
 
-@pytest.mark.parametrize("what", AWAY)
+@pytest.mark.parametrize("what", with_long(AWAY, "killed", "held"))
 def test_one_that_was_away_computes_leaves_again(what: str, folder: Path, tmp_path: Path) -> None:
     run, back = tmp_path / "run", set[str]()
 

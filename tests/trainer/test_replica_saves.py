@@ -15,6 +15,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.events import CHECKPOINTS
+from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
@@ -98,7 +99,12 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize(
+    "what",
+    with_long(
+        FAULTS, "both, one after the other", "the writer, behind a checkpoint", "nobody dies"
+    ),
+)
 def test_checkpoints_are_whole_whoever_dies_and_any_run_goes_on_from_them(
     what: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from schemas.events import CHECKPOINTS, LEDGER, LOST, RunSummary, StepMetric
+from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
@@ -123,13 +124,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize("what", with_long(FAULTS, "both, one after the other", "one is held"))
 def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
     together(folder, tmp_path / "run", faults=FAULTS[what])
     assert_as_alone(folder, tmp_path / "run")
 
 
-@pytest.mark.parametrize("after", ["a checkpoint", "rows have come to the stores"])
+@pytest.mark.parametrize(
+    "after", with_long(["a checkpoint", "rows have come to the stores"], "a checkpoint")
+)
 def test_where_all_die_at_once_the_run_goes_back(after: str, folder: Path, tmp_path: Path) -> None:
     run, attempts, killed = tmp_path / "run", list[LocalReplicas](), list[int]()
     to_stores = after.startswith("rows")

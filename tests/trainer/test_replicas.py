@@ -237,6 +237,7 @@ def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
         assert agreement.ready["a"].told.leaves == (1, 2)
 
 
+@pytest.mark.slow
 def test_nobody_to_meet_is_said_within_the_time() -> None:
     meeting = Meeting("127.0.0.1", 1.0)
     group = Group("127.0.0.1", 1.0, 1.0)

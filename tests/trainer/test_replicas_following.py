@@ -17,6 +17,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.events import LEDGER
 from schemas.manifest import read_dataset, write_manifest
+from tests.shared import with_long
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, grown_versions, make_versions
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import (
@@ -104,7 +105,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize(
+    "what",
+    with_long(
+        FAULTS,
+        "both, one after the other",
+        "one, before the last step that is known",
+        "who writes, before the first lines of an extension",
+    ),
+)
 def test_faults_at_an_extension_do_not_show(what: str, together: Together, whole: Path) -> None:
     faults, options = FAULTS[what]
     together.train(lambda _: together.more(), faults=faults, **options)

@@ -67,6 +67,7 @@ class Together:
             replica.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most_bytes", [0, 70, 130, 1 << 20])
 def test_every_replica_reads_what_left_last_whoever_writes(
     process: StoreProcess, most_bytes: int

@@ -27,6 +27,7 @@ def entries_of(tables: list[int], rows: list[int]) -> Entries:
     )
 
 
+@pytest.mark.slow
 @given(
     parts=st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1 << 62)), max_size=30), max_size=12

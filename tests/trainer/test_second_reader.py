@@ -87,6 +87,7 @@ def rows_of(folder: Path, parts: list[str]) -> dict[int, tuple[np.ndarray, np.nd
     return found
 
 
+@pytest.mark.slow
 def test_rows_of_a_checkpoint_are_those_that_the_trainer_reads(run: Path) -> None:
     folder = newest_of(run)
     assert folder == newest_checkpoint(run)

@@ -25,6 +25,7 @@ ARRAYS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(arrays=ARRAYS)
 @settings(max_examples=200)
 def test_arrays_come_back_from_their_bytes(arrays: dict[str, np.ndarray]) -> None:

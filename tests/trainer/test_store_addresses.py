@@ -43,6 +43,7 @@ def secured(folder: Path) -> tuple[Access, Sequence[str]]:
     return access, [*options, "--tls-name", "localhost"]
 
 
+@pytest.mark.slow
 def test_store_that_comes_back_at_another_host_is_found_by_its_file(tmp_path: Path) -> None:
     access, options = secured(tmp_path)
     directory = tmp_path / "store"
@@ -96,6 +97,7 @@ def test_replicas_are_told_the_name_of_the_token_not_where_it_leads_to(tmp_path:
             assert whole(opened["items"])[0].tolist() == []
 
 
+@pytest.mark.slow
 def test_store_whose_certificate_bears_another_name_is_not_talked_to(tmp_path: Path) -> None:
     access, options = secured(tmp_path)
     directory = tmp_path / "store"

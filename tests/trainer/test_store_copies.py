@@ -93,6 +93,7 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
         assert "repair" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.slow
 def test_slots_of_a_copy_move_and_both_copies_stay_in_force(tmp_path: Path) -> None:
     with LocalStores(3, tmp_path / "stores", replicas=2) as stores:
         writer = Writer(group_over(stores))

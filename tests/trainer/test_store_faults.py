@@ -96,6 +96,7 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
         assert_holds(store, last_step, maybe=begun[0])
 
 
+@pytest.mark.slow
 def test_writer_goes_on_when_its_store_is_killed_and_started_again(tmp_path: Path) -> None:
     directory, last_step = tmp_path / "store", {}
     process = start_store(directory)
@@ -114,6 +115,7 @@ def test_writer_goes_on_when_its_store_is_killed_and_started_again(tmp_path: Pat
         assert_holds(store, last_step)
 
 
+@pytest.mark.slow
 def test_checkpoint_truncates_the_log_and_keeps_the_rows(tmp_path: Path) -> None:
     directory, last_step = tmp_path / "store", {}
     with running(start_store(directory)) as (process,):

@@ -123,6 +123,7 @@ def test_train_resumed_over_store_processes_has_the_bits_of_a_run_that_never_sto
     assert_same_run(plain_run(dtype="float32", optimizer=optimizer), tmp_path / "served")
 
 
+@pytest.mark.slow
 def test_train_over_the_stores_of_the_job_refuses_those_of_another_run(
     dataset: Path, tmp_path: Path
 ) -> None:

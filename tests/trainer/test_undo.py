@@ -55,6 +55,7 @@ def assert_equal(table: ShardTable, reference: AllVersions) -> None:
             assert record.tobytes() == reference.fetch(row, as_of), (row, as_of)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(WRITES, max_size=12))
 def test_rows_as_of_a_step_are_those_of_a_reference_that_keeps_all_versions(
@@ -114,6 +115,7 @@ def test_versions_are_given_up_when_their_steps_are_committed() -> None:
         table.fetch(rows, 38)
 
 
+@pytest.mark.slow
 def test_store_killed_among_uncommitted_steps_still_has_the_versions_before(
     tmp_path: Path,
 ) -> None:

@@ -171,6 +171,7 @@ def test_rows_that_no_segment_of_the_last_days_uses_are_dropped(
         assert (counts["kept"], counts["dropped"]) == (int(stay.sum()), int((~stay).sum()))
 
 
+@pytest.mark.slow
 def test_expiry_asks_for_days(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", **IN_ORDER)
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
@@ -241,6 +242,7 @@ def test_damaged_checkpoint_begins_nothing(small: tuple[Path, Path, Path], tmp_p
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_larger_identity_table_is_told(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
     job, _, folder = small
     grown = tmp_path / "job" / JOB

@@ -63,6 +63,7 @@ def test_weighted_bags_and_their_gradients_are_torchs(
     torch.testing.assert_close(gradient, table.grad[torch.from_numpy(rows)], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_weighted_run_deduplicated_has_the_losses_of_expanded(
     dataset: Path, tmp_path: Path
 ) -> None:

@@ -202,6 +202,7 @@ def test_kubernetes_that_does_not_answer_lacks(tmp_path: Path) -> None:
     assert "none.yaml" in none.found
 
 
+@pytest.mark.slow
 def test_command_says_all_and_fails_where_something_lacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def test_busy_cores_are_the_time_taken_between_two_readings() -> None:
     assert busy.read("a", 7.0, 14.0) is None, "no time has passed"
 
 
+@pytest.mark.slow
 def test_cpu_seconds_count_children_that_live_and_those_that_ended() -> None:
     ended = f"subprocess.run([sys.executable, '-c', {SPINS.format(HALF)!r}])\n"
     lives = (

@@ -29,6 +29,7 @@ def counted(path: Path, number: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_kills_are_taken_as_often_as_they_were_counted(
     tmp_path_factory: pytest.TempPathFactory, rounds: list[tuple[int, int]]

@@ -277,6 +277,7 @@ def test_a_pod_that_somebody_deleted_first_is_theirs_also_when_we_delete_it_then
     assert tracked.ending == Ending(status=-15, lost="deleted")
 
 
+@pytest.mark.slow
 def test_a_pod_that_is_to_go_sooner_is_deleted_again() -> None:
     tracked = Tracked("a", seen=pod())
     tracked.end(60)

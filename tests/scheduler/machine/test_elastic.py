@@ -118,6 +118,7 @@ def test_a_number_is_never_given_again() -> None:
     assert bench.job.num_homes == 3
 
 
+@pytest.mark.slow
 def test_a_move_that_failed_is_tried_again_later_and_slots_stay_where_they_were() -> None:
     bench = bench_of()
     (move,) = moves_of(wants(bench, 2))

@@ -132,13 +132,13 @@ def worlds(few: range, many: range) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seed"), worlds(range(1), range(3)))
+@pytest.mark.parametrize(("name", "seed"), worlds(range(0), range(2)))
 def test_no_store_leaves_with_rows_and_every_job_ends_where(name: str, seed: int) -> None:
     check_world(name, seed)
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("name", "seed"), worlds(range(1, 4), range(3, 8)))
+@pytest.mark.parametrize(("name", "seed"), worlds(range(4), range(2, 8)))
 def test_no_store_leaves_with_rows_and_every_job_ends_at_more_seeds_where(
     name: str, seed: int
 ) -> None:

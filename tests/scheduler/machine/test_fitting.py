@@ -89,6 +89,7 @@ def test_look_at_cores_that_nothing_needs_books_fewer_and_ends_nobody() -> None:
     assert cpus_of(bench) == HEADROOM
 
 
+@pytest.mark.slow
 def test_look_at_longer_steps_gives_back_the_cores_that_bursts_need() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
@@ -107,6 +108,7 @@ def test_look_gives_no_more_cores_than_the_file_does_where_they_are_no_limits() 
     assert cpus_of(bench) == 4.0
 
 
+@pytest.mark.slow
 def test_look_gives_more_cores_than_the_file_does_where_they_are_limits() -> None:
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=5.0, need=6.0)
@@ -165,6 +167,7 @@ def of_cores(actions: list[Action]) -> list[Action]:
     return [a for a in actions if a.verb != "resize" or "cpus" in a.values]
 
 
+@pytest.mark.slow
 def test_process_whose_cores_cannot_be_changed_keeps_them_and_is_asked_again_later() -> None:
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
@@ -203,6 +206,7 @@ def test_cores_begin_anew_with_a_file_that_says_others() -> None:
     assert not bench.job.cores.readings
 
 
+@pytest.mark.slow
 def test_look_at_a_trainer_that_waits_for_data_takes_nothing_away() -> None:
     bench = begun()
     (lead,) = bench.job.of_pool("lead")
@@ -231,6 +235,7 @@ def test_look_never_forgets_what_fewer_cores_did() -> None:
     assert len(bench.job.cores.here()) <= 4 * SAME
 
 
+@pytest.mark.slow
 def test_cores_of_a_file_that_are_no_thousandths_are_never_exceeded() -> None:
     bench = begun(schedule=LARGE.replace("cpus: 4", "cpus: 1.6667"))
     Trainer(bench, work_sec=1.0, need=1.6).trains(8 * CORE_LOOKS)

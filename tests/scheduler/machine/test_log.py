@@ -137,7 +137,7 @@ def what_became(world: World, state: State, now: float) -> list[Event]:
 
 @pytest.mark.slow
 @given(seed=st.integers(0, 2**16), share=st.floats(0, 1))
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_scheduler_that_is_cut_off_at_any_byte_ends_with_the_same_pools(
     tmp_path_factory: pytest.TempPathFactory, seed: int, share: float
 ) -> None:
@@ -201,6 +201,7 @@ def test_recover_at_every_line_and_every_byte_of_the_last_one_gives_the_state_of
         assert seen[kept] == states[kept.count(b"\n") - 1]
 
 
+@pytest.mark.slow
 def test_replay_of_decisions_that_were_changed_says_where(tmp_path: Path) -> None:
     path = tmp_path / LOG
     run_logged(path, 1)
@@ -256,6 +257,7 @@ def test_append_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
     assert synced[-1] == b'{"event":"Ticked","time_sec":1.0}\n'
 
 
+@pytest.mark.slow
 def test_replay_command_says_that_decisions_are_the_same_or_where_they_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

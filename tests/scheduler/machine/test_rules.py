@@ -45,6 +45,7 @@ def test_event_of_a_budget_that_says_no_rules_has_the_first_ones() -> None:
     assert event_of(body) == replace(LARGE, rules=FIRST_RULES)
 
 
+@pytest.mark.slow
 def test_replay_of_a_log_without_rules_gives_its_own_decisions(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.jsonl"
     jobs = [submitted("first", 3), submitted("second", 2, "  priority: 1", 5.0)]

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from scheduler.correction import ENOUGH
 from scheduler.machine.booking import REFUSED_SEC
 from scheduler.machine.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
@@ -68,11 +70,13 @@ def test_look_at_memory_that_is_nearly_needed_gives_nothing_back() -> None:
     assert not [a for a in found if a.verb == "give back"]
 
 
+@pytest.mark.slow
 def test_look_of_the_first_rules_gives_nothing_back() -> None:
     found = trains(begun(replace(BUDGET, rules=FIRST_RULES)), 3 * SPARE_LOOKS)
     assert not [a for a in found if a.verb == "give back"]
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
     bench = begun(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
     waits = bench.tell(submitted("second", 400, SMALL, bench.now))
@@ -93,6 +97,7 @@ def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
     assert not [a for a in bench.looks(3) if a.verb == "drain"]
 
 
+@pytest.mark.slow
 def test_a_trainer_leaves_for_memory_only_while_nobody_leaves_anyway() -> None:
     bench = begun(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
     trains(bench, 2 * SPARE_LOOKS)
@@ -119,6 +124,7 @@ def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has
     assert not [a for a in found if a.verb in ("drain", "stop")]
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_node_refuses_keeps_what_it_had_and_is_asked_again_later() -> None:
     bench = begun(PODS)
     trains(bench, 2 * SPARE_LOOKS)

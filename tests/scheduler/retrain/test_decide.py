@@ -235,6 +235,7 @@ def outcome(world: World) -> object:
     return plain, trained, world.pointer, world.segments, world.folders
 
 
+@pytest.mark.slow
 @given(
     requests=REQUESTS,
     lives=st.lists(st.integers(0, 9), max_size=12),

@@ -130,6 +130,7 @@ def test_too_few_cores_stretch_a_job_in_proportion() -> None:
     assert times(found)[0] == pytest.approx(ROUND_SEC + START_SEC + 2000.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_seed_gives_the_same_result_within_the_capacity(policy: str) -> None:
     jobs = trace(30)

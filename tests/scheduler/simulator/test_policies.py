@@ -242,6 +242,7 @@ def test_bounds_of_a_hand_made_trace() -> None:
     assert together_sec(late, 1.0) == pytest.approx((1800.0 + 600.0) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_beats_the_bound(policy: str) -> None:
     jobs = trace(30, seed=5)
@@ -251,6 +252,7 @@ def test_no_policy_beats_the_bound(policy: str) -> None:
     assert np.mean(times(result)) >= lower_bound_sec(specs, capacity.cpus)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peak", [1.0, 1.5, 2.0])
 def test_cores_fitted_to_busy_ones_never_starve_a_job_however_it_bursts(peak: float) -> None:
     jobs = trace(40, seed=7)

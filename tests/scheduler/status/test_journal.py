@@ -33,6 +33,7 @@ def price_of_lives(seen: Seen) -> dict[str, float]:
     return dict(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_view_of_a_world_that_has_ended_tells_what_happened(seed: int) -> None:
     seen = lived(seed)

@@ -40,6 +40,7 @@ def ask(
     return answer.status, answer.headers, body
 
 
+@pytest.mark.slow
 def test_get_of_each_path_is_answered_with_headers_that_keep_it_here(served: Served) -> None:
     port, _ = served
     for path, word in {
@@ -97,6 +98,7 @@ def test_clients_that_say_nothing_hold_up_nobody(served: Served) -> None:
         one.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_log_is_told_and_does_not_end_the_server(served: Served) -> None:
     port, log = served
     whole = log.read_bytes()

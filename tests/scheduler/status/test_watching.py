@@ -73,6 +73,7 @@ def test_watching_a_terminal_outlives_a_damaged_log(tmp_path: Path) -> None:
     assert "no status: line must be an event or a decision" in target.getvalue()
 
 
+@pytest.mark.slow
 def test_main_status_prints_what_a_scheduler_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
