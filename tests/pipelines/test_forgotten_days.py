@@ -74,6 +74,7 @@ def test_rewritten_days_are_known_by_their_names_before(days: Path, left: Path) 
     assert verify(left)["problems"] == []
 
 
+@pytest.mark.slow
 def test_the_files_of_a_rewritten_day_bring_nothing_back(
     logs: Path, left: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_each_kind_goes_on_from_itself_and_from_another_with_the_same_bits(
         }, saved
 
 
+@pytest.mark.slow
 def test_evaluation_reads_a_checkpoint_of_several_parts(
     dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
 ) -> None:

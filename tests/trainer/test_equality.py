@@ -98,6 +98,7 @@ def test_float32_run_with_sums_has_the_first_loss_of_expanded(model: str, runs: 
     assert unique.losses[0] == pytest.approx(expanded.losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("model", MODELS)
 def test_float32_run_is_worth_what_expanded_is(model: str, pooling: str, runs: Runs) -> None:

@@ -106,6 +106,7 @@ def test_rows_of_a_checkpoint_are_those_that_the_trainer_reads(run: Path) -> Non
             np.testing.assert_array_equal(mine, known[f"{table}/{name}.npy"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "plan"])
 def test_named_arrays_of_a_checkpoint_are_those_that_the_trainer_reads(
     name: str, run: Path

@@ -77,6 +77,7 @@ def train(*, looks: bool) -> tuple[list[str], int]:
         bench.at(Ended, lead.name, outcome="left")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("looks", [True, False], ids=["watched", "not watched"])
 def test_handle_of_a_process_that_would_be_killed_gives_it_more_before(looks: bool) -> None:
     endings, num_steps = train(looks=looks)
