@@ -11,7 +11,7 @@ BIN := .venv/bin
 PACKAGES := schemas pipelines trainer scheduler benchmarks tests
 BENCHMARKS = $(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
 JOB := schemas/demo/job.yaml
-JOBS ?= 3
+JOBS ?= 2
 DATASET := demo/dataset
 PYTEST = python -m pytest -n $(JOBS) --dist worksteal
 ON_A_CLUSTER := tests/cluster tests/scheduler/kubernetes tests/integration/test_kubernetes.py
