@@ -32,7 +32,6 @@ from trainer.stores.flight_client import FlightGroup, FlightStore
 from trainer.stores.manage import gather_slots, kill_store, migrate_slots, restart_store
 from trainer.stores.peer import Peer
 from trainer.stores.slot_map import described
-from trainer.stores.store import WriteBack
 from trainer.stores.wire import DESCRIBE
 
 NUM_ROWS = 3000
@@ -166,19 +165,6 @@ def test_slots_are_gathered_from_whoever_has_them_and_a_store_without_any_may_go
 def slots_of_all() -> np.ndarray:
     """Return the slot of each row that the first step writes."""
     return slot_of_row(np.flatnonzero(np.random.default_rng(0).random(NUM_ROWS) < 0.2))
-
-
-def test_versions_of_uncommitted_steps_move_with_their_rows(tmp_path: Path) -> None:
-    one, two = start_store(tmp_path / "one"), start_store(tmp_path / "two", "--slots", "none")
-    with running(one, two):
-        group, rows = group_over(one.address)["items"].group, np.arange(500)
-        for step in range(3):
-            back = {"items": WriteBack(rows, record_of(step, 500))}
-            group.write(step, back, committed=0)
-        migrate_slots(one.address, two.address, HALF, token_file=token_of(tmp_path / "one"))
-        for step in range(3):
-            found = group.fetch(3, {"items": rows}, as_of=step)["items"].state
-            assert (found == step).all()
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from trainer.stores.control import Control, Move
 from trainer.stores.failures import MapChangedError, StoreGoneError
 from trainer.stores.peer import Access, Peer
 from trainer.stores.shard import ROWS_PER_RECORD, Shard
-from trainer.stores.shard_table import Stepped
 from trainer.stores.store import TableLayout
 from trainer.stores.watch import Watch
 from trainer.stores.wire import (
@@ -35,7 +34,7 @@ from trainer.stores.wire import (
     TAKE,
     Request,
     record_bytes,
-    versions_batch,
+    stepped_records_batch,
 )
 
 logger = logging.getLogger(__name__)
@@ -267,16 +266,11 @@ class Departures:
             raise SchemaError("store must run while it gives slots, got its end; start it again")
         with self._shard.lock:
             self._watch()
-            held = self._shard.tables[table]
-            parts: list[Stepped] = list(held.versions(rows))
-            committed = held.committed
-        for some, steps, block in parts:
-            request = Request(
-                op=RECEIVE, session=move.id, tables=((table, len(some)),), committed=committed
-            )
-            batch = versions_batch(some, steps, block, layout)
-            peer.exchange(request.to_bytes(), batch, layout, within_sec)
-        return sum(len(some) for some, _, _ in parts)
+            some, steps, block = self._shard.tables[table].records(rows)
+        request = Request(op=RECEIVE, session=move.id, tables=((table, len(some)),))
+        batch = stepped_records_batch(some, steps, block, layout)
+        peer.exchange(request.to_bytes(), batch, layout, within_sec)
+        return len(some)
 
     def _changed(self) -> Rows:
         """Return what was written since it was asked for."""

@@ -59,22 +59,19 @@ class RowsEntry:
         tables: table to its rows, one table after the other below.
         steps: (n,) int64, the step that made each record.
         block: (n, record_width).
-        committed: the last committed step; None: these are committed.
         counted: whether this is a message of a trainer, which `Control.sequence` counts.
     """
 
     tables: Mapping[str, NDArray[np.int64]]
     steps: NDArray[np.int64]
     block: Array
-    committed: int | None = None
     counted: bool = False
 
     def parts(self) -> list[Buffer]:
         """Return the payload in parts."""
         counts = [[table, len(rows)] for table, rows in self.tables.items()]
         rows = np.concatenate([*self.tables.values()])
-        header = {"op": "rows", "tables": counts}
-        header |= {"committed": self.committed, "counted": self.counted}
+        header = {"op": "rows", "tables": counts, "counted": self.counted}
         return _parts(header, rows, self.steps, self.block)
 
 
@@ -115,13 +112,8 @@ def _rows_entry(
     for table, n in counts:
         tables[table] = numbers[end : end + n]
         end += n
-    return RowsEntry(
-        tables,
-        numbers[count:],
-        block.reshape(count, width),
-        header["committed"],
-        bool(header["counted"]),
-    )
+    block = block.reshape(count, width)
+    return RowsEntry(tables, numbers[count:], block, bool(header["counted"]))
 
 
 def _parts(header: dict[str, Any], *arrays: Array) -> list[Buffer]:

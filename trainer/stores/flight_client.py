@@ -77,8 +77,10 @@ class FlightGroup:
         Args:
             train_step: the step.
             rows: table to distinct rows.
-            as_of: the step after which they are asked for, the last committed one or a later; as
-                they are now when None.
+            as_of: no row may be of a later step; None: any may.
+
+        Raises:
+            BehindError: a store has rows of later steps.
         """
         offsets, flat = _flat(rows)
         block = self._new_block(len(flat))
@@ -95,16 +97,12 @@ class FlightGroup:
             for table, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True)
         }
 
-    def write(
-        self, train_step: int, leaving: Mapping[str, WriteBack], committed: int | None = None
-    ) -> None:
+    def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
         """Have rows kept as they are after a step; returns when all are acknowledged.
 
         Args:
             train_step: the step.
             leaving: table to rows.
-            committed: the last committed step, at most two before: what later ones replace can
-                still be asked for; None: this step is.
         """
         rows = {table: back.rows for table, back in leaving.items()}
         offsets, flat = _flat(rows)
@@ -115,9 +113,7 @@ class FlightGroup:
 
         def ask(slot_map: SlotMap, place: int, chosen: NDArray[np.int64]) -> None:
             tables = _tables_of(rows, offsets, chosen)
-            request = self._request(
-                slot_map, place, WRITE, tables=tables, train_step=train_step, committed=committed
-            )
+            request = self._request(slot_map, place, WRITE, tables=tables, train_step=train_step)
             batch = records_batch(flat[chosen], block[chosen], self._layout)
             self._exchange(slot_map, place, request, batch)
 
@@ -238,7 +234,6 @@ class FlightGroup:
         tables: tuple[tuple[str, int], ...],
         train_step: int = -1,
         as_of: int | None = None,
-        committed: int | None = None,
         after: int = -1,
     ) -> Request:
         return Request(
@@ -249,7 +244,6 @@ class FlightGroup:
             acknowledged=self.members.acknowledged(slot_map.addresses[place]),
             train_step=train_step,
             as_of=as_of,
-            committed=committed,
             tables=tables,
             after=after,
         )

@@ -42,8 +42,8 @@ from trainer.stores.wire import (
     records_schema,
     rows_of,
     rows_schema,
+    stepped_records_schema,
     steps_of,
-    versions_schema,
 )
 
 
@@ -147,7 +147,7 @@ class StoreServer(fl.FlightServerBase):
         block = block_of(batch, layout)
         none = records_batch(rows_of(batch)[:0], block[:0], layout)
         if request.op == RECEIVE:
-            entry = RowsEntry(tables, steps_of(batch), block, request.committed)
+            entry = RowsEntry(tables, steps_of(batch), block)
             self._actions.arrivals.receive(request.session, entry)
             return none, 0
         return none, self._shard.write(request, tables, block).sequence
@@ -156,7 +156,7 @@ class StoreServer(fl.FlightServerBase):
         self, request: Request, layout: TableLayout, batch: pa.RecordBatch
     ) -> dict[str, NDArray[np.int64]]:
         columns = {FETCH: rows_schema(), WRITE: records_schema(layout)}
-        wanted = (columns | {RECEIVE: versions_schema(layout)}).get(request.op)
+        wanted = (columns | {RECEIVE: stepped_records_schema(layout)}).get(request.op)
         if wanted is None:
             raise SchemaError(f"op must be known, got {request.op!r}; use {FETCH} or {WRITE}")
         if batch.schema != wanted:

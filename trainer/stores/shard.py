@@ -27,7 +27,6 @@ from trainer.stores.failures import MapChangedError
 from trainer.stores.shard_log import ShardLog
 from trainer.stores.shard_table import ShardTable
 from trainer.stores.store import TableLayout
-from trainer.stores.undo import WINDOW_STEPS
 from trainer.stores.watch import Boundary, Watch
 from trainer.stores.wire import Request, check_same_layouts
 
@@ -90,7 +89,6 @@ class Shard:
         with self.lock:
             found = self.control.describe()
             found["rows"] = {table: len(held) for table, held in self.tables.items()}
-            found["versions"] = sum(held.num_versions for held in self.tables.values())
             return found | {"incarnation": self.incarnation, "sequence": self.sequence}
 
     def open(
@@ -175,17 +173,11 @@ class Shard:
             SchemaError: as `fetch`, or there is no room; then nothing is written.
             MapChangedError: as `fetch`.
         """
-        step, committed = request.train_step, request.committed
-        if committed is not None and step > committed + WINDOW_STEPS:
-            raise SchemaError(
-                f"train_step must be at most {WINDOW_STEPS} after the last committed step, got "
-                f"{step} after {committed}; commit first"
-            )
         with self.lock:
-            self.boundary.pass_by(step)
+            self.boundary.pass_by(request.train_step)
             self._check(request, tables)
-            steps = np.full(len(block), step, np.int64)
-            self.keep(RowsEntry(tables, steps, block, committed, counted=True))
+            steps = np.full(len(block), request.train_step, np.int64)
+            self.keep(RowsEntry(tables, steps, block, counted=True))
             return Acknowledged(self.sequence)
 
     def keep(self, entry: RowsEntry) -> None:
@@ -311,10 +303,7 @@ class Shard:
             for name, rows in entry.tables.items():
                 start, end = end, end + len(rows)
                 steps, block = entry.steps[start:end], entry.block[start:end]
-                self.tables[name].write(rows, steps, block, entry.committed)
-            if entry.committed is not None:
-                for table in self.tables.values():
-                    table.commit(entry.committed)
+                self.tables[name].write(rows, steps, block)
 
 
 def _entries(control: Control, tables: Mapping[str, ShardTable]) -> Iterator[Entry]:
@@ -324,5 +313,5 @@ def _entries(control: Control, tables: Mapping[str, ShardTable]) -> Iterator[Ent
     for name, table in tables.items():
         for start in range(0, len(table), ROWS_PER_RECORD):
             some = table.rows[start : start + ROWS_PER_RECORD]
-            for rows, steps, block in table.versions(some):
-                yield RowsEntry({name: rows}, steps, block, table.committed)
+            rows, steps, block = table.records(some)
+            yield RowsEntry({name: rows}, steps, block)

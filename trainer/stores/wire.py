@@ -58,9 +58,7 @@ class Request:
     train_step: int = -1
     """Step that made the values, for write."""
     as_of: int | None = None
-    """Step after which rows are asked for, for fetch; as they are now when null."""
-    committed: int | None = None
-    """Last committed step, for write; null: that of the values."""
+    """No row may be of a later step, for fetch; null: any may."""
     tables: tuple[tuple[str, int], ...] = ()
     """Table names, each with its number of rows."""
     after: int = -1
@@ -88,7 +86,6 @@ class Request:
                 acknowledged=int(body["acknowledged"]),
                 train_step=int(body["train_step"]),
                 as_of=_optional(body["as_of"]),
-                committed=_optional(body["committed"]),
                 tables=tables,
                 after=int(body["after"]),
             )
@@ -127,7 +124,7 @@ def records_schema(layout: TableLayout) -> pa.Schema:
     return rows_schema().append(pa.field("record", record, nullable=False))
 
 
-def versions_schema(layout: TableLayout) -> pa.Schema:
+def stepped_records_schema(layout: TableLayout) -> pa.Schema:
     """Return the columns of rows with their records and the steps that made these."""
     return records_schema(layout).append(pa.field("step", pa.int64(), nullable=False))
 
@@ -150,13 +147,14 @@ def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) ->
     return pa.record_batch([pa.array(rows), records], schema=records_schema(layout))
 
 
-def versions_batch(
+def stepped_records_batch(
     rows: NDArray[np.int64], steps: NDArray[np.int64], block: Array, layout: TableLayout
 ) -> pa.RecordBatch:
     """Return rows, the steps that made their records, and these as a batch."""
     batch = records_batch(rows, block, layout)
     return pa.record_batch(
-        [*batch.columns, pa.array(np.ascontiguousarray(steps))], schema=versions_schema(layout)
+        [*batch.columns, pa.array(np.ascontiguousarray(steps))],
+        schema=stepped_records_schema(layout),
     )
 
 
