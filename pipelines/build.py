@@ -25,7 +25,6 @@ from pipelines.parts.part import PartResult, unpacked
 from pipelines.prepare import BuildRequest, check_map, context_of, prepare
 from pipelines.progress import counted_rows, is_stopped, watched
 from pipelines.runners import in_process, runner_module
-from pipelines.samples.sampling_units import write_units
 from pipelines.segments.admit import admit, finished_segments, proposal_of, refused_place
 from pipelines.segments.commit import finish_segment
 from pipelines.segments.days import position_of_day, replaced_by
@@ -183,7 +182,6 @@ def finish_written(
     building, parts = context.segment_root, unpacked(values["parts"])
     rejects = merged(values["rejects"])
     check_usable(parts, rejects, context.data)
-    write_units(building, values["units"])
     learned = returned_files(values, context.learned)
     place_learned(building, request.dataset, learned)
     write_counts(building, values["events"])

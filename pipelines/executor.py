@@ -22,7 +22,6 @@ from pipelines.learned.partials import Partial
 from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
 from pipelines.oracle.rounds import run_rounds
 from pipelines.parts.part import PartResult, packed
-from pipelines.samples.sampling_units import merge_counts
 from pipelines.samples.side_stages import join_one, join_part, sides_of
 from pipelines.sources.late import add_counts
 from pipelines.sources.reject_files import RejectCounts, places_of, write_rejects
@@ -30,7 +29,6 @@ from pipelines.stages import (
     EVENTS,
     REJECTS,
     SAMPLES,
-    SAMPLING,
     Output,
     SampleStage,
     cut_file,
@@ -82,7 +80,7 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
         context: of a build whose samples cross in memory.
 
     Returns:
-        The values of each output: `parts, tables, rejects, units, events`, and `learned` where
+        The values of each output: `parts, tables, rejects, events`, and `learned` where
         transforms learn.
     """
     keep_freed_memory()
@@ -95,7 +93,6 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
         "parts": [packed(part) for part in parts],
         "tables": number_tables(context, parts),
         "rejects": reject_counts(context, collected.values[REJECTS]),
-        "units": [merge_counts(collected.values[SAMPLING])],
         "events": [add_counts(collected.values[EVENTS])],
     }
 

@@ -25,7 +25,6 @@ from pipelines.samples.connection import connect
 from pipelines.samples.keys import key_column, key_hashes, key_type
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
 from pipelines.samples.sampling import sample_negatives
-from pipelines.samples.sampling_units import count_units
 from pipelines.samples.side_stages import Sides, join_one, visible_columns
 from pipelines.samples.sql import with_list_index
 from pipelines.samples.steps import PER, hashed, mapped
@@ -42,7 +41,6 @@ from schemas.learned import Learned
 REJECTS = "rejects"
 SAMPLES = "samples"
 """The main output of every stage, whatever it is."""
-SAMPLING = "sampling"
 EVENTS = "events"
 BLOCKS = "blocks"
 
@@ -247,8 +245,6 @@ class SampleStage:
         context, data, features = self.context, self.context.data, self.context.features
         separated = separate(hashed(self.connection, context.steps, samples), data.groups)
         good, unusable = usable_samples(separated, features, data)
-        if data.sampling is not None:
-            yield SAMPLING, count_units(good, features, data)
         good = sample_negatives(good, features, data)
         for key, partial in partials(good, self.inputs, data):
             yield LEARNED, (key, partial)

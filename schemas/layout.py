@@ -18,7 +18,6 @@ FILES = "files.parquet"
 STATISTICS = "statistics.pbtxt.zst"
 PLAIN_STATISTICS = "statistics.pbtxt"  # of segments written before 2026-11-23
 ANOMALIES = "anomalies.pbtxt"
-SAMPLING = "sampling.parquet"
 EVENTS = "events.parquet"
 BUILDS = "builds.jsonl"
 """How fast builds were; beside the root manifest, and no part of the dataset."""
@@ -158,19 +157,6 @@ def blocks_schema(groups: Iterable[str]) -> pa.Schema:
 def access_schema() -> pa.Schema:
     """Return the columns of an access list: one row per training block, in training order."""
     return pa.schema([pa.field(BLOCK, pa.int64()), pa.field("gaps", pa.large_list(pa.int64()))])
-
-
-def sampling_schema() -> pa.Schema:
-    """Return the columns of `sampling.parquet`: one row per unit of sampling and group."""
-    return pa.schema(
-        [
-            pa.field("unit", pa.string()),
-            pa.field("group", pa.string()),
-            pa.field("num_keys", pa.int64()),  # session keys that were looked at
-            pa.field("num_samples", pa.int64()),  # training samples of theirs that the unit keeps
-            pa.field("num_unique", pa.int64()),  # distinct (session key, tuple) among these
-        ]
-    )
 
 
 def index_path(table: str, file_index: int) -> str:

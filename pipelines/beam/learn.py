@@ -1,4 +1,4 @@
-"""What transforms learn, and sampling counts, on Beam: contributions meet by key."""
+"""What transforms learn, on Beam: contributions are combined by key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import apache_beam as beam
 from pipelines.learned.files import LEARNED
 from pipelines.learned.learn import merged, settle, shrink, with_partial
 from pipelines.learned.partials import Partial
-from pipelines.samples.sampling_units import UnitCounts, merge_counts
 from schemas.job import DataConfig
 
 
@@ -38,29 +37,6 @@ class MergePartials(beam.CombineFn):
     def extract_output(self, accumulator: list[Partial]) -> Partial:
         """Return the sum."""
         return merged(accumulator)[0]
-
-
-class MergeCounts(beam.CombineFn):
-    """`merge_counts` as Beam wants it."""
-
-    def create_accumulator(self) -> list[UnitCounts]:
-        """Return nothing yet."""
-        return []
-
-    def add_input(
-        self, mutable_accumulator: list[UnitCounts], element: UnitCounts
-    ) -> list[UnitCounts]:
-        """Add one chunk."""
-        return self.merge_accumulators([mutable_accumulator, [element]])
-
-    def merge_accumulators(self, accumulators: Iterable[list[UnitCounts]]) -> list[UnitCounts]:
-        """Merge what is there into one."""
-        made = merge_counts(part for parts in accumulators for part in parts)
-        return [] if made is None else [made]
-
-    def extract_output(self, accumulator: list[UnitCounts]) -> UnitCounts | None:
-        """Return the merged counts."""
-        return merge_counts(accumulator)
 
 
 class _Shrink(beam.DoFn):

@@ -9,7 +9,7 @@ from typing import Any
 import apache_beam as beam
 
 from pipelines.beam.context import BuildContext
-from pipelines.beam.learn import Learn, MergeCounts
+from pipelines.beam.learn import Learn
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.tables import IndexTables, NumberAccesses
 from pipelines.beam.transforms import REJECTED, BuildParts, MakeSamples, ReadRows, WriteRejects
@@ -17,7 +17,7 @@ from pipelines.learned.files import LEARNED
 from pipelines.learned.inputs import learned_inputs
 from pipelines.oracle.index_table import TableTotals
 from pipelines.sources.late import add_counts
-from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES, SAMPLING
+from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
 from schemas.dataset import Dataset
 from schemas.order import Order
 
@@ -49,7 +49,6 @@ def segment_of_rows(
     tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     counts = rejects | "WriteRejects" >> WriteRejects(context)
-    units = samples[SAMPLING] | "count units" >> beam.CombineGlobally(MergeCounts())
     events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
     return {
         **outputs,
@@ -57,7 +56,6 @@ def segment_of_rows(
         "tables": tables,
         "rejects": counts,
         REJECTED: rejects,
-        "units": units,
         "events": events,
     }
 

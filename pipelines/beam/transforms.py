@@ -31,7 +31,6 @@ from pipelines.stages import (
     EVENTS,
     REJECTS,
     SAMPLES,
-    SAMPLING,
     Output,
     SampleStage,
     cut_file,
@@ -199,7 +198,7 @@ class MakeSamples(beam.PTransform):
             side_rows, small = good[SAMPLES], [small_sides(good[SAMPLES], context)]
             rejects.append(good[REJECTS])
             rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
-        tags = (REJECTS, SAMPLING, LEARNED, EVENTS)
+        tags = (REJECTS, LEARNED, EVENTS)
         if context.shard is None:
             stage = self._typed(beam.ParDo(_MapRows(context, "MapRows"), *small))
             made = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
@@ -226,7 +225,7 @@ class MakeSamples(beam.PTransform):
         return {
             REJECTS: rejects | "join key rejects" >> beam.Flatten(),
             EVENTS: events,
-            **{name: made[name] for name in (SAMPLES, SAMPLING, LEARNED)},
+            **{name: made[name] for name in (SAMPLES, LEARNED)},
         }
 
     def _typed(self, stage: beam.ParDo) -> beam.ParDo:

@@ -25,7 +25,7 @@ from pipelines.sources.reject_files import RejectCounts, merged, write_rejects
 from pipelines.sources.rejects import Reject, as_table, from_table
 from schemas.dataset import Dataset, Segment
 from schemas.features import FeatureSet
-from schemas.layout import EVENTS, MANIFEST, SAMPLING, late_path
+from schemas.layout import EVENTS, MANIFEST, late_path
 from schemas.manifest import (
     Reference,
     SegmentManifest,
@@ -148,9 +148,8 @@ def _left(segment: Segment, path: str, texts: frozenset[str] | None) -> list[Rej
 def _copy_others(rewriting: Rewriting) -> None:
     """Take over what counts and names no sample, and events that came late."""
     segment = rewriting.segment
-    for name in (EVENTS, SAMPLING):
-        if name in segment.files:
-            pq.write_table(segment.file(name).read(), rewriting.building / name)
+    if EVENTS in segment.files:
+        pq.write_table(segment.file(EVENTS).read(), rewriting.building / EVENTS)
     for path in segment.files:
         number = path.removeprefix("late/").removesuffix(".parquet")
         if path.startswith("late/") and path == late_path(int(number)):

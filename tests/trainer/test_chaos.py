@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
+from tests.trainer.drawn_faults import CHANCES, draw
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.compare import compare_runs
 from trainer.ledger import verify_run
-from trainer.replicas.chaos import CHANCES, draw
 from trainer.replicas.faults import Faults
 from trainer.replicas.launch import LaunchOptions, train_together
 from trainer.training import TrainOptions

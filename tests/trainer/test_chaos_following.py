@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.drawn_faults import draw
 from tests.trainer.growing import assert_equal, grown_versions
 from tests.trainer.replicas_following import Together
-from trainer.replicas.chaos import draw
 from trainer.replicas.faults import Faults
 
 NUM_STEPS = 22

@@ -72,7 +72,7 @@ def test_store_that_is_killed_still_refuses_rows_as_of_an_earlier_step(tmp_path:
             state = group.fetch(9, {"items": rows}, as_of=3)["items"].state[:, 0]
             assert state.tolist() == np.minimum(rows, 3).tolist()
             with pytest.raises(
-                BehindError, match="^rows as of step 2 were replaced by those of step 3"
+                BehindError, match=r"^rows as of step 2 were replaced by those of step 3"
             ):
                 group.fetch(9, {"items": rows}, as_of=2)
             group.checkpointed(4)  # the new log has the steps, too
