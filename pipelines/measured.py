@@ -27,8 +27,8 @@ def keep_measurement(dataset: Path, result: Mapping[str, Any], beam_args: Sequen
         beam_args: Beam options of the build.
     """
     workers = 1
-    if not in_process(beam_args):
-        bundles = num_parts_of(result["input_bytes"])
+    bundles = num_parts_of(result["input_bytes"])
+    if not in_process(beam_args, is_small=bundles == 1):
         workers = runner_module("runner").local_processes(beam_args, bundles)
     if not result["built"] or workers is None:
         return

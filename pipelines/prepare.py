@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -203,13 +203,18 @@ def context_of(
         key_types=prepared.key_types,
         num_parts=num_parts_of(size),
         learned=learned_so_far(request.dataset),
-        shuffle_by=shuffle_by(request.beam_args),
+        shuffle_by=shuffle_by(request.beam_args, is_small=is_small(prepared.listing)),
     )
 
 
-def shuffle_by(beam_args: list[str]) -> str:
+def is_small(listing: Sequence[InputFile]) -> bool:
+    """Tell whether the input, with its side tables, has the size of one part."""
+    return sum(f.num_bytes for f in listing) <= PART_INPUT_BYTES
+
+
+def shuffle_by(beam_args: list[str], *, is_small: bool) -> str:
     """Return how samples cross the shuffle of the requested runner."""
-    if in_process(beam_args):
+    if in_process(beam_args, is_small=is_small):
         return "memory"
     options = runner_module("runner").pipeline_options(beam_args)
     return runner_module("options").shuffle_of(options)

@@ -10,13 +10,16 @@ from schemas.errors import SchemaError
 
 IN_PROCESS = "InProcess"
 """Value of `--runner` for the executor of this project: one process, without Beam."""
+ONE_WORKER = "--direct_num_workers=1"
 
 
-def in_process(beam_args: Sequence[str]) -> bool:
+def in_process(beam_args: Sequence[str], *, is_small: bool = False) -> bool:
     """Tell whether a command runs in this process.
 
     Args:
         beam_args: options that the command itself does not know.
+        is_small: whether the work has one piece, so that a second worker would have none: then
+            it runs in this process, unless options ask for more than one local worker.
 
     Raises:
         SchemaError: it does, and there are options of Beam, too.
@@ -24,7 +27,11 @@ def in_process(beam_args: Sequence[str]) -> bool:
     Example:
         >>> in_process(["--runner=InProcess"]), in_process(["--runner", "FlinkRunner"])
         (True, False)
+        >>> in_process([], is_small=True), in_process(["--runner=DirectRunner"], is_small=True)
+        (True, False)
     """
+    if all(word == ONE_WORKER for word in beam_args):
+        return is_small
     requested, others = False, list[str]()
     words = iter(beam_args)
     for word in words:

@@ -81,9 +81,9 @@ def index_tables(
     dataset: Dataset, order: Order, root: Path, beam_args: list[str]
 ) -> list[TableTotals]:
     """Write every table's part of an index, on Beam or in this process."""
-    if in_process(beam_args):
-        return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
     size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
+    if in_process(beam_args, is_small=size < PIECE_BYTES):
+        return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
     return runner_module("segment").run_index(dataset, order, root, beam_args, size // PIECE_BYTES)
 
 

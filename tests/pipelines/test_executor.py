@@ -130,13 +130,13 @@ def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
 
 
 @pytest.mark.slow
-def test_commands_in_process_import_no_beam(tmp_path: Path, repository: Path) -> None:
+def test_commands_on_a_small_log_import_no_beam(tmp_path: Path, repository: Path) -> None:
     job = learned(tmp_path)
     transform_jobs.write_log(tmp_path / "more", transform_jobs.raw_rows(90, seed=2))
-    dataset, here = str(tmp_path / "dataset"), ("--runner", "InProcess", "--json")
+    dataset, here = str(tmp_path / "dataset"), ("--direct_num_workers=1", "--json")
     commands = [
         ["build", str(job), "--input", str(tmp_path / "input"), "--output", dataset, *here],
-        ["append", str(job), "--input", str(tmp_path / "more"), "--dataset", dataset, *here],
+        ["append", str(job), "--input", str(tmp_path / "more"), "--dataset", dataset, "--json"],
         ["oracle", dataset, "--reindex", "--batch-samples", "64", *here],
         ["verify", dataset, "--json"],
         ["preview", str(job), "--input", str(tmp_path / "input"), "--json"],
