@@ -22,9 +22,9 @@ from pipelines.gate.pass_gate import keep_rejects
 from pipelines.groups.job import with_groups
 from pipelines.learned.files import place_learned, returned_files, stage_learned
 from pipelines.parts.part import PartResult, unpacked
-from pipelines.prepare import BuildRequest, check_map, context_of, is_small, prepare
+from pipelines.prepare import BuildRequest, check_map, context_of, prepare
 from pipelines.progress import counted_rows, is_stopped, watched
-from pipelines.runners import in_process, runner_module
+from pipelines.runners import runner_module
 from pipelines.segments.admit import admit, finished_segments, proposal_of, refused_place
 from pipelines.segments.commit import finish_segment
 from pipelines.segments.days import position_of_day, replaced_by
@@ -133,7 +133,7 @@ def write_segment(
     building = context.segment_root
     stage_learned(request.dataset, context.learned, building)
     with watched(building, context.num_parts, request.say), in_job_file(request.job_path):
-        if in_process(request.beam_args, is_small=is_small(context.listing)):
+        if context.shuffle_by == "memory":
             values = executor.run_segment(context)
         else:
             values = runner_module("segment").run_segment(context, request.beam_args)

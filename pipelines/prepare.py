@@ -203,18 +203,14 @@ def context_of(
         key_types=prepared.key_types,
         num_parts=num_parts_of(size),
         learned=learned_so_far(request.dataset),
-        shuffle_by=shuffle_by(request.beam_args, is_small=is_small(prepared.listing)),
+        shuffle_by=shuffle_by(request.beam_args, prepared.listing),
     )
 
 
-def is_small(listing: Sequence[InputFile]) -> bool:
-    """Tell whether the input, with its side tables, has the size of one part."""
-    return sum(f.num_bytes for f in listing) <= PART_INPUT_BYTES
-
-
-def shuffle_by(beam_args: list[str], *, is_small: bool) -> str:
-    """Return how samples cross the shuffle of the requested runner."""
-    if in_process(beam_args, is_small=is_small):
+def shuffle_by(beam_args: list[str], listing: Sequence[InputFile]) -> str:
+    """Return how samples cross the shuffle of the runner; `memory`: the build needs no runner."""
+    size = sum(f.num_bytes for f in listing)  # side tables are in memory, too
+    if in_process(beam_args, is_small=num_parts_of(size) == 1):
         return "memory"
     options = runner_module("runner").pipeline_options(beam_args)
     return runner_module("options").shuffle_of(options)

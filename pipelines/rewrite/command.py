@@ -21,10 +21,10 @@ from pipelines.beam.context import BuildContext
 from pipelines.beam.shuffle import SHUFFLE
 from pipelines.build import build
 from pipelines.parts.expand import row_groups
-from pipelines.prepare import BuildRequest, is_small, num_parts_of, shuffle_by
+from pipelines.prepare import BuildRequest, num_parts_of, shuffle_by
 from pipelines.rewrite.flat import HIDDEN, FlatPart, FlatStage, can_be_moved, decoded, run_flat
 from pipelines.rewrite.input import FILES, SOURCE, Rows, check_microseconds, look_at, star_word
-from pipelines.runners import in_process, runner_module
+from pipelines.runners import runner_module
 from pipelines.samples.steps import Steps
 from pipelines.segments.content_hash import ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.segments.lock import workplace
@@ -176,11 +176,11 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         steps=Steps(None, None),
         num_parts=num_parts_of(rows.num_bytes),
         empty_rows={SOURCE: schema.empty_table()},
-        shuffle_by=shuffle_by(request.beam_args, is_small=is_small(rows.listing)),
+        shuffle_by=shuffle_by(request.beam_args, rows.listing),
     )
     schema = pa.ipc.read_schema(rows.schema.serialize())  # as it is after it went to a worker
     stage = FlatStage(context, schema, rows.session, rows.time)
-    if in_process(request.beam_args, is_small=is_small(rows.listing)):
+    if context.shuffle_by == "memory":
         values = run_flat(stage)
     else:
         values = runner_module("flat").run_flat(stage, request.beam_args)
