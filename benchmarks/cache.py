@@ -30,10 +30,10 @@ import yaml
 
 from benchmarks.order import built
 from benchmarks.run_figures import figures_of
-from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.dataset import open_dataset
-from schemas.events import METRICS, SUMMARY, read_metrics
-from trainer.stores.wire import slots_of_part
+from schemas.run_log import METRICS, SUMMARY, read_metrics
+from trainer.stores.remote.wire import slots_of_part
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo"

@@ -28,26 +28,22 @@ import torch
 import yaml
 
 from benchmarks.order import built
-from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.demo_log.log import GeneratorConfig, write_log
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.events import CHECKPOINTS
-from schemas.job import load_job
-from trainer.cache import PlannedCache
-from trainer.checkpoint import save_checkpoint
-from trainer.decode import spec_of
-from trainer.flash.fits import made_of
-from trainer.flash.manifest import read_checkpoint_manifest
-from trainer.flash.saver import COPIES
-from trainer.flash.space import copy_bytes
+from schemas.run_log import CHECKPOINTS
+from trainer.checkpoint.load import made_of, save_checkpoint
+from trainer.checkpoint.manager import COPIES, Saver, saver_of
+from trainer.checkpoint.manifest import read_checkpoint_manifest
+from trainer.checkpoint.snapshot import copy_bytes
+from trainer.components import build_parts, layouts_of, order_of, plans_of
+from trainer.data.decode import spec_of
+from trainer.data.reader import Reader, prefetched
+from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
 from trainer.models.build import wants_sides
-from trainer.opening import open_stores
-from trainer.parts import build_parts, layouts_of, order_of
-from trainer.planning import plans_of
-from trainer.reader import Reader, prefetched
-from trainer.saving import Saver, saver_of
-from trainer.sources import DirectSource, RowSource
+from trainer.setup import TrainOptions, open_stores
 from trainer.step import PhaseTimer
-from trainer.training import TrainOptions, steps_of
+from trainer.train import steps_of
 
 DEMO = Path(__file__).resolve().parents[1] / "schemas" / "demo"
 WARM = 5

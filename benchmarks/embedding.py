@@ -32,10 +32,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from benchmarks.embedding_step import SKEWS, Shape, Step, shapes, step_of
-from schemas.job_train import SparseOptimizerConfig
-from trainer.kernels.build import kernels_of
-from trainer.kernels.contract import ArenaRows
-from trainer.optimizer import rule_at
+from schemas.config.train import SparseOptimizerConfig
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.kernels.interface import ArenaRows
+from trainer.embedding.optimizer import rule_at
 
 RULE = SparseOptimizerConfig(learning_rate=0.01)
 SIDES = ("ours", "fbgemm", "torch")

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas import order
-from trainer.batch import Batch
-from trainer.kernels.build import kernels_of
-from trainer.kernels.contract import ArenaRows, Kernels, TableRows
-from trainer.lookup import TableLookup, table_lookup
-from trainer.places import places_of
-from trainer.pooling import Pooling
+from trainer.data.collate import Batch
+from trainer.data.lookup import TableLookup, places_of, table_lookup
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.kernels.interface import ArenaRows, Kernels, TableRows
+from trainer.embedding.pooling import Pooling
 
 SKEWS = ("uniform", "mild", "heavy")
 HOT_ROWS, HOT_SHARE = 0.01, 0.92

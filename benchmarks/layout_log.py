@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.generator.log import GeneratorConfig, generate
+from pipelines.demo_log.log import GeneratorConfig, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

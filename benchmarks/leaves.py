@@ -26,8 +26,8 @@ import torch
 from benchmarks.logs import each_log, job_path, log_parser
 from benchmarks.order import built
 from benchmarks.run_figures import figures_of
-from schemas.events import METRICS, StepMetric, read_metrics
-from schemas.job import load_job
+from schemas.config.job import load_job
+from schemas.run_log import METRICS, StepMetric, read_metrics
 from trainer.train import TrainOptions, train
 
 WARM = 5

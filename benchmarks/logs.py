@@ -15,9 +15,9 @@ import yaml
 
 from benchmarks.clickout_log import ClickoutConfig, write_clickouts
 from pipelines.build import build
-from pipelines.generator.log import GeneratorConfig, write_log
-from pipelines.prepare import BuildRequest
-from schemas.job import load_job
+from pipelines.context import BuildRequest
+from pipelines.demo_log.log import GeneratorConfig, write_log
+from schemas.config.job import load_job
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

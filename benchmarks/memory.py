@@ -36,10 +36,10 @@ from benchmarks.memory_log import BATCH, DIM, write_job, write_log
 from benchmarks.order import built
 from benchmarks.run_figures import figures_of
 from schemas.accesses import TableAccesses
+from schemas.config.job import load_job
 from schemas.dataset import Dataset, open_dataset
-from schemas.events import METRICS, read_metrics
-from schemas.job import load_job
-from trainer.parts import order_of
+from schemas.run_log import METRICS, read_metrics
+from trainer.components import order_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CGROUPS = Path("/sys/fs/cgroup/memory")

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.migration_runs import KINDS, SAMPLES, measure, undisturbed, write_job
 from benchmarks.recovery import in_rounds
-from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.demo_log.log import GeneratorConfig, write_log
 
 PARTS = tuple(KINDS)
 

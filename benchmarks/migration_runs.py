@@ -18,12 +18,12 @@ from typing import Any
 import yaml
 
 from benchmarks.recovery_stores import DEMO, REPOSITORY
-from scheduler.machine.events import Ended
-from scheduler.machine.log import LOG, read_log
+from scheduler.controller.events import Ended
+from scheduler.controller.log import LOG, read_log
 from scheduler.status.board import Board
 from scheduler.status.journal import Incident
-from schemas.events import METRICS, read_metrics
-from trainer.compare import compare_runs
+from schemas.run_log import METRICS, read_metrics
+from trainer.diff import compare_runs
 
 SAMPLES, BLOCK, BATCH, EVERY = 24_000, 256, 1024, 20
 """Samples of the log, of a leaf and of a step, steps between checkpoints."""

@@ -28,8 +28,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from benchmarks.logs import SHARED_DATA
-from scheduler.fit import predict_seconds
-from scheduler.measurements import fit_rows, read_measurements, setting_of, step_sec
+from scheduler.model.fit import predict_seconds
+from scheduler.model.measurements import fit_rows, read_measurements, setting_of, step_sec
 
 Row = Mapping[str, str]
 COLUMNS: tuple[str, ...] = (

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.oracle [--json] [--samples N] [--rounds N] [--bagpipe DIR]`
 
-`ours` is `schemas.distinct` and `schemas.oracle.next_use`; the peer is the obvious way in numpy,
+`ours` is `schemas.oracle` and `schemas.oracle.next_use`; the peer is the obvious way in numpy,
 one sort of all accesses by (row, step). Both answer the same and run in as many threads as there
 are processors, in alternating rounds. With a checkout of BagPipe its oracle decides the same
 accesses in the same rounds (`benchmarks/oracle_bagpipe.py`), in one thread as it is; compare it by
@@ -33,9 +33,8 @@ from benchmarks.oracle_bagpipe import agrees, bagpipe_rate
 from benchmarks.oracle_beam import through_beam
 from benchmarks.oracle_bytes import GOALS, measure_bytes
 from benchmarks.oracle_tables import NUM_ROWS, skewed, uniform
-from schemas.distinct import distinct
-from schemas.jagged import Jagged
-from schemas.oracle import next_use
+from schemas.arrays import Jagged
+from schemas.oracle import distinct, next_use
 
 BATCHES = 2_048, 16_384
 LOOKAHEAD = 200

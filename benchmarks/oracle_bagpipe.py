@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.job_train import CacheConfig
+from schemas.cache_plan import plan
+from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
-from schemas.plan import plan
 
 ORACLE = Path("BagPipe/oraclecacher.py")
 _PACKAGE = "bagpipe_checkout"

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.oracle_tables import NUM_ROWS
-from pipelines.beam.ipc import to_bytes
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.tables import InRounds, NumberAccesses
+from pipelines.clustering.part import lookups_table
 from pipelines.oracle.linking import LINKING, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
-from pipelines.parts.lookups import lookups_table
-from schemas.checked import CheckedFile, describe_file
-from schemas.distinct import distinct
-from schemas.jagged import Jagged
-from schemas.job import OrderConfig
+from pipelines.shuffle import to_bytes
+from schemas.arrays import Jagged
+from schemas.config.job import OrderConfig
+from schemas.files import CheckedFile, describe_file
 from schemas.layout import FILE_SHIFT, TRAIN, access_path
+from schemas.oracle import distinct
 from schemas.order import Order
 
 BLOCKS_PER_PART = 64

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.logs import build_job, job_path, raw_log
-from pipelines.oracle.command import add_index
 from pipelines.report.storage import dataset_bytes
-from pipelines.segments.commit import bytes_below
+from pipelines.table.commit import bytes_below
+from pipelines.table.indexes import add_index
 from schemas.dataset import open_dataset
 
 BATCH_SAMPLES = 8_192

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.logs import build_job, each_log, job_path, log_parser, write_result
-from pipelines.parts.expand import expand
+from pipelines.clustering.reader import expand
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
 from trainer.train import TrainOptions, train

@@ -27,8 +27,8 @@ from typing import Any
 
 import yaml
 
-from pipelines.generator.log import GeneratorConfig, write_log
-from schemas.job import load_job
+from pipelines.demo_log.log import GeneratorConfig, write_log
+from schemas.config.job import load_job
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo" / "job.yaml"

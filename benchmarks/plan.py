@@ -29,19 +29,16 @@ from typing import Any
 from benchmarks.logs import SHARED_DATA, job_path, raw_log
 from benchmarks.order import built
 from schemas.accesses import indexed_steps
+from schemas.cache_plan import PlanStep, plan, required_rows, summarize
+from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, open_dataset
-from schemas.job_train import CacheConfig
 from schemas.order import Order
-from schemas.plan import PlanStep, plan
-from schemas.plan_size import required_rows, summarize
-from trainer.cache import PlannedCache, TablePlan
-from trainer.decode import spec_of
-from trainer.parts import build_parts, memory_stores, order_of
-from trainer.planning import plans_of
-from trainer.reader import Reader, prefetched
-from trainer.sources import RowsOfTables
+from trainer.components import build_parts, memory_stores, order_of, plans_of
+from trainer.data.decode import spec_of
+from trainer.data.reader import Reader, prefetched
+from trainer.embedding.cache import PlannedCache, RowsOfTables, TablePlan
 from trainer.step import PhaseTimer, train_step
-from trainer.stores.store import Lent
+from trainer.stores.api import Lent
 
 CACHE_SHARE = 0.05
 """Belady's cache, as a share of the rows of the largest table, but at least what it needs."""

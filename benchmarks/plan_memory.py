@@ -28,7 +28,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.beam.memory import keep_freed_memory
+from pipelines.memory import keep_freed_memory
 from pipelines.oracle.files import (
     cut_files,
     jagged,
@@ -36,18 +36,17 @@ from pipelines.oracle.files import (
     write_edges_file,
     write_index_file,
 )
+from pipelines.oracle.index import stitch_files
 from pipelines.oracle.numbering import WORKER_ENTRIES
-from pipelines.oracle.stitching import stitch_files
 from schemas.accesses import indexed_steps, stitch
-from schemas.checked import FileEntry, describe_file
+from schemas.arrays import Jagged
+from schemas.cache_plan import plan, summarize
+from schemas.config.job import OrderConfig
+from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, Index, Segment
-from schemas.jagged import Jagged
-from schemas.job import OrderConfig
-from schemas.job_train import CacheConfig
+from schemas.files import FileEntry, describe_file
 from schemas.oracle import next_use
 from schemas.order import Order
-from schemas.plan import plan
-from schemas.plan_size import summarize
 
 TABLE, STEP_ACCESSES, CACHE_SHARE = "items", 16_384, 0.05
 

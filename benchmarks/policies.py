@@ -29,14 +29,17 @@ from scipy.stats import t as student
 
 from benchmarks.logs import SHARED_DATA
 from benchmarks.policies_jobs import ALIBABA, DL2, PHILLY, alibaba, philly, speeds
-from scheduler.simulator.bound import lower_bound_sec
-from scheduler.simulator.compare import LOAD, POLICIES, capacity_of, policies_of, simulate
-from scheduler.simulator.draw import Knobs, draw_jobs
-from scheduler.simulator.outcome import outcome_of
-from scheduler.simulator.parts import ALL, OFF
-from scheduler.simulator.presage import PresagePolicy
-from scheduler.simulator.tables import Table
-from scheduler.simulator.trace import TraceJob
+from scheduler.simulator.cluster import outcome_of
+from scheduler.simulator.command import (
+    LOAD,
+    POLICIES,
+    capacity_of,
+    lower_bound_sec,
+    policies_of,
+    simulate,
+)
+from scheduler.simulator.jobs import Knobs, Table, TraceJob, draw_jobs
+from scheduler.simulator.presage import ALL, OFF, PresagePolicy
 from scheduler.simulator.views import Policy, Sizes, Snapshot
 
 TRACES: Mapping[str, tuple[Path, Callable[[Path], list[TraceJob]]]] = {

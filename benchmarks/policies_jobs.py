@@ -9,9 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from scheduler.simulator.draw import GIB
-from scheduler.simulator.tables import REPLICA_BUSY, STORE_BUSY, Table, table_of
-from scheduler.simulator.trace import TraceJob
+from scheduler.simulator.jobs import GIB, REPLICA_BUSY, STORE_BUSY, Table, TraceJob, table_of
 
 PHILLY = Path("philly") / "philly.csv"
 ALIBABA = Path("alibaba_dlrm_v2025") / "disaggregated_DLRM_trace.csv"

@@ -20,12 +20,12 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.logs import LOGS, build_job, each_log, job_path, log_parser, write_result
-from pipelines.learned.apply import with_transforms
-from pipelines.parts.expand import joined_row_group, row_groups
+from pipelines.clustering.reader import joined_row_group, row_groups
+from pipelines.transforms.apply import with_transforms
+from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset import Dataset, open_dataset
-from schemas.job import SAMPLES, DataConfig
-from schemas.learned import Learned, load_learned
-from schemas.stored import read_group
+from schemas.fitted import Learned, load_learned
+from schemas.group_files import read_group
 
 HEADLINE = "mind"
 ROUND_SEC = 0.5

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import recovery_replicas, recovery_stores
 from benchmarks.order import built
-from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.demo_log.log import GeneratorConfig, write_log
 
 Found = dict[str, list[dict[str, Any]]]
 PARTS = ("replicas", "stores")

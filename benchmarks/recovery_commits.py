@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from schemas.events import METRICS
+from schemas.run_log import METRICS
 
 _LIMIT_SEC = 600.0
 _LOOK_SEC = 0.001

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_together
 from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
 from benchmarks.scaling_sides import Sharded, Side
-from schemas.events import METRICS
 from schemas.manifest import replace_bytes
-from trainer.replicas.faults import Faults, Injector
+from schemas.run_log import METRICS
+from trainer.elastic.faults import Faults, Injector
 
 NEWEST = "newest"
 

@@ -24,11 +24,11 @@ import yaml
 from benchmarks.recovery_commits import Commits
 from benchmarks.recovery_stores import REPOSITORY
 from benchmarks.recovery_stores import write_job as write_demo
-from schemas.events import METRICS, read_metrics
-from trainer.compare import compare_runs
-from trainer.ledger import verify_run
-from trainer.replicas.faults import Faults
-from trainer.replicas.work import FAULTS_DONE
+from schemas.run_log import METRICS, read_metrics
+from trainer.diff import compare_runs
+from trainer.elastic.faults import Faults
+from trainer.elastic.worker import FAULTS_DONE
+from trainer.run import verify_run
 
 COUNT, EVERY, FAULT, EPOCHS = 2, 20, 30, 8
 """Processes, steps between checkpoints and before the fault, passes over the log."""

@@ -23,9 +23,8 @@ from typing import Any
 import yaml
 
 from benchmarks.recovery_commits import Commits
-from schemas.events import SUMMARY
-from trainer.stores.manage import migrate_slots
-from trainer.stores.processes import TOKEN, LocalStores
+from schemas.run_log import SUMMARY
+from trainer.stores.remote.processes import TOKEN, LocalStores, migrate_slots
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from schemas.events import StepMetric
+from schemas.run_log import StepMetric
 
 
 def figures_of(timed: Sequence[StepMetric]) -> dict[str, float]:

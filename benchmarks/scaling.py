@@ -35,10 +35,10 @@ from benchmarks.logs import each_log, job_path, log_parser, write_result
 from benchmarks.order import built
 from benchmarks.ports import free_ports
 from benchmarks.scaling_sides import Side, Turn, ours, torchrec
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.events import METRICS, read_metrics
-from schemas.job import load_job
-from trainer.replicas.membership import Lighthouse
+from schemas.run_log import METRICS, read_metrics
+from trainer.elastic.membership import Lighthouse
 from trainer.run import start_run
 
 LOGS, DIM, BATCH, STEPS = ("mind", "demo"), 64, 4096, 6

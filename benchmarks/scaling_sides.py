@@ -30,29 +30,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.tcp_bytes import sent_bytes
 from benchmarks.train_sides import reader_of as repeated_reader
+from schemas.config.job import load_job
+from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
-from schemas.job import load_job
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
-from trainer.beginning import how_of
-from trainer.collate import features_of_tables
-from trainer.decode import BatchSpec, spec_of
-from trainer.draining import Drain
-from trainer.following import Following
+from trainer.components import build_parts, memory_stores
+from trainer.data.collate import Batch, features_of_tables
+from trainer.data.decode import BatchSpec, spec_of
+from trainer.elastic.checkpoints import LastSave
+from trainer.elastic.context import Frontier, Setting
+from trainer.elastic.faults import Faults, Injector, Point
+from trainer.elastic.options import ReplicaOptions
+from trainer.elastic.peer_state import MemoryRows
+from trainer.elastic.replica import Replica
+from trainer.embedding.optimizer import dense_optimizer
+from trainer.follow import Following
 from trainer.models.dlrm import build, dense_of
-from trainer.optimizer import dense_optimizer
-from trainer.parts import build_parts, memory_stores
-from trainer.replicas.faults import Faults, Injector, Point
-from trainer.replicas.frontier import Frontier
-from trainer.replicas.options import ReplicaOptions
-from trainer.replicas.replica import Replica
-from trainer.replicas.row_state import MemoryRows
-from trainer.replicas.saves import LastSave
-from trainer.replicas.setting import Setting
+from trainer.recovery import Drain, Watchdog
 from trainer.rows import initial_rows
-from trainer.stores.peer import Access
-from trainer.training import TrainOptions
-from trainer.watchdog import Watchdog
+from trainer.setup import TrainOptions, how_of
+from trainer.stores.remote.connection import Access
 
 _ROWS_AT_ONCE = 1 << 18
 _TABLE = "table_"

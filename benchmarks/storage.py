@@ -40,13 +40,17 @@ from benchmarks.logs import (
     with_auto,
     write_result,
 )
-from pipelines.report.baselines import flat_rows, shuffled, time_ordered, write_best, write_flat
 from pipelines.report.storage import (
     bytes_by_table,
     dataset_bytes,
+    flat_rows,
     folder_bytes,
     made_bytes,
     oracle_bytes,
+    shuffled,
+    time_ordered,
+    write_best,
+    write_flat,
 )
 from schemas.dataset import Dataset, open_dataset
 

@@ -52,10 +52,10 @@ from benchmarks.train_sides import (
     ratios,
     shown,
 )
+from schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
 from schemas.dataset import Dataset, open_dataset
-from schemas.job_train import ModelConfig, SparseOptimizerConfig, TrainConfig
-from trainer.batch import Batch
-from trainer.decode import BatchSpec, spec_of
+from trainer.data.collate import Batch
+from trainer.data.decode import BatchSpec, spec_of
 from trainer.models.build import build_model
 
 LOGS = ("mind", "kuairand", "demo")

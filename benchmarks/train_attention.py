@@ -23,12 +23,11 @@ from benchmarks.train_sides import (
     ratios,
     shown,
 )
+from schemas.config.train import ModelConfig, TrainConfig
 from schemas.dataset import Dataset
-from schemas.job_train import ModelConfig, TrainConfig
-from trainer.batch import Batch
-from trainer.collate import features_of_tables
-from trainer.decode import BatchSpec, spec_of
-from trainer.embedding import TableSpec
+from trainer.data.collate import Batch, features_of_tables
+from trainer.data.decode import BatchSpec, spec_of
+from trainer.embedding.module import TableSpec
 from trainer.models import attention
 
 STEPS = 4

@@ -26,14 +26,14 @@ from benchmarks.train_sides import (
     ratios,
     shown,
 )
+from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
-from trainer.decode import spec_of
-from trainer.embedding import Embedding
-from trainer.leaves import whole
-from trainer.parts import Parts, build_parts, memory_stores
-from trainer.sides import Sides
+from trainer.components import Parts, build_parts, memory_stores
+from trainer.data.collate import Batch
+from trainer.data.decode import spec_of
+from trainer.data.microbatches import whole
+from trainer.data.shared_features import Sides
+from trainer.embedding.module import Embedding
 from trainer.step import PhaseTimer
 
 GRADIENT_SCALE = 1e-3

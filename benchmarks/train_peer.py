@@ -24,10 +24,10 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.job_train import TrainConfig
-from trainer.collate import features_of_tables
-from trainer.decode import BatchSpec
-from trainer.embedding import TableSpec
+from schemas.config.train import TrainConfig
+from trainer.data.collate import features_of_tables
+from trainer.data.decode import BatchSpec
+from trainer.embedding.module import TableSpec
 from trainer.rows import initial_rows
 
 _ROWS_AT_ONCE = 1 << 18

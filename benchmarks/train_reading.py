@@ -21,13 +21,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.train_peer import dlrm_of, tables_of
 from benchmarks.train_sides import Timing, batches, in_turns, milliseconds, ratios, reader_of, shown
+from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
-from trainer.decode import BatchSpec, spec_of
-from trainer.optimizer import dense_optimizer
-from trainer.parts import build_parts, memory_stores
-from trainer.reader import prefetched
+from trainer.components import build_parts, memory_stores
+from trainer.data.collate import Batch
+from trainer.data.decode import BatchSpec, spec_of
+from trainer.data.reader import prefetched
+from trainer.embedding.optimizer import dense_optimizer
 from trainer.step import PhaseTimer, loss_of, train_step
 
 READ_AHEAD, READ_STEPS = 2, 40

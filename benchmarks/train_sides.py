@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
-from trainer.decode import BatchSpec, spec_of
-from trainer.kernels.build import kernels_of
-from trainer.optimizer import dense_optimizer
-from trainer.parts import build_parts, memory_stores, order_of
-from trainer.reader import Reader
+from trainer.components import build_parts, memory_stores, order_of
+from trainer.data.collate import Batch
+from trainer.data.decode import BatchSpec, spec_of
+from trainer.data.reader import Reader
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.optimizer import dense_optimizer
 from trainer.step import PhaseTimer, loss_of, train_step
 
 STEPS = 12

@@ -21,7 +21,7 @@ if __name__ == "__main__" and sys.argv[1:2] != ["score"]:  # not where another p
 # the whole trace of an error that `main` says in one line.
 logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 
-from pipelines.commands import build_parser, main  # noqa: E402
+from pipelines.cli import build_parser, main  # noqa: E402
 
 __all__ = ["build_parser", "main"]
 

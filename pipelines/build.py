@@ -1,60 +1,195 @@
-"""Build one segment from raw files: the page to read first.
-
-list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
--> number accesses -> finish segment -> indexes -> replace the root manifest.
-"""
+"""Build one segment from raw files."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from pipelines import executor
-from pipelines.beam.context import BuildContext
-from pipelines.build_warnings import warnings_of
-from pipelines.gate.judge import GateError
-from pipelines.gate.pass_gate import keep_rejects
-from pipelines.groups.job import with_groups
-from pipelines.learned.files import place_learned, returned_files, stage_learned
-from pipelines.parts.part import PartResult, unpacked
-from pipelines.prepare import BuildRequest, check_map, context_of, prepare
+from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
+from pipelines.autogroup.job import with_groups
+from pipelines.clustering.part import PartResult, unpacked
+from pipelines.context import BuildContext, BuildRequest
+from pipelines.prepare import check_map, context_of, num_parts_of, prepare
 from pipelines.progress import counted_rows, is_stopped, watched
-from pipelines.runners import runner_module
-from pipelines.segments.admit import admit, finished_segments, proposal_of, refused_place
-from pipelines.segments.commit import finish_segment
-from pipelines.segments.days import position_of_day, replaced_by
-from pipelines.segments.finish import finish
-from pipelines.segments.lock import workplace
-from pipelines.segments.pinned import identity_of
-from pipelines.segments.publish import publish, settle
-from pipelines.segments.turn import wait_for_turn
-from pipelines.sources.late import read_counts, write_counts
-from pipelines.sources.reject_files import (
-    RejectCounts,
-    counts_of,
-    lines_of,
-    merged,
-    number_files,
-    shown,
+from pipelines.quality.gate import GateError
+from pipelines.quality.gate_files import keep_rejects
+from pipelines.quality.statistics_files import segment_statistics
+from pipelines.runners import in_process, runner_module
+from pipelines.samples.event_join import read_counts, write_counts
+from pipelines.sources.rejects import RejectCounts, counts_of, lines_of, merged, number_files, shown
+from pipelines.table.commit import finish_segment
+from pipelines.table.compatibility import (
+    admit,
+    finished_segments,
+    identity_of,
+    proposal_of,
+    refused_place,
 )
-from schemas.dataset import Dataset, open_dataset
+from pipelines.table.days import finish, position_of_day, replaced_by
+from pipelines.table.locks import workplace
+from pipelines.table.publish import publish, settle, wait_for_turn
+from pipelines.transforms.fit import place_learned, returned_files, stage_learned
+from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
+from schemas.dataset import Dataset, Segment, open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.job import DataConfig, Job, check_new_names, load_job
-from schemas.layout import MANIFEST, SEGMENTS
+from schemas.layout import BUILDS, EVALUATION, MANIFEST, SEGMENTS, TRAIN, buffers_path, samples_path
 from schemas.manifest import (
     InputFile,
     Reference,
     SegmentManifest,
+    canonical_json,
     hash_of,
     read_dataset,
     read_segment,
 )
+
+
+def warnings_of(dataset: Dataset, segment_id: str, split: SplitConfig) -> Iterator[str]:
+    """Yield a line for each thing to correct in the job.
+
+    A split may be empty in one of several segments, such as one of a day before `evaluation_from`.
+    So it is looked for in all, but where each segment holds back a part of its own day.
+
+    Args:
+        dataset: opened after the build.
+        segment_id: of the segment that was built.
+        split: of its job.
+    """
+    (built,) = (s for s in dataset.segments if s.manifest.id == segment_id)
+    looked_at = (built,) if split.evaluation_last is not None else dataset.segments
+    splits = {name for segment in looked_at for name in segment.manifest.splits}
+    if split.evaluation_from is not None:
+        time = dataset.job.data.session.time
+        by_day = split.evaluation_last is not None
+        earlier, later = ("a longer", "a shorter") if by_day else ("an earlier", "a later")
+        if EVALUATION not in splits:
+            yield (
+                f"no sample is for evaluation: {_range(looked_at, time)}{_key(split)}; "
+                f"set it to {earlier} time, or to null to train on all samples"
+            )
+        if TRAIN not in splits:
+            yield (
+                f"no sample is for training: {_range(looked_at, time)}{_key(split)}; "
+                f"set it to {later} time, or append segments that are before it"
+            )
+    labels = dataset.features.with_role("label")
+    statistics = segment_statistics(built).datasets[0].features if len(labels) == 1 else ()
+    numbers = (f.num_stats for f in statistics if f.path.step[0] == labels[0])
+    yield from label_warnings(labels, next(((n.min, n.max) for n in numbers), None))
+    factors = {name: group.dedup_factor for name, group in built.manifest.groups.items()}
+    yield from group_warnings(factors, dataset.job.data.groups, built.directory)
+
+
+def group_warnings(
+    factors: Mapping[str, float], groups: Mapping[str, Sequence[str]], segment: Path
+) -> Iterator[str]:
+    """Yield a line for each group that saves nothing.
+
+    Lists that are windows over buffers save what they have in common, without equal tuples.
+
+    Args:
+        factors: group to dedup factor.
+        groups: columns of each.
+        segment: directory of the segment that holds them.
+    """
+    for name, factor in factors.items():
+        if factor >= LEAST_DEDUP_FACTOR:
+            continue
+        if not any((segment / buffers_path(c, 0)).parent.is_dir() for c in groups[name]):
+            yield (
+                f"group {name!r} hardly repeats: its dedup factor is {factor:.3g}, so "
+                "it saves nothing and costs its inverse indices; remove it from data.groups, its "
+                "columns are stored with the samples then"
+            )
+
+
+def label_warnings(labels: Sequence[str], extremes: tuple[Any, Any] | None) -> Iterator[str]:
+    """Yield a line where a model cannot learn from the label.
+
+    Args:
+        labels: names of the features that the schema tags so.
+        extremes: least and greatest value of the only one, None where it has none.
+    """
+    if len(labels) != 1:
+        yield (
+            f"schema.pbtxt tags {len(labels)} features as label: a model can be trained on "
+            "samples with one label only"
+        )
+    elif extremes is not None and extremes[0] == extremes[1]:
+        yield (
+            f"label {labels[0]!r} is {extremes[0]:g} in every sample: a model cannot learn from "
+            "it; correct data.samples"
+        )
+
+
+def _key(split: SplitConfig) -> str:
+    if split.evaluation_last is not None:
+        return f"data.split.evaluation_last={split.evaluation_last} begins at {_at(split)}"
+    return f"data.split.evaluation_from is {_at(split)}"
+
+
+def _at(split: SplitConfig) -> str:
+    return str(split.evaluation_from)
+
+
+def _range(segments: tuple[Segment, ...], time: str) -> str:
+    """Return between which times samples lie; they are read for this alone."""
+    ranges = [pc.min_max(column).as_py() for s in segments for column in _times(s, time)]
+    if not ranges:
+        return ""  # the time is in a group, or the SQL alone has it
+    first, last = min(f["min"] for f in ranges), max(f["max"] for f in ranges)
+    return f"samples are of {first} to {last}, "
+
+
+def _times(segment: Segment, time: str) -> Iterator[pa.ChunkedArray]:
+    count = 0
+    while (path := samples_path(count)) in segment.files:
+        file, count = segment.file(path), count + 1
+        if time in file.schema.names:
+            yield file.read([time])[time]
+
+
+# How fast builds on this machine were: a line for each, beside the dataset's manifest.
+#
+# `python -m scheduler plan JOB --dataset DATASET` reads it. It is no part of the dataset: no
+# manifest names it, and it may be removed.
+
+_KEPT = ("segment", "num_samples", "startup_sec", "rows_per_sec")
+
+
+def keep_measurement(dataset: Path, result: Mapping[str, Any], beam_args: Sequence[str]) -> None:
+    """Add a line for a build, unless it found its segment there or ran on a cluster.
+
+    Args:
+        dataset: directory of the dataset.
+        result: what `build --json` prints.
+        beam_args: Beam options of the build.
+    """
+    workers = 1
+    bundles = num_parts_of(result["input_bytes"])
+    if not in_process(beam_args, is_small=bundles == 1):
+        workers = runner_module("runner").local_processes(beam_args, bundles)
+    if not result["built"] or workers is None:
+        return
+    line = canonical_json({**{name: result[name] for name in _KEPT}, "num_workers": workers})
+    with (dataset / BUILDS).open("ab") as file:
+        file.write(f"{line}\n".encode())
+
+
+# Build one segment from raw files: the page to read first.
+#
+# list inputs -> read rows -> samples by SQL -> cluster by session -> write parts
+# -> number accesses -> finish segment -> indexes -> replace the root manifest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +271,7 @@ def write_segment(
         if context.shuffle_by == "memory":
             values = executor.run_segment(context)
         else:
-            values = runner_module("segment").run_segment(context, request.beam_args)
+            values = runner_module("build").run_segment(context, request.beam_args)
         if is_stopped(building):
             raise stopped(request, context, key, merged(values["rejects"]))
     finish_written(request, context, key, hashes, values)

@@ -1,8 +1,4 @@
-"""Build a segment in this process, without Beam: the same stages, over Python lists.
-
-For small logs, where Beam takes longer to start than the work takes, for previews and
-tests. The dataset has the bytes of any other runner's. All samples are in memory at once.
-"""
+"""Build a segment in this process, without Beam: the same stages, over Python lists."""
 
 from __future__ import annotations
 
@@ -12,19 +8,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.beam.context import BuildContext
-from pipelines.beam.ipc import cut_by
-from pipelines.beam.memory import keep_freed_memory
-from pipelines.learned.files import LEARNED, load_building
-from pipelines.learned.inputs import learned_inputs
-from pipelines.learned.learn import merged, settle, shrink, with_partial
-from pipelines.learned.partials import Partial
+from pipelines.clustering.part import PartResult, packed
+from pipelines.context import BuildContext
+from pipelines.lookup_stages import join_one, join_part, sides_of
+from pipelines.memory import keep_freed_memory
+from pipelines.oracle.files import run_rounds
 from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
-from pipelines.oracle.rounds import run_rounds
-from pipelines.parts.part import PartResult, packed
-from pipelines.samples.side_stages import join_one, join_part, sides_of
-from pipelines.sources.late import add_counts
-from pipelines.sources.reject_files import RejectCounts, places_of, write_rejects
+from pipelines.samples.event_join import add_counts
+from pipelines.shuffle import cut_by
+from pipelines.sources.rejects import RejectCounts, places_of, write_rejects
 from pipelines.stages import (
     EVENTS,
     REJECTS,
@@ -37,6 +29,16 @@ from pipelines.stages import (
     pins_of,
     read_rows,
     write_part,
+)
+from pipelines.transforms.apply import learned_inputs
+from pipelines.transforms.fit import (
+    LEARNED,
+    Partial,
+    load_building,
+    merged,
+    settle,
+    shrink,
+    with_partial,
 )
 
 Rows = tuple[str, pa.Table]

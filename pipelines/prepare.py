@@ -1,100 +1,52 @@
-"""Before the work: what is asked for, which files there are, whether the SQL fits them."""
+"""Before the work: which files there are, and whether the job fits them."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
-from pipelines.beam.context import BuildContext
-from pipelines.learned.check_transforms import check_transforms
-from pipelines.learned.files import learned_so_far
+from pipelines.context import BuildContext, BuildRequest
 from pipelines.runners import in_process, runner_module
-from pipelines.samples.check_joins import broadcast_sides, key_types
-from pipelines.samples.check_repeatable import check_repeatable
-from pipelines.samples.check_sql import check_map_sql, first_rows
-from pipelines.samples.connection import Connection, connect
-from pipelines.samples.keys import key_type
-from pipelines.samples.passed_lists import Passed, passed_lists
+from pipelines.samples.check_sql import (
+    broadcast_sides,
+    check_map_sql,
+    check_repeatable,
+    first_rows,
+    key_types,
+)
+from pipelines.samples.connection import Connection, SqlError, connect
+from pipelines.samples.event_join import with_events
+from pipelines.samples.lookups import key_type
 from pipelines.samples.per_key import PerKey, run_keys
 from pipelines.samples.sampling import check_sampling
-from pipelines.samples.sql_errors import SqlError
-from pipelines.samples.steps import (
+from pipelines.samples.statements import (
     PER,
+    Passed,
     Steps,
     last_hashed,
     looked_up_nothing,
+    passed_lists,
     samples_of_nothing,
     steps_of,
 )
 from pipelines.samples.validate import check_columns
-from pipelines.sources.folder import Folder, folder_of
-from pipelines.sources.listing import list_inputs
-from pipelines.sources.partitions import undeclared_partitions
+from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rows import ORIGIN, FilePart
-from pipelines.sources.streams import with_events
+from pipelines.transforms.apply import check_transforms
+from pipelines.transforms.fit import learned_so_far
+from schemas.config.job import DataConfig, Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
-from schemas.job import DataConfig, Job
 from schemas.manifest import InputFile
-from schemas.paths import schema_path
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part: small enough that a part's samples fit a worker of 2 GiB even when
 they are 20 times larger in memory, large enough for row groups of 64 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class BuildRequest:
-    """What is to be built.
-
-    Attributes:
-        job_path: the job file.
-        input_root: directory of raw files, or its URL.
-        dataset: directory of the dataset.
-        beam_args: Beam options.
-        attempt: name of this attempt, unique among those that may run at once.
-        check_sql: whether to compare the SQL's result on three cuts of the same rows first.
-        append: whether the dataset must be there already.
-        position: place among its segments, with `append`; the next free one when None.
-        day: label of the segment, such as 2026-04-09, which is its place, too; none when None.
-        replaces: whether it may take the place of another version of its day.
-        in_order: whether it enters the dataset only behind all segments before its position.
-        last: whether no segment follows: the dataset is finished with this one.
-        say: told what is going on, one line at a time.
-        listing: input files, where they are known already.
-        job_bytes: what becomes the dataset's job file, where that is not the job file as it is.
-        allow_outside: whether the job's schema may lie outside the folder of the job file.
-    """
-
-    job_path: Path
-    input_root: Path | str
-    dataset: Path
-    beam_args: list[str]
-    attempt: str
-    check_sql: bool = False
-    append: bool = False
-    position: int | None = None
-    day: str | None = None
-    replaces: bool = False
-    in_order: bool = False
-    last: bool = False
-    say: Callable[[str], None] = lambda _: None
-    listing: tuple[InputFile, ...] | None = None
-    job_bytes: bytes | None = None
-    allow_outside: bool = False
-
-    def schema_path(self, job: Job) -> Path:
-        """Return the file of the job's schema.
-
-        Raises:
-            SchemaError: it lies outside the folder of the job file.
-        """
-        return schema_path(self.job_path, job.data.schema, allow_outside=self.allow_outside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +164,8 @@ def shuffle_by(beam_args: list[str], listing: Sequence[InputFile]) -> str:
     size = sum(f.num_bytes for f in listing)  # side tables are in memory, too
     if in_process(beam_args, is_small=num_parts_of(size) == 1):
         return "memory"
-    options = runner_module("runner").pipeline_options(beam_args)
-    return runner_module("options").shuffle_of(options)
+    runner = runner_module("runner")
+    return runner.shuffle_of(runner.pipeline_options(beam_args))
 
 
 def num_parts_of(num_bytes: int) -> int:
@@ -289,7 +241,7 @@ def _input_folder(request: BuildRequest) -> Folder:
     folder = folder_of(request.input_root)
     if not folder.is_local:
         args = [] if in_process(request.beam_args) else request.beam_args
-        importlib.import_module("pipelines.sources.remote").use_options(args)
+        importlib.import_module("pipelines.beam.filesystem").use_options(args)
     elif request.dataset.resolve().is_relative_to(Path(folder.root).resolve()):
         raise SchemaError(
             f"output must lie outside the input, got {request.dataset} below {request.input_root}; "

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipelines.segments.partial import whole
+from pipelines.atomic_files import whole
 from pipelines.sources.rows import PART_BYTES
 
 HOPELESS_ROWS = 50_000

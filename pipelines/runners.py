@@ -1,4 +1,4 @@
-"""Which runner a command asks for: this process, or one of Beam's, which is imported only then."""
+"""Which runner a command asks for: this process, or a runner of Beam."""
 
 from __future__ import annotations
 

@@ -12,31 +12,29 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.beam.context import BuildContext
-from pipelines.learned.files import LEARNED, load_building
-from pipelines.learned.inputs import learned_inputs
-from pipelines.learned.learn import partials
-from pipelines.parts.cluster import hash_session_keys, part_of_key
-from pipelines.parts.part import PartResult, build_part
-from pipelines.parts.pins import Pins, pin
+from pipelines.clustering.part import PartResult, build_part
+from pipelines.clustering.writer import Pins, pin
+from pipelines.context import BuildContext
+from pipelines.lookup_stages import Sides, join_one, visible_columns
+from pipelines.partition import hash_session_keys, part_of_key
 from pipelines.progress import Counts, count_rows, is_stopped, stop_if_hopeless
-from pipelines.samples.bad_rows import SqlResult, bad_rows
 from pipelines.samples.connection import connect
-from pipelines.samples.keys import key_column, key_hashes, key_type
+from pipelines.samples.event_join import with_events, write_late
+from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
 from pipelines.samples.sampling import sample_negatives
-from pipelines.samples.side_stages import Sides, join_one, visible_columns
 from pipelines.samples.sql import with_list_index
-from pipelines.samples.steps import PER, hashed, mapped
+from pipelines.samples.sql_rejects import SqlResult, bad_rows
+from pipelines.samples.statements import PER, hashed, mapped
 from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
-from pipelines.sources.late import write_late
 from pipelines.sources.read import parts_of_file, read_part
 from pipelines.sources.rejects import as_table, from_table
 from pipelines.sources.rows import FilePart
-from pipelines.sources.streams import with_events
-from schemas.job_gate import GateConfig
-from schemas.learned import Learned
+from pipelines.transforms.apply import learned_inputs
+from pipelines.transforms.fit import LEARNED, load_building, partials
+from schemas.config.job import GateConfig
+from schemas.fitted import Learned
 
 REJECTS = "rejects"
 SAMPLES = "samples"

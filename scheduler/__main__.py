@@ -17,29 +17,27 @@ from pathlib import Path
 
 from rich.console import Console
 
+from scheduler.controller.log import jobs_as_json, pools_in_words, recover, replayed
 from scheduler.doctor import command as doctor
-from scheduler.doctor.examine import examine
-from scheduler.doctor.finding import as_json as findings_as_json
-from scheduler.doctor.finding import line_of
+from scheduler.doctor.checks import as_json as findings_as_json
+from scheduler.doctor.checks import line_of
+from scheduler.doctor.command import examine
+from scheduler.drivers.beam_runners import place_of
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.platforms import check_driver
-from scheduler.drivers.process.command import RunRequest, inputs_of, plan_jobs, run_jobs
-from scheduler.drivers.runners.place import place_of
-from scheduler.explain import as_json, explain, summary
-from scheduler.machine.log import recover
-from scheduler.machine.words import jobs_as_json, pools_in_words, replayed
-from scheduler.machine_sizes import machine_budget, named_or, on_cluster, on_machine
-from scheduler.measurements import fit_file, fit_summary
-from scheduler.policy import plan
+from scheduler.drivers.run import RunRequest, inputs_of, plan_jobs, run_jobs
+from scheduler.model.measurements import fit_file, fit_summary
+from scheduler.model.snapshot import Snapshot, take_snapshot
+from scheduler.planner.machine_sizes import machine_budget, named_or, on_cluster, on_machine
+from scheduler.planner.policy import plan
+from scheduler.planner.reasons import as_json, explain, summary
 from scheduler.retrain import command as retraining
-from scheduler.retrain.table import rows_of, table_of
+from scheduler.retrain.command import rows_of, table_of
 from scheduler.simulator import command as simulation
-from scheduler.snapshot import Snapshot, take_snapshot
-from scheduler.status.server import serving
-from scheduler.status.terminal import render
-from scheduler.status.watching import board_of, port_of, watching
+from scheduler.status.board import serving
+from scheduler.status.terminal import board_of, port_of, render, watching
+from schemas.config.schedule import ScheduleConfig
 from schemas.errors import PlanError, SchemaError
-from schemas.job_schedule import ScheduleConfig
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,

@@ -1,10 +1,10 @@
-"""Open a dataset: follow the chain of hashes once, then hand out verified parts."""
+"""Open a dataset, select segments of it, and read columns that older segments lack."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.checked import CheckedFile, FileEntry, read_files
-from schemas.columns import jagged_of
+from schemas.arrays import Jagged, concat, jagged_of, offsets_of
+from schemas.config.job import Job, load_job
+from schemas.deleted_samples import no_tombstones, of_segment, read_tombstones, rows_of_places
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.jagged import Jagged, concat, offsets_of
-from schemas.job import Job, load_job
+from schemas.files import CheckedFile, FileEntry, ListFiles, read_files
 from schemas.layout import (
     BLOCK,
     BLOCKS,
@@ -27,23 +27,23 @@ from schemas.layout import (
     MANIFEST,
     SCHEMA,
     SEGMENTS,
+    TRAIN,
     access_path,
     edges_path,
     index_path,
     num_unique_column,
 )
-from schemas.list_files import ListFiles
 from schemas.manifest import (
     DatasetManifest,
     IndexManifest,
     SegmentManifest,
+    names_before,
     read_dataset,
     read_index,
     read_segment,
 )
 from schemas.oracle import from_gaps
 from schemas.order import Order
-from schemas.tombstones import no_tombstones, of_segment, read_tombstones, rows_of_places
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Segment:
         manifest: what it holds.
         files: path to entry, of every file in it.
         blocks: one row per block in training order, columns of `layout.blocks_schema`.
-        tombstones: places of its samples that count no more, `schemas.tombstones`.
+        tombstones: places of its samples that count no more, `schemas.deleted_samples`.
     """
 
     directory: Path
@@ -196,7 +196,7 @@ class Dataset:
         features: its columns and their roles.
         segments: in order.
         indexes: the first is the default.
-        others: segments that are left out, where only some are chosen (`chosen.py`).
+        others: segments that are left out, where only some are chosen (`schemas/dataset.py`).
     """
 
     directory: Path
@@ -359,3 +359,180 @@ def open_dataset(path: str | Path) -> Dataset:
         files = read_files(verified(root / reference.id / FILES, found.files_sha256))
         indexes.append(Index(root / reference.id, found, files))
     return Dataset(root, manifest, job, features, segments, tuple(indexes))
+
+
+# Some segments of a dataset, as a dataset of their own: what training day by day is given.
+#
+# Nothing is copied and no file is made. An order, an index, a plan and a ledger over the chosen
+# segments are those of a dataset that has no others, so each keeps its meaning: steps count from
+# 0, and an index counts when it was made for exactly these segments.
+
+
+def choose(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
+    """Return a dataset of the segments of some names, in dataset order.
+
+    Args:
+        dataset: open dataset.
+        wanted: ids of segments, or their days; each at least once.
+
+    Raises:
+        SchemaError: the dataset has no segment of a name; names those it has.
+    """
+    for name in wanted:
+        if not any(name in _names_of(segment) for segment in dataset.segments):
+            known = ", ".join(_names_of(segment)[-1] for segment in dataset.segments[-3:])
+            raise SchemaError(
+                f"segment must be of the dataset, got {name!r}; the last are {known}",
+                file=str(dataset.directory / MANIFEST),
+            )
+    return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(wanted))
+
+
+def choose_hashes(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
+    """Return a dataset of the segments whose manifests have these hashes.
+
+    Raises:
+        SchemaError: one is not there any more.
+    """
+    hashes = hashes_of(dataset)
+    for sha256 in wanted:
+        if sha256 not in hashes.values():
+            raise SchemaError(
+                f"dataset must hold the segments of the run, got none with sha256 {sha256[:12]}; "
+                "a new version has replaced it: train a new run",
+                file=str(dataset.directory / MANIFEST),
+            )
+    return _where(dataset, lambda segment: hashes[segment.manifest.id] in wanted)
+
+
+def hashes_of(dataset: Dataset) -> dict[str, str]:
+    """Return the hash of the manifest of each segment, by id."""
+    return {reference.id: reference.manifest_sha256 for reference in dataset.manifest.segments}
+
+
+def all_hashes_of(dataset: Dataset) -> dict[str, frozenset[str]]:
+    """Return by id those hashes, and the ones from before ids were forgotten in a segment."""
+    lineage = dataset.manifest.lineage
+    return {
+        name: names_before(lineage, name) | {sha256} for name, sha256 in hashes_of(dataset).items()
+    }
+
+
+def _names_of(segment: Segment) -> tuple[str, ...]:
+    """Return what a segment is called: its id, and its day if it has one."""
+    manifest = segment.manifest
+    return (manifest.id,) if manifest.day is None else (manifest.id, manifest.day)
+
+
+def _where(dataset: Dataset, wanted: Callable[[Segment], bool]) -> Dataset:
+    chosen = tuple(segment for segment in dataset.segments if wanted(segment))
+    left = tuple(segment for segment in dataset.segments if not wanted(segment))
+    ids = _ids(chosen)
+    root = dataset.manifest
+    segments = tuple(reference for reference in root.segments if reference.id in ids)
+    return replace(
+        dataset,
+        manifest=replace(root, segments=segments),
+        segments=chosen,
+        others=(*dataset.others, *left),
+    )
+
+
+def _ids(segments: Iterable[Segment]) -> frozenset[str]:
+    return frozenset(segment.manifest.id for segment in segments)
+
+
+# Columns that were declared after a segment was built: what the segment answers for them.
+#
+# Types come from the manifests of the segments that have the column, values from the default that
+# the schema declares; a column without one is null. A table that only such columns look into has
+# no rows in the segment.
+
+
+def type_name(kind: pa.DataType) -> str:
+    """Return the word for a column's Arrow type; lists of any width have one word.
+
+    Example:
+        >>> type_name(pa.large_list(pa.int64())), type_name(pa.timestamp("us"))
+        ('list<int64>', 'timestamp[us]')
+    """
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list<{type_name(kind.value_type)}>"
+    return "string" if pa.types.is_large_string(kind) else str(kind)
+
+
+def named_type(name: str) -> pa.DataType:
+    """Undo `type_name`; a list is a large one.
+
+    Raises:
+        SchemaError: there is no such type.
+    """
+    if name.startswith("list<") and name.endswith(">"):
+        return pa.large_list(named_type(name[5:-1]))
+    try:
+        return pa.type_for_alias(name)
+    except ValueError as error:
+        raise SchemaError(
+            f"column type must be known, got {name!r}; rebuild the dataset"
+        ) from error
+
+
+def column_types(dataset: Dataset) -> dict[str, str]:
+    """Return the type of every column that some segment has, chosen or not."""
+    found: dict[str, str] = {}
+    for segment in (*dataset.others, *dataset.segments):
+        found.update(segment.manifest.columns)
+    return found
+
+
+def absent_columns(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
+    """Return what a segment answers for each column that it was built without."""
+    features = {f.name: f for f in dataset.features.features}
+    return {
+        name: pa.scalar(features[name].default if name in features else None, named_type(kind))
+        for name, kind in column_types(dataset).items()
+        if name not in segment.manifest.columns
+    }
+
+
+def read_with_absent(
+    read: Callable[[list[str]], pa.Table], columns: Sequence[str], absent: Mapping[str, pa.Scalar]
+) -> pa.Table:
+    """Return columns of a file, those that it lacks as constants.
+
+    Args:
+        read: returns the given columns of the file.
+        columns: wanted ones, in order; at least one is stored.
+        absent: what `absent_columns` gave.
+    """
+    stored = read([c for c in columns if c not in absent])
+    for name in (c for c in columns if c in absent):
+        stored = stored.append_column(name, constant(absent[name], stored.num_rows))
+    return stored.select(list(columns))
+
+
+def constant(value: pa.Scalar, num_rows: int) -> pa.Array:
+    """Return a column that holds one value, or null, in every row."""
+    return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
+
+
+def numbered_accesses(
+    dataset: Dataset, segment: Segment, table: str
+) -> tuple[Jagged, NDArray[np.int64]]:
+    """Return a segment's access lists of a table and the row of each of its numbers.
+
+    A segment that was built before any feature of the table was declared looks nothing up.
+    """
+    if not looks_up(dataset, segment, table):
+        num_blocks = len(segment.positions(TRAIN))
+        return Jagged(np.empty(0, np.int64), np.zeros(num_blocks + 1, np.int64)), np.empty(
+            0, np.int64
+        )
+    return segment.access(table), segment.rows(table)
+
+
+def looks_up(dataset: Dataset, segment: Segment, table: str) -> bool:
+    """Tell whether a segment has access lists of a table: it has one of its features."""
+    absent = absent_columns(dataset, segment)
+    features = dataset.job.data.tables[table].features
+    return not features or not all(f in absent for f in features)

@@ -1,10 +1,4 @@
-"""Manifests: small JSON files that name everything below them by hash.
-
-The root manifest names segments and indexes by the hash of their manifests,
-these name `files.parquet` and `blocks.parquet`, and those name every file. The
-root carries a checksum of itself. No manifest holds a clock, a host or an
-absolute path, so that equal inputs give equal bytes.
-"""
+"""Manifests: small JSON files that name everything below them by hash."""
 
 from __future__ import annotations
 
@@ -19,6 +13,13 @@ from typing import Any, TypeVar
 from schemas.errors import SchemaError
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
+
+# Manifests: small JSON files that name everything below them by hash.
+#
+# The root manifest names segments and indexes by the hash of their manifests, these name
+# `files.parquet` and `blocks.parquet`, and those name every file. The root carries a checksum of
+# itself. No manifest holds a clock, a host or an absolute path, so that equal inputs give equal
+# bytes.
 
 T = TypeVar("T")
 _ABSENT_WHERE_NONE = ("day", "num_source_rows", "tombstones_sha256")
@@ -372,3 +373,26 @@ def read_index(directory: Path, wanted: Reference | None = None) -> IndexManifes
     body["segments"] = tuple(body["segments"])
     _check_ids([body["id"], *body["segments"]], directory / MANIFEST)
     return IndexManifest(**body)
+
+
+# What segments were called before ids were forgotten in them, as the root's lineage keeps it.
+#
+# A segment that is written again has another id and another hash. Who has trained it, or wants to
+# build it once more, knows it by those from before.
+
+FORGOTTEN = "forgotten:"
+"""What names begin with in a root's lineage; the rest is an id, or the sha256 of a manifest."""
+
+
+def names_before(lineage: Mapping[str, str], segment_id: str) -> frozenset[str]:
+    """Return the ids and the hashes of manifests that a segment had before.
+
+    Example:
+        >>> sorted(names_before({"forgotten:00000-a": "00000-b", "day:x": "00000-b"}, "00000-b"))
+        ['00000-a']
+    """
+    return frozenset(
+        name.removeprefix(FORGOTTEN)
+        for name, now in lineage.items()
+        if name.startswith(FORGOTTEN) and now == segment_id
+    )

@@ -15,8 +15,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.config.job import OrderConfig
 from schemas.hashing import splitmix64
-from schemas.job import OrderConfig
 
 
 @dataclass(frozen=True, slots=True)

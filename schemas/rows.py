@@ -1,16 +1,15 @@
-"""From the values of a sparse feature to rows of its embedding table."""
+"""Rows of embedding tables: which row a value looks up, and the initial value of a row."""
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from schemas.columns import is_text, numpy_of
+from schemas.arrays import Array, hash_values, is_text, numpy_of
+from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
-from schemas.hashing import hash_rows
-from schemas.job import TableConfig
-from schemas.stable import hash_values
+from schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
 
 
 def rows_of_values(values: pa.Array, name: str, table: TableConfig) -> NDArray[np.int64]:
@@ -80,3 +79,43 @@ def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDAr
             "reject it when the dataset is built, or use rows: hash"
         )
     return rows
+
+
+_BITS = 24
+"""Random bits per value: a float32 holds them exactly, so both precisions start equal."""
+
+
+def initial_bound(dim: int) -> float:
+    """Return the bound b of the uniform distribution U(-b, b) that rows start from.
+
+    0.5 / sqrt(dim), whatever the number of rows: TorchRec's sqrt(1 / num_rows)
+    would start a hashed table of 2**63 rows at zero.
+    """
+    return 0.5 / dim**0.5
+
+
+def initial_rows(
+    rows: NDArray[np.int64], *, table: str, seed: int, dim: int, dtype: DTypeLike
+) -> Array:
+    """Return the values that rows have before they are first trained.
+
+    Args:
+        rows: (n,) row ids.
+        table: table name; its salt keeps tables independent.
+        seed: of the run.
+        dim: width of a row.
+        dtype: float32 or float64; the values are the same in both.
+
+    Returns:
+        (n, dim) values in [-b, b), b = `initial_bound(dim)`.
+    """
+    base = splitmix64(as_bits(rows) ^ splitmix64(np.array([seed])) ^ salt_of(table))
+    # halves: (n, ceil(dim / 2), 2) 32-bit numbers, two from each 64-bit hash
+    columns = np.arange((dim + 1) // 2, dtype=np.uint64) << np.uint64(1) | np.uint64(1)
+    hashes = splitmix64(base[:, None] + columns * np.uint64(0x9E3779B97F4A7C15))
+    halves = hashes.view(np.uint32).reshape(len(rows), 2 * len(columns))[:, :dim]
+    uniform = (halves >> np.uint32(32 - _BITS)).astype(np.float32)
+    uniform *= np.float32(2.0 ** (1 - _BITS))
+    uniform -= np.float32(1)
+    uniform *= np.float32(initial_bound(dim))
+    return uniform.astype(dtype, copy=False)

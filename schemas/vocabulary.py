@@ -21,10 +21,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.columns import is_list, one_chunk
+from schemas.arrays import hash_values, is_list, one_chunk
 from schemas.errors import SchemaError
 from schemas.hashing import as_bits, hash_rows
-from schemas.stable import hash_values
 
 VOCABULARIES = "vocabularies"
 

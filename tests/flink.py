@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.readable import is_readable
+from trainer.runtime import is_readable
 
 QUICK_START = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """A Flink of a minute spends most of it compiling itself."""

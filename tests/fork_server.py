@@ -48,9 +48,9 @@ PRELOADED = (
     "pandas",
     "pipelines.build",
     *(f"{module}.__main__" for module in MODULES),
-    "trainer.replicas.launch",
-    "trainer.replicas.work",
-    "trainer.stores.manage",
+    "trainer.elastic.launcher",
+    "trainer.elastic.worker",
+    "trainer.stores.remote.processes",
     "trainer.train",
 )
 WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}

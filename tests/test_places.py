@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import commands as pipelines
+from pipelines import cli as pipelines
 from scheduler import __main__ as scheduler
 from schemas import paths
 from tests.scheduler.made import write_job

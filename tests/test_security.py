@@ -19,8 +19,7 @@ import scheduler.__main__
 import trainer.__main__
 from pipelines.beam.runner import run_pipeline
 from pipelines.samples.connection import connect
-from scheduler.drivers.process.stores import prepare_stores, token_of
-from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.local.job_files import Workplace, prepare_stores, token_of
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
@@ -28,8 +27,8 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import children_of, ended, num_steps, started, until
 from tests.trainer.runs import SEGMENTS
 from tests.trainer.stores import running, start_store
-from trainer.replicas.faults import Faults
-from trainer.stores.token import write_token
+from trainer.elastic.faults import Faults
+from trainer.stores.remote.wire import write_token
 
 PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
 LOOPBACK = {"127.0.0.1", "::1", "00000000000000000000000001000000"}
@@ -40,13 +39,13 @@ SERVERS = re.compile(
     r"|add_insecure_port|add_secure_port|grpc\.server|\.bind)$"
 )
 SERVER_FILES = {
-    "scheduler/doctor/machine.py",  # asks whether a port of loopback is free
-    "scheduler/status/server.py",
-    "trainer/replicas/group.py",
-    "trainer/replicas/membership.py",
-    "trainer/replicas/peer.py",
-    "trainer/replicas/relay.py",  # for injected faults, on loopback
-    "trainer/stores/flight_server.py",
+    "scheduler/doctor/checks.py",  # asks whether a port of loopback is free
+    "scheduler/status/board.py",
+    "trainer/elastic/group.py",
+    "trainer/elastic/membership.py",
+    "trainer/elastic/peer_state.py",
+    "trainer/elastic/faults.py",  # for injected faults, on loopback
+    "trainer/stores/remote/server.py",
 }
 
 
@@ -84,7 +83,7 @@ def keyword(call: ast.Call, name: str) -> object:
 @pytest.mark.slow
 def test_pickle_is_imported_by_two_modules_of_the_build_alone() -> None:
     found = {path for path, tree in trees() if imported(tree) & UNSAFE_MODULES}
-    assert found == {"pipelines/beam/runner.py", "pipelines/parts/part.py"}
+    assert found == {"pipelines/beam/runner.py", "pipelines/clustering/part.py"}
 
 
 @pytest.mark.slow

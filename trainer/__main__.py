@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from schemas.config.job import load_job
 from schemas.errors import PlanError, SchemaError, counted
-from schemas.events import BEHIND, LOST
-from schemas.job import load_job
 from schemas.manifest import read_dataset
 from schemas.paths import check_writable
-from trainer.commands import WRITTEN, build_parser
-from trainer.draining import Drain, DrainInterrupt
+from schemas.run_log import BEHIND, LOST
+from trainer.cli import WRITTEN, build_parser
+from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import refuse_run
 
 __all__ = ["build_parser", "main"]
@@ -110,10 +110,10 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     _check_inputs(arguments, may_follow=arguments.follow)
     if not arguments.resume:
         refuse_run(arguments.output)
-    from schemas.events import to_line
-    from trainer.progress import show_progress
-    from trainer.replicas.faults import Faults
-    from trainer.replicas.launch import LaunchOptions, train_together
+    from schemas.run_log import to_line
+    from trainer.elastic.faults import Faults
+    from trainer.elastic.launcher import LaunchOptions, train_together
+    from trainer.runtime import show_progress
     from trainer.train import TrainOptions, train
 
     _set_threads(arguments.job)
@@ -164,15 +164,14 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from trainer.replicas.faults import Faults
-    from trainer.replicas.launch import heed_stdin
-    from trainer.replicas.options import ReplicaOptions
-    from trainer.replicas.together import TOKEN, read_together
-    from trainer.replicas.work import work
-    from trainer.stores.failures import BehindError, StoreLostError
-    from trainer.stores.peer import Access
-    from trainer.stores.tls import read_trusted
-    from trainer.stores.token import read_token
+    from trainer.elastic.context import TOKEN, read_together
+    from trainer.elastic.faults import Faults
+    from trainer.elastic.launcher import heed_stdin
+    from trainer.elastic.options import ReplicaOptions
+    from trainer.elastic.worker import work
+    from trainer.stores.api import BehindError, StoreLostError
+    from trainer.stores.remote.connection import Access
+    from trainer.stores.remote.wire import read_token, read_trusted
 
     if arguments.end_with_stdin:
         heed_stdin(drain)
@@ -214,7 +213,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from trainer.ledger import verify_run
+    from trainer.run import verify_run
 
     report = verify_run(arguments.run)
     _show(arguments, json.dumps(asdict(report), sort_keys=True))
@@ -229,7 +228,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _equal(arguments: argparse.Namespace) -> int:
-    from trainer.compare import compare_runs
+    from trainer.diff import compare_runs
 
     comparison = compare_runs(arguments.run, arguments.other)
     _show(arguments, json.dumps(asdict(comparison), sort_keys=True))
@@ -247,7 +246,7 @@ def _equal(arguments: argparse.Namespace) -> int:
 
 
 def _of_model(arguments: argparse.Namespace) -> int:
-    from trainer.export_commands import COMMANDS
+    from trainer.publish import COMMANDS
 
     found = COMMANDS[arguments.command](arguments)
     _show(arguments, json.dumps(asdict(found), sort_keys=True))
@@ -255,7 +254,7 @@ def _of_model(arguments: argparse.Namespace) -> int:
 
 
 def _forget(arguments: argparse.Namespace) -> int:
-    from trainer.forgetting import forget_ids
+    from trainer.erase import forget_ids
 
     found = forget_ids(arguments.run, arguments.ids, arguments.table)
     _show(arguments, json.dumps(found))
@@ -269,9 +268,8 @@ def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
 
 
 def _store(arguments: argparse.Namespace) -> int:
-    from trainer.stores.claims import ranges_from
-    from trainer.stores.flight_server import Limits
-    from trainer.stores.serve import StoreOptions, run_store
+    from trainer.stores.remote.ownership import ranges_from
+    from trainer.stores.remote.server import Limits, StoreOptions, run_store
 
     options = StoreOptions(
         directory=arguments.directory,
@@ -301,8 +299,8 @@ def _store(arguments: argparse.Namespace) -> int:
 
 
 def _migrate_slots(arguments: argparse.Namespace) -> int:
-    from trainer.stores.claims import ranges_from
-    from trainer.stores.manage import gather_slots, migrate_slots
+    from trainer.stores.remote.ownership import ranges_from
+    from trainer.stores.remote.processes import gather_slots, migrate_slots
 
     givers, slots = arguments.givers.split(","), ranges_from(arguments.slots)
     if len(givers) > 1 and not arguments.served:
@@ -321,7 +319,7 @@ def _migrate_slots(arguments: argparse.Namespace) -> int:
 
 
 def _tell_store(arguments: argparse.Namespace) -> int:
-    from trainer.stores.manage import kill_store, restart_store
+    from trainer.stores.remote.processes import kill_store, restart_store
 
     tell = kill_store if arguments.command == "kill-store" else restart_store
     tell(
@@ -335,7 +333,7 @@ def _tell_store(arguments: argparse.Namespace) -> int:
 
 
 def _persist(arguments: argparse.Namespace) -> int:
-    from trainer.flash.agent import run_agent, tell
+    from trainer.checkpoint.agent import run_agent, tell
 
     run_agent(
         arguments.run,

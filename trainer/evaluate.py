@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
-from trainer.embedding import Embedding
-from trainer.metric_streams import ScatteredAuc, ScoreTable, SessionAuc
-from trainer.metrics import KeyedAuc, LossSums, loss_sums
-from trainer.stores.store import Store
+from trainer.data.collate import Batch
+from trainer.embedding.module import Embedding
+from trainer.metrics import KeyedAuc, LossSums, ScatteredAuc, ScoreTable, SessionAuc, loss_sums
+from trainer.stores.api import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

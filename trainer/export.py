@@ -1,34 +1,31 @@
-"""A run's model as one file: its program exported by torch, and the rows of a checkpoint."""
+"""Export a run's model as one file: its program by torch.export, and the rows of a checkpoint."""
 
 from __future__ import annotations
 
 import io
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import nn
 from torch.export import Dim, ExportedProgram, export, save
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from schemas.checked import sha256_of
+from schemas.arrays import Array
+from schemas.config.job import Job, load_job
+from schemas.config.train import TrainConfig
 from schemas.errors import SchemaError
-from schemas.events import CHECKPOINTS
 from schemas.features import load_features
-from schemas.jagged import Array
-from schemas.job import Job, load_job
+from schemas.files import sha256_of
 from schemas.layout import JOB, MANIFEST, SCHEMA
-from schemas.model_file import (
-    PROGRAM,
-    Lineage,
-    ModelManifest,
-    rows_paths,
-    write_model,
-)
+from schemas.model import PROGRAM, Lineage, ModelManifest, rows_paths, write_model
 from schemas.model_inputs import (
     DENSE,
     FEWEST_SAMPLES,
@@ -39,16 +36,175 @@ from schemas.model_inputs import (
     positions_key,
     rows_key,
 )
-from trainer.checkpoint import dense_of, newest_checkpoint, verified
-from trainer.decode import BatchSpec, spec_of_columns
-from trainer.flash.manifest import DENSE as DENSE_FILE
-from trainer.flash.manifest import CheckpointManifest, folder_of
-from trainer.npy import NpyFile
-from trainer.parts import layouts_of
+from schemas.run_log import CHECKPOINTS
+from trainer.checkpoint.format import NpyFile
+from trainer.checkpoint.load import (
+    CheckpointStore,
+    dense_of,
+    load_state,
+    newest_checkpoint,
+    verified,
+)
+from trainer.checkpoint.manifest import DENSE as DENSE_FILE
+from trainer.checkpoint.manifest import CheckpointManifest, folder_of
+from trainer.components import layouts_of
+from trainer.data.collate import features_of_tables
+from trainer.data.decode import BatchSpec, spec_of_columns
+from trainer.embedding.cache import DirectSource
+from trainer.embedding.module import Embedding, TableSpec
+from trainer.models.attention import AttentionModel, QueryBuckets, build
+from trainer.models.build import build_model
 from trainer.run import has_run, read_identity
-from trainer.served_model import ServedModel, served_model
-from trainer.state import load_state
-from trainer.stores.checkpoint_store import CheckpointStore
+
+# A trained model over explicit tensors, for `torch.export`: rows of a batch in, logits out.
+#
+# Its parameters are those of the trained model, and it computes what that computes for expanded
+# batches: one bag per sample, nothing shared. What a batch looks up has been found before
+# (`schemas/model_inputs.py`), so that there is nothing in it but tensors.
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Look-ups in the place of a batch's KeyedJaggedTensor.
+
+    Attributes:
+        inputs: by the names of `schemas.model_inputs`.
+    """
+
+    inputs: Tensors
+
+    def stride(self) -> int:
+        """Return the number of samples, as a KeyedJaggedTensor does."""
+        return self.inputs[DENSE].shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenVectors:
+    """Pooled vectors in the place of a KeyedTensor."""
+
+    vectors: dict[str, torch.Tensor]
+
+    def __getitem__(self, feature: str) -> torch.Tensor:
+        """Return the vectors of one feature, (num_samples, dim)."""
+        return self.vectors[feature]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """Return the vectors by feature, (num_samples, dim)."""
+        return self.vectors
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBatch:
+    """What models read of an expanded `trainer.data.collate.Batch`."""
+
+    dense: torch.Tensor
+    sparse: Given
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return self.dense.shape[0]
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """Return none: nothing is shared."""
+        return {}
+
+    @property
+    def sides(self) -> None:
+        """Return none: nothing is shared."""
+        return
+
+
+class GivenEmbedding(nn.Module):
+    """What models ask of an embedding, on rows that come with the look-ups."""
+
+    def __init__(self, spec: BatchSpec, config: TrainConfig) -> None:
+        """Keep which feature looks into which table."""
+        super().__init__()
+        self.spec = spec
+        self._mean = config.pooling == "mean"
+        tables = tuple(
+            TableSpec(name=name, num_rows=spec.tables[name].num_rows, features=features)
+            for name, features in features_of_tables(spec).items()
+        )
+        self._configs = Embedding(tables, config, DirectSource({})).embedding_bag_configs()
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Return one config per table, as TorchRec's collection does."""
+        return self._configs
+
+    def forward(self, sparse: Given) -> GivenVectors:
+        """Pool the rows of each bag."""
+        return GivenVectors({f: self._pooled(sparse.inputs, f) for f in self.spec.sparse})
+
+    def _pooled(self, inputs: Tensors, feature: str) -> torch.Tensor:
+        """Return (num_samples, dim); the last bag holds what fills the arrays and is dropped."""
+        rows = inputs[rows_key(self.spec.table_of[feature])]
+        positions, lengths = inputs[positions_key(feature)], inputs[lengths_key(feature)]
+        if feature in self.spec.weighted:
+            # the product is rounded before it is added, as the trainer's kernel does
+            factors = inputs[factors_key(feature)].unsqueeze(1)
+            rows = rows.index_select(0, positions) * factors
+            positions = torch.arange(positions.shape[0])
+        starts = F.pad(lengths.cumsum(0), (1, 0))
+        bags = F.embedding_bag(positions, rows, starts, mode="sum")[:-1]
+        if self._mean:
+            bags = bags * (1 / lengths.clamp(min=1).to(bags.dtype)).unsqueeze(1)
+        return bags
+
+
+class ServedAttention(AttentionModel):
+    """The attention model whose histories come as blocks of positions."""
+
+    def _read_history(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return (B, dim); each sample is the only query of its own history."""
+        inputs: Tensors = batch.sparse.inputs
+        spec: BatchSpec = embedding.spec
+        history = inputs[HISTORY]
+        num_samples, width = history.shape
+        rows = inputs[rows_key(spec.table_of[self.history])]
+        lengths = inputs[lengths_key(self.history)]
+        columns = torch.arange(width)
+        filled = columns < lengths.clamp(max=self.max_history)[:, None]
+        vectors = rows.index_select(0, history.flatten()).view(num_samples, width, -1)
+        padded = torch.where(filled.unsqueeze(2), vectors, 0.0)
+        readable = columns < lengths.clamp(min=1, max=self.max_history)[:, None]
+        each = torch.arange(num_samples)
+        buckets = QueryBuckets(each, (num_samples,), (1,), each)
+        read = self.attention(targets, self.encoder(padded, readable), readable, buckets)
+        return torch.where((lengths == 0)[:, None], self.empty_history, read)
+
+
+class ServedModel(nn.Module):
+    """From the named tensors of a batch to (num_samples,) logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep a model over a `GivenEmbedding`."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensors) -> torch.Tensor:
+        """Return the logits."""
+        return self.model(cast(Any, GivenBatch(inputs[DENSE], Given(inputs))))
+
+
+def served_model(config: TrainConfig, spec: BatchSpec) -> ServedModel:
+    """Return a job's model as it is served, with first parameters.
+
+    Args:
+        config: train section of the job.
+        spec: what a batch is made of.
+    """
+    plain = replace(config.model, dedup_compute=False)
+    config = replace(config, model=plain, device="cpu", kernels="torch")
+    embedding = GivenEmbedding(spec, config)
+    if config.model.name != "attention":
+        return ServedModel(build_model(config, spec, embedding))
+    num_dense = len(spec.dense)
+    return ServedModel(build(config, spec.sparse, num_dense, embedding, ServedAttention))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,40 +1,56 @@
-"""Rows that changed between two checkpoints of a run, and the newer model made of them.
-
-Parts of a checkpoint that the older one has, too, hold the same rows: only the others are read.
-Of these, rows are published whose bits differ; a part may repeat a row that is as it was.
-"""
+"""Publish the rows that changed between two checkpoints, and apply them to an exported model."""
 
 from __future__ import annotations
 
+import argparse
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.changed_rows import (
+from schemas.errors import SchemaError
+from schemas.files import sha256_of
+from schemas.layout import MANIFEST
+from schemas.model import (
+    PROGRAM,
+    TEXTS,
     ChangesManifest,
     changed_batch,
     changed_path,
     changed_schema,
     dropped_path,
     dropped_schema,
+    manifest_from,
     open_changes,
+    open_model,
     read_changed,
     read_dropped,
+    rows_paths,
     write_changes_manifest,
+    write_model,
 )
-from schemas.checked import sha256_of
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.model_file import PROGRAM, TEXTS, manifest_from, open_model, rows_paths, write_model
-from trainer.export import Source, manifest_of, open_source, program_of, texts_of, write_rows
-from trainer.flash.row_parts import RowPart, RowsAndRecords, newest
-from trainer.stores.store import ROWS_AT_ONCE, Records
+from trainer.checkpoint.format import RowPart, RowsAndRecords, newest
+from trainer.export import (
+    Source,
+    export_run,
+    manifest_of,
+    open_source,
+    program_of,
+    texts_of,
+    write_rows,
+)
+from trainer.stores.api import ROWS_AT_ONCE, Records
+
+# Rows that changed between two checkpoints of a run, and the newer model made of them.
+#
+# Parts of a checkpoint that the older one has, too, hold the same rows: only the others are read.
+# Of these, rows are published whose bits differ; a part may repeat a row that is as it was.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,3 +215,11 @@ def _merged(
 
 def _records(values: NDArray[np.floating]) -> Records:
     return Records(values, values[:, :0])
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "export": lambda a: export_run(a.run, a.output, a.checkpoint),
+    "publish": lambda a: publish(a.run, a.output, a.since, a.checkpoint),
+    "apply": lambda a: apply_changes(a.model, a.changes, a.output),
+}
+"""By command: from its arguments to a dataclass of what was made."""

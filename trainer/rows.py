@@ -1,7 +1,7 @@
-"""First values of embedding rows; `schemas/first_values.py` has them."""
+"""First values of embedding rows; `schemas/rows.py` has them."""
 
 from __future__ import annotations
 
-from schemas.first_values import initial_bound, initial_rows
+from schemas.rows import initial_bound, initial_rows
 
 __all__ = ["initial_bound", "initial_rows"]

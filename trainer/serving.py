@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.jagged import Array
-from schemas.model_file import ModelFile, open_model
+from schemas.model import ModelFile, open_model
 
 
 class Served:

@@ -1,51 +1,249 @@
-"""A training run from start to end."""
+"""The training loop of one process, and a run from start to end."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from schemas.chosen import choose, choose_hashes
-from schemas.dataset import Dataset, open_dataset
-from schemas.errors import SchemaError
-from schemas.events import IDENTITY, METRICS, RunSummary, StepMetric, read_metrics
-from schemas.job import Job, load_job
-from schemas.job_limits import EVALUATE, START
-from schemas.job_train import TrainConfig
+from schemas.config.job import Job, load_job
+from schemas.config.limits import EVALUATE, SAVE, START, WAIT
+from schemas.config.train import TrainConfig
+from schemas.dataset import Dataset, choose, choose_hashes, open_dataset
+from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST
-from trainer.beginning import begin_run, first_checkpoint
-from trainer.cache import PlannedCache
-from trainer.checkpoint import load_checkpoint, newest_checkpoint, stores_of, verified
-from trainer.decode import spec_of
+from schemas.order import Order
+from schemas.run_log import IDENTITY, METRICS, LedgerEntry, RunSummary, StepMetric, read_metrics
+from trainer.checkpoint.load import (
+    check_model,
+    load_checkpoint,
+    made_of,
+    newest_checkpoint,
+    same_plan,
+    stores_of,
+    verified,
+)
+from trainer.checkpoint.manager import Saver, claim_leftovers, saver_of
+from trainer.checkpoint.manifest import PLAN
+from trainer.checkpoint.snapshot import copy_bytes
+from trainer.components import Parts, build_parts, layouts_of, memory_stores, order_of
+from trainer.data.collate import Batch
+from trainer.data.decode import spec_of
+from trainer.data.microbatches import Leaves
+from trainer.data.reader import Reader, prefetched
 from trainer.device import device_of, moved
-from trainer.draining import Drain, told
+from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource, load_cached
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.lru import LruCache
 from trainer.evaluate import Evaluation, columns_of, evaluate
-from trainer.extending import plans_of_span
-from trainer.flash.fits import check_model, made_of, same_plan
-from trainer.flash.manifest import PLAN
-from trainer.following import Span
-from trainer.kernels.build import kernels_of
-from trainer.keyframes import CachedRows, load_cached
-from trainer.lru import LruCache
+from trainer.follow import Following, Span, extend, plans_of_span, settle
+from trainer.horizon import decide
 from trainer.models.build import wants_sides
-from trainer.next_use import NextUse
-from trainer.opening import open_stores, readable
-from trainer.parts import Parts, build_parts, layouts_of, memory_stores, order_of
-from trainer.reader import Reader
-from trainer.rollback import with_rollbacks
-from trainer.run import RunIdentity, check_meaning, check_run, read_identity, write_summary
-from trainer.saving import claim_leftovers
-from trainer.sources import DirectSource, RowSource
-from trainer.step import Clock, PhaseTimer
-from trainer.stores.future_log import FutureLog
-from trainer.stores.together import group_of
-from trainer.training import Training, TrainOptions
-from trainer.warm import said_of, steps_before
-from trainer.watchdog import Watchdog
+from trainer.recovery import Drain, Watchdog, told
+from trainer.run import (
+    RunIdentity,
+    RunLog,
+    check_meaning,
+    check_run,
+    cut_run,
+    read_identity,
+    write_dataset,
+    write_summary,
+)
+from trainer.setup import (
+    TrainOptions,
+    begin_run,
+    first_checkpoint,
+    open_stores,
+    readable,
+    with_rollbacks,
+)
+from trainer.step import (
+    Clock,
+    LeafSteps,
+    LeafWork,
+    PhaseTimer,
+    Steps,
+    WholeSteps,
+    check_loss,
+    metric_of,
+)
+from trainer.stores.api import group_of
+from trainer.stores.future_log import FutureLog, NextUse
+from trainer.warm_start import said_of, steps_before
+
+READ_AHEAD = 2
+"""Batches that are read beside training."""
+REPLICA = "0"
+"""Name of the only replica in the ledger."""
+
+
+class Training:
+    """The steps of a run."""
+
+    def __init__(
+        self,
+        run: Path,
+        job: Job,
+        options: TrainOptions,
+        data: Following,
+        parts: Parts,
+        drain: Drain,
+        watchdog: Watchdog,
+        timer: PhaseTimer,
+        on_step: Callable[[StepMetric, int], None],
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            run: run folder.
+            job: of the run.
+            options: what the command line says.
+            data: the dataset.
+            parts: what is trained.
+            drain: ends the run between two steps.
+            watchdog: limits each phase.
+            timer: of the phases.
+            on_step: called after each step, with its metric and the number of steps.
+        """
+        self._run, self._job, self._options = run, job, options
+        self._data, self._parts, self._drain = data, parts, drain
+        self._watchdog, self._timer, self._on_step = watchdog, timer, on_step
+
+    def run(self, span: Span, first: int, source: RowSource, *, loaded: bool) -> Span:
+        """Train all steps and save.
+
+        Args:
+            span: the first.
+            first: step to begin with.
+            source: of the rows.
+            loaded: whether a checkpoint before that step was loaded.
+
+        Returns:
+            The last span.
+
+        Raises:
+            SchemaError: the data, or a disk; checkpoints are whole.
+            DrainInterrupt: it was asked to end; what was trained is saved.
+        """
+        self._known = span.dataset
+        saver = self._saver = self._saver_of(span, first, source, loaded=loaded)
+        cut_run(self._run, first)
+        step = first
+        try:
+            with RunLog(self._run) as log:
+                step = self._steps(span, step, source, log)
+                while not self._drain.asked and decide(step, span.horizon) != "end":
+                    span = self._next_span(span, step, source)
+                    step = self._steps(span, step, source, log)
+            with self._watchdog(SAVE):
+                saver.finish(step)
+        finally:
+            saver.close()
+            source.close()
+        with told(f"stopped at step {step}, which {self._run} goes on from with --resume"):
+            self._drain.check()
+        return span
+
+    def _steps(self, span: Span, step: int, source: RowSource, log: RunLog) -> int:
+        """Train the steps of a span, as far as nothing ends it before; return the next one."""
+        config, until = self._job.train, span.horizon.until
+        reader = reader_of(span.dataset, span.order, self._options, config)
+        with ExitStack() as stack:
+            steps = stack.enter_context(steps_of(self._options, config, reader, self._parts))
+            batches = prefetched(steps.read, range(step, until), READ_AHEAD)
+            stack.enter_context(closing(batches))
+            while step < until and not self._drain.asked:
+                self._watchdog.step = step
+                with self._timer("read"):
+                    batch = next(batches)
+                loss = check_loss(steps.train(batch, self._timer), step)
+                metric = metric_of(step, loss, batch.num_samples, 1, self._timer)
+                log.commit(metric, _entry(batch, span.dataset, reader))
+                self._on_step(metric, until)
+                step += 1
+                with self._watchdog(SAVE):
+                    self._saver.after(step)
+                if self._data.grown():
+                    until = min(until, max(step, settle(source)))
+        return step
+
+    def _next_span(self, span: Span, step: int, source: RowSource) -> Span:
+        """Wait for what the pipeline commits, and let the run and its rows know."""
+        self._watchdog.step = step
+        try:
+            with self._timer(WAIT), told(f"stopped at step {step}; {self._run} goes on from it"):
+                found = self._data.next(step, lambda: self._save(step))
+                if found is not span:
+                    known = self._known = found.dataset
+                    write_dataset(self._run, known, self._job.train, follows=True)
+                    extend(source, self._parts.stores, found, self._job.train, step)
+        except (SchemaError, PlanError):
+            self._save(step)  # what was trained stays, whatever became of the dataset
+            raise
+        return found
+
+    def _save(self, step: int) -> None:
+        with self._watchdog(SAVE):
+            self._saver.save(step)
+
+    def _saver_of(self, span: Span, first: int, source: RowSource, *, loaded: bool) -> Saver:
+        """Return what saves the run, before its first step: there may be too little memory."""
+        config, stores = self._job.train, self._parts.stores
+        layouts = {table: store.layout for table, store in stores.items()}
+        steps = range(first, span.horizon.until)
+        cache = config.cache if isinstance(source, PlannedCache) else None
+        return saver_of(
+            self._run,
+            config.checkpoint,
+            self._parts,
+            source,
+            lambda: made_of(self._job, self._known),
+            first_step=first,
+            loaded=loaded,
+            num_bytes=lambda every: copy_bytes(
+                span.dataset, span.order, layouts, steps, every, cache
+            ),
+        )
+
+
+def reader_of(dataset: Dataset, order: Order, options: TrainOptions, config: TrainConfig) -> Reader:
+    """Return the reader of the training steps of an order."""
+    return Reader(
+        dataset,
+        order,
+        spec_of(dataset, config.dtype),
+        expanded=options.expanded,
+        sides=wants_sides(config),
+        transpose=kernels_of(config.kernels).transpose,
+    )
+
+
+@contextmanager
+def steps_of(
+    options: TrainOptions, config: TrainConfig, reader: Reader, parts: Parts
+) -> Iterator[Steps]:
+    """Yield how steps are computed: on a GPU as a whole, for leaves would leave it idle."""
+    device = device_of(config.device)
+    if options.fast or device.type != "cpu":
+        yield WholeSteps(reader, parts.model, parts.embedding, parts.optimizer, device)
+        return
+    with LeafWork(parts.model, parts.embedding, kernels_of(config.kernels)) as work:
+        yield LeafSteps(reader, work, parts.embedding, parts.optimizer)
+
+
+def _entry(batch: Batch | Leaves, dataset: Dataset, reader: Reader) -> LedgerEntry:
+    return LedgerEntry(
+        step=batch.step.train_step,
+        epoch=batch.step.epoch,
+        segment=dataset.segments[batch.step.segment].manifest.id,
+        replica=REPLICA,
+        blocks=tuple(reader.blocks_of(batch.step).tolist()),
+        num_samples=batch.num_samples,
+    )
 
 
 def train(

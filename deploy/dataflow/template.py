@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import apache_beam as beam
 
-from pipelines.beam.build import BuildDataset
+from pipelines.beam.io import BuildDataset
 from pipelines.beam.runner import parsed_options
 from schemas.errors import SchemaError
 

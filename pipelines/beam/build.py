@@ -1,103 +1,196 @@
-"""A whole build as one step of somebody else's pipeline."""
+"""The pipelines of a build on Beam: segments, indexes, and the commit."""
 
 from __future__ import annotations
 
-import uuid
-from dataclasses import replace
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
+from apache_beam import pvalue
 
-from pipelines.beam.commit import SEGMENT, Wanted, committed
-from pipelines.beam.io import INCOMING
-from pipelines.beam.options import shuffle_of
-from pipelines.beam.segment import segment_pipeline
-from pipelines.build import hashes_of
-from pipelines.groups.job import with_groups
-from pipelines.learned.files import stage_learned
-from pipelines.prepare import BuildRequest, context_of, prepare
-from pipelines.segments.admit import admit
-from pipelines.sources.rejects import Reject
-from pipelines.stages import REJECTS
-from schemas.features import load_features
-from schemas.job import check_new_names, load_job
-from schemas.paths import check_writable, local_path, schema_path
+from pipelines.beam.runner import run_pipeline
+from pipelines.beam.tables import IndexTables, NumberAccesses
+from pipelines.beam.transforms import (
+    REJECTED,
+    BuildParts,
+    EachReject,
+    Learn,
+    MakeSamples,
+    ReadRows,
+    WriteRejects,
+)
+from pipelines.build import finish_written, hashes_of
+from pipelines.context import BuildContext, BuildRequest
+from pipelines.oracle.index import TableTotals
+from pipelines.samples.event_join import add_counts
+from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
+from pipelines.table.compatibility import admit, finished_segments, proposal_of
+from pipelines.table.locks import locked, workplace
+from pipelines.table.publish import publish
+from pipelines.transforms.apply import learned_inputs
+from pipelines.transforms.fit import LEARNED
+from schemas.config.job import Job
+from schemas.dataset import Dataset
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet
+from schemas.layout import MANIFEST, SEGMENTS
+from schemas.manifest import InputFile
+from schemas.order import Order
+
+SEGMENT = "segment"
 
 
-class BuildDataset(beam.PTransform):
-    """Begin a pipeline with a build: what `python -m pipelines build` does, to the same bytes.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A segment that a pipeline makes."""
 
-    The input is listed and the job checked when the pipeline is made; a segment that is there
-    already is not built again.
+    request: BuildRequest
+    job: Job
+    features: FeatureSet
+    context: BuildContext
+
+
+class _Commit(beam.DoFn):
+    """Finishes the segment when all of it is there; done twice, it is there once."""
+
+    def __init__(self, wanted: Wanted, names: tuple[str, ...]) -> None:
+        self.wanted, self.names = wanted, names
+
+    def process(self, listing: tuple[InputFile, ...], *values: list[Any]) -> Iterator[str]:
+        yield commit(self.wanted, listing, dict(zip(self.names, values, strict=True)))
+
+
+def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, list[Any]]) -> str:
+    """Make what a pipeline wrote part of the dataset.
 
     Returns:
-        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`; the segment's name comes
-        when it is committed.
+        The segment's name; that of the same segment when it is there already.
 
-    Example: `pipeline | BuildDataset("job.yaml", "log", "dataset")`
+    Raises:
+        SchemaError: it must not enter the dataset.
     """
+    request, job, features = wanted.request, wanted.job, wanted.features
+    incoming = wanted.context.segment_root
+    hashes, key = hashes_of(job, features, listing)
+    reference = admit(request, job, features, key, listing)
+    if reference is None:
+        building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
+        with (
+            ExitStack() as held,
+            workplace(building, ".*", lambda: finished_segments(request.dataset, key)),
+        ):
+            if not (building / MANIFEST).exists():
+                held.enter_context(locked(_parts_of(wanted)))
+                if not (incoming / MANIFEST).exists():
+                    finish_written(request, wanted.context, key, hashes, values)
+                # One call: all of it moves, with the lock, or nothing does.
+                incoming.rename(building)
+            reference = publish(proposal_of(request, job, features, key, building))
+    shutil.rmtree(incoming, ignore_errors=True)
+    return reference.id
 
-    def __init__(
-        self, job: str | Path, log: str | Path, dataset: str | Path, append: bool = False,
-        *, single_writer: bool = False, allow_outside: bool = False,
-    ) -> None:  # fmt: skip
-        """Check the job.
 
-        Args:
-            job: the job file.
-            log: directory of raw files, or its URL.
-            dataset: directory of the dataset.
-            append: whether the dataset must be there already.
-            single_writer: whether nothing else writes there, for a network filesystem.
-            allow_outside: whether the schema may lie outside the folder of the job file.
+def _parts_of(wanted: Wanted) -> Path:
+    """Return the directory that the pipeline wrote to.
 
-        Raises:
-            SchemaError: the job does not fit, or the dataset is no place to write to.
-        """
-        super().__init__()
-        path = Path(job).resolve()
-        self._parsed = load_job(path)
-        schema = schema_path(path, self._parsed.data.schema, allow_outside=allow_outside)
-        self._features = load_features(schema)
-        target = local_path(dataset).resolve()
-        check_writable(target, single_writer=single_writer)
-        check_new_names(self._parsed, path, target)
-        self._request = BuildRequest(
-            job_path=path,
-            input_root=str(log),
-            dataset=target,
-            beam_args=["--direct_num_workers=1"],  # of the index, which the last worker makes
-            attempt=uuid.uuid4().hex[:12],
-            append=append,
-            allow_outside=allow_outside,
+    Raises:
+        SchemaError: it is gone, so an attempt that failed had moved it, and another build swept it.
+    """
+    incoming = wanted.context.segment_root
+    if not incoming.is_dir():
+        raise SchemaError(
+            "parts of the segment must be there, got none; run the pipeline again",
+            file=str(incoming),
         )
+    return incoming
 
-    def expand(self, input_or_inputs: Any) -> dict[str, Any]:
-        """List the input, build the parts, commit the segment."""
-        pipeline, features = input_or_inputs.pipeline, self._features
-        request, job = with_groups(self._request, self._parsed, features)
-        prepared = prepare(request, job, features)
-        _, key = hashes_of(job, features, prepared.listing)
-        reference = admit(request, job, features, key, prepared.listing)
-        if reference is not None:
-            nothing = pipeline | "no rejects" >> beam.Create([])
-            return {
-                SEGMENT: pipeline | "there already" >> beam.Create([reference.id]),
-                REJECTS: nothing | "typed" >> beam.Map(_as_is).with_output_types(Reject),
-            }
-        request.dataset.mkdir(parents=True, exist_ok=True)
-        building = request.dataset / f"{INCOMING}.{request.attempt}"
-        context = replace(
-            context_of(request, job, features, prepared, building),
-            shuffle_by=shuffle_of(pipeline.options),
-        )
-        context.segment_root.mkdir()
-        stage_learned(request.dataset, context.learned, context.segment_root)
+
+def committed(listing: Any, made: Mapping[str, Any], wanted: Wanted) -> dict[str, beam.PCollection]:
+    """Add the commit to a pipeline.
+
+    Args:
+        listing: PCollection of one tuple, the input as the manifest names it.
+        made: outputs, `REJECTED` among them, of `segment.segment_of_rows`.
+        wanted: the segment.
+
+    Returns:
+        `{"segment": PCollection[str], "rejects": PCollection[Reject]}`.
+    """
+    outputs = {name: values for name, values in made.items() if name != REJECTED}
+    lists = [
+        pvalue.AsSingleton(values | f"all {name} to commit" >> beam.combiners.ToList())
+        for name, values in outputs.items()
+    ]
+    stage = beam.ParDo(_Commit(wanted, tuple(outputs)), *lists)
+    done = listing | "commit" >> stage.with_output_types(str)
+    return {SEGMENT: done, REJECTS: made[REJECTED] | "each reject" >> EachReject()}
+
+
+def segment_pipeline(
+    pipeline: beam.Pipeline, context: BuildContext
+) -> Mapping[str, beam.PCollection]:
+    """Add the whole build of one segment to a pipeline."""
+    return segment_of_rows(pipeline, pipeline | "ReadRows" >> ReadRows(context), context)
+
+
+def segment_of_rows(
+    pipeline: beam.Pipeline, rows: Mapping[str, beam.PCollection], context: BuildContext
+) -> Mapping[str, beam.PCollection]:
+    """Add the build of one segment to a pipeline that has its raw rows.
+
+    Args:
+        pipeline: where it is added.
+        rows: (source, table) pairs as `SAMPLES`, and `REJECTS`.
+        context: of the build.
+    """
+    samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
+    outputs: dict[str, beam.PCollection] = {}
+    if learned_inputs(context.data):
+        learn = Learn(context.segment_root, context.data, context.learned)
+        outputs["learned"] = samples[LEARNED] | "Learn" >> learn
+    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("learned"))
+    number = NumberAccesses(context.segment_root, context.data.tables, context.num_parts)
+    tables = parts[BLOCKS] | "NumberAccesses" >> number
+    rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
+    counts = rejects | "WriteRejects" >> WriteRejects(context)
+    events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
+    return {
+        **outputs,
+        "parts": parts[SAMPLES],
+        "tables": tables,
+        "rejects": counts,
+        REJECTED: rejects,
+        "events": events,
+    }
+
+
+def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, list[Any]]:
+    """Build a segment on Beam; return the values of each output, as `executor.run_segment`."""
+
+    def make(pipeline: beam.Pipeline) -> Mapping[str, beam.PCollection]:
         made = segment_pipeline(pipeline, context)
-        listing = pipeline | "listing" >> beam.Create([prepared.listing])
-        return committed(listing, made, Wanted(request, job, features, context))
+        return {name: values for name, values in made.items() if name != REJECTED}
+
+    return run_pipeline(make, beam_args, context.segment_root, context.num_parts).values
 
 
-def _as_is(reject: Reject) -> Reject:
-    return reject
+def run_index(
+    dataset: Dataset, order: Order, root: Path, beam_args: list[str], pieces: int
+) -> list[TableTotals]:
+    """Index all tables of a dataset on Beam.
+
+    Args:
+        dataset: an open dataset.
+        order: global order of the run.
+        root: directory of the index being built.
+        beam_args: Beam options.
+        pieces: workers' shares of access lists; above none, rounds spread.
+    """
+    stage = IndexTables(root, dataset, order, spread=pieces > 0)
+    return run_pipeline(
+        lambda p: {"tables": p | "IndexTables" >> stage}, beam_args, root, 1 + pieces
+    ).values["tables"]

@@ -1,9 +1,4 @@
-"""Coders of what a Beam pipeline carries: tables and references, with a size known at once.
-
-Beam samples the sizes of elements, and of the first ones every one; for a type
-without a coder it pickles the element to learn its size. That was a sixth of
-the time of a build, all of it under Python's lock.
-"""
+"""Beam coders of Arrow tables and references."""
 
 from __future__ import annotations
 
@@ -13,8 +8,7 @@ import pyarrow as pa
 from apache_beam.coders import Coder
 from apache_beam.coders.typecoders import registry
 
-from pipelines.beam.ipc import from_bytes, to_bytes
-from pipelines.beam.shuffle import Reference
+from pipelines.shuffle import Reference, from_bytes, to_bytes
 
 _NUMBERS = struct.Struct(">qq")
 

@@ -1,4 +1,4 @@
-"""The pipeline of `rewrite --layout flat` on Beam."""
+"""`rewrite --layout flat` on Beam."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.transforms import ReadRows
-from pipelines.rewrite.flat import FlatPart, FlatStage
+from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.stages import REJECTS, SAMPLES
 
 

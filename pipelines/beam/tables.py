@@ -1,4 +1,4 @@
-"""Numbering and indexing of tables on Beam: rounds of work that spread over workers."""
+"""Numbering and indexing of tables on Beam, in stages that spread over workers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 import apache_beam as beam
 
-from pipelines.beam.ipc import from_bytes
-from pipelines.beam.memory import keep_freed_memory
-from pipelines.oracle.index_table import TableTotals, index_table, totals_of
+from pipelines.memory import keep_freed_memory
+from pipelines.oracle.files import Round, run_rounds
+from pipelines.oracle.index import TableTotals, index_table, totals_of
 from pipelines.oracle.linking import LINKING, LinkingPlan
 from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
-from pipelines.oracle.rounds import Round, run_rounds
-from schemas.chosen import choose
-from schemas.dataset import Dataset, open_dataset
+from pipelines.shuffle import from_bytes
+from schemas.dataset import Dataset, choose, open_dataset
 from schemas.order import Order
 
 SPREAD_PARTS = 4

@@ -1,30 +1,35 @@
-"""The Beam transforms of a build; each is a thin shell over a stage of `stages.py`.
-
-Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4
-Arrow IPC bytes, samples as `shuffle.py` says.
-"""
+"""The Beam transforms of a build: thin shells over the stages of `stages.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
 import pyarrow as pa
 from apache_beam import pvalue
 from apache_beam.metrics import Metrics
+from apache_beam.utils.shared import Shared
 
 from pipelines.beam.coders import SourceRows
-from pipelines.beam.context import BuildContext
-from pipelines.beam.ipc import from_bytes, spread, to_bytes
-from pipelines.beam.look_ups import GoodSideRows, SharedSides, join_by_key, small_sides
-from pipelines.beam.memory import keep_freed_memory
-from pipelines.learned.files import LEARNED, load_building
-from pipelines.parts.part import packed
-from pipelines.parts.pins import Pins
-from pipelines.sources.reject_files import RejectCounts, places_of, write_rejects
-from pipelines.sources.rejects import Reject, from_table
+from pipelines.clustering.part import packed
+from pipelines.clustering.writer import Pins
+from pipelines.context import BuildContext
+from pipelines.lookup_stages import (
+    Sides,
+    cut_samples,
+    cut_side,
+    join_one,
+    join_part,
+    load_sides,
+    num_look_up_parts,
+    write_side,
+)
+from pipelines.memory import keep_freed_memory
+from pipelines.shuffle import contents, from_bytes, spread, to_bytes
+from pipelines.sources.rejects import Reject, RejectCounts, from_table, places_of, write_rejects
 from pipelines.sources.rows import FilePart
 from pipelines.stages import (
     BLOCKS,
@@ -34,12 +39,214 @@ from pipelines.stages import (
     Output,
     SampleStage,
     cut_file,
+    good_side_rows,
     keyed_rows,
     pins_of,
     read_rows,
     write_part,
 )
-from schemas.learned import Learned
+from pipelines.transforms.fit import (
+    LEARNED,
+    Partial,
+    load_building,
+    merged,
+    settle,
+    shrink,
+    with_partial,
+)
+from schemas.config.job import DataConfig
+from schemas.fitted import Learned
+
+_KEYED = tuple[int, tuple[str, bytes]]
+"""What look-ups by key are grouped by is an int on every runner, not a pickled object."""
+
+
+class GoodSideRows(beam.DoFn):
+    """Rows of side tables, (name, table), that can be looked up; the others are rejects."""
+
+    def __init__(self, context: BuildContext) -> None:
+        """Remember the declarations."""
+        self.context = context
+
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
+        """Yield (name, rows)."""
+        name, table = rows
+        for tag, value in good_side_rows(self.context, name, table):
+            yield beam.pvalue.TaggedOutput(REJECTS, value) if tag == REJECTS else (name, value)
+
+
+class _WriteSide(beam.DoFn):
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    def process(self, side: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, str]]:
+        name, rows = side
+        yield name, str(write_side(self.context, name, [from_bytes(data) for data in rows]))
+
+
+class SharedSides:
+    """Side tables that all threads and bundles of a worker process have together."""
+
+    def __init__(self) -> None:
+        """Make the handle; it travels to the workers."""
+        self._shared = Shared()
+
+    def get(self, paths: Mapping[str, str], context: BuildContext) -> Sides:
+        """Return the tables, loaded at the first call of the process."""
+        tag = str(context.segment_root)
+        return self._shared.acquire(lambda: load_sides(paths, context), tag=tag)
+
+
+def small_sides(rows: beam.PCollection, context: BuildContext) -> beam.pvalue.AsDict:
+    """Return (name, file) of every small side table, as a side input."""
+    files = (
+        rows
+        | "small sides" >> beam.Filter(lambda row: row[0] in context.broadcast)
+        | "side to bytes" >> beam.MapTuple(lambda name, table: (name, to_bytes(table)))
+        | "group side" >> beam.GroupByKey()
+        | "write side" >> beam.ParDo(_WriteSide(context))
+    )
+    return beam.pvalue.AsDict(files)
+
+
+class _SpreadSamples(beam.DoFn):
+    def __init__(self, context: BuildContext, index: int, num_parts: int) -> None:
+        self.context, self.index, self.num_parts = context, index, num_parts
+
+    def process(self, samples: pa.Table) -> Iterator[tuple[int, tuple[str, bytes]]]:
+        for part, rows in cut_samples(self.context, self.index, self.num_parts, samples):
+            for content in contents(rows):
+                yield part, ("samples", content)
+
+
+class _SpreadSide(beam.DoFn):
+    def __init__(self, context: BuildContext, num_parts: int) -> None:
+        self.context, self.num_parts = context, num_parts
+
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, tuple[str, bytes]]]:
+        for part, table in cut_side(self.context, rows[0], self.num_parts, rows[1]):
+            for content in contents(table):
+                yield part, ("side", content)
+
+
+class _JoinPart(beam.DoFn):
+    def __init__(self, context: BuildContext, index: int) -> None:
+        self.context, self.index = context, index
+
+    def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[pa.Table]:
+        tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
+        for what, content in grouped[1]:
+            tables[what].append(from_bytes(content))
+        yield from join_part(self.context, self.index, tables["samples"], tables["side"])
+
+
+class _JoinSmall(beam.DoFn):
+    def __init__(self, context: BuildContext, index: int) -> None:
+        self.context, self.index, self.sides = context, index, SharedSides()
+
+    def process(self, samples: pa.Table, paths: Mapping[str, str]) -> Iterator[pa.Table]:
+        yield join_one(samples, self.sides.get(paths, self.context), self.context, self.index)
+
+
+def join_by_key(
+    samples: Any,
+    side_rows: Any,
+    small: beam.pvalue.AsDict,
+    context: BuildContext,
+) -> Any:
+    """Add all look-ups to a pipeline, one after the other, when one of the tables is large."""
+    for index, join in enumerate(context.data.samples.joins):
+        if join.side in context.broadcast:
+            stage = _JoinSmall(context, index)
+            samples = samples | f"look up {index}" >> beam.ParDo(stage, small).with_output_types(
+                pa.Table
+            )
+            continue
+        num_parts = num_look_up_parts(context, join.side)
+        side = (
+            side_rows
+            | f"side of {index}" >> beam.Filter(lambda row, name=join.side: row[0] == name)
+            | f"spread side {index}"
+            >> beam.ParDo(_SpreadSide(context, num_parts)).with_output_types(_KEYED)
+        )
+        spread_stage = beam.ParDo(_SpreadSamples(context, index, num_parts))
+        keyed = samples | f"spread samples {index}" >> spread_stage.with_output_types(_KEYED)
+        samples = (
+            (side, keyed)
+            | f"side and samples {index}" >> beam.Flatten()
+            | f"group look-up {index}" >> beam.GroupByKey()
+            | f"look up {index}"
+            >> beam.ParDo(_JoinPart(context, index)).with_output_types(pa.Table)
+        )
+    return samples
+
+
+class MergePartials(beam.CombineFn):
+    """Adds contributions of one key; several are merged at once."""
+
+    def create_accumulator(self) -> list[Partial]:
+        """Return nothing yet."""
+        return []
+
+    def add_input(self, mutable_accumulator: list[Partial], element: Partial) -> list[Partial]:
+        """Add one contribution."""
+        return with_partial(mutable_accumulator, element)
+
+    def merge_accumulators(self, accumulators: Iterable[list[Partial]]) -> list[Partial]:
+        """Merge what is there into one."""
+        return merged([part for parts in accumulators for part in parts])
+
+    def compact(self, accumulator: list[Partial]) -> list[Partial]:
+        """Merge before the accumulator is sent."""
+        return merged(accumulator)
+
+    def extract_output(self, accumulator: list[Partial]) -> Partial:
+        """Return the sum."""
+        return merged(accumulator)[0]
+
+
+class _Shrink(beam.DoFn):
+    def __init__(self, root: Path, data: DataConfig) -> None:
+        self.root, self.data = root, data
+
+    def process(self, element: tuple[str, Partial]) -> Iterator[tuple[str, Partial | str]]:
+        key, partial = element
+        yield key, shrink(self.root, self.data, key, partial)
+
+
+class _Settle(beam.DoFn):
+    """Turns all sums into files, once."""
+
+    def __init__(self, root: Path, data: DataConfig, base: Mapping[str, str]) -> None:
+        self.root, self.data, self.base = root, data, base
+
+    def process(self, partials: list[tuple[str, Any]]) -> Iterator[dict[str, str]]:
+        yield settle(self.root / LEARNED, dict(partials), self.data, self.base)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class Learn(beam.PTransform):
+    """Contributions by key to one mapping of files, path to sha256, below the segment's scratch."""
+
+    root: Path
+    data: DataConfig
+    base: Mapping[str, str]
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Add up by key, keep what can become an entry, write once."""
+        return (
+            input_or_inputs
+            | "add up" >> beam.CombinePerKey(MergePartials())
+            | "shrink" >> beam.ParDo(_Shrink(self.root, self.data))
+            | "all sums" >> beam.combiners.ToList()
+            | "settle" >> beam.ParDo(_Settle(self.root, self.data, self.base))
+        )
+
+
+# The Beam transforms of a build; each is a thin shell over a stage of `stages.py`.
+#
+# Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4 Arrow IPC bytes,
+# samples as `shuffle.py` says.
 
 REJECTED = "rejected"
 """Output of a segment's pipeline with the rejects themselves, which stay with the workers."""

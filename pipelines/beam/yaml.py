@@ -12,14 +12,12 @@ import pyarrow as pa
 from apache_beam.typehints.row_type import RowTypeConstraint
 from apache_beam.utils.timestamp import Timestamp
 
-from pipelines.beam.build import BuildDataset
-from pipelines.beam.commit import SEGMENT
-from pipelines.beam.io import ReadDataset, WriteDataset, columns_of
-from pipelines.beam.steps import ReadSource
-from pipelines.sources.arrow_types import arrow_type
+from pipelines.beam.build import SEGMENT
+from pipelines.beam.io import BuildDataset, ReadDataset, ReadSource, WriteDataset, columns_of
 from pipelines.sources.rejects import Reject
+from pipelines.sources.rows import arrow_type
 from pipelines.stages import REJECTS
-from schemas.job import load_job
+from schemas.config.job import load_job
 
 _SEGMENT_ROW = RowTypeConstraint.from_fields([("segment", str)])
 _REJECT_FIELDS: list[Any] = [

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from pipelines.init.files import MANY
 from pipelines.samples.connection import quoted_name
-from schemas.columns import one_chunk
+from schemas.arrays import one_chunk
 
 Shape = Literal["int", "float", "bool", "text", "time", "list"]
 Role = Literal["sparse", "dense", "label", "kept"]

@@ -15,16 +15,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.preview.excerpt import excerpts
-from pipelines.sources.arrow_types import word_of
-from pipelines.sources.avro_source import columns_of_avro
-from pipelines.sources.folder import Folder, decompressed, folder_of
-from pipelines.sources.listing import FoundFile, regex_of
-from pipelines.sources.partitions import infer_partitions
+from pipelines.preview.preview import excerpts
+from pipelines.sources.avro import columns_of_avro
+from pipelines.sources.listing import (
+    Folder,
+    FoundFile,
+    decompressed,
+    folder_of,
+    infer_partitions,
+    regex_of,
+)
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.rows import ORIGIN, FilePart, word_of
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
-from schemas.job_sources import SourceConfig
 
 ROWS = 20_000
 """Rows of each kind of files that are looked at."""

@@ -1,24 +1,403 @@
-"""Write a first job for the files of a folder, and look at what a build would make of it."""
+"""Write a first job for the files of a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipelines.init.columns import plain_name
-from pipelines.init.files import kinds_of
-from pipelines.init.plan import Plan, plan_of, typed
-from pipelines.init.whole import evaluation_from, is_unique
-from pipelines.init.write import job_text, schema_text
+from pipelines.init.columns import plain_name, quoted
+from pipelines.init.files import Kind, kinds_of
+from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
 from pipelines.preview.preview import PreviewRequest, preview
-from pipelines.sources.folder import folder_of
-from schemas.columns import is_text
+from pipelines.samples.connection import quoted_name
+from pipelines.sources.avro import cut_avro
+from pipelines.sources.listing import Folder, codec_of, decompressed, folder_of
+from pipelines.sources.read import empty_rows, read_part
+from pipelines.sources.rejects import Reject
+from pipelines.sources.rows import FilePart
+from schemas.arrays import is_text, one_chunk
 from schemas.errors import SchemaError
+
+_PLAIN = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z_][A-Za-z0-9_]*", re.I)
+_WIDTH = 96
+
+
+def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
+    """Return the text of `job.yaml`.
+
+    Args:
+        plan: what was chosen.
+        name: of the job.
+        folder: where the files are, for the comment.
+        split: from when on samples are for evaluation; None when that is not known.
+    """
+    lines = [
+        f"# A first job for the files in {folder}, written by `python -m pipelines init`.",
+        "# Every choice has its reason beside it: correct what is wrong, then look again with",
+        "#     python -m pipelines preview JOB --input DIR",
+        "# docs/job.md explains each key; schema.pbtxt beside it has the roles of columns.",
+        *_left_out(plan),
+        f"name: {_word(name)}",
+        "data:",
+        "  sources:",
+        *_source(plan.kind, "    "),
+    ]
+    if plan.sides:
+        lines += ["  sides:  # looked up by `samples.joins`", *_sides(plan.sides)]
+    lines += ["  samples:", *_statement(plan)]
+    if plan.sides:
+        lines += ["    joins:", *(f"      - {_join(side)}" for side in plan.sides)]
+    key, why = plan.session
+    gap = ", gap: 30m" if plan.has_gap else ""
+    lines += [
+        *_comment(f"session.key: {why}.", "  "),
+        *_comment(f"session.time: {plan.time[1]}.", "  "),
+        f"  session: {{key: {_word(key)}, time: {_word(plan.time[0])}{gap}}}",
+        *_split(plan, split),
+        "  # Dedup groups are chosen at the build, by a look at whole sessions; job.yaml of the",
+        "  # dataset names them. To choose them yourself: groups: {user: [user_id, age]}",
+        "  groups: auto",
+        *_transforms(plan),
+    ]
+    if plan.tables:
+        lines += [
+            "  # Embedding tables. Features that mean the same things share one. num_rows leaves",
+            "  # room that hashed values seldom share a row; they need no list of values.",
+            "  tables:",
+            *_tables(plan),
+        ]
+    else:
+        lines += ["  tables: {}  # no column holds ids"]
+    if plan.label is not None and plan.tables:
+        lines += _training(plan)
+    elif plan.label is None:
+        lines += [
+            "# No column is a label: the dataset can be built and read, but nothing trained on it.",
+            '# Make one in SQL (0 or 1) and tag it "label" in schema.pbtxt.',
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _transforms(plan: Plan) -> Iterator[str]:
+    if plan.transforms:
+        yield "  # Features that are made of columns; schema.pbtxt says why."
+        yield "  transforms:"
+        yield "    samples:"
+    for name, text in plan.transforms.items():
+        yield f"      {_word(name)}: {text if text[0] == '{' else json.dumps(text)}"
+
+
+def _training(plan: Plan) -> Iterator[str]:
+    batch = min(4096, max(64, 1 << max(1, plan.num_samples // 50).bit_length() - 1))
+    yield from _comment(
+        f"For about {plan.num_samples} samples: 50 steps or more of at most 4,096.", "  "
+    )
+    yield f"  block_samples: {min(1024, batch)}"
+    yield f"  oracle: {{batch_samples: {batch}}}  # as in train:"
+    yield "# A small model to begin with; docs/job.md has others, and optimizers and metrics."
+    yield "train:"
+    yield "  model: {name: dlrm, bottom_layers: [64], top_layers: [128, 64]}"
+    yield "  embedding_dim: 16"
+    yield f"  batch_samples: {batch}"
+    yield "  epochs: 1"
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    for what, why in plan.left_out:
+        yield from _comment(f"Not used: {what}: {why}.", "")
+
+
+def _source(kind: Kind, indent: str) -> Iterator[str]:
+    yield from _comment(
+        f"{len(kind.files)} file{'s' * (len(kind.files) > 1)}, {kind.num_bytes / 1e6:.1f} MB; "
+        "types as of the first rows.", indent,
+    )  # fmt: skip
+    yield f"{indent}{kind.name}:"
+    yield from _config(kind, indent + "  ")
+
+
+def _config(kind: Kind, indent: str) -> Iterator[str]:
+    config = kind.config
+    yield f"{indent}files: {json.dumps(config.files)}"
+    yield f"{indent}format: {config.format}"
+    if config.format == "csv":
+        if config.delimiter != ",":
+            yield f"{indent}delimiter: {json.dumps(config.delimiter)}"
+        if config.quote is None:
+            yield f"{indent}quote: null  # quotes are plain text"
+        if not config.header:
+            yield f"{indent}header: false  # the first line is a row: give c0, c1, ... names"
+    if config.columns:
+        yield f"{indent}columns:"
+        for name, word in config.columns.items():
+            for path, note in kind.notes.items():
+                if path.split(".")[0] == name:
+                    yield from _comment(f"{path}: {note}.", f"{indent}  ")
+            yield f"{indent}  {_word(name)}: {word if _PLAIN.fullmatch(word) else json.dumps(word)}"
+    if config.partitions:
+        names = ", ".join(f"{_word(name)}: {kind}" for name, kind in config.partitions.items())
+        yield f"{indent}partitions: {{{names}}}  # of folder names"
+
+
+def _sides(sides: Sequence[Side]) -> Iterator[str]:
+    for side in sides:
+        yield from _comment(f"{side.why}; {_keys(side)}.", "    ")
+        yield f"    {side.kind.name}:"
+        yield f"      key: {_word(side.key)}"
+        if side.time is not None:
+            yield f"      time: {_word(side.time)}"
+        yield from _config(side.kind, "      ")
+
+
+def _keys(side: Side) -> str:
+    if side.time is not None:
+        return f"several rows of a key, each holds from its {side.time} on"
+    whole = "" if side.kind.is_whole else " among the rows that were looked at"
+    return (
+        f"no {side.key} stands twice{whole}. What it says may be newer than a sample: drop columns "
+        "that give the label away"
+    )
+
+
+def _join(side: Side) -> str:
+    key = "" if side.asked == side.key else f"key: {_word(side.asked)}, "
+    same = all(new == old for new, old in side.columns.items())
+    names = ", ".join(map(_word, side.columns))
+    pairs = ", ".join(f"{_word(new)}: {_word(old)}" for new, old in side.columns.items())
+    columns = f"[{names}]" if same else f"{{{pairs}}}"
+    return f"{{side: {side.kind.name}, {key}columns: {columns}}}"
+
+
+def _statement(plan: Plan) -> Iterator[str]:
+    looked_up = {name for side in plan.sides for name in side.columns}
+    elsewhere = looked_up | plan.transforms.keys()
+    columns = [f.column for f in plan.features if f.column.name not in elsewhere]
+    if plan.unnested is not None:
+        yield f"    # One sample for each entry of {plan.unnested}, which say what became of each."
+    yield from _comment(
+        "One SELECT over the rows of the source; a row that it fails on is a reject.", "    "
+    )
+    yield "    map: |"
+    for index, column in enumerate(columns):
+        same = column.expr == quoted(column.name)
+        text = column.expr if same else f"{column.expr} AS {quoted(column.name)}"
+        comma = "," if index + 1 < len(columns) else ""
+        yield f"      {'SELECT ' if not index else '       '}{text}{comma}"
+    yield f"      FROM {plan.inner}"
+
+
+def _split(plan: Plan, split: datetime | None) -> Iterator[str]:
+    if split is not None:
+        yield "  # About the last tenth of the rows is for evaluation."
+        yield f"  split: {{evaluation_from: {split}}}"
+    elif plan.is_timed:
+        yield "  # All samples are for training; hold back the last ones by"
+        yield "  # split: {evaluation_from: 2026-01-31}"
+
+
+def _tables(plan: Plan) -> Iterator[str]:
+    scale = max(1.0, plan.kind.num_rows / plan.kind.rows.num_rows)
+    for name, features in plan.tables.items():
+        names = ", ".join(_word(f.column.name) for f in features)
+        size = num_rows_of(features, scale)
+        yield f"    {_word(name)}: {{features: [{names}], num_rows: {size}}}"
+
+
+def schema_text(plan: Plan) -> str:
+    """Return the text of `schema.pbtxt`."""
+    lines = [
+        "# Columns of the samples, each with its role: sparse (an id that looks into a table),",
+        "# dense (a number that a model reads), label, weight, label_time, or kept (stored, read",
+        "# by no model). docs/job.md explains them.",
+    ]
+    for feature in plan.features:
+        lines += [*_comment(feature.why, ""), _feature(feature)]
+    return "\n".join(lines) + "\n"
+
+
+def _feature(feature: Feature) -> str:
+    column = feature.column
+    count = " value_count { min: 0 }" if column.shape == "list" else ""
+    domain = " int_domain { min: 0 max: 1 }" if feature.role == "label" else ""
+    return (
+        f"feature {{ name: {json.dumps(column.name)} type: {type_of(column)}{count}{domain} "
+        f'annotation {{ tag: "{feature.role}" }} }}'
+    )
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    line = f"{indent}#"
+    for word in text.split():
+        if len(line) + 1 + len(word) > _WIDTH and line.strip() != "#":
+            yield line
+            line = f"{indent}#"
+        line += f" {word}"
+    yield line
+
+
+def _word(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+MAX_BYTES = 2 << 30
+"""Bytes of files of one kind that are read for one figure at most."""
+_WINDOWS = 100
+"""Places in the files of a kind at which rows are looked at to choose the split."""
+_WINDOW_BYTES = 32 << 10
+_COMPRESSION = 8
+"""About how many times compressed texts are smaller."""
+_TYPES = {"int64": "BIGINT", "float64": "DOUBLE", "timestamp": "TIMESTAMP", "uint64": "UBIGINT"}
+
+
+def _query(folder: Folder, kind: Kind, expr: str) -> list[tuple[object, ...]]:
+    """Return what an expression over all rows gives; nothing when they are not to be asked."""
+    if not folder.is_local or kind.config.format == "avro" or kind.num_bytes > MAX_BYTES:
+        return []
+    config, paths = kind.config, [str(Path(folder.root, file.path)) for file in kind.files]
+    types = {k: _TYPES.get(v, "VARCHAR") for k, v in (config.columns or {}).items()}
+    columns = "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in types.items()) + "}"
+    if config.format == "parquet":
+        source = f"read_parquet({paths}, union_by_name = true)"
+    elif config.format == "jsonl":
+        options = "format = 'newline_delimited', ignore_errors = true"
+        source = f"read_json({paths}, {options}, columns = {columns})"
+    else:
+        quote = _text(config.quote or "")
+        source = (
+            f"read_csv({paths}, auto_detect = false, delim = {_text(config.delimiter)}, "
+            f"quote = {quote}, escape = {quote}, header = {config.header}, columns = {columns}, "
+            "ignore_errors = true, null_padding = true)"
+        )
+    try:
+        return duckdb.connect().sql(f"SELECT {expr} FROM {source} AS {kind.name}").fetchall()
+    except duckdb.Error:
+        return []
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def is_unique(folder: Folder, kind: Kind, column: str) -> bool:
+    """Tell whether no value of a column stands in two rows, as far as can be asked."""
+    values = one_chunk(kind.rows[column]).drop_null()
+    if len(pc.unique(values)) < len(values):
+        return False
+    if kind.is_whole:
+        return True
+    name = quoted_name(column)
+    found = _query(folder, kind, f"count({name}), count(DISTINCT {name})")
+    return not found or found[0][0] == found[0][1]
+
+
+def evaluation_from(
+    folder: Folder, kind: Kind, expr: str, scratch: Path, say: Callable[[str], None]
+) -> datetime | None:
+    """Return a time that leaves about a tenth of the rows behind it; None when it is not known.
+
+    Rows are looked at in windows all over the files, so that a part that is not like the rest
+    counts for as much as it is.
+
+    Args:
+        folder: input directory.
+        kind: files that samples are made of.
+        expr: SQL of the time.
+        scratch: a directory for copies of the windows.
+        say: told of files that cannot be read to their end.
+    """
+    figures = f"quantile_disc(TRY({expr}), 0.9), min(TRY({expr})), max(TRY({expr}))"
+    if kind.config.format == "parquet" and not kind.is_whole:
+        found = _query(folder, kind, figures)
+    else:
+        rows = kind.rows if kind.is_whole else _rows_all_over(folder, kind, scratch, say)
+        connection = duckdb.connect()
+        connection.register(kind.name, rows)
+        try:
+            found = connection.sql(f"SELECT {figures} FROM {quoted_name(kind.name)}").fetchall()
+        except duckdb.Error:  # of a list's entries, which only the job takes apart
+            found = []
+    if not found or found[0][0] is None:
+        return None
+    return _rounded(*(_moment(value) for value in found[0]))
+
+
+def _rows_all_over(
+    folder: Folder, kind: Kind, scratch: Path, say: Callable[[str], None]
+) -> pa.Table:
+    """Return rows from windows at equal distances in all files of a kind."""
+    config = replace(kind.config, header=False) if kind.config.format == "csv" else kind.config
+    tables: list[pa.Table] = []
+    step = kind.num_bytes // _WINDOWS + 1
+    for file in kind.files[:: len(kind.files) // _WINDOWS + 1]:
+        place, rejects = (folder if config.format == "avro" else folder_of(scratch)), list[Reject]()
+        if config.format == "avro":
+            parts, rejects = cut_avro(folder, FilePart(kind.name, file.path, 0), step)
+        else:
+            parts = _windows(folder, file.path, kind, scratch, step)
+        for part in parts:
+            schema = empty_rows(place, kind.name, config, [part.path]).schema
+            for rows in read_part(place, part, config, schema):
+                rejects.extend(rows.rejects)
+                if rows.table is not None:
+                    tables.append(rows.table)
+                    break
+        for lost in (reject for reject in rejects if reject.rows_unknown):
+            say(f"WARNING: {lost.file}: {lost.reason}; a build would end there")
+    return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows
+
+
+def _windows(folder: Folder, path: str, kind: Kind, scratch: Path, step: int) -> Iterator[FilePart]:
+    """Copy whole lines from places of a text at equal distances, each to a file of its own."""
+    is_plain = codec_of(path) is None
+    step = max(step, _WINDOW_BYTES) * (1 if is_plain else _COMPRESSION)
+    with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
+        for number in range(_WINDOWS * _COMPRESSION):
+            if is_plain:
+                file.seek(number * step)
+            block = file.read(_WINDOW_BYTES)
+            begins_with_row = not number and not (
+                kind.config.format == "csv" and kind.config.header
+            )
+            start = 0 if begins_with_row else block.find(b"\n") + 1
+            lines = block[start : block.rfind(b"\n") + 1]
+            copy = Path(scratch, path).with_name(f"window-{number}")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(lines)
+            if lines:
+                yield FilePart(kind.name, str(copy.relative_to(scratch)), 0)
+            if len(block) < _WINDOW_BYTES:
+                return
+            if not is_plain:
+                file.read(step - _WINDOW_BYTES)
+
+
+def _moment(value: object) -> datetime:
+    if isinstance(value, datetime):
+        return value.replace(tzinfo=None)
+    return datetime.fromisoformat(str(value))  # a date
+
+
+def _rounded(middle: datetime, low: datetime, high: datetime) -> datetime | None:
+    """Return a round time near the middle that has samples before and behind it."""
+    steps: Sequence[timedelta] = (timedelta(days=1), timedelta(hours=1), timedelta(minutes=1))
+    begin = datetime(1970, 1, 1)
+    for step in steps:
+        found = begin + (middle - begin) // step * step
+        if high - low >= 20 * step and low < found <= high:
+            return found
+    return middle if low < middle <= high else None
+
 
 MANY_REJECTS = 0.02
 """Share of the rows that are tried from which on their rejects are said."""

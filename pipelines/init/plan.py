@@ -21,7 +21,7 @@ from pipelines.init.columns import (
     words_of,
 )
 from pipelines.init.files import Kind
-from schemas.columns import is_text, one_chunk
+from schemas.arrays import is_text, one_chunk
 
 _LABELS = (
     "label", "target", "clicked", "click", "is_click", "purchased", "purchase", "converted",

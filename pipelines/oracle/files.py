@@ -1,18 +1,20 @@
-"""The oracle's files as they lie on disk: each one piece of a table that fits a worker."""
+"""Files of the oracle, and scratch files of its external sort."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.parts.encodings import choose, open_writer
-from pipelines.segments.partial import whole
-from schemas.columns import large_list
-from schemas.jagged import Jagged, offsets_of
+from pipelines.atomic_files import whole
+from pipelines.clustering.encodings import choose, open_writer
+from schemas.arrays import Jagged, large_list, offsets_of
 from schemas.layout import (
     BLOCK,
     EDGES_SCHEMA,
@@ -23,6 +25,23 @@ from schemas.layout import (
     index_schema,
 )
 from schemas.oracle import to_gaps
+
+_OPENING = Lock()
+
+
+def open_array(path: Path, mode: Literal["r", "r+"] = "r") -> NDArray[Any]:
+    """Map a numpy file.
+
+    Numpy reads the header with `ast.literal_eval`, which ends in "AST constructor recursion depth
+    mismatch" now and then where threads of Python 3.11 do so at once; hence one after the other.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no numpy file.
+    """
+    with _OPENING:
+        return np.load(path, mmap_mode=mode, allow_pickle=False)
+
 
 LISTS_PER_FILE = 1 << 20
 """Access lists, and steps, of one file at most."""
@@ -109,3 +128,104 @@ def jagged(lists: Sequence[NDArray[np.generic]]) -> Jagged:
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     flat = np.concatenate(lists) if lists else np.empty(0, np.int32)
     return Jagged(flat, offsets_of(lengths))
+
+
+# Scratch files of an external sort: columns in buckets, each bucket mapped into memory alone.
+#
+# One file per writer, one record batch per bucket: whoever works on a bucket opens the files of
+# all writers and reads its own batch of each, without a copy.
+
+Columns = Mapping[str, NDArray[Any]]
+
+
+def write_run(path: Path, batches: Iterable[Columns], schema: pa.Schema) -> None:
+    """Write batches of columns as they come; the file has its name when it is whole."""
+    with (
+        whole(path) as partial,
+        pa.OSFile(str(partial), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
+        for columns in batches:
+            arrays = [pa.array(columns[name]) for name in schema.names]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+
+
+def write_buckets(
+    path: Path, bucket: NDArray[np.integer], columns: Columns, num_buckets: int
+) -> None:
+    """Write rows by bucket, those of a bucket in the order in which they stand.
+
+    Args:
+        path: the file.
+        bucket: (n,) bucket of each row, in [0, num_buckets).
+        columns: (n,) arrays by name.
+        num_buckets: batches of the file, empty ones too.
+    """
+    small = bucket.astype(np.uint16 if num_buckets <= 1 << 16 else np.int64)
+    order = np.argsort(small, kind="stable")  # of 16 bits: a radix sort
+    cuts = np.searchsorted(small[order], np.arange(num_buckets + 1))
+    ordered = {name: column[order] for name, column in columns.items()}
+    schema = pa.schema([(name, pa.from_numpy_dtype(c.dtype)) for name, c in columns.items()])
+    parts = (
+        {name: column[cuts[i] : cuts[i + 1]] for name, column in ordered.items()}
+        for i in range(num_buckets)
+    )
+    write_run(path, parts, schema)
+
+
+def read_bucket(path: Path, index: int) -> dict[str, NDArray[Any]]:
+    """Return one bucket of a file: read-only arrays over mapped memory."""
+    with pa.memory_map(str(path)) as source:
+        batch = pa.ipc.open_file(source).get_batch(index)
+    return {name: batch[name].to_numpy() for name in batch.schema.names}
+
+
+def chunks(paths: Iterable[Path], index: int, most: int) -> Iterator[dict[str, NDArray[Any]]]:
+    """Yield a bucket of many files, joined to chunks of about `most` rows."""
+    held: list[dict[str, NDArray[Any]]] = []
+    rows = 0
+    for path in paths:
+        held.append(read_bucket(path, index))
+        rows += len(next(iter(held[-1].values())))
+        if rows >= most:
+            yield _joined(held)
+            held, rows = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(parts: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+# Work on tables in rounds: what a round leaves on disk, every task of the next one may read.
+#
+# plan -> tasks -> results -> tasks -> results -> ... -> value
+#
+# Tasks of all tables spread over all workers; a table goes on when all tasks of its round are
+# done. Tasks write whole files that depend on nothing but the plan, so that one that runs twice,
+# or elsewhere, leaves the same bytes.
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round.
+
+    Attributes:
+        name: of the Beam stage.
+        tasks: from a plan and the results of the round before, in the order of its tasks, to the
+            tasks; at least one.
+        work: does a task.
+    """
+
+    name: str
+    tasks: Callable[[Any, list[Any]], Iterable[Any]]
+    work: Callable[[Any, Any], Any]
+
+
+def run_rounds(plan: Any, rounds: Sequence[Round]) -> list[Any]:
+    """Do all rounds of a plan here, one task after the other; return the results of the last."""
+    results: list[Any] = []
+    for each in rounds:
+        results = [each.work(plan, task) for task in each.tasks(plan, results)]
+    return results

@@ -1,94 +1,231 @@
-"""Build an index of a dataset for one order, and commit it."""
+"""One table's part of an index: links over all segments, at once or as tasks."""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from pipelines.oracle.index_table import SCRATCH, TableTotals, index_table, totals_of
-from pipelines.oracle.linking import LINKING, LinkingPlan
-from pipelines.oracle.numbering import WORKER_ENTRIES
-from pipelines.oracle.rounds import run_rounds
-from pipelines.runners import in_process, runner_module
-from pipelines.segments.commit import describe_tree, reference_of
-from pipelines.segments.lock import locked, workplace
-from pipelines.segments.partial import remove_partial
-from schemas.checked import sha256_of, write_files
-from schemas.dataset import Dataset
-from schemas.layout import FILES, MANIFEST
-from schemas.manifest import IndexManifest, Reference, hash_of, write_manifest
+import numpy as np
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+
+from pipelines.atomic_files import whole
+from pipelines.oracle.files import (
+    cut_files,
+    jagged,
+    open_array,
+    read_bucket,
+    write_buckets,
+    write_index_file,
+)
+from pipelines.oracle.linking import LinkingPlan, step_lengths
+from pipelines.oracle.numbering import codes_of
+from schemas.accesses import TableAccesses, integer_for
+from schemas.arrays import Array
+from schemas.dataset import Dataset, Segment, edge_rows, looks_up
+from schemas.files import CheckedFile
+from schemas.hashing import NUM_SLOTS, slot_of_row
+from schemas.layout import access_path
+from schemas.oracle import next_use
 from schemas.order import Order
 
-PIECE_BYTES = 4 << 20
-"""Bytes of access lists, over all epochs, that are a worker's share; above, rounds spread."""
+# Join the numberings of several segments by first use, with memory that does not follow the
+# table.
+#
+# Rows go by ranges of hash slots: a range tells of each of its rows in which segment it is new.
+# New rows are numbered in the order of their segment's own numbers; then each range gives its old
+# rows the numbers of the first segment that has them:
+#
+#     edges -> ranges of slots (which rows are new) -> numbers of new rows -> ranges of slots (maps)
+#
+# `schemas.accesses.stitch` does the same in memory.
+
+WINDOW = 1 << 21
+"""Numbers of a map that are worked on at once: 8 or 16 MiB of mapped memory."""
 
 
-def index_id(dataset: Dataset, order: Order) -> str:
-    """Return the name of an index: a hash of everything it is derived from."""
-    source = [r.manifest_sha256 for r in dataset.manifest.segments]
-    config = order.config
-    key = [source, order.blocks_per_batch, order.epochs, config.shuffle, config.seed]
-    return f"index-{hash_of(key)[:16]}"
-
-
-def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[str]) -> Reference:
-    """Build and commit an index; one that is already there is kept.
+def stitch_files(
+    edges: Sequence[Sequence[CheckedFile]], maps: Sequence[Path], worker_rows: int
+) -> int:
+    """Write for each segment the dataset's number of each of its own.
 
     Args:
-        dataset: an open dataset.
-        order: global order of the run.
-        building: hidden directory to build in, on the dataset's filesystem.
-        beam_args: Beam options.
+        edges: for each segment its files of edges, none where it does not use the table.
+        maps: where to; a segment without edges gets no file.
+        worker_rows: rows that are held at once.
 
     Returns:
-        The name and hash for the root manifest.
+        The number of distinct rows.
     """
-    name = index_id(dataset, order)
-    final = dataset.directory / name
-    if not (final / MANIFEST).exists():
-        with workplace(building, ".index.*"):
-            _write(dataset, order, building, beam_args, name)
-            with locked(dataset.directory):
-                if not (final / MANIFEST).exists():
-                    shutil.rmtree(final, ignore_errors=True)
-                    building.rename(final)
-    return reference_of(final)
+    counts = [sum(file.num_rows for file in files) for files in edges]
+    total = sum(counts)
+    num_ranges = max(1, min(NUM_SLOTS, -(-total // worker_rows)))
+    maps[0].parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=maps[0].parent, prefix=".stitch-") as name, ExitStack() as stack:
+        folder = Path(name)
+        used = [segment for segment, files in enumerate(edges) if files]
+        flags = {segment: folder / f"new-{segment}" for segment in used}
+        joint = {segment: stack.enter_context(whole(maps[segment])) for segment in used}
+        for segment in used:
+            open_memmap(flags[segment], "w+", np.bool_, (counts[segment],))
+            open_memmap(joint[segment], "w+", integer_for(total), (counts[segment],))
+        runs = {s: _spread(folder / f"rows-{s}", edges[s], num_ranges) for s in used}
+        for index in range(num_ranges):
+            for segment, number, _, is_new in _entries(runs, index):
+                _write_at(flags[segment], number, is_new)
+        num_rows = 0
+        for segment in used:
+            num_rows = _number_new(flags[segment], joint[segment], num_rows)
+        for index in range(num_ranges):
+            known = np.empty(0, integer_for(total))
+            for segment, number, codes, is_new in _entries(runs, index):
+                _write_at(joint[segment], number[~is_new], known[codes[~is_new]])
+                known = np.concatenate([known, _read_at(joint[segment], number[is_new])])
+    return num_rows
 
 
-def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
-    totals = index_tables(dataset, order, root, beam_args) if dataset.job.data.tables else []
-    shutil.rmtree(root / SCRATCH, ignore_errors=True)
-    remove_partial(root)
-    entries = describe_tree(root)
-    write_files(root / FILES, entries)
-    manifest = IndexManifest(
-        id=name,
-        segments=tuple(s.manifest.id for s in dataset.segments),
-        batch_samples=order.blocks_per_batch * dataset.job.data.block_samples,
-        epochs=order.epochs,
-        shuffle=order.config.shuffle,
-        seed=order.config.seed,
-        num_steps=order.num_steps,
-        num_rows={t.table: t.num_rows for t in totals},
-        num_accesses={t.table: t.num_entries for t in totals},
-        oracle_bytes=sum(e.num_bytes for e in entries),
-        files_sha256=sha256_of(root / FILES),
+def _spread(place: Path, files: Sequence[CheckedFile], num_ranges: int) -> list[Path]:
+    """Sort the rows of a segment into ranges of slots, each with its ascending number."""
+    first, runs = 0, list[Path]()
+    for index, file in enumerate(files):
+        rows = edge_rows(file)
+        number = np.arange(first, first + len(rows))
+        runs.append(place.with_name(f"{place.name}-{index}"))
+        bucket = slot_of_row(rows) * num_ranges // NUM_SLOTS
+        write_buckets(runs[-1], bucket, {"number": number, "row": rows}, num_ranges)
+        first += len(rows)
+    return runs
+
+
+def _entries(
+    runs: dict[int, list[Path]], index: int
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]:
+    """Yield segment, numbers, place among known rows, and which rows are new, of a range."""
+    known = np.empty(0, np.int64)
+    for segment, paths in runs.items():
+        parts = [read_bucket(path, index) for path in paths]
+        number, row = (np.concatenate([part[name] for part in parts]) for name in ("number", "row"))
+        codes, new = codes_of(row, known)
+        yield segment, number, codes, codes >= len(known)
+        known = np.concatenate([known, new])
+
+
+def _number_new(flags: Path, joint: Path, first: int) -> int:
+    """Number the new rows of a segment; return the number behind them."""
+    count = len(open_array(flags))
+    for start in range(0, count, WINDOW):
+        is_new = open_array(flags)[start : start + WINDOW]
+        numbers = np.cumsum(is_new) + (first - 1)
+        open_array(joint, "r+")[start : start + WINDOW] = numbers
+        first = int(numbers[-1]) + 1
+    return first
+
+
+def _windows(numbers: NDArray[np.int64]) -> Iterator[slice]:
+    """Cut ascending numbers where they leave a window; each is mapped alone."""
+    last = int(numbers[-1]) if len(numbers) else -1
+    cuts = np.searchsorted(numbers, np.arange(0, last + 1 + WINDOW, WINDOW))
+    for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        if end > start:
+            yield slice(start, end)
+
+
+def _write_at(path: Path, numbers: NDArray[np.int64], values: Array) -> None:
+    for part in _windows(numbers):
+        open_array(path, "r+")[numbers[part]] = values[part]
+
+
+def _read_at(path: Path, numbers: NDArray[np.int64]) -> Array:
+    parts = [open_array(path)[numbers[part]] for part in _windows(numbers)]
+    return np.concatenate([np.empty(0, np.int32), *parts])
+
+
+SCRATCH = ".links"
+"""Directory below an index being built for what the rounds leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableTotals:
+    """What the manifest says of one table's part of the index."""
+
+    table: str
+    num_rows: int
+    num_entries: int
+
+
+def totals_of(table: str, plan: LinkingPlan, entries: Iterable[int]) -> TableTotals:
+    """Return the totals of a table that was linked in rounds."""
+    return TableTotals(table, plan.num_numbers, sum(entries))
+
+
+def index_table(
+    root: Path, dataset: Dataset, table: str, order: Order, worker_entries: int
+) -> tuple[int, int] | LinkingPlan:
+    """Link the entries of a table that fits a worker, or plan how to link one that does not.
+
+    Args:
+        root: directory of the index being built.
+        dataset: an open dataset.
+        table: table name.
+        order: global order of the run.
+        worker_entries: entries, over all epochs, that fit.
+
+    Returns:
+        The number of distinct rows and of entries over all steps, or a plan.
+    """
+    files = [access_files(dataset, segment, table) for segment in dataset.segments]
+    entries = sum(file.num_values("gaps") for each in files for file in each)
+    if entries * order.epochs <= worker_entries:
+        return write_index(root, dataset, table, order)
+    scratch = root / SCRATCH
+    edges = [
+        segment.edge_files(table) if each else []
+        for segment, each in zip(dataset.segments, files, strict=True)
+    ]
+    num_numbers, maps = sum(file.num_rows for each in edges for file in each), list[Path]()
+    if sum(map(bool, edges)) > 1:
+        maps = [scratch / table / f"map-{segment}" for segment in range(len(edges))]
+        num_numbers = stitch_files(edges, maps, max(1, worker_entries // 2))
+    return LinkingPlan(
+        root=root,
+        scratch=scratch,
+        order=order,
+        table=table,
+        num_numbers=num_numbers,
+        files=tuple(map(tuple, files)),
+        maps=tuple(maps),
     )
-    write_manifest(root, manifest)
 
 
-def index_tables(
-    dataset: Dataset, order: Order, root: Path, beam_args: list[str]
-) -> list[TableTotals]:
-    """Write every table's part of an index, on Beam or in this process."""
-    size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
-    if in_process(beam_args, is_small=size < PIECE_BYTES):
-        return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
-    return runner_module("segment").run_index(dataset, order, root, beam_args, size // PIECE_BYTES)
+def access_files(dataset: Dataset, segment: Segment, table: str) -> list[CheckedFile]:
+    """Return a segment's files of access lists, none when it looks nothing up in the table."""
+    found: list[CheckedFile] = []
+    if looks_up(dataset, segment, table):
+        found.append(segment.file(access_path(table, 0)))
+    while found and (path := access_path(table, len(found))) in segment.files:
+        found.append(segment.file(path))
+    return found
 
 
-def _index_table(dataset: Dataset, order: Order, root: Path, table: str) -> TableTotals:
-    made = index_table(root, dataset, table, order, WORKER_ENTRIES)
-    if isinstance(made, LinkingPlan):
-        return totals_of(table, made, run_rounds(made, LINKING))
-    return TableTotals(table, *made)
+def write_index(root: Path, dataset: Dataset, table: str, order: Order) -> tuple[int, int]:
+    """Link each entry of each step to its next use; write one table's part of the index.
+
+    Args:
+        root: directory of the index being built.
+        dataset: an open dataset.
+        table: table name.
+        order: global order of the run.
+
+    Returns:
+        The number of distinct rows, and of entries over all steps.
+    """
+    accesses = TableAccesses(dataset, table, order)
+    distances = next_use(list(accesses.steps()), len(accesses.rows))
+    bounds = cut_files(step_lengths(order, accesses.list_lengths))
+    for file_index, (start, end) in enumerate(pairwise(bounds.tolist())):
+        write_index_file(root, table, file_index, start, jagged(distances[start:end]))
+    return len(accesses.rows), sum(map(len, distances))

@@ -1,12 +1,4 @@
-"""Link each entry of each step to its next use, with memory that does not follow the table.
-
-Dense numbers are cut into ranges, balanced by accesses. A range goes through
-the steps from the last to the first with one array over its numbers; a list is
-ascending, so that the entries of a range are a slice of it, and the distances
-of a step are those of its ranges one after the other:
-
-    access lists -> flat files -> ranges of numbers (distances) -> files of steps
-"""
+"""Link each access to its next use, in memory that does not grow with the table."""
 
 from __future__ import annotations
 
@@ -20,14 +12,18 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.oracle.arrays import open_array
-from pipelines.oracle.files import cut_files, jagged, write_index_file
-from pipelines.oracle.rounds import Round
-from pipelines.oracle.runs import read_bucket, write_run
-from pipelines.segments.partial import whole
-from schemas.checked import CheckedFile
-from schemas.columns import jagged_of
-from schemas.jagged import Jagged, offsets_of, ranges
+from pipelines.atomic_files import whole
+from pipelines.oracle.files import (
+    Round,
+    cut_files,
+    jagged,
+    open_array,
+    read_bucket,
+    write_index_file,
+    write_run,
+)
+from schemas.arrays import Jagged, jagged_of, offsets_of, ranges
+from schemas.files import CheckedFile
 from schemas.oracle import LastUses, from_gaps, sort_each, union
 from schemas.order import Order
 

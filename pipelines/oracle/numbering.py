@@ -1,14 +1,4 @@
-"""Number the rows of a table by first use, with memory that does not follow the table.
-
-Rows go by hash slot: a range of slots finds the first and last block of each of
-its rows. Blocks go by access list file: a file numbers the rows that its blocks
-are the first to use. So a number travels from its file to its range and from
-there to every file with a block that uses the row:
-
-    look-ups -> ranges of slots -> files (numbers) -> ranges of slots -> files (lists)
-
-A table that fits a worker is numbered there at once, to the same bytes.
-"""
+"""Number the rows of a table by first use, in memory that does not grow with the table."""
 
 from __future__ import annotations
 
@@ -24,15 +14,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.oracle.arrays import open_array
-from pipelines.oracle.files import cut_files, write_access_file, write_edges_file
-from pipelines.oracle.rounds import Round
-from pipelines.oracle.runs import chunks, read_bucket, write_buckets
-from pipelines.parts.part import LOOKUPS
-from pipelines.parts.write import join_blocks
-from schemas.columns import jagged_of
+from pipelines.clustering.part import LOOKUPS
+from pipelines.clustering.writer import join_blocks
+from pipelines.oracle.files import (
+    Round,
+    chunks,
+    cut_files,
+    open_array,
+    read_bucket,
+    write_access_file,
+    write_buckets,
+    write_edges_file,
+)
+from schemas.arrays import Jagged, concat, jagged_of, offsets_of
 from schemas.hashing import NUM_SLOTS, slot_of_row
-from schemas.jagged import Jagged, concat, offsets_of
 from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, edges_path, part_name
 from schemas.oracle import first_and_last, first_seen, number_by_first_use, sort_each
 

@@ -1,4 +1,4 @@
-"""What the first samples of a log tell of its groups, tables, splits and look-ups."""
+"""Estimates from the first samples of a log: groups, tables, splits and look-ups."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.beam.context import BuildContext
-from pipelines.build_warnings import group_warnings, label_warnings
-from pipelines.parts.part import PartResult
-from pipelines.samples.keys import key_column, key_type
+from pipelines.build import group_warnings, label_warnings
+from pipelines.clustering.part import PartResult
+from pipelines.context import BuildContext
+from pipelines.samples.lookups import key_column, key_type
 from pipelines.samples.sampling import in_evaluation
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
-from pipelines.segments.commit import group_counts
 from pipelines.sources.rejects import python_rows
 from pipelines.sources.rows import ORIGIN
-from schemas.columns import is_list, one_chunk
+from pipelines.table.commit import group_counts
+from schemas.arrays import is_list, one_chunk
 from schemas.layout import EVALUATION, TRAIN
 
 MANY_REJECTS = 0.01

@@ -1,50 +1,369 @@
-"""Look at what a build would make of the first rows of a log; nothing is left behind.
-
-The first rows are copied to a temporary folder (`excerpt.py`), and the stages of a build run over
-them in this process, so that what is said of a row, and by which words, is what a build says.
-"""
+"""Preview what a build would make of the first rows of a log."""
 
 from __future__ import annotations
 
+import gzip
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import fastavro
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from pipelines import executor
-from pipelines.beam.context import BuildContext
+from pipelines.autogroup.job import with_groups
 from pipelines.build import check_usable, load_request
+from pipelines.clustering.part import PartResult
+from pipelines.context import BuildContext, BuildRequest
 from pipelines.executor import Collected, Rows
-from pipelines.gate.judge import reject_findings
-from pipelines.groups.job import with_groups
-from pipelines.learned.apply import with_transforms
-from pipelines.learned.files import load_building
-from pipelines.parts.part import PartResult
-from pipelines.prepare import BuildRequest, context_of, prepare
+from pipelines.prepare import context_of, prepare
 from pipelines.preview.estimates import SampleTable, estimates, notes_of, python_values
-from pipelines.preview.excerpt import Excerpt, excerpts
+from pipelines.quality.gate import reject_findings
 from pipelines.runners import IN_PROCESS
-from pipelines.samples.check_joins import broadcast_sides
+from pipelines.samples.check_sql import broadcast_sides
 from pipelines.samples.tuples import Tuples
-from pipelines.sources.arrow_types import type_text
-from pipelines.sources.folder import folder_of
-from pipelines.sources.listing import find_files
-from pipelines.sources.partitions import undeclared_partitions
-from pipelines.sources.reject_files import RejectCounts
-from pipelines.sources.reject_files import counted as count_rejects
-from pipelines.sources.rejects import sorted_rejects
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.listing import (
+    Folder,
+    FoundFile,
+    codec_of,
+    decompressed,
+    find_files,
+    folder_of,
+    is_transient,
+    undeclared_partitions,
+)
+from pipelines.sources.rejects import RejectCounts, sorted_rejects
+from pipelines.sources.rejects import counted as count_rejects
+from pipelines.sources.rows import ORIGIN, type_text
 from pipelines.stages import REJECTS
+from pipelines.transforms.apply import with_transforms
+from pipelines.transforms.fit import load_building
+from schemas.config.job import GateConfig, Job
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
-from schemas.job import Job
-from schemas.job_gate import GateConfig
 from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
+
+# The first rows of each source of a log, copied to a folder that a build can read.
+#
+# A copy has the name, the format and the compression of its file, so that the readers of builds
+# read it and say of a row what they would say of it in its file: positions are the same. How much
+# is read follows from the rows that are asked for, not from the size of the log.
+
+MAX_FILES = 32
+"""Files of a source that are begun at most."""
+MAX_BYTES = 8 << 20
+"""Bytes of text, decompressed, that are read of a file at most."""
+_BLOCK_BYTES = 256 << 10
+_BATCH_ROWS = 1000
+_TRIES = 1000
+"""Ends of lines that are tried for one outside quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """What was copied of one source.
+
+    Attributes:
+        files: all of its files.
+        listing: the copies, as a listing of the folder they are in.
+        is_whole: whether nothing was left out.
+    """
+
+    files: tuple[FoundFile, ...]
+    listing: tuple[InputFile, ...]
+    is_whole: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+
+def excerpts(
+    folder: Folder,
+    sources: Mapping[str, SourceConfig],
+    files: Mapping[str, Iterable[FoundFile]],
+    rows: Mapping[str, int],
+    target: Path,
+) -> dict[str, Excerpt]:
+    """Copy the first rows of each source.
+
+    Args:
+        folder: input directory.
+        sources: sources and side tables.
+        files: of each, in order.
+        rows: of each, how many.
+        target: directory to write to.
+    """
+    found: dict[str, Excerpt] = {}
+    for name, config in sources.items():
+        left, listing, whole = rows[name], list[InputFile](), True
+        every = tuple(files[name])
+        for file in every[:MAX_FILES]:
+            if left <= 0:
+                break
+            copy = target / file.path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copied, all_of_it = _copy(folder, file.path, config, copy, left)
+            left, whole = left - copied, whole and all_of_it
+            size = copy.stat().st_size
+            listing.append(InputFile(source=name, path=file.path, num_bytes=size, sha256=""))
+        found[name] = Excerpt(every, tuple(listing), whole and len(listing) == len(every))
+    return found
+
+
+def _copy(
+    folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
+) -> tuple[int, bool]:
+    """Copy the first rows of a file; return about how many, and whether that is all."""
+    try:
+        if config.format == "parquet":
+            return _copy_parquet(folder, path, copy, rows)
+        if config.format == "avro":
+            return _copy_avro(folder, path, copy, rows)
+        return _copy_text(folder, path, config, copy, rows)
+    except Exception as error:  # fastavro's parser has no error of its own
+        if is_transient(error) or isinstance(error, FileNotFoundError):
+            raise
+        return _copy_bytes(folder, path, copy)  # what is wrong with it, its reader will say
+
+
+def _copy_bytes(folder: Folder, path: str, copy: Path) -> tuple[int, bool]:
+    with folder.open(path) as file:
+        content = file.read(MAX_BYTES)
+        whole = not file.read(1)
+    copy.write_bytes(content)
+    return 0, whole
+
+
+def _copy_parquet(folder: Folder, path: str, copy: Path, rows: int) -> tuple[int, bool]:
+    with folder.arrow_file(path) as source:
+        file = pq.ParquetFile(source)
+        batches: list[pa.RecordBatch] = []
+        copied = 0
+        for batch in file.iter_batches(min(rows, _BATCH_ROWS), use_threads=False):
+            batches.append(batch.slice(0, rows - copied))
+            copied += batches[-1].num_rows
+            if copied >= rows:
+                break
+        schema = file.schema_arrow
+        pq.write_table(pa.Table.from_batches(batches, schema), copy, compression="none")
+        return copied, copied == file.metadata.num_rows
+
+
+def _copy_avro(folder: Folder, path: str, copy: Path, rows: int) -> tuple[int, bool]:
+    with folder.open(path) as file:
+        copied, end, whole = 0, 0, True
+        for block in fastavro.block_reader(file):
+            if copied >= rows:
+                whole = False
+                break
+            copied, end = copied + block.num_records, block.offset + block.size
+        file.seek(0)
+        copy.write_bytes(file.read(end) if end else file.read(MAX_BYTES))
+    return copied, whole
+
+
+def _copy_text(
+    folder: Folder, path: str, config: SourceConfig, copy: Path, rows: int
+) -> tuple[int, bool]:
+    lines = rows + (config.format == "csv" and config.header)
+    text, blocks, found, whole = b"", list[bytes](), 0, False
+    with folder.open(path) as stored:
+        file = decompressed(stored, path)
+        while found <= lines and sum(map(len, blocks)) < MAX_BYTES:
+            block = file.read(_BLOCK_BYTES)
+            if not block:
+                whole = True
+                break
+            blocks.append(block)
+            found += block.count(b"\n")
+    text = b"".join(blocks)
+    if not whole:
+        quote = config.quote if config.format == "csv" else None
+        text = text[: _end_of_lines(text, lines, quote)]
+    copy.write_bytes(_compressed(text, path))
+    return max(0, min(found, lines) - (lines - rows)), whole
+
+
+def _end_of_lines(text: bytes, lines: int, quote: str | None) -> int:
+    r"""Return where the first lines of a text end: at the last end of a line outside quotes.
+
+    Example:
+        >>> [_end_of_lines(b'a\n"b\nc"\nd\n', lines, '"') for lines in (2, 3)]
+        [2, 8]
+    """
+    content = np.frombuffer(text, np.uint8)
+    ends = np.flatnonzero(content == ord("\n"))[:lines]
+    if not len(ends):
+        return len(text)
+    if quote is not None and quote.isascii():
+        inside = np.cumsum(content == ord(quote))[ends[-_TRIES:]] % 2
+        outside = ends[-_TRIES:][inside == 0]
+        ends = outside if len(outside) else ends
+    return int(ends[-1]) + 1
+
+
+def _compressed(text: bytes, path: str) -> bytes:
+    codec = codec_of(path)
+    if codec is None:
+        return text
+    if codec == "gzip":
+        return gzip.compress(text, 1, mtime=0)
+    return pa.Codec(codec).compress(text, asbytes=True)
+
+
+WIDTH = 100
+_VALUE_WIDTH = 28
+_LIST_VALUES = 4
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print what `preview` returns.
+
+    Args:
+        found: from `preview`.
+        console: where to; `WIDTH` columns are enough.
+    """
+    whole = all(source["whole"] for source in found["sources"].values())
+    console.print(
+        f"{found['job']}: {found['num_samples']} samples in {found['num_sessions']} sessions from "
+        f"{'all' if whole else 'the first'} {found['rows']} rows of {found['input']}",
+        soft_wrap=True,
+    )
+    _print(console, _sources(found["sources"]))
+    for name, source in found["sources"].items():
+        columns = ", ".join(f"{column} {kind}" for column, kind in source["columns"].items())
+        console.print(Text.assemble((f"{name}: ", "bold"), columns), highlight=False)
+    _print(console, _samples(found["samples"]))
+    _reject_lines(console, found["rejects"])
+    estimate = "" if whole else ", estimated"
+    _print(console, _groups(found["groups"], estimate), _tables(found["tables"], estimate))
+    _print(console, _splits(found["splits"], estimate))
+    if found["joins"]:
+        _print(console, _joins(found["joins"], estimate))
+    for note in found["notes"]:
+        console.print(Text.assemble(("note: ", "bold"), note), highlight=False)
+
+
+def _print(console: Console, *tables: Table) -> None:
+    for table in tables:
+        console.print(table, highlight=False)
+
+
+def _table(title: str, columns: Sequence[str], numbers: Iterable[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        right = name in numbers
+        table.add_column(name, justify="right" if right else "left", no_wrap=right)
+    return table
+
+
+def _sources(sources: Mapping[str, Mapping[str, Any]]) -> Table:
+    names = ("source", "format", "files", "MB", "rows read")
+    table = _table("Sources", names, names[2:])
+    for name, source in sources.items():
+        read = f"{source['rows_read']:,}" + ("" if source["whole"] else " of more")
+        size = f"{source['num_bytes'] / 1e6:,.1f}"
+        table.add_row(name, source["format"], f"{source['num_files']:,}", size, read)
+    return table
+
+
+def _samples(samples: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a line for each column: samples are wide, and values repeat along a session."""
+    table = _table(f"First {len(samples)} samples, one after the other", ("column", "values"))
+    for name in samples[0] if samples else ():
+        runs = [(v, len(list(run))) for v, run in groupby(_short(s[name]) for s in samples)]
+        values = (f"{value} (x{times})" if times > 1 else value for value, times in runs)
+        table.add_row(name, Text("  ".join(values)))
+    return table
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        shown = ", ".join(_short(v) for v in value[:_LIST_VALUES])
+        more = f", +{len(value) - _LIST_VALUES}" if len(value) > _LIST_VALUES else ""
+        return f"[{shown}{more}]"
+    text = str(value)
+    return text if len(text) <= _VALUE_WIDTH else text[: _VALUE_WIDTH - 3] + "..."
+
+
+def _reject_lines(console: Console, rejects: Mapping[str, Any]) -> None:
+    if not rejects["num"]:
+        console.print("No rejects.\n")
+        return
+    table = _table(
+        f"Rejects: {rejects['num']:,}, {rejects['share']:.1%} of the rows for samples",
+        ("rows", "reason"),
+        ("rows",),
+    )
+    for each in rejects["reasons"]:
+        table.add_row(f"{each['num']:,}", Text(each["reason"]))
+    first = _table("First rejects", ("file", "row", "value"), ("row",))
+    for each in rejects["first"]:
+        row = "" if each["position"] is None else str(each["position"])
+        first.add_row(Text(each["file"]), row, Text(each["value"][: 2 * WIDTH]))
+    _print(console, table, first)
+
+
+def _groups(groups: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
+    names = ("group", "columns", "unique", "dedup factor")
+    table = _table(f"Groups{estimate}", names, names[2:])
+    for name, group in groups.items():
+        factor = group["dedup_factor"]
+        text = "" if factor is None else f"{factor:.2f}"
+        table.add_row(name, ", ".join(group["columns"]), f"{group['num_unique']:,}", text)
+    return table
+
+
+def _tables(tables: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
+    names = ("table", "features", "rows", "num_rows", "look-ups", "rows used")
+    shown = _table(f"Tables, training samples{estimate}", names, names[3:])
+    for name, table in tables.items():
+        counts = (table[key] for key in ("num_rows", "num_lookups", "num_unique_rows"))
+        features = ", ".join(table["features"])
+        shown.add_row(name, features, table["rows"], *(f"{count:,}" for count in counts))
+    return shown
+
+
+def _splits(splits: Mapping[str, Mapping[str, Any]], estimate: str) -> Table:
+    names = ("split", "samples", "first", "last", "label mean")
+    table = _table(f"Splits{estimate}", names, ("samples", "label mean"))
+    for name, split in splits.items():
+        times = (str(split[key] or "") for key in ("first_time", "last_time"))
+        mean = "" if split["label_mean"] is None else f"{split['label_mean']:.4f}"
+        table.add_row(name, f"{split['num_samples']:,}", *times, mean)
+    return table
+
+
+def _joins(joins: Sequence[Mapping[str, Any]], estimate: str) -> Table:
+    table = _table(f"Joins{estimate}", ("table", "key", "found", "of"), ("found", "of"))
+    for join in joins:
+        table.add_row(join["table"], join["key"], f"{join['matched']:,}", f"{join['of']:,}")
+    return table
+
+
+# Look at what a build would make of the first rows of a log; nothing is left behind.
+#
+# The first rows are copied to a temporary folder, and the stages of a build run
+# over them in this process, so that what is said of a row, and by which words, is what a build
+# says.
 
 NUM_SAMPLES = 10
 """Samples that are shown."""

@@ -1,4 +1,4 @@
-"""What the oracle knows: look-ups, accesses, and what a cache of any size would do."""
+"""Section on the oracle: accesses, hit rates, load per slot."""
 
 from __future__ import annotations
 
@@ -9,17 +9,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.oracle.policies import PolicyReport, TableReport, policy_reports, table_report
-from pipelines.report.curves import Line, Point, Scale, curve_chart
-from pipelines.report.html import Section, details, figure, side_by_side, table
-from pipelines.report.load import load_tables
-from pipelines.report.numbers import count, percent, ratio, short
-from pipelines.report.svg import ACCENT, HALF, OTHER, OURS
-from schemas.accesses import TableAccesses, index_load, indexed_steps
-from schemas.curve_points import EXACT_OPTIMAL, Curve, lru_curve, optimal_curve
+from pipelines.report.charts import ACCENT, HALF, OTHER, OURS, Line, Point, Scale, curve_chart
+from pipelines.report.html import (
+    Section,
+    count,
+    details,
+    figure,
+    percent,
+    ratio,
+    short,
+    side_by_side,
+    table,
+)
+from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
+from schemas.cache_plan import PlanStep, plan
 from schemas.dataset import Dataset
-from schemas.load import TableLoad
+from schemas.miss_ratio import EXACT_OPTIMAL, Curve, lru_curve, optimal_curve
 from schemas.order import Order
-from schemas.plan import PlanStep, plan
+
+
+def load_tables(name: str, load: TableLoad) -> str:
+    """Return the load of one table, to be opened by a click.
+
+    Args:
+        name: of the table.
+        load: at least one access.
+    """
+    entries = int(load.reuse.sum()) + load.never
+    bins = np.flatnonzero(load.reuse).tolist()
+    rows = [(steps_of(i), count(load.reuse[i]), percent(load.reuse[i] / entries)) for i in bins]
+    rows.append(("never again", count(load.never), percent(load.never / entries)))
+    reuse = table(
+        f"Table {name}: steps until a row is used again.", ["steps", "accesses", "share"], rows
+    )
+    total = load.slots.sum(axis=1)
+    even = table(
+        f"Table {name}: accesses of {load.slots.shape[1]} equal ranges of hash slots in each "
+        f"{load.slots.shape[0]}th of the run; over all of it the busiest range has "
+        f"{load.imbalance:.2f} times the mean. A step needs {count(load.rows_per_step.mean())} "
+        f"rows on average, {count(load.rows_per_step.max())} at most.",
+        ["part of the run", "accesses", "idlest range", "busiest range"],
+        [
+            (f"{i + 1}", count(total[i]), count(part.min()), count(part.max()))
+            for i, part in enumerate(load.slots)
+        ],
+    )
+    return details(f"Reuse distances and load of table {name}", reuse + even)
+
+
+def steps_of(power: int) -> str:
+    """Return the distances of a bin.
+
+    Example:
+        >>> steps_of(0), steps_of(3)
+        ('1', '8 to 15')
+    """
+    return "1" if power == 0 else f"{2**power} to {2 ** (power + 1) - 1}"
+
 
 MOST_TABLES = 10
 """Tables that are shown at once; the others open on a click."""

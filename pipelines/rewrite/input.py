@@ -11,19 +11,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.sources.folder import Folder, folder_of
-from pipelines.sources.listing import list_inputs, regex_of
-from pipelines.sources.partitions import (
+from pipelines.sources.listing import (
+    Folder,
+    folder_of,
     infer_partitions,
+    list_inputs,
     partition_fields,
     partition_values,
+    regex_of,
     typed_partitions,
     with_partitions,
 )
 from pipelines.sources.rows import RawRows
-from schemas.columns import is_list, one_chunk
+from schemas.arrays import is_list, one_chunk
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, nearest
-from schemas.job_sources import SourceConfig
 from schemas.manifest import InputFile
 
 SOURCE = "rows"

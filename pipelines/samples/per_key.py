@@ -3,7 +3,7 @@
 The statement is put under a lateral join with the distinct keys, its tables
 restricted to the key. DuckDB turns that into one plan over all keys: a
 million keys cost what their rows cost, not a million queries. When the batch
-raises, the rows that `bad_rows.py` finds are taken out; what still raises is
+raises, the rows that `pipelines/samples/sql_rejects.py` finds are taken out; what still raises is
 halved down to single keys.
 
 A statement that makes several samples of one row (unnest) is run key by key:
@@ -21,7 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.bad_rows import (
+from pipelines.samples.connection import Connection, named, quoted_name
+from pipelines.samples.lookups import key_column, key_type
+from pipelines.samples.sql import run, run_key
+from pipelines.samples.sql_rejects import (
     MAX_ATTEMPTS,
     ROW_ERRORS,
     SqlResult,
@@ -30,9 +33,6 @@ from pipelines.samples.bad_rows import (
     too_many,
     without_marked,
 )
-from pipelines.samples.connection import Connection, named, quoted_name
-from pipelines.samples.keys import key_column, key_type
-from pipelines.samples.sql import run, run_key
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 
 _ALL = "_all_"

@@ -15,17 +15,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.parts.cluster import hash_session_keys, microseconds
+from pipelines.partition import hash_session_keys, microseconds
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
 from pipelines.sources.read import ORIGIN
-from schemas.columns import numpy_of
+from schemas.arrays import combine_hashes, hash_tuples, numpy_of
+from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.hashing import salt_of, splitmix64
-from schemas.job import DataConfig
 from schemas.layout import SAMPLE_WEIGHT
-from schemas.stable import combine_hashes, hash_tuples
 
 Unit = Literal["session", "sample"]
 

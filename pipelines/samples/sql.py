@@ -1,8 +1,4 @@
-"""Samples from raw rows: the job's SQL, run by DuckDB on Arrow tables inside the worker.
-
-The row's origin is carried through: the statement is parsed, and `_origin` is added to its select
-list. Rows on which it raises are set apart (`bad_rows.py`).
-"""
+"""Samples from raw rows: the job's SQL, run by DuckDB on Arrow tables inside the worker."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.samples.bad_rows import (
+from pipelines.samples.connection import Connection, SqlError, parse, unparse
+from pipelines.samples.sql_rejects import (
     ROW_ERRORS,
     SqlResult,
     bad_rows,
@@ -22,11 +19,8 @@ from pipelines.samples.bad_rows import (
     reason_of,
     without_marked,
 )
-from pipelines.samples.connection import Connection
-from pipelines.samples.sql_errors import SqlError
-from pipelines.samples.syntax import parse, unparse
 from pipelines.sources.rows import ORIGIN
-from schemas.columns import one_chunk
+from schemas.arrays import one_chunk
 from schemas.errors import SchemaError
 
 LIST_INDEX = "_list_index"

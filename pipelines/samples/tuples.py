@@ -17,8 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.samples.connection import quoted_name
-from schemas.columns import comparable_tuple, one_chunk
-from schemas.jagged import hash_keys
+from schemas.arrays import comparable_tuple, hash_keys, one_chunk
 
 HASH_PREFIX = "_hash_"
 """SQL adds one column per group: a hash of its columns, used inside one build only."""

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.bad_rows import BAD_ROWS_SCHEMA, bad_rows
 from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
 from pipelines.samples.tuples import HASH_PREFIX, Tuples
 from pipelines.sources.read import ORIGIN
-from schemas.columns import is_list, one_chunk
+from schemas.arrays import is_list, one_chunk
+from schemas.config.job import DataConfig
 from schemas.errors import SchemaError, nearest, similar_or
 from schemas.features import ROLES, Feature, FeatureSet
-from schemas.job import DataConfig
 from schemas.layout import BLOCK, TUPLE_INDEX, UNIQUE_INDEX, inverse_column, window_columns
 
 _HIDDEN = (ORIGIN, LIST_INDEX)

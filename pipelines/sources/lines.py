@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from pipelines.sources.folder import first_line, is_transient
+from pipelines.sources.listing import first_line, is_transient
 
 MAX_ROW_BYTES = 16 << 20
 """A longer row, its line end included, is rejected: it is more likely no row at all."""

@@ -1,4 +1,4 @@
-"""Raw files of any format: how they are cut into work, and their rows with origins."""
+"""Read raw files of any format: how they are split into work, and their rows with origins."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from pipelines.sources.arrow_types import arrow_type
-from pipelines.sources.avro_source import avro_schema, cut_avro, read_avro
-from pipelines.sources.csv_source import read_csv
-from pipelines.sources.folder import Folder, first_line, is_transient
-from pipelines.sources.jsonl_source import cut_jsonl, read_jsonl
-from pipelines.sources.parquet_source import cut_parquet, parquet_schema, read_parquet
-from pipelines.sources.partitions import partition_fields, typed_partitions, with_partitions
+from pipelines.sources.avro import avro_schema, cut_avro, read_avro
+from pipelines.sources.csv_files import read_csv
+from pipelines.sources.jsonl import cut_jsonl, read_jsonl
+from pipelines.sources.listing import (
+    Folder,
+    first_line,
+    is_transient,
+    partition_fields,
+    typed_partitions,
+    with_partitions,
+)
+from pipelines.sources.parquet import cut_parquet, parquet_schema, read_parquet
 from pipelines.sources.rejects import Reject, file_reject
-from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows
+from pipelines.sources.rows import ORIGIN, Cut, FilePart, RawRows, arrow_type
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
-from schemas.job_sources import SourceConfig
 
 
 def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:

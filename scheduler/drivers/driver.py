@@ -1,52 +1,215 @@
-"""The scheduler's loop: what is seen becomes events, what is decided becomes processes.
-
-    recover the log -> submit -> [ who ended -> who began -> steps -> memory -> a look ] ...
-
-Killed anywhere, it is started again with the same command: its log says where it stood, and
-its processes, which go on meanwhile, are known by their names.
-"""
+"""The scheduler's loop: observations become events, actions become processes."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from scheduler.drivers.observe import StepTail, ended
-from scheduler.drivers.process.commands import (
+from scheduler.controller.events import (
+    RULES,
+    BudgetSet,
+    Drained,
+    Ended,
+    Event,
+    Moved,
+    Outcome,
+    Preempted,
+    Read,
+    Resized,
+    Started,
+    Stepped,
+    Submitted,
+    Ticked,
+)
+from scheduler.controller.handle import handle
+from scheduler.controller.log import Log, Replay, decision_of
+from scheduler.controller.state import ENDED, Action, JobState, Process, State
+from scheduler.drivers.base import Needs, Platform, Processes, Reach
+from scheduler.drivers.beam_runners import Local, Place
+from scheduler.drivers.local.commands import (
     lead_command,
     move_command,
     replica_command,
     segment_command,
     store_command,
 )
-from scheduler.drivers.process.stores import discard_stores, load_known, prepare_stores
-from scheduler.drivers.process.submit import HISTORY
-from scheduler.drivers.process.workplace import Workplace
-from scheduler.drivers.processes import Needs, Platform, Processes, Reach
-from scheduler.drivers.runners.place import Local, Place
-from scheduler.drivers.teach import teach
-from scheduler.machine.codec import decision_of
-from scheduler.machine.events import (
-    RULES,
-    BudgetSet,
-    Drained,
-    Event,
-    Moved,
-    Preempted,
-    Read,
-    Resized,
-    Started,
-    Submitted,
-    Ticked,
-)
-from scheduler.machine.handle import handle
-from scheduler.machine.log import Log, Replay
-from scheduler.machine.state import ENDED, Action, JobState, Process, State
+from scheduler.drivers.local.job_files import Workplace, discard_stores, load_known, prepare_stores
+from scheduler.drivers.local.submit import HISTORY
+from scheduler.files import whole_bytes
+from scheduler.model.history import PAST_JOBS, to_line
+from scheduler.model.predict import fit_models, remember
+from schemas.config.job import parse_job
 from schemas.errors import SchemaError
-from schemas.events import SUMMARY, TOGETHER
-from schemas.job import parse_job
+from schemas.layout import MANIFEST
+from schemas.manifest import position_of, read_dataset
+from schemas.run_log import BEHIND, HUNG, LOST, METRICS, SUMMARY, TOGETHER, StepMetric
+
+
+def teach(job: JobState, folder: Path) -> None:
+    """Append what a job taught, unless none of its steps was measured or it stands there already.
+
+    Args:
+        job: that finished.
+        folder: of the history.
+    """
+    models = fit_models(job.snapshot, job.snapshot.job.schedule, job.steps, job.builds)
+    if not models.training.num_cells:
+        return
+    line = to_line(remember(job.snapshot, models.training, models.segments)).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / PAST_JOBS).open("a+b") as file:
+        file.seek(0)
+        content = file.read()
+        if line in content.splitlines():
+            return
+        whole, newline = whole_bytes(content)
+        file.truncate(whole)
+        file.write((b"\n" if newline else b"") + line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+MAX_STEPS = 32
+"""Steps whose time is told at once."""
+CLUSTER_FAILED = re.compile(r"error: pipeline must finish, got Pipeline \S+ failed in state (.*)")
+"""What a segment job says when its pipeline ended on a cluster."""
+
+OTHER_AWAY = re.compile(r"error: (store|lighthouse) must answer within ")
+"""What a process says that waited for another of its job."""
+
+
+def ended(
+    place: Workplace, children: Processes, job: str, process: Process, time_sec: float
+) -> Ended:
+    """Return how a process that runs no more has ended: by what it left, before what it said."""
+    name, ending = process.name, children.ending(process.name)
+    status = ending.status
+    said = children.last_words(name)
+    num_samples, work_sec = 0, 0.0
+    if process.pool == "segment" and is_built(place, process.number):
+        outcome: Outcome = "done"
+        num_samples, work_sec = _build_figures(children.output(name))
+    elif process.pool == "lead" and (place.run / SUMMARY).is_file():
+        outcome = "done"
+    elif status == 0 and process.pool != "segment":
+        outcome = "left"
+    elif ending.oom:
+        outcome, said = "oom", ending.lost
+    elif ending.lost or ending.refused:
+        outcome, said = ("lost", ending.lost) if ending.lost else ("failed", ending.refused)
+    elif status in (HUNG, BEHIND, LOST):
+        outcome = "lost"
+    elif status is not None and status < 0:
+        outcome, said = "lost", f"signal {-status}"
+    elif process.pool == "segment" and is_fault_of_cluster(said):
+        outcome = "lost"
+    elif children.reach is not None and OTHER_AWAY.match(said):
+        outcome = "lost"  # a node that fell silent: its Pods are replaced minutes later
+    elif status is None and not said.startswith("error"):
+        outcome, said = "lost", said or "it ended while nobody looked"
+    else:
+        outcome = "failed"
+    return Ended(
+        time_sec=time_sec,
+        job=job,
+        process=name,
+        outcome=outcome,
+        detail="" if outcome == "done" else said[:500],
+        num_samples=num_samples,
+        work_sec=work_sec,
+    )
+
+
+def is_fault_of_cluster(said: str) -> bool:
+    """Tell whether a pipeline failed on a cluster, and none of our steps raised anything there.
+
+    Example:
+        >>> is_fault_of_cluster(
+        ...     "error: pipeline must finish, got Pipeline a_1 failed in state FAILED: "
+        ...     "org.apache.flink.runtime.JobException: a task manager is gone"
+        ... )
+        True
+    """
+    found = CLUSTER_FAILED.match(said)
+    return found is not None and "[while running '" not in found[1]
+
+
+def is_built(place: Workplace, number: int) -> bool:
+    """Tell whether a segment is committed; the last one only with the end of the dataset."""
+    if not (place.dataset / MANIFEST).exists():
+        return False
+    root = read_dataset(place.dataset)
+    there = any(position_of(segment.id) == number for segment in root.segments)
+    return there and (number + 1 < place.num_segments or root.finished)
+
+
+def _build_figures(output: str) -> tuple[int, float]:
+    """Return samples and seconds of what `build --json` printed; zeros where it built nothing."""
+    try:
+        body: Any = json.loads(output)
+        if body["built"] is False:
+            return 0, 0.0
+        return int(body["num_samples"]), float(body["startup_sec"]) + float(body["wall_sec"])
+    except (ValueError, KeyError, TypeError):
+        return 0, 0.0
+
+
+class StepTail:
+    """New lines of a run's metrics; a run that went back to a checkpoint is read anew."""
+
+    def __init__(self, run: Path) -> None:
+        """Begin with the first line."""
+        self._path = run / METRICS
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._at = 0
+        self._num_samples = 0
+        self._next_step = 0
+
+    def read(self, job: str, time_sec: float) -> Stepped | None:
+        """Return what is new, None when nothing is."""
+        found: list[StepMetric] = []
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._at:
+                self._start_over()
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._at += len(line)
+                with suppress(ValueError, TypeError):  # cut while it was read
+                    found.append(StepMetric(**json.loads(line)))
+        if not found:
+            return None
+        self._num_samples += sum(m.num_samples for m in found)
+        self._next_step = found[-1].step + 1
+        replicas = found[-1].num_replicas
+        # Kernels are made in the first step.
+        same = [m for m in found if m.step and m.num_replicas == replicas and m.samples_per_sec > 0]
+        return Stepped(
+            time_sec=time_sec,
+            job=job,
+            next_step=self._next_step,
+            num_samples=self._num_samples,
+            num_replicas=replicas,
+            seconds=tuple(m.num_samples / m.samples_per_sec for m in same[-MAX_STEPS:]),
+        )
+
+
+# The scheduler's loop: what is seen becomes events, what is decided becomes processes.
+#
+#     recover the log -> submit -> [ who ended -> who began -> steps -> memory -> a look ] ...
+#
+# Killed anywhere, it is started again with the same command: its log says where it stood, and its
+# processes, which go on meanwhile, are known by their names.
 
 LAST_LOOK_SEC = 30.0
 """Longest time between two looks."""

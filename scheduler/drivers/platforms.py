@@ -1,16 +1,41 @@
-"""Which platform the processes of a run are started on."""
+"""The platforms by name: this machine, or a Kubernetes cluster."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from scheduler.drivers.kubernetes.settings import read_cluster
-from scheduler.drivers.process.machine import ThisMachine
-from scheduler.drivers.processes import Platform
+from scheduler.drivers.base import Platform
+from scheduler.drivers.kubernetes.manifest import read_cluster
+from scheduler.drivers.local.children import Children, OomKills, own_counter
+from scheduler.drivers.local.commands import environment
+from schemas.config.job import load_job
 from schemas.errors import PlanError
-from schemas.job import load_job
+
+
+class ThisMachine:
+    """Starts the processes of every job as children."""
+
+    resizes = False
+    """No limit is kept here: who is to have more memory is started again with it, and cores are
+    what is booked."""
+    where = "process"
+    """Children of any scheduler that had this folder are found by their locks in it."""
+
+    def __init__(self) -> None:
+        """Know what the kernel has done so far."""
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        self._kills = OomKills(own_counter(groups), time.monotonic())
+
+    def of_job(self, job: str, folder: Path) -> Children:
+        """Return the children of a job."""
+        return Children(folder, environment(), self._kills)
+
+    def poll(self) -> None:
+        """Count what the kernel has killed; children are looked at one by one."""
+        self._kills.look(time.monotonic())
 
 
 def check_driver(

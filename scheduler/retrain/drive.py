@@ -1,17 +1,20 @@
-"""Carry out what is next, until a day is done."""
+"""Run the next action until a day is done."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.processes import Processes
-from scheduler.retrain.commands import Flags, command_of
-from scheduler.retrain.days import check_folder
+from scheduler.drivers.base import Processes
+from scheduler.drivers.local.commands import module, on_this_machine
+from scheduler.model.snapshot import Snapshot, take_snapshot
+from scheduler.planner.machine_sizes import machine_budget, on_machine
+from scheduler.planner.policy import plan
+from scheduler.planner.reasons import summary
 from scheduler.retrain.decide import (
     Asked,
     Await,
@@ -24,30 +27,171 @@ from scheduler.retrain.decide import (
     Run,
     next_step,
 )
-from scheduler.retrain.lineage import newest_day
-from scheduler.retrain.log import Log
 from scheduler.retrain.records import (
+    Attempt,
     Begun,
     Closed,
     Done,
     Failed,
     Judged,
+    Log,
     Promoted,
     Removed,
     Started,
+    check_folder,
 )
 from scheduler.retrain.root import (
     Root,
     checkpoint_of,
     facts_of,
     keep_build,
+    newest_day,
     remove_run,
     segment_of_day,
     write_pointer,
 )
-from scheduler.retrain.sizes import ALONE, sizes_of
-from scheduler.retrain.state import Attempt
-from schemas.job_retrain import RetrainConfig
+from schemas.config.schedule import RetrainConfig
+from schemas.paths import ALLOW_OUTSIDE, SINGLE_WRITER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the plan comes to."""
+
+    workers: int
+    """Workers of the build of a segment."""
+    num_replicas: int
+    """Trainer replicas."""
+    words: str
+    """The plan in one line."""
+
+
+ALONE = Sizes(workers=1, num_replicas=1, words="")
+"""Of a stage that has one process."""
+
+
+def sizes_of(job_file: Path, root: Root, *, allow_outside: bool = False) -> Sizes:
+    """Return the sizes of the best plan for a day like those of the dataset.
+
+    Raises:
+        SchemaError: a file is missing or damaged.
+        PlanError: nothing fits.
+    """
+    dataset = root.dataset if root.has_dataset else None
+    snapshot = _of_one_day(
+        take_snapshot(job_file, dataset, root.folder, allow_outside=allow_outside), root
+    )
+    schedule, machine = snapshot.job.schedule, machine_budget()
+    own = schedule.budget
+    budget = replace(own, cpus=min(own.cpus, machine.cpus), memory=min(own.memory, machine.memory))
+    training = replace(schedule.training, max_stores=0)
+    alone = replace(snapshot.job, schedule=replace(schedule, training=training))
+    snapshot = replace(snapshot, job=alone)
+    config, changes = on_machine(snapshot, budget, shares_cores=machine.cpus < own.cpus)
+    decision = plan(snapshot, config)
+    chosen = decision.chosen
+    return Sizes(
+        workers=chosen.workers_per_job,
+        num_replicas=chosen.num_replicas,
+        words="; ".join([summary(decision), *changes]),
+    )
+
+
+def _of_one_day(snapshot: Snapshot, root: Root) -> Snapshot:
+    """Return a snapshot whose samples are those of a mean day."""
+    if not snapshot.facts.measured:
+        return snapshot
+    days = len(facts_of(root))
+    facts = snapshot.facts
+    return replace(
+        snapshot,
+        facts=replace(
+            facts,
+            num_samples=-(-facts.num_samples // days),
+            num_train_samples=-(-facts.num_train_samples // days),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """Options of the commands of all stages, besides paths.
+
+    Attributes:
+        single_writer: whether nothing else writes below the root.
+        allow_outside: whether the job's schema may lie outside the folder of the job file.
+    """
+
+    single_writer: bool = False
+    allow_outside: bool = False
+
+    @property
+    def write(self) -> list[str]:
+        """Return those of commands that write."""
+        return [SINGLE_WRITER] if self.single_writer else []
+
+    @property
+    def build(self) -> list[str]:
+        """Return those of commands that build."""
+        return [*self.write, *([ALLOW_OUTSIDE] if self.allow_outside else [])]
+
+
+def command_of(
+    started: Started,
+    attempt: Attempt,
+    job_file: Path,
+    root: Root,
+    config: RetrainConfig,
+    flags: Flags,
+) -> list[str]:
+    """Return the command of a stage.
+
+    Args:
+        started: what is started.
+        attempt: at the day.
+        job_file: the job.
+        root: folder of it all.
+        config: of the job.
+        flags: of the user.
+    """
+    if started.stage == "append":
+        return [*_append(started, attempt, job_file, root), *flags.build]
+    if started.stage == "train":
+        return [*_train(started, job_file, root, config), *flags.write]
+    run = started.run if started.stage == "evaluate" else started.base
+    assert run is not None, "a comparison names the run that it is made with"
+    evaluate = [*module("trainer"), "evaluate", str(job_file), "--dataset", str(root.dataset)]
+    evaluate += ["--run", str(root.run(run)), "--segments", ",".join(started.segments)]
+    return [*evaluate, "--json"]
+
+
+def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> list[str]:
+    """Return the command that builds the segment of a day; it changes nothing that is there."""
+    source = ["--input", attempt.input, "--day", attempt.day, "--json"]
+    source += on_this_machine(started.workers)
+    if not root.has_dataset:
+        build = [*module("pipelines"), "build", str(job_file), "--output", str(root.dataset)]
+        return [*build, *source]
+    append = [*module("pipelines"), "append", str(job_file), "--dataset", str(root.dataset)]
+    is_there = attempt.day in {fact.day for fact in facts_of(root)}
+    replaced = ["--replace"] if attempt.corrected and is_there else []
+    return [*append, *replaced, *source]
+
+
+def _train(started: Started, job_file: Path, root: Root, config: RetrainConfig) -> list[str]:
+    """Return the command that begins a run, or goes on with it."""
+    train = [*module("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
+    train += ["--output", str(root.run(started.run)), "--segments", ",".join(started.segments)]
+    if started.base is not None:
+        train += ["--start-from", str(root.run(started.base))]
+        if config.expire_days is not None:
+            train += ["--expire-days", str(config.expire_days)]
+    if root.has_run(started.run):
+        train.append("--resume")
+    if started.num_replicas > 1:
+        train += ["--replicas", str(started.num_replicas)]
+    return [*train, "--json"]
+
 
 STOPPED = 143
 """Exit status of a command that was asked to end."""

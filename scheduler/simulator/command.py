@@ -1,25 +1,151 @@
-"""`python -m scheduler simulate`: a trace, what is drawn around it, numbers of each policy."""
+"""`scheduler simulate`: several policies on one trace."""
 
 from __future__ import annotations
 
 import argparse
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from scheduler.simulator.bound import lower_bound_sec
-from scheduler.simulator.compare import (
-    LOAD,
-    POLICIES,
-    capacity_of,
-    policies_of,
-    simulate,
+import numpy as np
+
+from scheduler.simulator.baselines import (
+    GoodputPolicy,
+    MarginalPolicy,
+    StaticPolicy,
+    ThresholdPolicy,
 )
-from scheduler.simulator.draw import GIB, Knobs, draw_jobs
-from scheduler.simulator.outcome import Outcome, outcome_of
-from scheduler.simulator.tables import made_tables, read_tables
-from scheduler.simulator.trace import read_trace
-from scheduler.simulator.views import Capacity
+from scheduler.simulator.cluster import Cluster, Outcome, Result, outcome_of
+from scheduler.simulator.jobs import (
+    GIB,
+    JobSpec,
+    Knobs,
+    TraceJob,
+    draw_jobs,
+    made_tables,
+    read_tables,
+    read_trace,
+)
+from scheduler.simulator.presage import LIVE, PresagePolicy
+from scheduler.simulator.views import Capacity, Policy
+from schemas.errors import PlanError, nearest
+
+# What no policy that finishes every job can beat: two bounds of the mean time, the larger one.
+#
+# Alone: each job at its fastest size from its first second, with nothing else there and no
+# accident. Together: all cores are one processor that any job may use as a whole, each job takes
+# the core seconds of its thriftiest size, and the job with the least left goes first, which is
+# optimal for one processor (Schrage 1968). Start-up is left out of both. A policy that gives long
+# jobs up may have a smaller mean of those it finished.
+
+
+def lower_bound_sec(specs: Sequence[JobSpec], cpus: float) -> float:
+    """Return a mean time from submission to end that no policy which finishes all jobs beats.
+
+    Args:
+        specs: jobs by time of submission.
+        cpus: cores of the cluster.
+    """
+    alone = [fastest_sec(spec) for spec in specs]
+    return max(float(np.mean(alone)), together_sec(specs, cpus))
+
+
+def fastest_sec(spec: JobSpec) -> float:
+    """Return how long a job takes at its fastest size."""
+    return spec.num_samples / float(np.nanmax(spec.table.speed))
+
+
+def least_core_sec(spec: JobSpec) -> float:
+    """Return the core seconds of a job at its thriftiest size, with no core more than it needs."""
+    table = spec.table
+    stores, replicas = np.mgrid[0 : table.speed.shape[0], 0 : table.speed.shape[1]]
+    # Slowing down by fewer cores stretches the time as much: it saves no core seconds.
+    cores = replicas * table.replica_busy + stores * table.store_busy
+    return spec.peak * spec.cpu_scale * spec.num_samples * float(np.nanmin(cores / table.speed))
+
+
+def together_sec(specs: Sequence[JobSpec], cpus: float) -> float:
+    """Return the mean time when all cores are one processor, the least work first."""
+    left: list[tuple[float, float]] = []
+    now = total = 0.0
+    for spec, after in zip(specs, (*specs[1:], None), strict=True):
+        now = max(now, spec.submit_sec)
+        heapq.heappush(left, (least_core_sec(spec) / cpus, spec.submit_sec))
+        until = np.inf if after is None else after.submit_sec
+        while left and now < until:
+            work, submitted = heapq.heappop(left)
+            if now + work > until:
+                heapq.heappush(left, (work - (until - now), submitted))
+                now = until
+            else:
+                now += work
+                total += now - submitted
+    return total / len(specs)
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "static": StaticPolicy,
+    "threshold": ThresholdPolicy,
+    "marginal": MarginalPolicy,
+    "goodput": GoodputPolicy,
+    "presage": PresagePolicy,
+    "presage-live": lambda: PresagePolicy(LIVE, "presage-live"),
+}
+LOAD = 0.8
+"""Share of the cluster that the requests of all jobs fill while jobs are submitted."""
+
+
+def policies_of(text: str) -> tuple[str, ...]:
+    """Return the policies of a text such as `static,presage`.
+
+    Raises:
+        ValueError: one is unknown, or named twice.
+    """
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in POLICIES:
+            raise ValueError(f"policy must be known, got {name!r}; {nearest(name, POLICIES)}")
+        if names.count(name) > 1:
+            raise ValueError(f"policy must be named once, got {name!r} again; leave it out")
+    return names
+
+
+def capacity_of(specs: Sequence[JobSpec], trace: Sequence[TraceJob], load: float) -> Capacity:
+    """Return a cluster which the requests fill to this share, and in which the largest one fits.
+
+    Raises:
+        ValueError: the load is not positive.
+    """
+    if not 0.0 < load < float("inf"):
+        raise ValueError(f"load must be positive, got {load}; use 0.8 for a usual cluster")
+    lengths = [job.duration_sec for job in trace]
+    span = trace[-1].submit_sec - trace[0].submit_sec + sum(lengths) / len(lengths)
+    requests = [spec.request for spec in specs]
+    cpus = sum(sec * r.cpus for sec, r in zip(lengths, requests, strict=True)) / span / load
+    memory = sum(sec * r.memory_bytes for sec, r in zip(lengths, requests, strict=True))
+    return Capacity(
+        max(cpus, *(request.cpus for request in requests)) if requests else cpus,
+        max(memory / span / load, max(request.memory_bytes for request in requests)),
+    )
+
+
+def simulate(specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> Result:
+    """Run all jobs under a policy that has decided nothing yet.
+
+    Raises:
+        PlanError: a request is larger than the cluster.
+    """
+    for spec in specs:
+        request = spec.request
+        if request.cpus > capacity.cpus + 1e-9 or request.memory_bytes > capacity.memory_bytes + 1:
+            raise PlanError(
+                f"cluster must hold every request, got cpus={capacity.cpus:g} and "
+                f"memory={capacity.memory_bytes:.4g} for {spec.name!r} of "
+                f"cpus={request.cpus:g} and memory={request.memory_bytes:.4g}; enlarge it"
+            )
+    return Cluster(specs, policy, capacity).simulate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a policy sees and says: sizes, jobs, measurements; and what it can do about failures."""
+"""What a policy sees and returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler.model import Floats
+from scheduler.model.terms import Floats
 
 
 @dataclass(frozen=True, slots=True)

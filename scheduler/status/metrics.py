@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.machine.state import Phase, Status
-from scheduler.machine.watch import LEAD_SEC
+from scheduler.controller.state import Phase, Status
+from scheduler.controller.watch import LEAD_SEC
 from scheduler.status.view import JobView, View
 
 JOB = ("job",)

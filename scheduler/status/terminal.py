@@ -1,10 +1,11 @@
-"""The view in a terminal: once, or live on stderr while a person looks at it."""
+"""The status in a terminal: once, or live while jobs run."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from rich.console import Console, Group, RenderableType
@@ -12,14 +13,28 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.decision import counted
-from scheduler.status.board import Board
+from scheduler.controller.log import LOG
+from scheduler.files import is_held
+from scheduler.planner.policy import counted
+from scheduler.status.board import Board, serving
 from scheduler.status.journal import Incident
-from scheduler.status.numbers import clock, digits, duration, memory, percent, visible
 from scheduler.status.page import headline
-from scheduler.status.stores import Stores, StoreView, in_words
-from scheduler.status.view import JobView, PoolView, View
+from scheduler.status.view import (
+    JobView,
+    PoolView,
+    Stores,
+    StoreView,
+    View,
+    clock,
+    digits,
+    duration,
+    in_words,
+    memory,
+    percent,
+    visible,
+)
 from schemas.errors import SchemaError
+from schemas.manifest import replace_bytes
 
 LATEST = 6
 """Incidents of the live view, newest last; its decisions stay above it, as they are said."""
@@ -174,3 +189,68 @@ def _incident(one: Incident, view: View) -> Text:
         then = "noted"
     whose = f"{one.job} {one.process}".strip()
     return Text(visible(f"{clock(one.time_sec)} {whose}: {one.kind}, {then}"))
+
+
+ADDRESS = "status.url"
+"""Name of the file with the page's address, in the scheduler's folder while it is served."""
+OFF = -1
+"""The port that stands for no page."""
+
+Say = Callable[[str], None]
+
+
+def port_of(text: str) -> int:
+    """Return the port that `--status` names.
+
+    Raises:
+        ValueError: it is neither a port nor `off`.
+    """
+    if text == "off":
+        return OFF
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must be 0 to 65535, got {port}; 0 takes any that is free")
+    return port
+
+
+@contextmanager
+def watching(output: Path, port: int, console: Console, say: Say) -> Generator[Say, None, None]:
+    """Show what a scheduler does while the context lasts.
+
+    Args:
+        output: folder of the scheduler, which begins in the context.
+        port: of the page, 0 for any that is free, OFF for none.
+        console: its terminal, if it is one.
+        say: prints one line where it is none.
+
+    Yields:
+        What is to be called with each decision, in one line.
+
+    Raises:
+        PlanError: the port is taken, or may not be used.
+    """
+    board = Board(output / LOG)
+    with ExitStack() as stack:
+        if console.is_terminal and not console.is_dumb_terminal:
+            say = stack.enter_context(live(board, console))
+        if port != OFF and not is_held(output):
+            address = stack.enter_context(serving(board, port))
+            output.mkdir(parents=True, exist_ok=True)
+            replace_bytes(output / ADDRESS, f"{address}\n".encode())
+            stack.callback((output / ADDRESS).unlink, missing_ok=True)
+            say(f"status page: {address}")
+        yield say
+
+
+def board_of(output: Path) -> Board:
+    """Return the board of a scheduler that runs or has ended.
+
+    Raises:
+        SchemaError: there is no log.
+    """
+    if not (output / LOG).is_file():
+        raise SchemaError(
+            f"folder must have the log of a scheduler, got no {LOG}; name what --output named",
+            file=str(output),
+        )
+    return Board(output / LOG)

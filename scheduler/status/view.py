@@ -1,21 +1,252 @@
-"""What people and monitors are shown: one plain picture of the machine's state and its journal."""
+"""The data of the status page: a summary of the controller's state and log."""
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
-from scheduler.fit import predict_seconds
-from scheduler.grid import training_resources
-from scheduler.machine.elastic import wanted_stores
-from scheduler.machine.left import Left, left_of, room_of
-from scheduler.machine.state import ENDED, JobState, Phase, PoolName, State, Status
-from scheduler.models import training_setting
-from scheduler.predictions import SEC_PER_HOUR, predict
-from scheduler.status.journal import Incident, Journal, Kind, Usage, hour_price
-from scheduler.status.processes import ProcessView, process_view
-from scheduler.status.speeds import Speed
-from scheduler.status.stores import Stores, stores_of
-from schemas.events import Decision
+from scheduler.controller.reconcile import wanted_stores
+from scheduler.controller.remaining import Left, left_of, room_of
+from scheduler.controller.slots import loads_of, spans
+from scheduler.controller.state import ENDED, JobState, Phase, PoolName, Process, State, Status
+from scheduler.controller.watch import accesses_at, step_in, step_sec_of, steps_ahead
+from scheduler.model.fit import predict_seconds
+from scheduler.model.grid import GIB, MIB, training_resources
+from scheduler.model.predict import training_setting
+from scheduler.planner.candidates import SEC_PER_HOUR, predict
+from scheduler.status.journal import Incident, Journal, Kind, Speed, Usage, hour_price
+from schemas.run_log import Decision
+
+
+def duration(seconds: float) -> str:
+    """Return a time span.
+
+    Example:
+        >>> duration(4.25), duration(61), duration(7384), duration(200000)
+        ('4.2 s', '1 min 1 s', '2 h 3 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def clock(time_sec: float) -> str:
+    """Return the time of day.
+
+    Example:
+        >>> clock(3661.5)
+        '01:01:01'
+    """
+    return f"{datetime.fromtimestamp(time_sec, UTC):%H:%M:%S}"
+
+
+def moment(time_sec: float) -> str:
+    """Return a moment as HTML wants it.
+
+    Example:
+        >>> moment(0.0)
+        '1970-01-01T00:00:00Z'
+    """
+    return f"{datetime.fromtimestamp(time_sec, UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def memory(num_bytes: float) -> str:
+    """Return bytes with a binary unit.
+
+    Example:
+        >>> memory(3 << 29), memory(300 << 20)
+        ('1.50 GiB', '300 MiB')
+    """
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
+
+
+def digits(value: float) -> str:
+    """Return about three significant digits.
+
+    Example:
+        >>> digits(12345.6), digits(12.34), digits(0.01234), digits(0)
+        ('12,346', '12.3', '0.0123', '0')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """Return a share.
+
+    Example:
+        >>> percent(0.831), percent(1.2)
+        ('83 %', '120 %')
+    """
+    return f"{100 * share:.0f} %"
+
+
+def visible(text: str) -> str:
+    """Return a text in which control characters, and those that turn its direction, are marked.
+
+    Example:
+        >>> visible(chr(27) + "[2J" + chr(10)) == chr(0xFFFD) + "[2J" + chr(0xFFFD)
+        True
+    """
+    return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf") else c for c in text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessView:
+    """One live process."""
+
+    name: str
+    """`<pool>-<number>.<attempt>`."""
+    status: Status
+    """What it does."""
+    since_sec: float
+    """When it was started."""
+    cpus: float
+    """Cores that are booked for it."""
+    busy_cores: float | None
+    """Cores that it kept busy, as read last; None before."""
+    limit_bytes: int
+    """Memory that is booked for it, 0 where it is that of another process."""
+    resident_bytes: int | None
+    """Memory that was read last; None before."""
+
+
+def process_view(process: Process) -> ProcessView:
+    """Return what is shown of a process."""
+    return ProcessView(
+        name=process.name,
+        status=process.status,
+        since_sec=process.began_sec,
+        cpus=process.cpus,
+        busy_cores=process.busy_cores,
+        limit_bytes=process.memory_bytes,
+        resident_bytes=process.readings[-1][1] if process.readings else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreView:
+    """One store: it has ranges, a process, or both."""
+
+    number: int
+    """Of the store."""
+    process: ProcessView | None
+    """None while none lives."""
+    ranges: tuple[int, ...]
+    """Ranges of slots that are its own."""
+    share: float | None
+    """Of all accesses of the steps around now, those to its ranges; None while nobody knows."""
+    share_ahead: float | None
+    """The same as far ahead as hot ranges are looked for, if no range moves until then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Ranges of slots that are on their way."""
+
+    ranges: tuple[int, ...]
+    """Their numbers."""
+    source: int
+    """The store whose they are until they have arrived."""
+    target: int | None
+    """The store that is to have them; None where the decision is too long ago to be kept."""
+
+
+def in_words(move: Move) -> str:
+    """Return what moves from where to where, as far as it is known."""
+    many = len(move.ranges) > 1
+    what = f"ranges {spans(move.ranges)} are" if many else f"range {move.ranges[0]} is"
+    target = "" if move.target is None else f" to {move.target}"
+    return f"{what} moving from {move.source}{target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """All stores of a job."""
+
+    stores: tuple[StoreView, ...]
+    """By number; numbers may be missing."""
+    owners: tuple[int, ...]
+    """Number of the store of each range; none before the first store ran."""
+    move: Move | None
+    """None while none moves."""
+    step: int | None
+    """The step of now, the last one at most; None where the oracle told nothing."""
+    step_ahead: int | None
+    """The step at which hot ranges are looked for; None where nobody knows."""
+
+
+def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -> Stores | None:
+    """Return who holds a job's rows; None where it has no stores, or none any more.
+
+    Args:
+        job: as it stands.
+        left: of it, None unless it runs.
+        decisions: on the job, oldest first.
+    """
+    processes = {process.number: process for process in job.of_pool("store")}
+    owners = () if job.phase in ENDED else job.owners
+    numbers = sorted(processes.keys() | set(owners))
+    if not numbers:
+        return None
+    now, num_steps = step_in(job, 0), _steps_ahead(job, left)
+    ahead = None if num_steps is None else step_in(job, num_steps)
+    shares, shares_ahead = (_shares(job, owners, numbers, step) for step in (now, ahead))
+    return Stores(
+        stores=tuple(
+            StoreView(
+                number=number,
+                process=process_view(processes[number]) if number in processes else None,
+                ranges=tuple(i for i, owner in enumerate(owners) if owner == number),
+                share=shares.get(number),
+                share_ahead=shares_ahead.get(number),
+            )
+            for number in numbers
+        ),
+        owners=owners,
+        move=_move(job, owners, decisions),
+        step=now,
+        step_ahead=ahead,
+    )
+
+
+def _steps_ahead(job: JobState, left: Left | None) -> int | None:
+    if left is None or job.sizes is None:
+        return None
+    return steps_ahead(left, step_sec_of(left, job.sizes))
+
+
+def _shares(
+    job: JobState, owners: Sequence[int], numbers: Sequence[int], step: int | None
+) -> Mapping[int, float]:
+    """Return each store's share of the accesses around a step; none while nobody knows."""
+    whose = set(owners)
+    if len(whose) == 1:  # all is answered by one
+        return {number: float(number in whose) for number in numbers}
+    if step is None or job.load is None or not whose:
+        return {}
+    loads = loads_of(owners, accesses_at(job.load, step).tolist(), numbers)
+    whole = sum(loads.values())
+    return {store: load / whole for store, load in loads.items()} if whole else {}
+
+
+def _move(job: JobState, owners: Sequence[int], decisions: Sequence[Decision]) -> Move | None:
+    ranges = job.moving
+    if not ranges or ranges[-1] >= len(owners):
+        return None
+    moves = [d.values for d in decisions if d.action == "migrate"]
+    known = bool(moves) and moves[-1]["slots"] == ranges[0]
+    target = int(moves[-1]["target"]) if known else None
+    return Move(ranges=ranges, source=owners[ranges[0]], target=target)
+
 
 POOLS: tuple[PoolName, ...] = ("segment", "lead", "replica", "store")
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.memory import CGROUPS, INSIDE, memory_limit
 from benchmarks.memory_log import BATCH, DIM, EPOCHS, write_job
-from schemas.job import load_job
+from schemas.config.job import load_job
 
 NEEDS_CGROUPS = pytest.mark.skipif(
     os.geteuid() != 0 or not (CGROUPS / "memory.limit_in_bytes").is_file(),

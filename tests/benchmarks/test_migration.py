@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.migration import headline, main
 from benchmarks.migration_runs import KINDS, write_job
-from scheduler.policy import plan
-from scheduler.snapshot import take_snapshot
+from scheduler.model.snapshot import take_snapshot
+from scheduler.planner.policy import plan
 
 FOUND = {
     "replica": [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.model import convert, doubled, doubling_cut, held_back, optimus, ours
-from scheduler.measurements import Measurements, read_measurements
+from scheduler.model.measurements import Measurements, read_measurements
 
 COUNTS = {
     "resnet-50": 210,

@@ -18,8 +18,8 @@ from benchmarks.order import (  # fmt: skip
     training_samples,
     write_variant,
 )
-from pipelines.parts.expand import expand
-from pipelines.segments.content_hash import content_hash
+from pipelines.clustering.reader import expand
+from pipelines.table.content_hash import content_hash
 from schemas.dataset import open_dataset
 from tests.pipelines import logs
 

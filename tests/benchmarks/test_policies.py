@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.policies import OURS, WITHOUT, interval, main, one_round, ratios, window
 from benchmarks.policies_jobs import ALIBABA, TOGETHER_SEC, alibaba, philly, speeds
-from scheduler.simulator.compare import POLICIES
-from scheduler.simulator.draw import Knobs
+from scheduler.simulator.command import POLICIES
+from scheduler.simulator.jobs import Knobs
 
 
 @pytest.mark.slow

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.preprocess import main, measure, sides
 from pipelines.build import build
-from pipelines.learned.apply import with_transforms
+from pipelines.transforms.apply import with_transforms
+from schemas.config.job import SAMPLES
 from schemas.dataset import open_dataset
-from schemas.job import SAMPLES
-from schemas.learned import load_learned
+from schemas.fitted import load_learned
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import request
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.recovery import headline, in_rounds
 from benchmarks.recovery_commits import Commits
 from benchmarks.recovery_replicas import of_both
-from schemas.events import METRICS, StepMetric
+from schemas.run_log import METRICS, StepMetric
 
 
 def test_both_train_again_when_a_step_says_so_and_the_gap_around_that_is_told(

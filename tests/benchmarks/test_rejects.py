@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from benchmarks.rejects import STEPS, Taken, compared, write_job, write_log
-from schemas.job import load_job
+from schemas.config.job import load_job
 
 
 def test_log_has_its_share_of_bad_prices_and_jobs_are_valid(tmp_path: Path) -> None:

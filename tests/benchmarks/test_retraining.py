@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.retraining import LOG, headline, write_days, write_job
-from schemas.job import load_job
+from schemas.config.job import load_job
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from scheduler.retrain.log import STATE, read_state
-from scheduler.retrain.state import State
+from scheduler.retrain.records import STATE, State, read_state
 from tests.integration.small_demo import write_small_demo
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from pipelines.build import build
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.events import METRICS, StepMetric, read_metrics
-from schemas.job import load_job
+from schemas.run_log import METRICS, StepMetric, read_metrics
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, raw_rows, request, samples_of, write_log
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
-from trainer.decode import spec_of
-from trainer.ledger import verify_run
-from trainer.parts import order_of
+from trainer.components import order_of
+from trainer.data.decode import spec_of
+from trainer.run import verify_run
 from trainer.train import TrainOptions, evaluate_run, train
 
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)

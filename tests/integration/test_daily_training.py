@@ -7,13 +7,13 @@ from typing import Any
 import duckdb
 import pytest
 
-from pipelines.commands import main as pipelines
-from pipelines.segments.verify import verify
+from pipelines.cli import main as pipelines
+from pipelines.table.verify import verify
 from schemas.layout import JOB, SCHEMA
 from tests.pipelines.logs import IN_PROCESS
 from trainer.__main__ import main as trainer
-from trainer.checkpoint import dense_of, newest_checkpoint
-from trainer.ledger import verify_run
+from trainer.checkpoint.load import dense_of, newest_checkpoint
+from trainer.run import verify_run
 
 DAYS = ("2022-05-01", "2022-05-02", "2022-05-03")
 """UTC days of KuaiRand's standard log that two files of it cover wholly."""

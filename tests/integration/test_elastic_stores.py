@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.controller.log import LOG, Log, recover
+from scheduler.controller.state import JobState
 from scheduler.drivers.driver import Driver, DriverOptions
+from scheduler.drivers.local.submit import submit
 from scheduler.drivers.platforms import open_platform
-from scheduler.drivers.process.submit import submit
-from scheduler.machine.log import LOG, Log, recover
-from scheduler.machine.state import JobState
 from tests.integration.test_scheduled import (
     check_bits,
     command,

@@ -17,9 +17,9 @@ from tests.pipelines.appending import changed
 from tests.pipelines.logs import IN_PROCESS, write_log
 from tests.trainer.held import held_by
 from tests.trainer.processes import ended, num_steps, started, trained, until
-from trainer.compare import compare_runs
-from trainer.holding import Held
-from trainer.ledger import verify_run
+from trainer.diff import compare_runs
+from trainer.run import verify_run
+from trainer.runtime import Held
 
 LOGS = (300, 200, 260, 180, 240)
 """Rows of the log of each segment; its number is the seed."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scheduler.machine.events import Ended
-from scheduler.machine.log import LOG, read_log, recover
+from scheduler.controller.events import Ended
+from scheduler.controller.log import LOG, read_log, recover
 from tests.cluster.fixtures import cluster, namespace
 from tests.cluster.servers import Cluster
 from tests.cluster.sockets import pids_with, sockets_of

@@ -7,9 +7,9 @@ import torch
 
 from schemas.dataset import open_dataset
 from tests.pipelines.shifting import STORAGES, built_in_every_layout
-from trainer.batch import Batch
-from trainer.decode import spec_of
-from trainer.reader import Reader
+from trainer.data.collate import Batch
+from trainer.data.decode import spec_of
+from trainer.data.reader import Reader
 
 
 @pytest.fixture(scope="module")

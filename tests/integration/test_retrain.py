@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.retrain.log import STATE
+from scheduler.retrain.records import STATE
 from schemas.dataset import open_dataset
 from tests.integration.days import DAYS, Site, make_site
 from tests.shared import make_once

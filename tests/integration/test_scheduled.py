@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.machine.events import Ended
-from scheduler.machine.log import LOG, read_log, recover
+from scheduler.controller.events import Ended
+from scheduler.controller.log import LOG, read_log, recover
 from schemas.manifest import read_dataset
 from tests.integration.small_demo import write_small_demo
 

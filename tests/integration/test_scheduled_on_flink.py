@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.commands import main as pipelines
-from scheduler.machine.events import Event, SlotsRead
-from scheduler.machine.log import LOG, read_log, recover
+from pipelines.cli import main as pipelines
+from scheduler.controller.events import Event, SlotsRead
+from scheduler.controller.log import LOG, read_log, recover
 from tests.flink import ask, flink, needs_flink, runner_file
 from tests.integration.small_demo import write_small_demo
 from tests.integration.test_scheduled import Scheduler, pid_of, send

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.__main__ import main as pipelines_main
-from pipelines.parts.expand import joined_row_group
+from pipelines.clustering.reader import joined_row_group
 from schemas.dataset import open_dataset
-from schemas.events import SUMMARY, read_summary
 from schemas.model_inputs import ModelInputs, inputs_of
 from schemas.reference import hash_text
+from schemas.run_log import SUMMARY, read_summary
 from tests.pipelines.logs import bytes_of
 from trainer.__main__ import main as trainer_main
 

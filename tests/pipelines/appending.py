@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from pipelines.prepare import BuildRequest
+from pipelines.context import BuildRequest
 from tests.pipelines.logs import (
     SCHEMA,
     built,

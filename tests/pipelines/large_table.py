@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from pipelines.beam.memory import keep_freed_memory
+from pipelines.clustering.part import lookups_table
+from pipelines.memory import keep_freed_memory
+from pipelines.oracle.files import run_rounds
 from pipelines.oracle.linking import LINKING, LinkingPlan
 from pipelines.oracle.numbering import (
     NUMBERING,
@@ -18,11 +20,9 @@ from pipelines.oracle.numbering import (
     lookups_path,
     number_table,
 )
-from pipelines.oracle.rounds import run_rounds
-from pipelines.parts.lookups import lookups_table
-from schemas.checked import CheckedFile, describe_file
-from schemas.jagged import Jagged, offsets_of
-from schemas.job import OrderConfig
+from schemas.arrays import Jagged, offsets_of
+from schemas.config.job import OrderConfig
+from schemas.files import CheckedFile, describe_file
 from schemas.layout import FILE_SHIFT, access_path
 from schemas.order import Order
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.prepare import BuildRequest
+from pipelines.context import BuildRequest
 from schemas.layout import BUILDS
 
 IN_PROCESS = "--runner=InProcess"

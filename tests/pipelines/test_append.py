@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.parts.expand import expand, expanded_tables
-from pipelines.segments.verify import verify
+from pipelines.cli import main
+from pipelines.clustering.reader import expand, expanded_tables
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, SEGMENTS

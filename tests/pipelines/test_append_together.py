@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
-from pipelines.segments import publish as module
-from pipelines.segments.commit import commit_root
-from pipelines.segments.verify import verify
+from pipelines.table import publish as module
+from pipelines.table.commit import commit_root
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
 from tests.pipelines.appending import addition, with_logs

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from pipelines.groups.costs import LEAST_DEDUP_FACTOR, Costs, feature_of
-from pipelines.groups.search import choose_groups, expected_factor, search
-from schemas.job import MAX_GROUPS
+from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR, Costs, feature_of
+from pipelines.autogroup.search import choose_groups, expected_factor, search
+from schemas.config.job import MAX_GROUPS
 
 BLOCK = 64
 

@@ -16,26 +16,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.logs import with_auto
-from pipelines.build import build
-from pipelines.groups.job import choose_from, named_groups, rewritten
-from pipelines.groups.sample import (
+from pipelines.autogroup.job import (
     KeysOfPart,
     SmallestHashes,
     cells_of,
+    choose_from,
     choose_keys,
+    named_groups,
+    rewritten,
     sample_sessions,
 )
-from pipelines.groups.search import GroupChoice
-from pipelines.learned.inputs import columns_of
-from pipelines.parts.expand import expand
+from pipelines.autogroup.search import GroupChoice
+from pipelines.build import build
+from pipelines.clustering.reader import expand
 from pipelines.prepare import context_of, prepare
-from pipelines.samples import check_joins
-from pipelines.segments.verify import verify
+from pipelines.samples import check_sql as check_joins
 from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.table.verify import verify
+from pipelines.transforms.apply import columns_of
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.job import load_job
 from tests import real_logs
 from tests.pipelines import test_executor
 from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
@@ -110,7 +112,7 @@ def test_files_listed_in_another_order_give_the_same_groups(
 ) -> None:
     walk = os.walk
     monkeypatch.setattr(
-        "pipelines.sources.folder.os.walk",
+        "pipelines.sources.listing.os.walk",
         lambda *a, **k: ((d, f, sorted(n, reverse=True)) for d, f, n in walk(*a, **k)),
     )
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
@@ -370,7 +372,7 @@ def test_the_first_key_is_chosen_whatever_it_takes() -> None:
 def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.groups.sample.INPUT_BYTES", 4_000)
+    monkeypatch.setattr("pipelines.autogroup.job.INPUT_BYTES", 4_000)
     (columns,) = open_dataset(built(tmp_path)).job.data.groups.values()
     assert {"session", "user", "history"} <= {*columns}
 
@@ -385,8 +387,8 @@ def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
         seen.append(int(cells_of(rows).sum()))
         return choose_from(rows, *others)
 
-    monkeypatch.setattr("pipelines.groups.sample.MAX_CELLS", 200)
-    monkeypatch.setattr("pipelines.groups.job.choose_from", choose)
+    monkeypatch.setattr("pipelines.autogroup.job.MAX_CELLS", 200)
+    monkeypatch.setattr("pipelines.autogroup.job.choose_from", choose)
     built(tmp_path)
     assert 100 < seen[0] < 300
 

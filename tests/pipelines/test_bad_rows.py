@@ -7,14 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.samples import bad_rows
-from pipelines.samples.bad_rows import SqlResult, reason_of, without_marked
+from pipelines.samples import sql_rejects as bad_rows
 from pipelines.samples.connection import BadRowsError, Connection, connect
 from pipelines.samples.per_key import PerKey, run_keys
 from pipelines.samples.sql import carry_origin, map_rows, run, with_list_index
+from pipelines.samples.sql_rejects import SqlResult, reason_of, without_marked
 from pipelines.sources.read import ORIGIN
-from schemas.columns import comparable_tuple
-from schemas.jagged import hash_keys
+from schemas.arrays import comparable_tuple, hash_keys
 
 SIDE = pa.table({"code": [0, 1, 2, 3], "name": ["0", "one", "2", "3"]})
 

@@ -12,9 +12,9 @@ import apache_beam as beam
 import pytest
 from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 
-from pipelines.beam import commit as committing
+from pipelines.beam import build as committing
 from pipelines.beam.io import WriteDataset
-from pipelines.segments.verify import verify
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST

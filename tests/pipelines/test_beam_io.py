@@ -14,8 +14,8 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
 
 from pipelines.beam.io import INCOMING, ReadDataset, WriteDataset
-from pipelines.parts.expand import expanded_tables
-from pipelines.segments.verify import verify
+from pipelines.clustering.reader import expanded_tables
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.logs import bytes_of, raw_rows, samples_of, write_job

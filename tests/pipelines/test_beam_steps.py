@@ -13,9 +13,14 @@ import pytest
 from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from apache_beam.testing.util import assert_that, equal_to
 
-from pipelines.beam.build import BuildDataset
-from pipelines.beam.io import INCOMING, ReadDataset, WriteDataset
-from pipelines.beam.steps import MakeSamples, ReadSource
+from pipelines.beam.io import (
+    INCOMING,
+    BuildDataset,
+    MakeSamples,
+    ReadDataset,
+    ReadSource,
+    WriteDataset,
+)
 from pipelines.build import build
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError

@@ -16,11 +16,10 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.yaml import yaml_transform
 
-from pipelines.beam.io import WriteDataset
-from pipelines.beam.steps import ReadSource
+from pipelines.beam.io import ReadSource, WriteDataset
 from pipelines.beam.yaml import rows_of_table, tables_of_rows
 from pipelines.build import build
-from pipelines.parts.expand import expanded_tables
+from pipelines.clustering.reader import expanded_tables
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
 

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.parts.expand import expand, expanded_tables
-from pipelines.segments.verify import verify
+from pipelines.cli import main
+from pipelines.clustering.reader import expand, expanded_tables
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
@@ -217,7 +217,7 @@ def test_build_that_dies_before_the_commit_leaves_nothing_and_can_be_run_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "pipelines.segments.publish.commit_root", lambda *_: (_ for _ in ()).throw(OSError)
+            "pipelines.table.publish.commit_root", lambda *_: (_ for _ in ()).throw(OSError)
         )
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.build_warnings import label_warnings, warnings_of
-from pipelines.commands import main
+from pipelines.build import label_warnings, warnings_of
+from pipelines.cli import main
+from schemas.config.job import SplitConfig
 from schemas.dataset import Dataset, open_dataset
-from schemas.job_split import SplitConfig
 from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from tests.pipelines.logs import write_job, write_log
 
@@ -40,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, list[str]]
     given += ["--runner=InProcess", "--json"]
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr("pipelines.commands._progress", said.append)
+        patch.setattr("pipelines.cli._progress", said.append)
         assert main(given) == 0
     return open_dataset(folder / "dataset"), said
 

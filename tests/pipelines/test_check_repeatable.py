@@ -8,11 +8,12 @@ import pytest
 
 from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
-from pipelines.parts.expand import expand
-from pipelines.prepare import BuildRequest, prepare
+from pipelines.clustering.reader import expand
+from pipelines.context import BuildRequest
+from pipelines.prepare import prepare
+from schemas.config.job import load_job
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.job import load_job
 from tests.pipelines.logs import request, write_job, write_log
 
 # What is wrong, to a text of the job, what stands there instead, and the message.

@@ -9,19 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.parts.cluster import (
-    cluster,
-    cut_blocks,
-    hash_session_keys,
-    microseconds,
-    part_of_key,
-)
-from pipelines.parts.star import to_star
-from pipelines.parts.write import row_groups_of
+from pipelines.clustering.dedup import to_star
+from pipelines.clustering.order import cluster, cut_blocks
+from pipelines.clustering.writer import row_groups_of
+from pipelines.partition import hash_session_keys, microseconds, part_of_key
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, hash_column, separate
 from pipelines.sources.read import ORIGIN
-from schemas.job import (
+from schemas.config.job import (
     DataConfig,
     SamplesConfig,
     SessionConfig,

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.segments.content_hash import ContentHash, content_hash, value_hashes
+from pipelines.table.content_hash import ContentHash, content_hash, value_hashes
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 6)
 VALUES = {

@@ -54,7 +54,7 @@ def graph_of(
         found.append(make)
         raise StoppedError
 
-    monkeypatch.setattr("pipelines.beam.segment.run_pipeline", stop)
+    monkeypatch.setattr("pipelines.beam.build.run_pipeline", stop)
     asked = beam_request(job, directory / "log", directory / "dataset")
     with pytest.raises(StoppedError):
         build(replace(asked, beam_args=[*beam_options(), *(more or [])]))

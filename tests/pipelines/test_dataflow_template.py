@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from pipelines.beam.options import SHUFFLES
+from pipelines.beam.runner import SHUFFLES
 from tests.environments import environment_of
 from tests.pipelines.logs import bytes_of
 from tests.pipelines.storage import Storage, storage

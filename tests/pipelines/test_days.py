@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.segments.verify import verify
-from schemas.chosen import choose
-from schemas.dataset import open_dataset
+from pipelines.cli import main
+from pipelines.table.verify import verify
+from schemas.dataset import choose, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset

@@ -12,11 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.learned.apply import transformed
-from pipelines.learned.declared import apply_declared, bucket_of, clipped, cut_list, hashed
-from pipelines.learned.inputs import columns_of
-from schemas.errors import SchemaError
-from schemas.job_transforms import (
+from pipelines.transforms.apply import (
+    apply_declared,
+    bucket_of,
+    clipped,
+    columns_of,
+    cut_list,
+    hashed,
+    transformed,
+)
+from schemas.config.transforms import (
     BucketizeConfig,
     ClipConfig,
     CrossConfig,
@@ -27,7 +32,8 @@ from schemas.job_transforms import (
     NormalizeConfig,
     TransformConfig,
 )
-from schemas.learned import Learned, Numbers
+from schemas.errors import SchemaError
+from schemas.fitted import Learned, Numbers
 from schemas.vocabulary import Vocabulary
 
 INTS = st.none() | st.integers(-(2**40), 2**40)

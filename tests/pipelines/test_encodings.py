@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.parts.encodings import (
+from pipelines.clustering.encodings import (
     PAGE_BYTES,
     TRIAL_BYTES,
     Encodings,
@@ -16,8 +16,7 @@ from pipelines.parts.encodings import (
     first_rows,
     open_writer,
 )
-from schemas.columns import large_list
-from schemas.jagged import offsets_of
+from schemas.arrays import large_list, offsets_of
 
 
 def written(table: pa.Table, encodings: Encodings) -> pa.Buffer:

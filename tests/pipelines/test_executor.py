@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.samples import check_joins
+from pipelines.cli import main
+from pipelines.samples import check_sql as check_joins
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import beam_request, bytes_of
@@ -30,7 +30,7 @@ class Block:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Block())
-from pipelines.commands import main
+from pipelines.cli import main
 
 sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.commands import main
+from pipelines.cli import main
 from tests.flink import START_SEC, ask, flink, is_running, needs_flink
 from tests.pipelines.logs import bytes_of, write_job, write_log
 
@@ -32,7 +32,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
         patch.setattr("pipelines.beam.tables.WORKER_ENTRIES", 200)
-        patch.setattr("pipelines.oracle.index.WORKER_ENTRIES", 200)
+        patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", 200)
         yield directory
 
 

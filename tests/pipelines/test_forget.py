@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.parts.expand import expanded_tables
-from pipelines.segments.lock import locked
-from pipelines.segments.prune import prune
-from pipelines.segments.verify import verify
+from pipelines.cli import main
+from pipelines.clustering.reader import expanded_tables
+from pipelines.table.locks import locked
+from pipelines.table.vacuum import prune
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
 from schemas.manifest import read_dataset
@@ -296,8 +296,8 @@ def test_forget_refuses_what_does_not_fit(
 DRIVER = """
 import os, signal, sys
 from importlib import import_module
-module = import_module("pipelines.forget.{module}")
-from pipelines.commands import main
+module = import_module("pipelines.table.{module}")
+from pipelines.cli import main
 
 real, calls = module.{function}, []
 
@@ -312,10 +312,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 POINTS = {
-    "between two segments": ("rewriting", "rewrite_segment", 1),
-    "before the index": ("rewriting", "build_index", 0),
-    "before the root": ("rewriting", "write_manifest", 0),
-    "after the root, before old files go": ("rewriting", "clear", 0),
+    "between two segments": ("compact", "rewrite_segment", 1),
+    "before the index": ("compact", "build_index", 0),
+    "before the root": ("compact", "write_manifest", 0),
+    "after the root, before old files go": ("compact", "clear", 0),
 }
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.segments.lock import locked
-from pipelines.segments.verify import verify
+from pipelines.cli import main
+from pipelines.table.locks import locked
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
-from schemas.forgotten import names_before
 from schemas.layout import SEGMENTS, rejects_path
-from schemas.manifest import read_dataset
+from schemas.manifest import names_before, read_dataset
 from tests.forgetting import found_in
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import bytes_of, copy_of, request

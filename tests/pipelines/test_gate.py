@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import anomalies_pb2
 
 from pipelines.build import build
-from pipelines.commands import REFUSED, main
-from pipelines.gate.distance import infinity_norm, jensen_shannon
-from pipelines.segments.verify import verify
-from pipelines.statistics.sketch import (
+from pipelines.cli import REFUSED, main
+from pipelines.quality.gate import infinity_norm, jensen_shannon
+from pipelines.quality.statistics import (
     SAMPLED_VALUES,
     Sketch,
     bucket_range,
@@ -25,8 +24,8 @@ from pipelines.statistics.sketch import (
     sketch_of,
     sum_sketches,
 )
-from pipelines.statistics.stored import segment_statistics
-from pipelines.statistics.text import RANKED_VALUES
+from pipelines.quality.statistics_files import RANKED_VALUES, segment_statistics
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import ANOMALIES, SEGMENTS

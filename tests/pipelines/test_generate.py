@@ -9,12 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.generator.clicks import click_logit
-from pipelines.generator.items import HOT_FRACTION, item_brand, item_genre, item_ids
-from pipelines.generator.log import GeneratorConfig, generate, write_log
-from pipelines.generator.random import CARDINALITIES
-from pipelines.generator.samples import HISTORIES, LOG_SCHEMA
-from pipelines.generator.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES
+from pipelines.demo_log.entities import (
+    CARDINALITIES,
+    HOT_FRACTION,
+    item_brand,
+    item_genre,
+    item_ids,
+)
+from pipelines.demo_log.log import HISTORIES, LOG_SCHEMA, GeneratorConfig, generate, write_log
+from pipelines.demo_log.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES, click_logit
 
 SMALL = GeneratorConfig(num_samples=20_000, seed=7, span=timedelta(hours=6))
 LARGE = GeneratorConfig(num_samples=240_000, seed=3)

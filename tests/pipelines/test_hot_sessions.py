@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.generator.log import GeneratorConfig, write_log
-from pipelines.parts import pieces
-from pipelines.parts.expand import expand
-from pipelines.segments.verify import verify
+from pipelines.clustering import part as pieces
+from pipelines.clustering.reader import expand
+from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import STATISTICS
 from tests.pipelines.logs import request, samples_of, write_job
@@ -27,8 +27,8 @@ WORKER_BYTES = 2 << 30
 MEASURED = """
 import resource, sys
 import apache_beam
-from pipelines.commands import main
-from pipelines.parts import pieces
+from pipelines.cli import main
+from pipelines.clustering import part as pieces
 
 pieces.PIECE_BYTES = int(sys.argv[1])
 status = main(sys.argv[2:])

@@ -16,18 +16,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.generator.log import GeneratorConfig, write_log
+from pipelines.cli import main
+from pipelines.clustering.reader import expand
+from pipelines.context import BuildRequest
+from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init import files
 from pipelines.init.columns import Column, columns_of
 from pipelines.init.init import InitRequest, init
 from pipelines.init.plan import Feature, num_rows_of
-from pipelines.parts.expand import expand
-from pipelines.prepare import BuildRequest
-from pipelines.segments.verify import verify
-from schemas.events import SUMMARY, read_summary
-from schemas.job import TableConfig, load_job
+from pipelines.table.verify import verify
+from schemas.config.job import TableConfig, load_job
 from schemas.rows import rows_of_ids
+from schemas.run_log import SUMMARY, read_summary
 from trainer.__main__ import main as trainer_main
 
 NUM_ROWS = 400

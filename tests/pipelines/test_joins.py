@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.parts.expand import expand
-from pipelines.samples import check_joins
-from pipelines.samples.sides import joined, side_table, sorted_rows
+from pipelines.clustering.reader import expand
+from pipelines.samples import check_sql as check_joins
+from pipelines.samples.lookups import joined, side_table, sorted_rows
 from pipelines.sources.rows import ORIGIN
+from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError
-from schemas.job_sources import JoinConfig, SideConfig
 from tests.pipelines.logs import bytes_of, request
 
 JOB = """
@@ -339,7 +339,7 @@ def test_newest_row_that_is_not_after_the_sample_is_found(
 
 def test_keys_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipelines.samples.sides.key_hashes", lambda keys: np.zeros(len(keys), np.uint64)
+        "pipelines.samples.lookups.key_hashes", lambda keys: np.zeros(len(keys), np.uint64)
     )
     config = SideConfig(files="*", format="parquet", key="k")
     rows = pa.table({"k": ["a", "b", "c"], "v": [1, 2, 3], ORIGIN: [0, 1, 2]})

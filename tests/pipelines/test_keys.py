@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.parts.expand import expand
-from pipelines.samples.keys import common_type
+from pipelines.clustering.reader import expand
+from pipelines.samples.lookups import common_type
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request
 

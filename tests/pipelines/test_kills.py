@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from pipelines import stages
+from pipelines.atomic_files import whole
 from pipelines.build import build
-from pipelines.parts import part
-from pipelines.parts.star import check_blocks
-from pipelines.prepare import BuildRequest
-from pipelines.segments.partial import whole
-from pipelines.segments.verify import verify
-from pipelines.segments.view import VIEW
+from pipelines.clustering import part
+from pipelines.clustering.dedup import check_blocks
+from pipelines.context import BuildRequest
+from pipelines.table.verify import verify
+from pipelines.table.view import VIEW
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SEGMENTS
@@ -30,7 +30,7 @@ DRIVER = """
 import os, signal, sys
 from importlib import import_module
 module = import_module("pipelines.{module}")
-from pipelines.commands import main
+from pipelines.cli import main
 
 real, calls = module.{function}, []
 
@@ -52,11 +52,11 @@ os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
 
 POINTS = {
     "before the segment is finished": ("build", "finish_segment", 0),
-    "before it is judged": ("segments.publish", "relabel", 0),
-    "before its index": ("segments.publish", "build_index", 0),
-    "between its name and the root": ("segments.publish", "commit_root", 1),
-    "before the root, the new job beside the old": ("segments.commit", "write_manifest", 2),
-    "after the root, before the new job has its name": ("segments.publish", "remove_indexes", 0),
+    "before it is judged": ("table.publish", "relabel", 0),
+    "before its index": ("table.publish", "build_index", 0),
+    "between its name and the root": ("table.publish", "commit_root", 1),
+    "before the root, the new job beside the old": ("table.commit", "write_manifest", 2),
+    "after the root, before the new job has its name": ("table.publish", "remove_indexes", 0),
 }
 SHORT = ("between its name and the root",)
 

@@ -10,18 +10,26 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.beam.learn import MergePartials
-from pipelines.learned import partials as learned_partials
-from pipelines.learned.files import learned_so_far
-from pipelines.learned.inputs import learned_inputs, transforms_before
-from pipelines.learned.learn import counted_column, partials
-from pipelines.learned.partials import Counts, Drawn, Partial, Sums, drawn, sums_of
+from pipelines.beam.transforms import MergePartials
 from pipelines.samples.connection import connect
 from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes
+from pipelines.transforms import fit as learned_partials
+from pipelines.transforms.apply import learned_inputs, transforms_before
+from pipelines.transforms.fit import (
+    Counts,
+    Drawn,
+    Partial,
+    Sums,
+    counted_column,
+    drawn,
+    learned_so_far,
+    partials,
+    sums_of,
+)
+from schemas.config.job import DataConfig, load_job
 from schemas.errors import SchemaError
-from schemas.job import DataConfig, load_job
-from schemas.learned import Learned, Numbers, encode_numbers, load_learned, numbers_path
+from schemas.fitted import Learned, Numbers, encode_numbers, load_learned, numbers_path
 from tests.pipelines import transform_jobs as jobs
 
 

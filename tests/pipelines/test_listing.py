@@ -12,10 +12,9 @@ import pytest
 from apache_beam.io.filesystem import BeamIOError, CompressionTypes, FileMetadata, FileSystem
 
 from pipelines.build import build
-from pipelines.sources.folder import Folder, folder_of
-from pipelines.sources.listing import list_inputs, regex_of
+from pipelines.sources.listing import Folder, folder_of, list_inputs, regex_of
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
-from schemas.job_sources import SourceConfig
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
 
 GLOBS: dict[str, tuple[str, list[str], list[str]]] = {

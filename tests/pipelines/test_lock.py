@@ -6,9 +6,9 @@ import pytest
 
 from pipelines import build as module
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.segments.lock import locked
-from pipelines.segments.verify import verify
+from pipelines.cli import main
+from pipelines.table.locks import locked
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS

@@ -5,8 +5,8 @@ import platform
 import pytest
 
 from pipelines.beam import runner
-from pipelines.beam.memory import keep_freed_memory
 from pipelines.beam.runner import local_workers
+from pipelines.memory import keep_freed_memory
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")

@@ -5,8 +5,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from pipelines.parts.expand import expand
-from pipelines.segments.verify import verify
+from pipelines.clustering.reader import expand
+from pipelines.table.verify import verify
 from tests import real_logs
 
 pytestmark = pytest.mark.slow  # two builds of several seconds

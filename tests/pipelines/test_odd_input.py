@@ -15,16 +15,16 @@ from pipelines.samples.connection import connect
 from pipelines.samples.sql import carry_origin, map_rows, run
 from pipelines.samples.tuples import separate, with_hashes
 from pipelines.samples.validate import check_columns, usable_samples
-from pipelines.sources.csv_source import read_csv
-from pipelines.sources.folder import folder_of
+from pipelines.sources.csv_files import read_csv
 from pipelines.sources.lines import MAX_ROW_BYTES
-from pipelines.sources.parquet_source import read_parquet
+from pipelines.sources.listing import folder_of
+from pipelines.sources.parquet import read_parquet
 from pipelines.sources.read import empty_rows, read_part
 from pipelines.sources.rejects import Reject, file_reject, from_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart, RawRows
+from schemas.config.job import DataConfig, SourceConfig, load_job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.job import DataConfig, SourceConfig, load_job
 
 ODD_VALUES: dict[str, tuple[str, pa.Array, str]] = {
     "a text that is no time": (

@@ -12,15 +12,14 @@ import pytest
 
 from pipelines.__main__ import main
 from pipelines.build import build
+from pipelines.clustering.part import lookups_table
 from pipelines.oracle import files
+from pipelines.oracle.files import run_rounds
 from pipelines.oracle.linking import number_cuts
 from pipelines.oracle.numbering import NUMBERING, NumberingPlan, lookups_path, number_table
-from pipelines.oracle.rounds import run_rounds
-from pipelines.parts.lookups import lookups_table
-from pipelines.segments.verify import verify
-from schemas.columns import jagged_of
+from pipelines.table.verify import verify
+from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
-from schemas.jagged import Jagged, offsets_of
 from schemas.layout import FILE_SHIFT, access_path, edges_path
 from schemas.oracle import from_gaps
 from tests.fork_server import without_forking
@@ -38,9 +37,9 @@ def small_files(patch: pytest.MonkeyPatch) -> None:
 
 def in_rounds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.beam.tables.WORKER_ENTRIES", FEW_ENTRIES)
-    patch.setattr("pipelines.oracle.index.WORKER_ENTRIES", FEW_ENTRIES)
+    patch.setattr("pipelines.table.indexes.WORKER_ENTRIES", FEW_ENTRIES)
     patch.setattr("pipelines.oracle.linking.RANGE_ENTRIES", 100)
-    patch.setattr("pipelines.oracle.index.PIECE_BYTES", 1 << 12)
+    patch.setattr("pipelines.table.indexes.PIECE_BYTES", 1 << 12)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def test_a_small_build_does_the_rounds_of_a_table_one_by_one(
     small_files(monkeypatch)
     in_rounds(monkeypatch)
     monkeypatch.setattr("pipelines.beam.tables.SPREAD_PARTS", 1_000)
-    monkeypatch.setattr("pipelines.oracle.index.PIECE_BYTES", 1 << 30)
+    monkeypatch.setattr("pipelines.table.indexes.PIECE_BYTES", 1 << 30)
     built(tmp_path)
     build(addition(tmp_path / "job" / "job.yaml", at_once / "log-1", tmp_path / "dataset"))
     assert bytes_of(tmp_path / "dataset") == bytes_of(at_once / "dataset")

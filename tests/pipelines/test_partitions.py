@@ -9,26 +9,26 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipelines.commands import main
-from pipelines.parts.expand import expand
-from pipelines.prepare import BuildRequest, Prepared, prepare
+from pipelines.cli import main
+from pipelines.clustering.reader import expand
+from pipelines.context import BuildRequest
+from pipelines.prepare import Prepared, prepare
 from pipelines.preview.preview import PreviewRequest, preview
-from pipelines.segments.pinned import identity_of
-from pipelines.sources.arrow_types import arrow_type
-from pipelines.sources.folder import folder_of
-from pipelines.sources.listing import list_inputs
-from pipelines.sources.partitions import (
+from pipelines.sources.listing import (
+    folder_of,
     infer_partitions,
+    list_inputs,
     partition_values,
     typed_partitions,
     undeclared_partitions,
 )
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rows import ORIGIN, FilePart
+from pipelines.sources.rows import ORIGIN, FilePart, arrow_type
+from pipelines.table.compatibility import identity_of
+from schemas.config.job import load_job
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.job import load_job
-from schemas.job_sources import SourceConfig
 
 TYPES = {
     "int64": ["1", "-20", "0", "__HIVE_DEFAULT_PARTITION__"],

@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 
 from pipelines.samples.connection import connect
-from pipelines.samples.passed_lists import Passed, map_samples, passed_lists
 from pipelines.samples.sql import carry_origin, map_rows
+from pipelines.samples.statements import Passed, map_samples, passed_lists
 from pipelines.samples.tuples import with_hashes
 from pipelines.sources.rows import ORIGIN
 

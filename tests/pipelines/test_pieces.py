@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pipelines.parts.pieces
-from pipelines.parts.cluster import cluster
-from pipelines.parts.pieces import cuts, expanded_bytes, pieces
+import pipelines.clustering.part
+from pipelines.clustering.order import cluster
+from pipelines.clustering.part import cuts, expanded_bytes, pieces
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, compact, join
 from pipelines.sources.rows import ORIGIN
@@ -44,7 +44,7 @@ def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -
     parts = parts_of(np.random.default_rng(seed), sizes, 5)
     whole = cluster(join(parts), data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelines.parts.pieces, "PIECE_BYTES", limit)
+        patch.setattr(pipelines.clustering.part, "PIECE_BYTES", limit)
         found = list(pieces(parts, data))
     assert sum(p.num_sessions for p in found) == whole.num_sessions
     for name in ("starts_session", "session_samples", "is_evaluation", "window"):

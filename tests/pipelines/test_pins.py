@@ -5,11 +5,11 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from pipelines.parts.pins import few_sessions
+from pipelines.clustering.writer import few_sessions
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN
-from schemas.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
+from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
 
 DATA = DataConfig(
     sources={"log": SourceConfig(files="*", format="parquet")},

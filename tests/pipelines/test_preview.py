@@ -16,15 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.preview.excerpt import MAX_FILES, excerpts
-from pipelines.preview.preview import PreviewRequest, preview
-from pipelines.preview.show import WIDTH
-from pipelines.sources.folder import Folder, folder_of
-from pipelines.sources.listing import find_files
+from pipelines.cli import main
+from pipelines.preview.preview import MAX_FILES, WIDTH, PreviewRequest, excerpts, preview
+from pipelines.sources.listing import Folder, find_files, folder_of
 from pipelines.sources.read import parts_of_file, read_part
 from pipelines.sources.rows import ORIGIN, FilePart
-from schemas.job_sources import SourceConfig
+from schemas.config.sources import SourceConfig
 from tests.pipelines import logs, test_joins
 from tests.pipelines.logs import request
 

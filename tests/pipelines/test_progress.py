@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import progress
-from pipelines.commands import main
+from pipelines.cli import main
 from pipelines.progress import (
     Counts,
     count_rows,

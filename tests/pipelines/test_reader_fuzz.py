@@ -11,14 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.sources import csv_records, csv_source, jsonl_source, lines
-from pipelines.sources.avro_source import cut_avro
-from pipelines.sources.folder import folder_of
-from pipelines.sources.jsonl_source import cut_jsonl
+from pipelines.sources import csv_files as csv_source
+from pipelines.sources import csv_records, lines
+from pipelines.sources import jsonl as jsonl_source
+from pipelines.sources.avro import cut_avro
+from pipelines.sources.jsonl import cut_jsonl
+from pipelines.sources.listing import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rejects import Reject, from_table
 from pipelines.sources.rows import ORIGIN, PART_BYTES, FilePart
-from schemas.job_sources import SourceConfig
+from schemas.config.sources import SourceConfig
 from tests.pipelines.csv_reference import Reference
 
 NAMES = ["x", "y", "z"]

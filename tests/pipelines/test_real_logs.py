@@ -8,8 +8,8 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.parts.expand import expand
-from pipelines.segments.verify import verify
+from pipelines.clustering.reader import expand
+from pipelines.table.verify import verify
 from tests import real_logs
 
 

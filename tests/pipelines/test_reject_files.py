@@ -11,29 +11,33 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.beam.context import BuildContext
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.samples.side_stages import cut_samples
-from pipelines.samples.steps import Steps
-from pipelines.segments.verify import verify
-from pipelines.sources.folder import folder_of
-from pipelines.sources.reject_files import (
+from pipelines.cli import main
+from pipelines.context import BuildContext
+from pipelines.lookup_stages import cut_samples
+from pipelines.samples.statements import Steps
+from pipelines.sources.listing import folder_of
+from pipelines.sources.rejects import (
     MAX_KINDS,
     OTHERS,
+    Reject,
+    as_table,
     counted,
     counts_of,
+    from_table,
     lines_of,
     merged,
     number_files,
     places_of,
+    sort_key,
+    sorted_rejects,
     write_rejects,
 )
-from pipelines.sources.rejects import Reject, as_table, from_table, sort_key, sorted_rejects
 from pipelines.sources.rows import ORIGIN
+from pipelines.table.verify import verify
+from schemas.config.job import load_job
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.job import load_job
 from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job

@@ -9,14 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipelines.commands import main
-from pipelines.parts.expand import expanded_tables
-from pipelines.parts.sessions import session_lengths
+from pipelines.cli import main
+from pipelines.clustering.reader import expanded_tables, session_lengths
 from pipelines.report.dedup import unique_without_cuts
-from pipelines.report.numbers import count, percent, size
+from pipelines.report.html import count, percent, size
 from pipelines.report.runs import mean_phases, read_runs
 from schemas.dataset import open_dataset
-from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
+from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, to_line
 from tests.pipelines.logs import IN_PROCESS, built
 
 PLAN = {

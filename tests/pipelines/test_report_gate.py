@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
-from pipelines.report.gate import MOST_SEGMENTS, gate_section
+from pipelines.report.quality import MOST_SEGMENTS, gate_section
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import ANOMALIES

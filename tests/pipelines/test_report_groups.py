@@ -7,16 +7,16 @@ import pyarrow as pa
 import pytest
 
 from pipelines.build import build
-from pipelines.commands import main
-from pipelines.parts.expand import expanded_tables
-from pipelines.report.baselines import flat_rows
-from pipelines.report.groups import (
+from pipelines.cli import main
+from pipelines.clustering.reader import expanded_tables
+from pipelines.report.dedup import (
     change_rates,
     group_facts,
     groups_section,
     starts_of_sessions,
     unique_counts,
 )
+from pipelines.report.storage import flat_rows
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import built, request, write_job, write_log
 

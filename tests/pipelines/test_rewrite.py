@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.commands import main
-from pipelines.parts.expand import expand
-from pipelines.rewrite.flat import decoded
+from pipelines.cli import main
+from pipelines.clustering.reader import expand
+from pipelines.rewrite.command import decoded
 from pipelines.rewrite.input import check_microseconds, look_at
-from pipelines.segments.content_hash import content_hash
-from pipelines.segments.verify import verify
 from pipelines.sources.read import read_part
+from pipelines.table.content_hash import content_hash
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.logs import IN_PROCESS

@@ -11,19 +11,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.parts.expand import expand
+from pipelines.clustering.reader import expand
 from pipelines.report.page import write_report
 from pipelines.samples.connection import connect
 from pipelines.samples.sampling import Unit, draws, hash_samples, sample_negatives
 from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes
+from schemas.config.job import DataConfig, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.job import DataConfig, load_job
 from schemas.layout import SAMPLE_WEIGHT
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
-from trainer.decode import spec_of
+from trainer.data.decode import spec_of
 
 UNITS: tuple[Unit, ...] = ("session", "sample")
 FEATURE = 'feature { name: "sample_weight" type: FLOAT annotation { tag: "weight" } }\n'

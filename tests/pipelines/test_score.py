@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.commands import main
-from pipelines.score import SCORE, SCORES, ReadSamples, chosen_samples, places_of
+from pipelines.beam.score import SCORE, SCORES, ReadSamples, chosen_samples, places_of
+from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST

@@ -17,17 +17,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.beam.coders import ReferenceCoder
-from pipelines.beam.ipc import from_bytes, spread
-from pipelines.beam.packets import PACKET_BYTES, from_message, messages, packets, to_message
-from pipelines.beam.shuffle import (
+from pipelines.cli import main
+from pipelines.samples.tuples import Tuples, hash_column, separate
+from pipelines.shuffle import (
+    PACKET_BYTES,
     ByReference,
     ByValue,
     Crossing,
     Reference,
+    from_bytes,
+    from_message,
+    messages,
+    packets,
     same_again,
+    spread,
+    to_message,
 )
-from pipelines.commands import main
-from pipelines.samples.tuples import Tuples, hash_column, separate
 from tests.pipelines.logs import bytes_of, write_job, write_log
 
 LIMIT = 27
@@ -108,7 +113,7 @@ def test_samples_of_each_part_arrive_whole(kind: str, tmp_path: Path) -> None:
 def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.beam.ipc.PACKET_BYTES", 2_000)
+    monkeypatch.setattr("pipelines.shuffle.PACKET_BYTES", 2_000)
     values = np.random.default_rng(0).integers(0, 1 << 62, 900)
     found: dict[int, list[int]] = {}
     for part, content in spread(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
@@ -146,8 +151,8 @@ def test_builds_by_reference_and_by_value_with_any_workers_give_the_same_bytes(
     default = dataset_of(log, "default", [])
     assert dataset_of(log, "one", ["--direct_num_workers=1"]) == default
     shared = sorted(p.name for p in (log / "default").rglob("*"))
-    monkeypatch.setattr("pipelines.beam.shuffle.packets", partial(packets, limit=1_000))
-    monkeypatch.setattr("pipelines.beam.shuffle.write_chunk", None)  # by value, no file is written
+    monkeypatch.setattr("pipelines.shuffle.packets", partial(packets, limit=1_000))
+    monkeypatch.setattr("pipelines.shuffle.write_chunk", None)  # by value, no file is written
     assert dataset_of(log, "values", ["--shuffle_by=values"]) == default
     assert sorted(p.name for p in (log / "values").rglob("*")) == shared
 

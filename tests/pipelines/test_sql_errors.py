@@ -8,11 +8,10 @@ import pyarrow as pa
 import pytest
 
 from pipelines.build import build
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import connect, located
 from pipelines.samples.sql import carry_origin, run
-from pipelines.samples.sql_errors import located
 from pipelines.sources.rows import ORIGIN
-from schemas.declare import place_in_value
+from schemas.config.parse import place_in_value
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log
 

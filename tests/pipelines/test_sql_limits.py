@@ -9,8 +9,8 @@ import pytest
 
 from pipelines.build import build
 from pipelines.samples.connection import LimitError, connect, named
+from schemas.config.limits import SqlLimitsConfig
 from schemas.errors import SchemaError
-from schemas.job_limits import SqlLimitsConfig
 from tests.pipelines.logs import request, write_job, write_log
 
 CROSS_JOIN = "SELECT {} FROM range(1000000) AS a(i), range(1000000) AS b(i)"

@@ -14,14 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
-from pipelines.parts.encodings import choose, open_writer
+from pipelines.clustering.encodings import choose, open_writer
+from pipelines.quality.statistics import (
+    column_statistics,
+    exact_sum,
+    exact_sum_of_squares,
+    sum_columns,
+    table_statistics,
+)
+from pipelines.quality.statistics_files import (
+    Slice,
+    read_statistics,
+    statistics_in,
+    statistics_text,
+    write_statistics,
+)
 from pipelines.samples.connection import connect
 from pipelines.samples.sql import carry_origin, map_rows, run, with_list_index
 from pipelines.sources.read import ORIGIN
-from pipelines.statistics.columns import column_statistics, sum_columns, table_statistics
-from pipelines.statistics.exact_sum import exact_sum, exact_sum_of_squares
-from pipelines.statistics.stored import read_statistics, statistics_in, write_statistics
-from pipelines.statistics.text import Slice, statistics_text
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
 

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.oracle import stitching
-from pipelines.oracle.stitching import stitch_files
+from pipelines.oracle import index as stitching
+from pipelines.oracle.index import stitch_files
 from schemas.accesses import stitch
-from schemas.checked import CheckedFile
+from schemas.files import CheckedFile
 
 
 @dataclass

@@ -14,20 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.parts.expand import expand
-from pipelines.parts.star import Star
-from pipelines.parts.stored import GroupLayout, StoredTable, stored_tables
-from pipelines.parts.windows import choose_layout
-from pipelines.report.shared import beyond_blocks, shared_of
+from pipelines.clustering.dedup import GroupLayout, Star, StoredTable, choose_layout, stored_tables
+from pipelines.clustering.reader import expand
+from pipelines.report.dedup import beyond_blocks, shared_of
 from pipelines.report.storage import bytes_by_table, dataset_bytes
-from pipelines.segments.verify import verify
-from schemas.columns import comparable_tuple
+from pipelines.table.verify import verify
+from schemas.arrays import Jagged, comparable_tuple
+from schemas.config.job import StorageConfig
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.jagged import Jagged
-from schemas.job_storage import StorageConfig
+from schemas.group_files import group_schema, read_group
 from schemas.layout import BLOCK, UNIQUE_INDEX
-from schemas.stored import group_schema, read_group
 from tests.pipelines.logs import bytes_of
 from tests.pipelines.shifting import STORAGES, built_in_every_layout
 

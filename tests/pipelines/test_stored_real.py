@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.parts.expand import expanded_tables
-from pipelines.segments.content_hash import content_hash
+from pipelines.clustering.reader import expanded_tables
+from pipelines.table.content_hash import content_hash
 from schemas.dataset import Dataset, open_dataset
 from schemas.layout import DATA_DIRECTORIES, window_columns
 from tests.pipelines.logs import request

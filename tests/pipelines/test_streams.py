@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.parts.expand import expand
-from pipelines.report.events import event_sections
-from pipelines.segments.verify import verify
-from pipelines.sources.streams import COUNTS, with_events
+from pipelines.clustering.reader import expand
+from pipelines.report.quality import event_sections
+from pipelines.samples.event_join import COUNTS, with_events
+from pipelines.table.verify import verify
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.job import load_job
 from schemas.manifest import InputFile
 from tests.pipelines.logs import bytes_of, request
 

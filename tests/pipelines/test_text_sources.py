@@ -15,13 +15,13 @@ import fastavro
 import pyarrow as pa
 import pytest
 
-from pipelines.sources.avro_source import cut_avro
-from pipelines.sources.folder import folder_of
-from pipelines.sources.jsonl_source import cut_jsonl
+from pipelines.sources.avro import cut_avro
+from pipelines.sources.jsonl import cut_jsonl
+from pipelines.sources.listing import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rejects import Reject, file_reject, from_table
 from pipelines.sources.rows import ORIGIN, FilePart
-from schemas.job_sources import SourceConfig
+from schemas.config.sources import SourceConfig
 
 COLUMNS = {"id": "int64", "name": "string", "ids": "list<int64>", "at": "timestamp"}
 Found = tuple[list[dict[str, Any]], list[Reject]]
@@ -204,7 +204,7 @@ def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
 
 def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelines.sources.lines.MAX_ROW_BYTES", 1 << 20)
-    monkeypatch.setattr("pipelines.sources.jsonl_source._BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
     data = line(0) + b"\n" + b"{" + b" " * (8 << 20) + b"}\n" + line(2)
     rows, rejects = jsonl(tmp_path, data, part_bytes=1 << 22)
     assert [(r["id"], r[ORIGIN]) for r in rows] == [(0, 0), (2, 2)]

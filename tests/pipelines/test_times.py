@@ -9,11 +9,11 @@ import pytest
 
 from pipelines.samples.connection import connect
 from pipelines.samples.sql import run
-from pipelines.sources.folder import folder_of
+from pipelines.sources.listing import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rejects import from_table
 from pipelines.sources.rows import FilePart
-from schemas.job_sources import SourceConfig
+from schemas.config.sources import SourceConfig
 
 KINDS = ("timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns")
 ZONED = {

@@ -1,4 +1,7 @@
-"""Declared transforms in a whole build: right values, once per tuple, the same bytes, no bad job."""
+"""Declared transforms in a whole build.
+
+Right values, once per tuple, the same bytes, no bad job.
+"""
 
 # ruff: noqa: E501 - a table of faults, one a line
 import json
@@ -15,12 +18,12 @@ import pytest
 
 from pipelines import build as build_module
 from pipelines.build import build
-from pipelines.parts.expand import expand
-from pipelines.prepare import BuildRequest
-from pipelines.segments.verify import verify
+from pipelines.clustering.reader import expand
+from pipelines.context import BuildRequest
+from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.learned import load_learned
+from schemas.fitted import load_learned
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import beam_request, bytes_of, copy_of, request, reverse_listings
 

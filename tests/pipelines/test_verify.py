@@ -11,16 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.commands import main
-from pipelines.parts.expand import expanded_tables
-from pipelines.segments.verify import verify
+from pipelines.cli import main
+from pipelines.clustering.reader import expanded_tables
+from pipelines.table.verify import verify
 from schemas import reference
-from schemas.checked import describe_file, read_files, sha256_of, write_files
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.hints import read_hints
+from schemas.files import describe_file, read_files, sha256_of, write_files
 from schemas.layout import FILES, MANIFEST, SEGMENTS
 from schemas.manifest import DatasetManifest, read_dataset, read_segment, write_manifest
+from schemas.sharding_hints import read_hints
 from tests.pipelines.logs import IN_PROCESS, built, copy_of
 
 

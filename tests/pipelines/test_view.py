@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.parts.expand import expand
-from pipelines.segments.content_hash import content_hash
-from pipelines.segments.view import VIEW, view_sql
+from pipelines.clustering.reader import expand
+from pipelines.table.content_hash import content_hash
+from pipelines.table.view import VIEW, view_sql
 from schemas.dataset import open_dataset
 from tests import real_logs
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed

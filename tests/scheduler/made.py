@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from scheduler.history import History, RunRecord
-from scheduler.snapshot import DataFacts, Snapshot
-from schemas.events import METRICS, SUMMARY, RunSummary, StepMetric, to_line
-from schemas.job import load_job
-from schemas.job_schedule import ScheduleConfig
+from scheduler.model.history import History, RunRecord
+from scheduler.model.snapshot import DataFacts, Snapshot
+from schemas.config.job import load_job
+from schemas.config.schedule import ScheduleConfig
+from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, to_line
 
 GIB = 1 << 30
 

@@ -6,16 +6,13 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from scheduler import candidates as module
-from scheduler.candidates import EXACT_POINTS, candidates
-from scheduler.decision import Candidate
-from scheduler.front import hypervolume
-from scheduler.grid import Grid, overdraft
-from scheduler.models import fit_models
-from scheduler.policy import plan
-from scheduler.predictions import predict
-from scheduler.snapshot import Snapshot
-from schemas.job_schedule import (
+from scheduler.model.grid import Grid, overdraft
+from scheduler.model.predict import fit_models
+from scheduler.model.snapshot import Snapshot
+from scheduler.planner import candidates as module
+from scheduler.planner.candidates import EXACT_POINTS, candidates, hypervolume, predict
+from scheduler.planner.policy import Candidate, plan
+from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
     ScheduleConfig,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cells import HALF_LIFE, LATEST, MAX_CELLS, Window, observe, over
-from scheduler.model import TrainingSetting
+from scheduler.model.fit import HALF_LIFE, LATEST, MAX_CELLS, Window, observe, over
+from scheduler.model.terms import TrainingSetting
 
 
 def at(*replicas: float, rows: float = 1.0) -> TrainingSetting:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from scheduler.cores import (
+from scheduler.elasticity import (
     APART,
     HEADROOM,
     MIN_GROUPS,

@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.cells import Window, observe
-from scheduler.correction import (
+from scheduler.model.fit import Fit, Window, observe
+from scheduler.model.memory import Forecast
+from scheduler.model.predict import (
+    Models,
+    default_segments,
+    default_training,
+    fit_models,
+    segment_setting,
+    training_setting,
+)
+from scheduler.model.snapshot import Snapshot
+from scheduler.planner.correction import (
     COOL_DOWN_SEC,
     ENOUGH,
     LASTING,
@@ -18,18 +28,15 @@ from scheduler.correction import (
     Change,
     Correction,
     MemoryWatch,
+    Outlook,
+    Sizes,
     correct,
     ended,
+    outlook,
+    sizes_of,
 )
-from scheduler.decision import Candidate
-from scheduler.defaults import default_segments, default_training
-from scheduler.fit import Fit
-from scheduler.models import Models, fit_models, segment_setting, training_setting
-from scheduler.outlook import Outlook, Sizes, outlook, sizes_of
-from scheduler.policy import HASTE, plan
-from scheduler.snapshot import Snapshot
-from scheduler.trend import Forecast
-from schemas.job_schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
+from scheduler.planner.policy import HASTE, Candidate, plan
+from schemas.config.schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
 from tests.scheduler.made import FACTS, GIB, snapshot
 
 SMALL = Sizes(segment_jobs=1, workers_per_job=1, num_replicas=1, num_stores=0)

@@ -8,17 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.cells import Window, observe
-from scheduler.fit import (
+from scheduler.model.fit import (
     LEAST_GROWTH,
     MAX_SPREAD,
     Fit,
+    Window,
     doublings_outside,
     fit_window,
     multiples,
+    observe,
     predict_seconds,
 )
-from scheduler.model import Setting, TrainingSetting
+from scheduler.model.terms import Setting, TrainingSetting
 
 TRUTH = Fit(coefficients=(0.003, 0.0004, 1e-5, 0.01, 0.02, 1e-5, 1e-9, 1e-10, 0.05))
 PRIOR = tuple(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.front import front, hypervolume, ranks
+from scheduler.planner.candidates import front, hypervolume, ranks
 
 points = st.integers(1, 12).flatmap(
     lambda n: arrays(float, (n, 2), elements=st.integers(0, 6).map(float))

@@ -6,11 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.greedy import upgraded
-from scheduler.grid import GIB
-from scheduler.model import Floats
-from scheduler.options import WAITING, Options
-from schemas.job_schedule import BudgetConfig
+from scheduler.model.grid import GIB
+from scheduler.model.terms import Floats
+from scheduler.planner.share import WAITING, Options, upgraded
+from schemas.config.schedule import BudgetConfig
 
 BUDGET = replace(BudgetConfig(), cpus=100.0, memory=400 * GIB)
 

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.candidates import candidates
-from scheduler.models import fit_models
-from scheduler.policy import HASTE, SEED, TOLERANCE, objective, plan, weigh
-from scheduler.predictions import predict
-from scheduler.reasons import reasons
-from scheduler.snapshot import Snapshot
+from scheduler.model.predict import fit_models
+from scheduler.model.snapshot import Snapshot
+from scheduler.planner.candidates import candidates, predict
+from scheduler.planner.policy import HASTE, SEED, TOLERANCE, objective, plan, weigh
+from scheduler.planner.reasons import reasons
+from schemas.config.job import load_job
+from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import SchemaError
-from schemas.job import load_job
-from schemas.job_schedule import BudgetConfig, ScheduleConfig
 from tests.scheduler.made import GIB, snapshot, write_job
 
 BUDGET = BudgetConfig(cpus=24.0, memory=96 * GIB)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.lookahead import look_ahead
-from schemas.job_train import CacheConfig
+from scheduler.model.snapshot import look_ahead
+from schemas.cache_plan import required_rows
+from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
-from schemas.plan_size import required_rows
 
 NUM_ROWS = 12
 traces = st.lists(

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.machine_sizes import (
+from scheduler.model.snapshot import Snapshot, take_snapshot
+from scheduler.planner.machine_sizes import (
     CLUSTER_CPUS,
     MachineSizes,
     machine_budget,
     on_cluster,
     on_machine,
 )
-from scheduler.policy import plan
-from scheduler.snapshot import Snapshot, take_snapshot
+from scheduler.planner.policy import plan
+from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
-from schemas.job_schedule import BudgetConfig, ScheduleConfig
 
 GIB = 1 << 30
 HOST = {"proc/meminfo": "MemTotal:       33554432 kB\nMemFree: 1 kB\n"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.history import read_history
-from schemas.events import SUMMARY
+from scheduler.model.history import read_history
+from schemas.run_log import SUMMARY
 from tests.scheduler.made import write_job, write_run
 
 POOLS = {

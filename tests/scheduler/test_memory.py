@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.memory import (
+from scheduler.model.memory import (
     STORE_BASE_BYTES,
     WORKER_BASE_BYTES,
     WORKER_COPIES,
@@ -19,7 +19,7 @@ from scheduler.memory import (
     trainer_memory,
     worker_bytes,
 )
-from schemas.job_train import CacheConfig, ModelConfig, SparseOptimizerConfig, TrainConfig
+from schemas.config.train import CacheConfig, ModelConfig, SparseOptimizerConfig, TrainConfig
 from tests.scheduler.made import FACTS
 
 TRAIN = TrainConfig(embedding_dim=16, batch_samples=1024)

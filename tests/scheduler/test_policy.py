@@ -12,25 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cells import Window, observe
-from scheduler.decision import Candidate
-from scheduler.grid import Grid
-from scheduler.history import BuildRecord, History
-from scheduler.memory import store_bytes, trainer_memory, worker_bytes
-from scheduler.model import SegmentSetting, TrainingSetting
-from scheduler.models import fit_models, training_setting
-from scheduler.policy import TOLERANCE, plan
-from scheduler.predictions import predict
-from scheduler.snapshot import Snapshot
-from scheduler.timeline import timeline
-from schemas.errors import PlanError
-from schemas.job_schedule import (
+from scheduler.model.fit import Window, observe
+from scheduler.model.grid import Grid
+from scheduler.model.history import BuildRecord, History
+from scheduler.model.memory import store_bytes, trainer_memory, worker_bytes
+from scheduler.model.predict import fit_models, training_setting
+from scheduler.model.snapshot import Snapshot
+from scheduler.model.terms import SegmentSetting, TrainingSetting
+from scheduler.planner.candidates import predict, timeline
+from scheduler.planner.policy import TOLERANCE, Candidate, plan
+from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
     ScheduleConfig,
     TrainingPoolConfig,
     WorkerConfig,
 )
+from schemas.errors import PlanError
 from tests.scheduler.made import FACTS, GIB, make_run, snapshot
 
 Sizes = tuple[int, int, int, int]

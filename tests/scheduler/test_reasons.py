@@ -5,13 +5,12 @@ from datetime import timedelta
 
 import pytest
 
-from scheduler.decision import PlanDecision
-from scheduler.fit import Fit
-from scheduler.history import BuildRecord, History
-from scheduler.policy import plan
-from scheduler.reasons import confident, doubts, reasons
-from scheduler.snapshot import Snapshot
-from schemas.job_schedule import (
+from scheduler.model.fit import Fit
+from scheduler.model.history import BuildRecord, History
+from scheduler.model.snapshot import Snapshot
+from scheduler.planner.policy import PlanDecision, plan
+from scheduler.planner.reasons import confident, doubts, reasons
+from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
     ScheduleConfig,

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler.front import front, hypervolume
-from scheduler.search import GENERATIONS, POPULATION, search
+from scheduler.planner.candidates import GENERATIONS, POPULATION, front, hypervolume, search
 
 LOWEST, HIGHEST = np.array([1, 1, 1, 0]), np.array([40, 48, 64, 16])
 

@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.candidates import candidates
-from scheduler.grid import GIB
-from scheduler.models import fit_models
-from scheduler.options import KEPT, WAITING, Options, options, urgency_of
-from scheduler.policy import plan, preference
-from scheduler.predictions import predict
-from scheduler.share import MAX_JOBS, share
-from schemas.job_schedule import BudgetConfig, ScheduleConfig
+from scheduler.model.grid import GIB
+from scheduler.model.predict import fit_models
+from scheduler.planner.candidates import candidates, predict
+from scheduler.planner.policy import plan, preference
+from scheduler.planner.share import KEPT, MAX_JOBS, WAITING, Options, options, share, urgency_of
+from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from tests.scheduler.made import snapshot
 
 BUDGET = BudgetConfig(cpus=32.0, memory=64 * GIB)

@@ -9,21 +9,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import BuildRequest, build
-from pipelines.commands import main as build_command
-from pipelines.generator.log import GeneratorConfig, write_log
-from pipelines.measured import keep_measurement
-from pipelines.segments.verify import verify
+from pipelines.build import BuildRequest, build, keep_measurement
+from pipelines.cli import main as build_command
+from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.table.verify import verify
 from scheduler.__main__ import main
-from scheduler.history import History
-from scheduler.snapshot import VALUE_BYTES, DataFacts, take_snapshot
+from scheduler.model.history import History
+from scheduler.model.snapshot import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.accesses import indexed_steps
+from schemas.cache_plan import plan, summarize
+from schemas.config.job import Job, load_job
 from schemas.dataset import open_dataset
-from schemas.events import IDENTITY
-from schemas.job import Job, load_job
-from schemas.plan import plan
-from schemas.plan_size import summarize
 from schemas.rows import rows_of_ids
+from schemas.run_log import IDENTITY
 from tests.scheduler.made import write_job, write_run
 
 

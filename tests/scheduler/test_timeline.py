@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.timeline import timeline
+from scheduler.planner.candidates import timeline
 
 seconds = st.floats(1e-5, 10.0)
 

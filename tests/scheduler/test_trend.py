@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.signal import lfilter
 
-from scheduler.trend import Forecast, forecast
+from scheduler.model.memory import Forecast, forecast
 
 MIB = 1 << 20
 GROWER = Path(__file__).with_name("grower.py")

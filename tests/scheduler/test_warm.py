@@ -9,19 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.cells import Window, observe
-from scheduler.defaults import default_segments, default_training
-from scheduler.fit import ASSUMED_SPREAD, Fit, fit_window
-from scheduler.history import History, read_history
-from scheduler.model import TrainingSetting
-from scheduler.models import fit_models
-from scheduler.past import PAST_JOBS, PastJob, read_past, to_line
-from scheduler.policy import plan
-from scheduler.reasons import doubts
-from scheduler.snapshot import Snapshot
-from scheduler.warm import remember, similarity, warm_start
+from scheduler.model.fit import ASSUMED_SPREAD, Fit, Window, fit_window, observe
+from scheduler.model.history import PAST_JOBS, History, PastJob, read_history, read_past, to_line
+from scheduler.model.predict import (
+    default_segments,
+    default_training,
+    fit_models,
+    remember,
+    similarity,
+    warm_start,
+)
+from scheduler.model.snapshot import Snapshot
+from scheduler.model.terms import TrainingSetting
+from scheduler.planner.policy import plan
+from scheduler.planner.reasons import doubts
+from schemas.config.schedule import ScheduleConfig
 from schemas.errors import SchemaError
-from schemas.job_schedule import ScheduleConfig
 from tests.scheduler.made import FACTS, snapshot
 
 SIZES = TrainingSetting(num_replicas=[1, 2, 4, 8], batch_samples=256, unique_rows=5000)

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.parts.encodings import Encodings, open_writer
-from schemas.checked import CheckedFile, describe_file, read_files, verify_whole
+from pipelines.clustering.encodings import Encodings, open_writer
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
+from schemas.files import CheckedFile, describe_file, read_files, verify_whole
 from tests.schemas.tiny import write_dataset
 
 SEGMENT = "segments/00000-tiny"

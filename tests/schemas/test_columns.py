@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.columns import comparable, comparable_tuple, jagged_of, large_list, numpy_of
+from schemas.arrays import (
+    comparable,
+    comparable_tuple,
+    jagged_of,
+    large_list,
+    numpy_of,
+    unique_tuples,
+)
 from schemas.errors import SchemaError
-from schemas.jagged import unique_tuples
 from schemas.reference import dedup
 
 # Type to values that are easily taken for each other: nulls and zeros, empty texts, empty lists.

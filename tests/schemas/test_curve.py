@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.curve import (
+from schemas.miss_ratio import (
     count_smaller_before,
     lru_hit_rates,
     next_positions,

@@ -5,8 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.curve import lru_hit_rates, optimal_hit_rates
-from schemas.curve_points import concave_curve, lru_curve, optimal_curve
+from schemas.miss_ratio import (
+    concave_curve,
+    lru_curve,
+    lru_hit_rates,
+    optimal_curve,
+    optimal_hit_rates,
+)
 from schemas.reference import belady_hits, lru_hits
 
 TRACES = st.lists(st.integers(0, 12), min_size=1, max_size=60)

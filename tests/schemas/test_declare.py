@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from schemas.declare import parse_duration, parse_size, read_yaml
+from schemas.config.parse import parse_duration, parse_size, read_yaml
 from schemas.errors import SchemaError
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import distinct as ways
-from schemas.distinct import distinct
-from schemas.jagged import Jagged, offsets_of
+from schemas import oracle as ways
+from schemas.arrays import Jagged, offsets_of
+from schemas.oracle import distinct
 
 LISTS = st.lists(st.lists(st.integers(0, 30), max_size=9), max_size=12)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import (
+from schemas.run_log import (
     PHASES,
     Decision,
     LedgerEntry,

@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from schemas import layout
-from schemas.columns import comparable
+from schemas.arrays import comparable, hash_keys
+from schemas.config.job import OrderConfig
 from schemas.hashing import hash_rows, slot_of_row
-from schemas.jagged import hash_keys
-from schemas.job import OrderConfig
 from schemas.manifest import DatasetManifest, IndexManifest, SegmentManifest
 from schemas.order import block_order
 from tests.schemas.tiny import write_dataset

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.hashing import MAX_ROW, NUM_SLOTS, hash_rows, salt_of, slot_of_row, splitmix64
-from schemas.job import TableConfig
 from schemas.reference import hash_text
 from schemas.rows import ids_of, rows_of_ids, rows_of_values
 

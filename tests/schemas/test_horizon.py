@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.config.job import OrderConfig
 from schemas.errors import PlanError
-from schemas.horizon import Horizon, Known, agreed, decide, horizon_of
-from schemas.job import OrderConfig
 from schemas.order import Order
+from trainer.horizon import Horizon, Known, agreed, decide, horizon_of
 
 COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 

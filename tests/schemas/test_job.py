@@ -12,12 +12,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from schemas.declare import parse_duration, parse_size
+from schemas.config.job import Job, check_new_names, load_job
+from schemas.config.parse import parse_duration, parse_size
+from schemas.config.schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig
 from schemas.errors import SchemaError
 from schemas.features import ROLES, load_features
 from schemas.hashing import MAX_ROW
-from schemas.job import Job, check_new_names, load_job
-from schemas.job_schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig
 
 SMALLEST: dict[str, Any] = {
     "name": "small",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from schemas.config.job import load_job
+from schemas.config.transforms import TransformConfig, rows_of_transform
 from schemas.errors import SchemaError
-from schemas.job import load_job
-from schemas.job_transforms import TransformConfig, rows_of_transform
 from tests.schemas.test_job import SMALLEST, merged, write
 
 # Sentence to what is added to the smallest job, and the message without its place.

@@ -6,9 +6,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from schemas.checked import CheckedFile
-from schemas.jagged import Jagged, offsets_of
-from schemas.list_files import Kept, ListFiles
+from schemas.arrays import Jagged, offsets_of
+from schemas.files import CheckedFile, Kept, ListFiles
 
 
 @dataclass

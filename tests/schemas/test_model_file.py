@@ -12,20 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
-from schemas.first_values import initial_rows
-from schemas.job import TableConfig
 from schemas.layout import MANIFEST
 from schemas.manifest import hash_of
-from schemas.model_file import (
-    PROGRAM,
-    Lineage,
-    ModelManifest,
-    open_model,
-    rows_paths,
-    write_model,
-)
+from schemas.model import PROGRAM, Lineage, ModelManifest, open_model, rows_paths, write_model
 from schemas.model_inputs import FEWEST_SAMPLES, FILLING, ModelInputs, inputs_of
+from schemas.rows import initial_rows
 
 INPUTS = ModelInputs(
     dense=("price",),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from schemas import reference
 from schemas.accesses import stitch
-from schemas.jagged import Jagged, offsets_of
+from schemas.arrays import Jagged, offsets_of
 from schemas.oracle import (
     NEVER,
     first_and_last,

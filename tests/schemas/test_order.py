@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import reference
-from schemas.job import OrderConfig
+from schemas.config.job import OrderConfig
 from schemas.order import Order, block_order
 
 SEGMENTS = st.lists(st.integers(0, 12), min_size=1, max_size=4)

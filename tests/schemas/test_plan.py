@@ -11,13 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.cache_plan import PlanStep, check_size, plan, required_rows, summarize
+from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
-from schemas.job_train import CacheConfig
 from schemas.oracle import next_use
-from schemas.plan import PlanStep, plan
-from schemas.plan_ref import fewest_fetches, next_step, plan_ref
-from schemas.plan_size import check_size, required_rows, summarize
-from schemas.reference import lru_hits
+from schemas.reference import fewest_fetches, lru_hits, next_step, plan_ref
 
 NUM_NUMBERS = 9
 STEPS = st.lists(st.frozensets(st.integers(0, NUM_NUMBERS - 1), max_size=6), max_size=25)

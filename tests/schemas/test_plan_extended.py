@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.job_train import CacheConfig
+from schemas.cache_plan import IndexStep, Plan, plan, required_rows
+from schemas.config.train import CacheConfig
 from schemas.oracle import known_before, next_use
-from schemas.plan import IndexStep, Plan, plan
-from schemas.plan_size import required_rows
 
 
 def indexed(trace: list[np.ndarray], first: int, until: int) -> list[IndexStep]:

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.jagged import Jagged, offsets_of
-from schemas.job_train import CacheConfig
+from schemas.arrays import Jagged, offsets_of
+from schemas.cache_plan import Split, plan, share
+from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
-from schemas.plan import plan
-from schemas.plan_split import Split, share
 
 BLOCKS = st.lists(st.sets(st.integers(0, 8), max_size=5), min_size=1, max_size=8)
 

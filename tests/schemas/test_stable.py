@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from schemas.arrays import NULL, combine_hashes, hash_tuples, hash_values
 from schemas.reference import hash_text
-from schemas.stable import NULL, combine_hashes, hash_tuples, hash_values
 from tests.schemas.test_format import mix
 
 MASK = (1 << 64) - 1

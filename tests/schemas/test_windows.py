@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import reference, windows
+from schemas import group_files as windows
+from schemas import reference
+from schemas.arrays import Jagged, offsets_of
 from schemas.errors import SchemaError
-from schemas.jagged import Jagged, offsets_of
-from schemas.windows import NULL_LENGTH, Windows, entries_of, to_windows
+from schemas.group_files import NULL_LENGTH, Windows, entries_of, to_windows
 
 Lists = list[list[int] | None]
 

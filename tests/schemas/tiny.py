@@ -11,11 +11,10 @@ import pyarrow.parquet as pq
 
 from schemas import layout
 from schemas.accesses import stitch
-from schemas.checked import describe_file, write_files
-from schemas.columns import comparable_tuple, large_list
+from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of, unique_tuples
+from schemas.config.job import OrderConfig
+from schemas.files import describe_file, write_files
 from schemas.hashing import hash_rows
-from schemas.jagged import Jagged, offsets_of, unique_tuples
-from schemas.job import OrderConfig
 from schemas.manifest import (
     DatasetManifest,
     GroupCounts,

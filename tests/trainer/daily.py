@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from schemas.events import RunSummary
-from schemas.job import load_job
+from schemas.config.job import load_job
 from schemas.manifest import read_dataset, write_manifest
+from schemas.run_log import RunSummary
 from tests.trainer.make_dataset import make_dataset, write_index, write_job
 from tests.trainer.runs import run_job
 

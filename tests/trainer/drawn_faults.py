@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from trainer.replicas.faults import Faults, Point
+from trainer.elastic.faults import Faults, Point
 
 MOST = 4
 """Faults of a schedule, beside deaths of replicas that are to join."""

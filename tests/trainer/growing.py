@@ -7,16 +7,16 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-from schemas.events import RunSummary, StepMetric
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import read_dataset, replace_bytes
+from schemas.run_log import RunSummary, StepMetric
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import with_keys
 from tests.trainer.runs import run_job
-from trainer.compare import compare_runs
-from trainer.draining import Drain
-from trainer.ledger import verify_run
+from trainer.diff import compare_runs
+from trainer.recovery import Drain
+from trainer.run import verify_run
 from trainer.train import TrainOptions, train
 
 ONCE = {"epochs": "1"}

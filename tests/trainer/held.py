@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from schemas.events import LedgerEntry, StepMetric
+from schemas.run_log import LedgerEntry, StepMetric
 from trainer.__main__ import main as train
 from trainer.run import RunLog
 

@@ -12,12 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas.accesses import TableAccesses
-from schemas.checked import describe_file, sha256_of, write_files
-from schemas.chosen import choose
-from schemas.columns import large_list
-from schemas.dataset import open_dataset
-from schemas.jagged import Jagged, offsets_of, unique_tuples
-from schemas.job import Job, load_job
+from schemas.arrays import Jagged, large_list, offsets_of, unique_tuples
+from schemas.config.job import Job, load_job
+from schemas.dataset import choose, open_dataset
+from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import (
     BLOCK,
     BLOCKS,

@@ -9,10 +9,10 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.job_train import ModelConfig, TrainConfig
+from schemas.config.train import ModelConfig, TrainConfig
 from schemas.order import Step
-from trainer.batch import Batch
-from trainer.inverse import Inverse
+from trainer.data.collate import Batch
+from trainer.data.lookup import Inverse
 
 DIM = 8
 NUM_DENSE = 3

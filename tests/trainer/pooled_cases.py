@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.order import Step
-from trainer.batch import Batch
-from trainer.inverse import inverse_of
-from trainer.lookup import table_lookup
-from trainer.places import places_of
+from trainer.data.collate import Batch
+from trainer.data.lookup import inverse_of, places_of, table_lookup
 
 NUM_ROWS = 6
 TABLES = {"items": ("item", "clicked"), "users": ("user",)}

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from schemas.events import METRICS
+from schemas.run_log import METRICS
 from tests.conftest import REPOSITORY
 from tests.fork_server import forked_children
 

@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from schemas.events import RunSummary, StepMetric
+from schemas.run_log import RunSummary, StepMetric
 from tests.trainer.growing import commit
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.runs import checkpoint_at
-from trainer.draining import Drain
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, start_replica, train_together
-from trainer.training import TrainOptions
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_together
+from trainer.recovery import Drain
+from trainer.setup import TrainOptions
 
 KNOWN = (12, 16, 19, 20)
 """Steps that may be trained while the next version is not committed."""

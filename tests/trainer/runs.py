@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.events import CHECKPOINTS, METRICS, RunSummary, read_metrics
-from schemas.job import load_job
+from schemas.run_log import CHECKPOINTS, METRICS, RunSummary, read_metrics
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
-from trainer.checkpoint import newest_checkpoint
-from trainer.decode import spec_of
-from trainer.flash.manifest import ROW_FILES, read_checkpoint_manifest
-from trainer.parts import Parts, build_parts, memory_stores, order_of
-from trainer.reader import Reader
+from trainer.checkpoint.load import newest_checkpoint
+from trainer.checkpoint.manifest import ROW_FILES, read_checkpoint_manifest
+from trainer.components import Parts, build_parts, memory_stores, order_of
+from trainer.data.decode import spec_of
+from trainer.data.reader import Reader
 from trainer.train import TrainOptions, train
 
 SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]

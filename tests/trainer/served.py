@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipelines.parts.expand import joined_row_group, row_groups
+from pipelines.clustering.reader import joined_row_group, row_groups
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.job import load_job
 from schemas.layout import EVALUATION
 from tests.trainer.runs import parts_of, reader_of
-from trainer.checkpoint import load_checkpoint, verified
+from trainer.checkpoint.load import load_checkpoint, verified
 from trainer.models.build import wants_sides
 
 LAYERS = "bottom_layers: [16], top_layers: [16]"

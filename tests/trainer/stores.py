@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.trainer.processes import children_of, hold
-from trainer.stores.flight_client import FlightStore, open_group
-from trainer.stores.peer import Access
-from trainer.stores.store import Records, Store, TableLayout
+from trainer.stores.api import Records, Store, TableLayout
+from trainer.stores.remote.client import FlightStore, open_group
+from trainer.stores.remote.connection import Access
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=120.0)

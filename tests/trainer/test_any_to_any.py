@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import METRICS
 from schemas.layout import MANIFEST
+from schemas.run_log import METRICS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
-from trainer.checkpoint import dense_of, verified
-from trainer.flash.manifest import read_checkpoint_manifest
+from trainer.checkpoint.load import dense_of, verified
+from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.train import evaluate_run
 
 STOP, END = 13, 17

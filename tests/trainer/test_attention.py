@@ -28,8 +28,7 @@ from tests.trainer.model_samples import (
     random_samples,
 )
 from trainer.models import attention
-from trainer.models.attention import AttentionModel
-from trainer.models.query_buckets import bucket_queries
+from trainer.models.attention import AttentionModel, bucket_queries
 
 
 def attention_model(num_dense: int = NUM_DENSE) -> AttentionModel:

@@ -10,12 +10,12 @@ import pytest
 
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.events import CHECKPOINTS, IDENTITY
 from schemas.layout import MANIFEST, group_path, samples_path
+from schemas.run_log import CHECKPOINTS, IDENTITY
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
-from trainer.decode import SAMPLES, BlockCounts, decode, spec_of
+from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
 
 
 @pytest.fixture(scope="module")

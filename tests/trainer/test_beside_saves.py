@@ -10,24 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.events import CHECKPOINTS
-from schemas.horizon import Horizon
-from schemas.job import load_job
+from schemas.run_log import CHECKPOINTS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in
-from trainer.checkpoint import save_checkpoint
-from trainer.decode import spec_of
-from trainer.flash.manifest import complete
-from trainer.flash.memory import CopyMemory, memory_path
-from trainer.flash.saver import COPIES
-from trainer.following import Span
-from trainer.parts import build_parts, memory_stores, order_of
-from trainer.replicas.beside import BesideSaves
-from trainer.replicas.row_state import MemoryRows
-from trainer.replicas.setting import Setting
-from trainer.training import TrainOptions
+from trainer.checkpoint.load import save_checkpoint
+from trainer.checkpoint.manager import COPIES
+from trainer.checkpoint.manifest import complete
+from trainer.checkpoint.snapshot import CopyMemory, memory_path
+from trainer.components import build_parts, memory_stores, order_of
+from trainer.data.decode import spec_of
+from trainer.elastic.checkpoints import BesideSaves
+from trainer.elastic.context import Setting
+from trainer.elastic.peer_state import MemoryRows
+from trainer.follow import Span
+from trainer.horizon import Horizon
+from trainer.setup import TrainOptions
 
 TABLE = "items"
 

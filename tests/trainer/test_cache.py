@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schemas.arrays import Jagged, offsets_of
+from schemas.cache_plan import plan, required_rows
+from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
-from schemas.jagged import Jagged, offsets_of
-from schemas.job_train import CacheConfig
 from schemas.oracle import next_use, number_by_first_use
-from schemas.plan import plan
-from schemas.plan_size import required_rows
 from tests.trainer.stores import whole
-from trainer.cache import PlannedCache, TablePlan
-from trainer.lru import LruCache
-from trainer.sources import DirectSource, RowSource
-from trainer.stores.memory import memory_store
-from trainer.stores.store import Records, TableLayout
+from trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
+from trainer.embedding.lru import LruCache
+from trainer.stores.api import Records, TableLayout
+from trainer.stores.local import memory_store
 
 LAYOUT = TableLayout(table="items", dim=2, state_width=1, dtype="float64", seed=0)
 

@@ -10,11 +10,11 @@ from schemas.errors import SchemaError
 from tests.trainer.drawn_faults import CHANCES, draw
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.compare import compare_runs
-from trainer.ledger import verify_run
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, train_together
-from trainer.training import TrainOptions
+from trainer.diff import compare_runs
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, train_together
+from trainer.run import verify_run
+from trainer.setup import TrainOptions
 
 NUM_STEPS = 64
 WITH_EACH_KIND = (1, 2, 14)

@@ -10,7 +10,7 @@ import pytest
 from tests.trainer.drawn_faults import draw
 from tests.trainer.growing import assert_equal, grown_versions
 from tests.trainer.replicas_following import Together
-from trainer.replicas.faults import Faults
+from trainer.elastic.faults import Faults
 
 NUM_STEPS = 22
 CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}

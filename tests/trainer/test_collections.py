@@ -19,8 +19,13 @@ from torchrec.modules.embedding_modules import EmbeddingCollection as TheirLists
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.job_train import SparseOptimizerConfig
-from trainer.collections import EmbeddingBagCollection, EmbeddingCollection, rows_of, set_rows
+from schemas.config.train import SparseOptimizerConfig
+from trainer.embedding.collections import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    rows_of,
+    set_rows,
+)
 
 NUM_ROWS = 20
 RATE, EPS = 0.1, 1e-6

@@ -10,17 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.events import METRICS
+from schemas.run_log import METRICS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
-from trainer.arrays import from_bytes, to_bytes
-from trainer.checkpoint import newest_checkpoint
-from trainer.flash.manifest import (
-    DENSE,
-    read_checkpoint_manifest,
-    write_checkpoint_manifest,
-)
+from trainer.checkpoint.format import from_bytes, to_bytes
+from trainer.checkpoint.load import newest_checkpoint
+from trainer.checkpoint.manifest import DENSE, read_checkpoint_manifest, write_checkpoint_manifest
 
 
 @pytest.fixture(scope="module")

@@ -6,20 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.job import load_job
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import reader_of
-from trainer.batch import Batch
-from trainer.decode import spec_of
-from trainer.embedding import Embedding
-from trainer.inverse import inverse_of
-from trainer.kernels.build import interactions_of
-from trainer.leaves import whole
-from trainer.models.dedup_dlrm import DedupDlrm, columns_of
-from trainer.models.dlrm import DlrmModel
-from trainer.parts import build_parts, memory_stores
-from trainer.sides import sides_of
+from trainer.components import build_parts, memory_stores
+from trainer.data.collate import Batch
+from trainer.data.decode import spec_of
+from trainer.data.lookup import inverse_of
+from trainer.data.microbatches import whole
+from trainer.data.shared_features import sides_of
+from trainer.embedding.kernels.compiled import interactions_of
+from trainer.embedding.module import Embedding
+from trainer.models.dlrm import DedupDlrm, DlrmModel, columns_of
 from trainer.step import loss_of
 
 

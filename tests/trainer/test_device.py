@@ -11,14 +11,14 @@ import torch
 from torch.utils._pytree import tree_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from schemas.config.train import DenseOptimizerConfig, TrainConfig
 from schemas.errors import SchemaError
-from schemas.events import SUMMARY, read_summary
-from schemas.job_train import DenseOptimizerConfig, TrainConfig
+from schemas.run_log import SUMMARY, read_summary
 from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
 from trainer.device import moved
-from trainer.embedding import Embedding
+from trainer.embedding.module import Embedding
 from trainer.train import evaluate_run
 
 MODELS = {
@@ -88,8 +88,8 @@ def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
 ) -> None:
     job = write_job(tmp_path / "job", model=MODELS[model], kernels="torch")
     here = run_job(job, few, tmp_path / "here", embedding=embedding)
-    monkeypatch.setattr("trainer.embedding.reaches_arenas", lambda device: False)
-    monkeypatch.setattr("trainer.embedding.moved", lambda rows, device: rows)
+    monkeypatch.setattr("trainer.embedding.module.reaches_arenas", lambda device: False)
+    monkeypatch.setattr("trainer.embedding.module.moved", lambda rows, device: rows)
     there = run_job(job, few, tmp_path / "there", embedding=embedding)
     assert losses_of(tmp_path / "here").tobytes() == losses_of(tmp_path / "there").tobytes()
     one, other = final_rows(tmp_path / "here"), final_rows(tmp_path / "there")
@@ -136,12 +136,12 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.save", from_here)
     for where in (
         "trainer.train.device_of",
-        "trainer.training.device_of",
-        "trainer.parts.device_of",
+        "trainer.train.device_of",
+        "trainer.components.device_of",
     ):
         monkeypatch.setattr(where, named)
     monkeypatch.setattr("trainer.device._pinned", lambda value, device: there(value))
-    monkeypatch.setattr("trainer.parts.dense_optimizer", unfused)
+    monkeypatch.setattr("trainer.components.dense_optimizer", unfused)
     monkeypatch.setattr(Embedding, "__init__", begin)
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from schemas.events import CHECKPOINTS, IDENTITY, SUMMARY
 from schemas.layout import SEGMENTS
+from schemas.run_log import CHECKPOINTS, IDENTITY, SUMMARY
 from tests.trainer.growing import commit
 from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
-from trainer.checkpoint import newest_checkpoint
-from trainer.compare import compare_runs
-from trainer.draining import Drain, DrainInterrupt, told
-from trainer.ledger import verify_run
+from trainer.checkpoint.load import newest_checkpoint
+from trainer.diff import compare_runs
+from trainer.recovery import Drain, DrainInterrupt, told
+from trainer.run import verify_run
 
 SEGMENT = [[(2000, 1500)]]
 EPOCHS = {"epochs": "2"}

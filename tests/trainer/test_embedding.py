@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from schemas.job import load_job
-from schemas.job_train import SparseOptimizerConfig
+from schemas.config.job import load_job
+from schemas.config.train import SparseOptimizerConfig
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of
-from trainer.batch import Batch
-from trainer.embedding import Embedding
-from trainer.leaves import whole
-from trainer.optimizer import rule_at, state_width, update_rows
-from trainer.stores.store import Store
-from trainer.taking import take_unsorted
+from trainer.data.collate import Batch
+from trainer.data.lookup import take_unsorted
+from trainer.data.microbatches import whole
+from trainer.embedding.module import Embedding
+from trainer.embedding.optimizer import rule_at, state_width, update_rows
+from trainer.stores.api import Store
 
 NUM_ITEMS = 300
 

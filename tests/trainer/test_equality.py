@@ -16,9 +16,9 @@ import torch
 
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, run_job
-from trainer.checkpoint import load_checkpoint, verified
-from trainer.leaves import whole
-from trainer.models.dedup_dlrm import DedupDlrm
+from trainer.checkpoint.load import load_checkpoint, verified
+from trainer.data.microbatches import whole
+from trainer.models.dlrm import DedupDlrm
 from trainer.step import loss_of
 
 MODELS = {

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.job import load_job
 from schemas.layout import BLOCK, EVALUATION, TRAIN
 from schemas.manifest import canonical_json
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
+from trainer.components import Parts
+from trainer.data.reader import Reader, prefetched
 from trainer.evaluate import Evaluation, columns_of, evaluate
-from trainer.ledger import verify_run
 from trainer.metrics import auc, calibration, gauc, normalized_entropy
-from trainer.parts import Parts
-from trainer.reader import Reader, prefetched
+from trainer.run import verify_run
 from trainer.step import PhaseTimer, train_step
 from trainer.train import evaluate_run
 

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.first_values import initial_rows
 from schemas.layout import SCHEMA
-from schemas.model_file import open_model
+from schemas.model import open_model
 from schemas.model_inputs import FILLING, inputs_of
+from schemas.rows import initial_rows
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
 from tests.trainer.served import MODELS, evaluation_logits, evaluation_table

@@ -18,10 +18,10 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of, hold, is_gone, wait_for
 from tests.trainer.runs import checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
-from trainer.compare import compare_runs
-from trainer.flash.manifest import complete
-from trainer.flash.memory import CopyMemory, memory_path
-from trainer.flash.saver import COPIES, BesideSaver
+from trainer.checkpoint.manager import COPIES, BesideSaver
+from trainer.checkpoint.manifest import complete
+from trainer.checkpoint.snapshot import CopyMemory, memory_path
+from trainer.diff import compare_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED: list[subprocess.Popen[bytes]] = []

@@ -11,18 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from trainer.flash import manifest as manifests
-from trainer.flash.changes import Changed, Changes
-from trainer.flash.left import LeftRows
-from trainer.flash.manifest import alone, complete, read_checkpoint_manifest, verify_files
-from trainer.flash.memory import COMMITTED, START, CopyMemory, claim, memory_path
-from trainer.flash.persist import MOST_PARTS, persist
-from trainer.flash.row_parts import RowPart, newest
-from trainer.flash.snapshot import DENSE, About, Snapshot, copy_to
-from trainer.flash.space import most_changed
-from trainer.flash.used import UsedPlaces
-from trainer.stores.checkpoint_store import CheckpointStore
-from trainer.stores.store import Lent, Records, TableLayout
+from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint.agent import MOST_PARTS, persist
+from trainer.checkpoint.format import RowPart, newest
+from trainer.checkpoint.incremental import Changed, Changes, LeftRows, UsedPlaces
+from trainer.checkpoint.load import CheckpointStore
+from trainer.checkpoint.manifest import alone, complete, read_checkpoint_manifest, verify_files
+from trainer.checkpoint.snapshot import (
+    COMMITTED,
+    DENSE,
+    START,
+    About,
+    CopyMemory,
+    Snapshot,
+    claim,
+    copy_to,
+    memory_path,
+    most_changed,
+)
+from trainer.stores.api import Lent, Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
 OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)

@@ -23,10 +23,10 @@ from tests.trainer.stores import (
 )
 from trainer.__main__ import main
 from trainer.rows import initial_rows
-from trainer.stores.memory import memory_store
-from trainer.stores.peer import Access, Peer
-from trainer.stores.store import Records, TableLayout
-from trainer.stores.wire import slots_of_part
+from trainer.stores.api import Records, TableLayout
+from trainer.stores.local import memory_store
+from trainer.stores.remote.connection import Access, Peer
+from trainer.stores.remote.wire import slots_of_part
 
 SHAPES = {
     "float32 with row state": LAYOUT,

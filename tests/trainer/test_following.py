@@ -6,9 +6,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.events import METRICS, read_metrics
 from schemas.layout import BLOCKS
 from schemas.manifest import read_dataset
+from schemas.run_log import METRICS, read_metrics
 from tests.trainer.growing import (
     GROWING,
     ONCE,
@@ -22,8 +22,8 @@ from tests.trainer.growing import (
 )
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import run_job
-from trainer.compare import compare_runs
-from trainer.ledger import verify_run
+from trainer.diff import compare_runs
+from trainer.run import verify_run
 
 NUM_STEPS = 22
 COMMITS = {

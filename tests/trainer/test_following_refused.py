@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import PlanError, SchemaError
-from schemas.events import IDENTITY, METRICS, StepMetric, read_metrics
 from schemas.layout import MANIFEST
 from schemas.manifest import DatasetManifest, read_dataset, write_manifest
+from schemas.run_log import IDENTITY, METRICS, StepMetric, read_metrics
 from tests.trainer.growing import (
     GROWING,
     ONCE,
@@ -26,8 +26,8 @@ from tests.trainer.growing import (
 )
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import run_job
-from trainer.checkpoint import newest_checkpoint
-from trainer.ledger import verify_run
+from trainer.checkpoint.load import newest_checkpoint
+from trainer.run import verify_run
 
 
 @pytest.fixture(scope="module")

@@ -13,21 +13,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
+from schemas.deleted_samples import encode_tombstones, joined_tombstones, tombstones_path
 from schemas.errors import SchemaError
-from schemas.events import CHECKPOINTS
-from schemas.job import load_job
 from schemas.manifest import write_manifest
 from schemas.reference import hash_text
 from schemas.rows import rows_of_ids
-from schemas.tombstones import encode_tombstones, joined_tombstones, tombstones_path
+from schemas.run_log import CHECKPOINTS
 from tests.forgetting import found_in
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, rows_in, run_job
-from trainer import forgetting
+from trainer import erase as forgetting
 from trainer.__main__ import main
-from trainer.checkpoint import verified
-from trainer.flash.manifest import complete, read_checkpoint_manifest
+from trainer.checkpoint.load import verified
+from trainer.checkpoint.manifest import complete, read_checkpoint_manifest
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.config.job import load_job
 from schemas.errors import PlanError
-from schemas.horizon import Horizon, Known, agreed, decide
-from schemas.job import load_job
 from tests.trainer.growing import commit, grown_versions
-from trainer.draining import Drain
-from trainer.following import Following, FollowOptions, Span
-from trainer.replicas.frontier import Frontier, RefusedError
-from trainer.stores.failures import BehindError
+from trainer.elastic.context import Frontier, RefusedError
+from trainer.follow import Following, FollowOptions, Span
+from trainer.horizon import Horizon, Known, agreed, decide
+from trainer.recovery import Drain
+from trainer.stores.api import BehindError
 
 FIRST = Known(num_segments=1, finished=False)
 PREFETCH_STEPS = 3

@@ -10,9 +10,9 @@ from schemas.errors import SchemaError
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, run_job
 from tests.trainer.stores import largest_file
-from trainer.compare import compare_runs
-from trainer.stores.mmap import mmap_store
-from trainer.stores.store import Records, TableLayout
+from trainer.diff import compare_runs
+from trainer.stores.api import Records, TableLayout
+from trainer.stores.local import mmap_store
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=0)
 

@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schemas.cache_plan import NEVER_AGAIN, required_rows
+from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
-from schemas.job_train import CacheConfig
-from schemas.plan_size import required_rows
-from schemas.plan_slots import NEVER_AGAIN
 from tests.trainer.stores import largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
-from trainer.cache import PlannedCache
+from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
 from trainer.rows import initial_rows
-from trainer.sources import DirectSource, RowsOfTables
+from trainer.stores.api import Lent, Records, StepStore, Store, WriteBack
 from trainer.stores.future_log import FutureLog
-from trainer.stores.memory import memory_store
-from trainer.stores.step_store import StepStore
-from trainer.stores.store import Lent, Records, Store, WriteBack
+from trainer.stores.local import memory_store
 
 
 def log_in(folder: Path, bucket_steps: int, buffer_bytes: int) -> dict[str, Store]:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from trainer.inverse import inverse_of
-from trainer.kernels.build import interactions_of
-from trainer.kernels.contract import Interactions, Vectors
-from trainer.models.interaction import interact
+from trainer.data.lookup import inverse_of
+from trainer.embedding.kernels.compiled import interactions_of
+from trainer.embedding.kernels.interface import Interactions, Vectors
+from trainer.models.dlrm import interact
 
 COMPILED, TORCH = interactions_of("compiled"), interactions_of("torch")
 

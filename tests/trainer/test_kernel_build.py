@@ -11,19 +11,19 @@ import pytest
 
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.kernels import build
-from trainer.kernels.build import (
+from trainer.embedding.kernels import compiled as build
+from trainer.embedding.kernels.compiled import (
     COMPILERS,
     EMBEDDING,
+    CompiledKernels,
     cache_folder,
     forget,
     interactions_of,
     kernels_of,
     library,
 )
-from trainer.kernels.compiled import CompiledKernels
-from trainer.kernels.interaction import TorchInteractions
-from trainer.kernels.operators import TorchKernels
+from trainer.embedding.kernels.interaction import TorchInteractions
+from trainer.embedding.kernels.torch_ops import TorchKernels
 
 UNOPTIMIZED = replace(EMBEDDING, flags=(*EMBEDDING.flags, "-O0"))
 """Compiles in a fifth of the time."""

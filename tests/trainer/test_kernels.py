@@ -14,16 +14,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.job_train import SparseOptimizerConfig
+from schemas.config.train import SparseOptimizerConfig
 from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
-from trainer.batch import Batch
-from trainer.kernels.build import COMPILERS, cache_folder, library
-from trainer.kernels.compiled import CompiledKernels
-from trainer.kernels.contract import ArenaRows, Kernels, RowRule, TableRows
-from trainer.kernels.operators import TorchKernels
-from trainer.lookup import transpose
-from trainer.optimizer import rule_at, state_width
-from trainer.pooling import Pooling
+from trainer.data.collate import Batch
+from trainer.data.lookup import transpose
+from trainer.embedding.kernels.compiled import COMPILERS, CompiledKernels, cache_folder, library
+from trainer.embedding.kernels.interface import ArenaRows, Kernels, RowRule, TableRows
+from trainer.embedding.kernels.torch_ops import TorchKernels
+from trainer.embedding.optimizer import rule_at, state_width
+from trainer.embedding.pooling import Pooling
 
 RATE, EPS = 0.1, 1e-6
 TABLE_OF = {feature: table for table, features in TABLES.items() for feature in features}

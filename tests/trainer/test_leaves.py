@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.job import load_job
+from schemas.config.job import load_job
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
-from trainer.kernels.build import kernels_of
-from trainer.kernels.contract import RowSums
-from trainer.leaf_work import LeafWork, Partial
+from trainer.embedding.kernels.compiled import kernels_of
+from trainer.embedding.kernels.interface import RowSums
 from trainer.models.build import wants_sides
+from trainer.step import LeafWork, Partial
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 MODELS = {

@@ -12,21 +12,19 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
+from schemas.run_log import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 from tests.trainer.daily import DATES, make_days
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
-from trainer.beginning import resumable_checkpoint
-from trainer.compare import compare_runs
-from trainer.flash.manifest import complete
-from trainer.flash.persist import NewCheckpoint
-from trainer.ledger import verify_run
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, train_together
-from trainer.replicas.writer import Writer
-from trainer.run import cut_run
-from trainer.training import TrainOptions
+from trainer.checkpoint.agent import NewCheckpoint
+from trainer.checkpoint.manifest import complete
+from trainer.diff import compare_runs
+from trainer.elastic.checkpoints import Writer
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, train_together
+from trainer.run import cut_run, verify_run
+from trainer.setup import TrainOptions, resumable_checkpoint
 
 NUM_STEPS = 32
 

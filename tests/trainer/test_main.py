@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import counted
-from schemas.events import IDENTITY, LEDGER, METRICS, PHASES, read_metrics, read_summary
+from schemas.run_log import IDENTITY, LEDGER, METRICS, PHASES, read_metrics, read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 from trainer.__main__ import _warn_of_ne, main

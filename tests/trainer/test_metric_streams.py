@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.trainer.test_metrics import pairwise_auc
-from trainer.metric_streams import ScatteredAuc, ScoreTable, SessionAuc, ordered_bits
-from trainer.metrics import LossSums, auc, calibration, gauc, loss_sums, normalized_entropy
+from trainer.metrics import (
+    LossSums,
+    ScatteredAuc,
+    ScoreTable,
+    SessionAuc,
+    auc,
+    calibration,
+    gauc,
+    loss_sums,
+    normalized_entropy,
+    ordered_bits,
+)
 
 Array = NDArray[Any]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from schemas.job_train import ModelConfig, TrainConfig
+from schemas.config.train import ModelConfig, TrainConfig
 from tests.trainer.model_samples import (
     CONFIG,
     DIM,

@@ -14,8 +14,7 @@ import pytest
 from schemas.layout import MANIFEST
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.holding import Held
-from trainer.readable import is_readable
+from trainer.runtime import Held, is_readable
 
 MANY = 1100
 """More files than `select` can tell apart."""

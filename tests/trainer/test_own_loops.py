@@ -10,8 +10,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import reader_of
 from tests.trainer.test_collections import config_of, score
-from trainer.collections import EmbeddingBagCollection
-from trainer.loading import evaluation_batches, training_batches
+from trainer.embedding.collections import EmbeddingBagCollection
+from trainer.loader import evaluation_batches, training_batches
 
 JOB_TABLES = {"users": ["user"], "articles": ["viewed", "clicked", "item"], "pages": ["page"]}
 
@@ -38,16 +38,15 @@ def test_batches_of_the_reader_train_alike_with_and_without_what_it_found(
     for case in ("unique", "expanded", "by hand"):
         collection = EmbeddingBagCollection(job_tables(), optimizer=config_of("sgd"))
         reader = reader_of(job, dataset, expanded=case == "expanded")
-        if case == "unique":
-            monkeypatch.setattr("trainer.keyed.table_lookup", None)  # must not be called
-        else:
-            monkeypatch.undo()
         kept: list[torch.Tensor] = []
         for step in range(4):
             sparse: Any = reader.read(step).sparse_features
             if case == "by hand":
                 sparse.found = None
-            values = collection(sparse).values()
+            with monkeypatch.context() as patch:
+                if case == "unique":
+                    patch.setattr("trainer.data.collate.table_lookup", None)  # must not be called
+                values = collection(sparse).values()
             kept.append(values.detach())
             score(values).backward()
         found[case] = kept

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.config.job import load_job
 from schemas.errors import PlanError, SchemaError
-from schemas.events import SUMMARY, read_summary
-from schemas.job import load_job
+from schemas.run_log import SUMMARY, read_summary
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import (
     checkpoint_at,
@@ -18,9 +18,9 @@ from tests.trainer.runs import (
     reader_of,
     run_job,
 )
-from trainer.arrays import to_bytes
-from trainer.flash.manifest import PLAN
-from trainer.keyframes import load_cached
+from trainer.checkpoint.format import to_bytes
+from trainer.checkpoint.manifest import PLAN
+from trainer.embedding.cache import load_cached
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 

@@ -9,19 +9,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.changed_rows import changed_path, open_changes
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.model import changed_path, open_changes
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
 from trainer.__main__ import main
-from trainer.export import export_run
-from trainer.flash.manifest import (
+from trainer.checkpoint.manifest import (
     file_sum,
     folder_of,
     read_checkpoint_manifest,
     write_checkpoint_manifest,
 )
+from trainer.export import export_run
 from trainer.publish import apply_changes, publish
 
 STEPS = (4, 8, 12, 16, 20)

@@ -9,17 +9,17 @@ import pyarrow as pa
 import pytest
 import torch
 
+from schemas.arrays import Jagged
+from schemas.config.job import TableConfig, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.jagged import Jagged
-from schemas.job import TableConfig, load_job
 from schemas.layout import MANIFEST, group_path, samples_path
 from schemas.rows import rows_of_ids
 from tests.trainer.make_dataset import make_dataset, make_samples, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, run_job
-from trainer.batch import Batch
-from trainer.decode import SAMPLES, BlockCounts, decode, spec_of
-from trainer.reader import prefetched
+from trainer.data.collate import Batch
+from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
+from trainer.data.reader import prefetched
 
 SPARSE = ("user", "clicked", "item", "page", "viewed")
 

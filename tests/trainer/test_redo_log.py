@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from trainer.stores.redo_log import RedoLog, replay
+from trainer.stores.remote.wal import RedoLog, replay
 
 
 def payloads_of(path: Path) -> list[bytes]:

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, RunSummary, StepMetric
+from schemas.run_log import LEDGER, RunSummary, StepMetric
 from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.compare import compare_runs
-from trainer.draining import Drain, DrainInterrupt
-from trainer.ledger import read_ledger, verify_run
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, start_replica, train_together
-from trainer.training import TrainOptions
+from trainer.diff import compare_runs
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_together
+from trainer.recovery import Drain, DrainInterrupt
+from trainer.run import read_ledger, verify_run
+from trainer.setup import TrainOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,22 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from schemas.events import LEDGER, SUMMARY, StepMetric
+from schemas.run_log import LEDGER, SUMMARY, StepMetric
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, told
-from trainer.checkpoint import newest_checkpoint
-from trainer.compare import compare_runs
-from trainer.draining import Drain, DrainInterrupt
-from trainer.ledger import read_ledger, verify_run
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
-from trainer.replicas.leaving import Left, left_by
-from trainer.replicas.membership import Lighthouse, Member, Membership
-from trainer.replicas.share import Shares
-from trainer.replicas.stand_in import StandIns
-from trainer.training import TrainOptions
+from trainer.checkpoint.load import newest_checkpoint
+from trainer.diff import compare_runs
+from trainer.elastic.exchange import Shares
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_together
+from trainer.elastic.membership import Lighthouse, Member, Membership, StandIns
+from trainer.elastic.options import Left, left_by
+from trainer.recovery import Drain, DrainInterrupt
+from trainer.run import read_ledger, verify_run
+from trainer.setup import TrainOptions
 
 EPOCHS = {"epochs": "8"}
 NEVER_SEC = 1000.0

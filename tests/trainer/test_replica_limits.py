@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from schemas.config.limits import LimitsConfig
 from schemas.errors import SchemaError
-from schemas.job_limits import LimitsConfig
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, with_keys
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
-from trainer.compare import compare_runs
-from trainer.ledger import verify_run
-from trainer.replicas.launch import LaunchOptions, start_replica, train_together
-from trainer.replicas.together import read_together, write_together
-from trainer.replicas.work import limits_of
-from trainer.training import TrainOptions
+from trainer.diff import compare_runs
+from trainer.elastic.context import read_together, write_together
+from trainer.elastic.launcher import LaunchOptions, start_replica, train_together
+from trainer.elastic.worker import limits_of
+from trainer.run import verify_run
+from trainer.setup import TrainOptions
 
 LINE = (
     r"error: phase must end within 6 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from schemas.events import StepMetric
-from schemas.horizon import Known
+from schemas.run_log import StepMetric
 from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
-from trainer.replicas.committed import Committed
-from trainer.replicas.peer import Peer, PeerError, PeerServer
-from trainer.replicas.together import Together, write_together
-from trainer.stores.peer import Access
-from trainer.stores.tls import Certificate
+from trainer.elastic.context import Together, write_together
+from trainer.elastic.peer_state import Committed, Peer, PeerError, PeerServer
+from trainer.horizon import Known
+from trainer.stores.remote.connection import Access
+from trainer.stores.remote.wire import Certificate
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
 KNOWN = Known(num_segments=2, finished=False)

@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import CHECKPOINTS
+from schemas.run_log import CHECKPOINTS
 from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
-from trainer.compare import compare_runs
-from trainer.flash.manifest import complete, read_checkpoint_manifest, verify_files
-from trainer.flash.memory import memory_path
-from trainer.flash.saver import COPIES
-from trainer.ledger import verify_run
-from trainer.replicas import room
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, train_together
-from trainer.training import TrainOptions
+from trainer.checkpoint.manager import COPIES
+from trainer.checkpoint.manifest import complete, read_checkpoint_manifest, verify_files
+from trainer.checkpoint.snapshot import memory_path
+from trainer.diff import compare_runs
+from trainer.elastic import checkpoints as room
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_together
+from trainer.run import verify_run
+from trainer.setup import TrainOptions
 
 
 @pytest.fixture(scope="module")

@@ -10,21 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from schemas.events import CHECKPOINTS, LEDGER, LOST, RunSummary, StepMetric
+from schemas.run_log import CHECKPOINTS, LEDGER, LOST, RunSummary, StepMetric
 from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
 from tests.trainer.stores import kill_stores
-from trainer.compare import compare_runs
-from trainer.flash.manifest import DENSE, complete
-from trainer.flash.saver import COPIES
-from trainer.ledger import read_ledger, verify_run
-from trainer.opening import STORE
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import LaunchOptions, LocalReplicas, start_replica, train_together
-from trainer.stores.entries import RowsEntry, read_entries
-from trainer.training import TrainOptions
+from trainer.checkpoint.manager import COPIES
+from trainer.checkpoint.manifest import DENSE, complete
+from trainer.diff import compare_runs
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_together
+from trainer.run import read_ledger, verify_run
+from trainer.setup import STORE, TrainOptions
+from trainer.stores.remote.wal import RowsEntry, read_entries
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EVERY = 12

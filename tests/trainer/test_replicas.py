@@ -16,20 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from schemas.events import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, read_metrics
+from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, read_metrics
 from tests.trainer.processes import hold
-from trainer.kernels.contract import RowSums
-from trainer.leaf_work import Partial
-from trainer.replicas.exchange import Shape, pack, unpack
-from trainer.replicas.faults import Faults, Injector
-from trainer.replicas.group import Group, LostPeerError, Meeting
-from trainer.replicas.membership import Agreement, Lighthouse, Member, Membership, Told
-from trainer.replicas.peer import Peer, PeerError
-from trainer.replicas.share import AHEAD, Shares
-from trainer.replicas.splits import agreed_speeds, smoothed, split
-from trainer.replicas.writer import REMEMBERED, Writer
-from trainer.stores.peer import Access
-from trainer.tree import Node
+from trainer.elastic.checkpoints import REMEMBERED, Writer
+from trainer.elastic.exchange import AHEAD, Shares, agreed_speeds, smoothed, split
+from trainer.elastic.faults import Faults, Injector
+from trainer.elastic.group import Group, LostPeerError, Meeting, Shape, pack, unpack
+from trainer.elastic.membership import Agreement, Lighthouse, Member, Membership, Told
+from trainer.elastic.peer_state import Peer, PeerError
+from trainer.embedding.kernels.interface import RowSums
+from trainer.step import Node, Partial
+from trainer.stores.remote.connection import Access
 
 speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_size=1, max_size=5)
 
@@ -289,8 +286,9 @@ def test_a_member_that_lives_is_waited_for_and_one_that_does_not_say_so_is_not()
 @pytest.mark.slow
 def test_a_process_that_is_held_does_not_say_that_it_lives() -> None:
     code = (
-        "import sys; from trainer.replicas.peer import PeerServer; from trainer.stores.peer import "
-        "Access; server = PeerServer('127.0.0.1', Access(token='t'), None); "
+        "import sys; from trainer.elastic.peer_state import PeerServer; "
+        "from trainer.stores.remote.connection import Access; "
+        "server = PeerServer('127.0.0.1', Access(token='t'), None); "
         "print(server.address, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import LEDGER
 from schemas.manifest import read_dataset, write_manifest
+from schemas.run_log import LEDGER
 from tests.shared import with_long
 from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, grown_versions, make_versions
 from tests.trainer.make_dataset import write_job
@@ -30,12 +30,12 @@ from tests.trainer.processes import (
 from tests.trainer.replicas_following import KNOWN, Together
 from tests.trainer.runs import checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
-from trainer.draining import Drain, DrainInterrupt
-from trainer.ledger import read_ledger
-from trainer.replicas.addresses import REPLICAS
-from trainer.replicas.faults import Faults
-from trainer.replicas.launch import start_replica
-from trainer.replicas.together import read_together, write_together
+from trainer.elastic.context import read_together, write_together
+from trainer.elastic.faults import Faults
+from trainer.elastic.launcher import start_replica
+from trainer.elastic.peer_state import REPLICAS
+from trainer.recovery import Drain, DrainInterrupt
+from trainer.run import read_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}

@@ -15,9 +15,8 @@ from tests.trainer.stores import (
     running,
     start_store,
 )
-from trainer.replicas.retained import Retained
-from trainer.stores.failures import BehindError
-from trainer.stores.store import WriteBack
+from trainer.elastic.shared_rows import Retained
+from trainer.stores.api import BehindError, WriteBack
 
 ROWS = np.arange(12)
 sessions = iter(range(10**9))

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.stores import whole
-from trainer.npy import NpyFile
-from trainer.stores.bucket_file import BucketFiles, Entries
+from trainer.checkpoint.format import NpyFile
+from trainer.stores.api import Records, StepStore, Store, TableLayout, WriteBack
+from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns
 from trainer.stores.future_log import FutureLog
-from trainer.stores.mmap import mmap_store
-from trainer.stores.runs import SortedRuns
-from trainer.stores.step_store import StepStore
-from trainer.stores.store import Records, Store, TableLayout, WriteBack
+from trainer.stores.local import mmap_store
 
 WIDE = TableLayout(table="items", dim=127, state_width=1, dtype="float32", seed=3)
 

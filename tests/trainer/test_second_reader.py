@@ -17,8 +17,8 @@ import pytest
 
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
-from trainer.arrays import from_bytes
-from trainer.checkpoint import newest_checkpoint
+from trainer.checkpoint.format import from_bytes
+from trainer.checkpoint.load import newest_checkpoint
 
 KINDS = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
 

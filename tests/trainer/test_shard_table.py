@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.trainer.stores import LAYOUT, group_over, record_of, running, start_store
 from trainer.rows import initial_rows
-from trainer.stores.failures import BehindError
-from trainer.stores.shard_table import ShardTable
-from trainer.stores.store import WriteBack
+from trainer.stores.api import BehindError, WriteBack
+from trainer.stores.remote.shard import ShardTable
 
 ROWS = np.arange(6)
 WRITES = st.lists(

@@ -7,8 +7,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from schemas.hints import TableHints
-from trainer.sharding import OracleCacheStatistics, planner_constraints
+from schemas.sharding_hints import TableHints
+from trainer.embedding.sharding import OracleCacheStatistics, planner_constraints
 
 HINTS = {
     "products": TableHints(

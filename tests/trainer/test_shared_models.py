@@ -11,9 +11,9 @@ from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM_DCN
 
+from schemas.config.job import load_job
+from schemas.config.train import ModelConfig, TrainConfig
 from schemas.dataset import open_dataset
-from schemas.job import load_job
-from schemas.job_train import ModelConfig, TrainConfig
 from tests.trainer.make_dataset import write_job
 from tests.trainer.model_samples import (
     CONFIG,
@@ -27,13 +27,13 @@ from tests.trainer.model_samples import (
     random_samples,
 )
 from tests.trainer.runs import reader_of
-from trainer.batch import Batch
-from trainer.decode import spec_of
-from trainer.embedding import Embedding
-from trainer.leaves import whole
+from trainer.components import build_parts, memory_stores
+from trainer.data.collate import Batch
+from trainer.data.decode import spec_of
+from trainer.data.microbatches import whole
+from trainer.embedding.module import Embedding
 from trainer.models import dcn, deepfm, wide_deep
-from trainer.models.shares import dense_part, first_layer
-from trainer.parts import build_parts, memory_stores
+from trainer.models.shared_compute import dense_part, first_layer
 from trainer.step import loss_of
 
 ONE = ModelConfig(name="deepfm", bottom_layers=(6,), top_layers=(5,))

@@ -10,19 +10,22 @@ from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
 from tests.trainer.stores import ACCESS
-from trainer.stores.claims import (
+from trainer.stores.remote.members import Members, next_fill
+from trainer.stores.remote.ownership import (
     Claims,
+    Described,
     Ranges,
+    SlotMap,
     claims_from,
+    covers,
     mask_of,
     no_claims,
+    placement,
     ranges_from,
     ranges_of,
+    resolve,
     text_of,
 )
-from trainer.stores.members import Members
-from trainer.stores.repair import next_fill
-from trainer.stores.slot_map import Described, SlotMap, covers, placement, resolve
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 SESSION = "process"

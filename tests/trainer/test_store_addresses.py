@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.config.train import StoresConfig
 from schemas.errors import SchemaError
-from schemas.events import STORE_ADDRESS
-from schemas.job_train import StoresConfig
+from schemas.run_log import STORE_ADDRESS
 from tests.trainer.certificates import make_certificate
 from tests.trainer.stores import (
     ACCESS,
@@ -23,10 +23,9 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
-from trainer.replicas.stores import begin_stores, open_shared
-from trainer.stores.manage import migrate_slots
-from trainer.stores.peer import Access, Peer
-from trainer.stores.whereabouts import FILE, found_at, tell_address
+from trainer.elastic.shared_rows import begin_stores, open_shared
+from trainer.stores.remote.connection import FILE, Access, Peer, found_at, tell_address
+from trainer.stores.remote.processes import migrate_slots
 
 HALF = ((0, 2048),)
 

@@ -10,19 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from schemas.config.train import StoresConfig
 from schemas.errors import SchemaError
-from schemas.job_train import StoresConfig
 from tests.trainer.processes import wait_for
 from tests.trainer.stores import ACCESS, LAYOUT, kill_store
 from tests.trainer.test_store_moves import Writer
-from trainer.stores.claims import ranges_of
-from trainer.stores.failures import StoreLostError
-from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
-from trainer.stores.manage import migrate_slots
-from trainer.stores.members import Members
-from trainer.stores.peer import Access
-from trainer.stores.processes import TOKEN, LocalStores
-from trainer.stores.slot_map import Described
+from trainer.stores.api import StoreLostError
+from trainer.stores.remote.client import FlightGroup, FlightStore, open_group
+from trainer.stores.remote.connection import Access
+from trainer.stores.remote.members import Members
+from trainer.stores.remote.ownership import Described, ranges_of
+from trainer.stores.remote.processes import TOKEN, LocalStores, migrate_slots
 
 
 def group_over(stores: LocalStores, replicas: int = 2) -> FlightStore:

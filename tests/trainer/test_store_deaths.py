@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from schemas.events import read_summary
+from schemas.run_log import read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import hold, wait_for
 from tests.trainer.runs import SEGMENTS, run_job
 from tests.trainer.stores import kill_stores, stores_of
-from trainer.compare import compare_runs
+from trainer.diff import compare_runs
 from trainer.run import RunLog
-from trainer.stores.flight_client import FlightGroup, FlightStore, open_group
+from trainer.stores.remote.client import FlightGroup, FlightStore, open_group
 
 EVERY = 6
 """Steps between checkpoints."""
@@ -79,7 +79,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[FlightGroup]:
         found.append(next(iter(stores.values())).group)
         return stores
 
-    monkeypatch.setattr("trainer.opening.open_group", open_and_tell)
+    monkeypatch.setattr("trainer.setup.open_group", open_and_tell)
     return found
 
 

@@ -24,15 +24,13 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
-from trainer.stores.actions import Actions
-from trainer.stores.budget import Budget, BusyError
-from trainer.stores.claims import mask_of, no_claims
-from trainer.stores.departures import Departures
-from trainer.stores.flight_client import FlightStore
-from trainer.stores.flight_server import Limits, StoreServer
-from trainer.stores.peer import Peer
-from trainer.stores.shard import Shard
-from trainer.stores.wire import Request, record_bytes, rows_batch
+from trainer.stores.remote.client import FlightStore
+from trainer.stores.remote.connection import Peer
+from trainer.stores.remote.migration import Departures
+from trainer.stores.remote.ownership import mask_of, no_claims
+from trainer.stores.remote.server import Actions, Budget, BusyError, Limits, StoreServer
+from trainer.stores.remote.shard import Shard
+from trainer.stores.remote.wire import Request, record_bytes, rows_batch
 
 NUM_ROWS = 200
 ALL = ((0, 4096),)
@@ -251,7 +249,7 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path:
 PARENT = """\
 import sys
 from pathlib import Path
-from trainer.stores.processes import LocalStores
+from trainer.stores.remote.processes import LocalStores
 with LocalStores(2, Path(sys.argv[1])) as stores:
     print(*stores.pids, flush=True)
     sys.stdin.read()

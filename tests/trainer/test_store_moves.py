@@ -26,13 +26,13 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.departures import Moved
-from trainer.stores.failures import StoreGoneError
-from trainer.stores.flight_client import FlightGroup, FlightStore
-from trainer.stores.manage import gather_slots, kill_store, migrate_slots, restart_store
-from trainer.stores.peer import Peer
-from trainer.stores.slot_map import described
-from trainer.stores.wire import DESCRIBE
+from trainer.stores.api import StoreGoneError
+from trainer.stores.remote.client import FlightGroup, FlightStore
+from trainer.stores.remote.connection import Peer
+from trainer.stores.remote.migration import Moved
+from trainer.stores.remote.ownership import described
+from trainer.stores.remote.processes import gather_slots, kill_store, migrate_slots, restart_store
+from trainer.stores.remote.wire import DESCRIBE
 
 NUM_ROWS = 3000
 HALF = ((0, 2048),)

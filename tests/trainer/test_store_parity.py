@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.events import SUMMARY, read_summary
+from schemas.run_log import SUMMARY, read_summary
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of
 from tests.trainer.runs import final_rows, losses_of, plain_run, run_job

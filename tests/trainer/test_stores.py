@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 
 from tests.trainer.stores import whole
-from trainer.lookup import stable_order
+from trainer.data.lookup import stable_order
 from trainer.rows import initial_bound, initial_rows
-from trainer.stores.memory import memory_store
-from trainer.stores.mmap import mmap_store
-from trainer.stores.row_map import RowMap
-from trainer.stores.store import Records, Store, TableLayout
+from trainer.stores.api import Records, RowMap, Store, TableLayout
+from trainer.stores.local import memory_store, mmap_store
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=3)
 

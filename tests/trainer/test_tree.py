@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.tree import Node, Tree, leaves_under
+from trainer.step import Node, Tree, leaves_under
 
 
 def by_hand(values: list[str]) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.chosen import choose
-from schemas.dataset import open_dataset
+from schemas.dataset import choose, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import JOB
 from schemas.manifest import Reference, read_dataset, read_segment, write_manifest
@@ -19,10 +18,10 @@ from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
 from trainer.__main__ import main
-from trainer.checkpoint import dense_of, newest_checkpoint
-from trainer.ledger import verify_run
-from trainer.seen import rows_used
+from trainer.checkpoint.load import dense_of, newest_checkpoint
+from trainer.run import verify_run
 from trainer.train import evaluate_run
+from trainer.warm_start import rows_used
 
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -190,7 +189,7 @@ def test_run_that_was_killed_begins_once(
     job, dataset, folder = small
     run, old = tmp_path / "run", folder / DATES[0]
     with monkeypatch.context() as patched:
-        place = "beginning.start_run" if moment == "before it is a run" else "training.metric_of"
+        place = "setup.start_run" if moment == "before it is a run" else "train.metric_of"
 
         def die(*_: object, **__: object) -> None:
             raise KeyboardInterrupt

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.events import HUNG
+from schemas.run_log import HUNG
 from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import (
@@ -23,8 +23,8 @@ from tests.trainer.processes import (
     with_keys,
 )
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
-from trainer.compare import compare_runs
-from trainer.watchdog import Watchdog, Watched
+from trainer.diff import compare_runs
+from trainer.recovery import Watchdog, Watched
 
 LINE = (
     r"error: phase must end within 6 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
@@ -45,7 +45,7 @@ def assert_named(run: Path, said: str, phases: set[str]) -> int:
     assert stacks.splitlines()[-1] == line
     for text in (stacks, said):
         assert text.count("Thread 0x") + text.count("thread 0x") >= 3
-        assert "training.py" in text
+        assert "trainer/train.py" in text
     return int(found[2])
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.job import load_job
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, run_job
 from tests.trainer.test_own_loops import job_tables
-from trainer.collections import EmbeddingBagCollection
-from trainer.decode import spec_of
-from trainer.leaves import whole
+from trainer.data.decode import spec_of
+from trainer.data.microbatches import whole
+from trainer.embedding.collections import EmbeddingBagCollection
 
 WEIGHTS = ", clicked_weights"
 
@@ -83,7 +83,7 @@ def test_weighted_collection_takes_what_the_reader_found(
     sparse = reader_of(job, dataset).read(0).sparse
     plain = unweighted(sparse)["clicked"]
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.keyed.table_lookup", None)  # must not be called
+        patch.setattr("trainer.data.collate.table_lookup", None)  # must not be called
         found = collection(sparse)["clicked"]
     assert not torch.equal(found, plain)
     sparse.found = None  # type: ignore[attr-defined]

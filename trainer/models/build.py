@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from schemas.job_train import TrainConfig
-from trainer.decode import BatchSpec
-from trainer.kernels.build import interactions_of
+from schemas.config.train import TrainConfig
+from trainer.data.decode import BatchSpec
+from trainer.embedding.kernels.compiled import interactions_of
 from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
-from trainer.models.dedup_dlrm import DedupDlrm
+from trainer.models.dlrm import DedupDlrm
 
 
 def wants_sides(config: TrainConfig) -> bool:

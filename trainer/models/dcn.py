@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.models.dlrm import DLRM_DCN
 
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
+from schemas.config.train import TrainConfig
+from trainer.data.collate import Batch
 from trainer.models.dlrm import dense_of
-from trainer.models.shares import (
+from trainer.models.shared_compute import (
     DENSE,
     Part,
     columns_of,

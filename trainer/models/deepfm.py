@@ -21,10 +21,10 @@ from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.modules.mlp import MLP
 
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
+from schemas.config.train import TrainConfig
+from trainer.data.collate import Batch
 from trainer.models.dlrm import dense_of
-from trainer.models.shares import (
+from trainer.models.shared_compute import (
     DENSE,
     Part,
     columns_of,

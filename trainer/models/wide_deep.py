@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.mlp import MLP
 
-from schemas.job_train import TrainConfig
-from trainer.batch import Batch
-from trainer.models.shares import (
+from schemas.config.train import TrainConfig
+from trainer.data.collate import Batch
+from trainer.models.shared_compute import (
     DENSE,
     Part,
     columns_of,

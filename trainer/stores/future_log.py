@@ -1,14 +1,4 @@
-"""A store for tables larger than memory, ordered by the future: all its I/O is sequential.
-
-The plan knows when a row that leaves the cache is used next. Rows are appended
-to one file per bucket of such steps, and a bucket is read whole when its first
-step comes due; then its space is given back. A row that no file holds for a
-step was never used: its first values are made, not read. Rows that no step
-uses again go to a file that only checkpoints read.
-
-Rows can only be fetched at the step that they were written for. What is here
-is lost with the process, and a run goes on from its checkpoint.
-"""
+"""A store for tables larger than memory, ordered by next use: all its I/O is sequential."""
 
 from __future__ import annotations
 
@@ -22,15 +12,87 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import PlanError
-from schemas.jagged import Array
-from schemas.plan_slots import NEVER_AGAIN
+from schemas.accesses import TableAccesses
+from schemas.arrays import Array
+from schemas.cache_plan import NEVER_AGAIN
+from schemas.dataset import Dataset
+from schemas.errors import PlanError, SchemaError
+from schemas.order import Order
 from trainer.rows import initial_rows
-from trainer.stores.bucket_file import BucketFiles, Entries, Traffic, joined
-from trainer.stores.runs import PIECE_BYTES as RUN_PIECE_BYTES
-from trainer.stores.runs import SortedRuns
-from trainer.stores.step_store import StepStore
-from trainer.stores.store import Records, TableLayout, WriteBack
+from trainer.stores.api import Records, StepStore, TableLayout, WriteBack
+from trainer.stores.bucket_files import SORT_BYTES as RUN_PIECE_BYTES
+from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns, Traffic, joined
+
+
+class NextUse:
+    """Answers for one table after the other, from the access lists of the steps to come."""
+
+    def __init__(
+        self, dataset: Dataset, order: Order, until: int | None = None, *, others: bool = False
+    ) -> None:
+        """Keep the parts; lists are read when a table is asked for.
+
+        Args:
+            dataset: open dataset.
+            order: global order of the run.
+            until: one after the last step that is known; the whole run when None.
+            others: whether rows may come that the dataset never uses, of a run that it began with.
+        """
+        self._dataset = dataset
+        self._order = order
+        self._until = order.num_steps if until is None else until
+        self._others = others
+        self._of = ("", -1)
+        self._rows = np.empty(0, np.int64)
+        self._steps = np.empty(0, np.int64)
+
+    def __call__(self, table: str, first_step: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first step from `first_step` on that uses each row, or `NEVER_AGAIN`.
+
+        Linear in the accesses of these steps, once for a table; up to 40 bytes for each of its rows
+        while they are read, 16 after that.
+
+        Raises:
+            SchemaError: the dataset never uses a row.
+        """
+        if self._of != (table, first_step):
+            self._read(table, first_step)
+        if not len(rows) or not len(self._rows):
+            return self._unknown(rows)
+        at = np.minimum(np.searchsorted(self._rows, rows), len(self._rows) - 1)
+        known = self._rows[at] == rows
+        if not known.all():
+            self._unknown(rows[~known])
+        return np.where(known, self._steps[at], NEVER_AGAIN)
+
+    def _unknown(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return that rows are never used, where such may come."""
+        if len(rows) and not self._others:
+            raise SchemaError(
+                f"rows of the checkpoint must be of the dataset, got others in {self._of[0]!r}; "
+                "resume the run with the dataset that it was trained on"
+            )
+        return np.full(len(rows), NEVER_AGAIN, np.int64)
+
+    def _read(self, table: str, first_step: int) -> None:
+        accesses = TableAccesses(self._dataset, table, self._order)
+        steps = np.full(len(accesses.rows), NEVER_AGAIN, np.int64)
+        for step in range(self._until - 1, first_step - 1, -1):
+            steps[accesses.numbers(step)] = step
+        order = np.argsort(accesses.rows)
+        self._rows, self._steps = accesses.rows[order], steps[order]
+        self._of = (table, first_step)
+
+
+# A store for tables larger than memory, ordered by the future: all its I/O is sequential.
+#
+# The plan knows when a row that leaves the cache is used next. Rows are appended to one file per
+# bucket of such steps, and a bucket is read whole when its first step comes due; then its space
+# is given back. A row that no file holds for a step was never used: its first values are made,
+# not read. Rows that no step uses again go to a file that only checkpoints read.
+#
+# Rows can only be fetched at the step that they were written for. What is here is lost with the
+# process, and a run goes on from its checkpoint.
 
 BUCKET_STEPS = 4
 """Steps of one file: what they fetch is in memory at once."""

@@ -1,4 +1,4 @@
-"""The calls to the API server: Pods as plain objects, and errors as what they mean for us."""
+"""Calls to the Kubernetes API server, and what its errors mean."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from kubernetes.config import load_incluster_config, load_kube_config
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.utils.quantity import parse_quantity
 
-from scheduler.drivers.kubernetes.names import MANAGER
-from scheduler.drivers.kubernetes.settings import ClusterConfig
+from scheduler.drivers.kubernetes.manifest import MANAGER, ClusterConfig
 from schemas.errors import PlanError
 
 APPLY, MERGE = "application/apply-patch+yaml", "application/strategic-merge-patch+json"

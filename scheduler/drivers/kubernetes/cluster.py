@@ -1,34 +1,164 @@
-"""The Pods of one scheduler in one namespace: what is seen of them, and what is asked.
-
-Nothing here raises while jobs run: what the API server does not take now is asked again, and
-so is a delete that it refuses. A Pod that it refuses is how its process ended.
-"""
+"""All Pods of one scheduler in one namespace: a watch, and requests."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
-from scheduler.drivers.instance import instance_of
+from scheduler.drivers.base import Ending, Needs, Reach, instance_of
 from scheduler.drivers.kubernetes.api import (
     CONFLICT,
+    GONE,
     INVALID,
+    Api,
     RefusedError,
     UnreachableError,
     Usage,
     connect,
 )
-from scheduler.drivers.kubernetes.follow import Away, Changed, Follower, Listed, News
-from scheduler.drivers.kubernetes.manifest import Task, pod_of, resize_patch
-from scheduler.drivers.kubernetes.names import INSTANCE, PROCESS, pod_name, secret_name
-from scheduler.drivers.kubernetes.pod import is_over
-from scheduler.drivers.kubernetes.secret import reach_of, secret_of
-from scheduler.drivers.kubernetes.settings import ClusterConfig
-from scheduler.drivers.kubernetes.tracked import STOP_SEC, Tracked
-from scheduler.drivers.processes import Ending, Needs, Reach
+from scheduler.drivers.kubernetes.manifest import (
+    INSTANCE,
+    PROCESS,
+    ClusterConfig,
+    Task,
+    pod_name,
+    pod_of,
+    reach_of,
+    resize_patch,
+    secret_name,
+    secret_of,
+)
+from scheduler.drivers.kubernetes.pod import STOP_SEC, Tracked, is_over
 from schemas.errors import PlanError
+
+FIRST_WAIT_SEC, MAX_WAIT_SEC = 0.5, 10.0
+"""After the first failure it is tried again so much later, and twice as late each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """All Pods that are there.
+
+    Attributes:
+        pods: as they are.
+    """
+
+    pods: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One Pod is new, has changed, or is gone.
+
+    Attributes:
+        pod: as it is, or was last.
+        gone: whether it is no more.
+    """
+
+    pod: dict[str, Any]
+    gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """The API server does not answer, or answers again.
+
+    Attributes:
+        why: in its words; empty when it answers.
+    """
+
+    why: str
+
+
+News = Listed | Changed | Away
+
+
+class Follower:
+    """A list and its watch, continued from version to version."""
+
+    def __init__(self, api: Api, selector: str) -> None:
+        """Remember what to follow.
+
+        Args:
+            api: of its own: it waits there.
+            selector: labels of our Pods.
+        """
+        self._api = api
+        self._selector = selector
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pods", daemon=True)
+        self._version: str | None = None
+        self._wait_sec = 0.0
+
+    def start(self) -> tuple[dict[str, Any], ...]:
+        """List once, and follow from there.
+
+        Raises:
+            RefusedError: we may not.
+            UnreachableError: there is no answer.
+        """
+        pods, self._version = self._api.list(self._selector)
+        self._thread.start()
+        return tuple(pods)
+
+    def stop(self) -> None:
+        """End it; its thread goes with its connection."""
+        self._stopping.set()
+        self._api.interrupt()
+
+    def take(self) -> list[News]:
+        """Return what has happened since the last time."""
+        return [self._news.get() for _ in range(self._news.qsize())]
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._wait_sec):
+            try:
+                self._follow()
+            except UnreachableError as error:
+                self._failed(str(error))
+            except RefusedError as error:
+                if error.status == GONE:  # older than what the server remembers
+                    self._version = None
+                else:
+                    self._failed(error.message)
+            except Exception as error:  # an end of this thread would look like nothing happening
+                self._version = None
+                self._failed(repr(error))
+
+    def _follow(self) -> None:
+        """List where it is not known what there is; then watch until the server ends it."""
+        if self._version is None:
+            pods, self._version = self._api.list(self._selector)
+            self._answered()
+            self._news.put(Listed(tuple(pods)))
+        events = self._api.watch(self._selector, self._version)
+        self._answered()
+        for kind, pod in events:
+            if kind != "BOOKMARK":
+                self._news.put(Changed(pod, gone=kind == "DELETED"))
+            self._version = pod["metadata"]["resourceVersion"]
+
+    def _answered(self) -> None:
+        if self._wait_sec:
+            self._wait_sec = 0.0
+            self._news.put(Away(""))
+
+    def _failed(self, why: str) -> None:
+        if not self._stopping.is_set():
+            self._wait_sec = min(MAX_WAIT_SEC, 2.0 * self._wait_sec or FIRST_WAIT_SEC)
+            self._news.put(Away(why))
+
+
+# The Pods of one scheduler in one namespace: what is seen of them, and what is asked.
+#
+# Nothing here raises while jobs run: what the API server does not take now is asked again, and so
+# is a delete that it refuses. A Pod that it refuses is how its process ended.
 
 AGAIN_SEC = 2.0
 """Time after a call that was not answered, or a delete that was refused, and between two looks at

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.doctor.examine import SOURCES, Place, examine
-from scheduler.doctor.finding import Finding, line_of
-from scheduler.doctor.machine import (
+from scheduler.doctor.checks import (
+    Finding,
     clock_finding,
     compiler_finding,
     disk_finding,
-    port_finding,
-    shared_memory_finding,
-)
-from scheduler.doctor.optional import (
     flink_finding,
     gpu_finding,
     java_finding,
     kubernetes_finding,
+    line_of,
+    port_finding,
+    python_finding,
+    shared_memory_finding,
+    wheels_finding,
 )
-from scheduler.doctor.packages import python_finding, wheels_finding
+from scheduler.doctor.command import SOURCES, Place, examine
 
 NOW = 1_767_225_600.0
 CLUSTER = """\

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.process.busy import BusyCores, cpu_seconds
-from scheduler.drivers.process.children import Children
+from scheduler.drivers.local.children import BusyCores, Children, cpu_seconds
 from tests.scheduler.drivers.test_children import until
 
 SPINS = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass\n"

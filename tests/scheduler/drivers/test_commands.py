@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.commands import build_parser as pipelines_parser
-from scheduler.drivers.process.commands import (
+from pipelines.cli import build_parser as pipelines_parser
+from scheduler.drivers.base import Reach
+from scheduler.drivers.local.commands import (
     generate_command,
     lead_command,
     move_command,
@@ -15,17 +16,16 @@ from scheduler.drivers.process.commands import (
     segment_command,
     store_command,
 )
-from scheduler.drivers.process.stores import (
+from scheduler.drivers.local.job_files import (
+    Workplace,
     address_of,
     discard_stores,
     prepare_stores,
     store_folder,
     token_of,
 )
-from scheduler.drivers.process.workplace import Workplace
-from scheduler.drivers.processes import Reach
+from schemas.config.job import load_job
 from schemas.features import load_features
-from schemas.job import load_job
 from tests.scheduler.made import write_job
 from trainer.__main__ import build_parser as trainer_parser
 

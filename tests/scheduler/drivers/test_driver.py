@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.controller.events import BudgetSet, Event, RunnerSet
+from scheduler.controller.log import LOG, Log, read_log, recover
+from scheduler.controller.state import State
+from scheduler.drivers.beam_runners import Local
 from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.process.machine import ThisMachine
-from scheduler.drivers.process.workplace import Workplace
-from scheduler.drivers.runners.place import Local
-from scheduler.machine.events import BudgetSet, Event, RunnerSet
-from scheduler.machine.log import LOG, Log, read_log, recover
-from scheduler.machine.state import State
-from scheduler.machine_sizes import MachineSizes
+from scheduler.drivers.local.job_files import Workplace
+from scheduler.drivers.platforms import ThisMachine
+from scheduler.planner.machine_sizes import MachineSizes
+from schemas.config.job import parse_job
 from schemas.errors import SchemaError
-from schemas.job import parse_job
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, submitted
 

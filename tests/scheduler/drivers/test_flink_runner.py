@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 
-from scheduler.drivers.runners.flink import READ_SEC, Flink
-from scheduler.drivers.runners.names import Names
-from scheduler.drivers.runners.options import FlinkConfig
-from scheduler.drivers.runners.rest import FlinkRest, SilentError
-from scheduler.machine.events import Event, RunnerSet, SlotsRead, SlotsUnread
-from scheduler.machine.handle import handle
-from scheduler.machine.state import State
+from scheduler.controller.events import Event, RunnerSet, SlotsRead, SlotsUnread
+from scheduler.controller.handle import handle
+from scheduler.controller.state import State
+from scheduler.drivers.beam_runners import (
+    READ_SEC,
+    Flink,
+    FlinkConfig,
+    FlinkRest,
+    Names,
+    SilentError,
+)
 from schemas.errors import SchemaError
 from tests.scheduler.machine.world import BUDGET, submitted
 

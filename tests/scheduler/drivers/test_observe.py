@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.observe import StepTail, ended
-from scheduler.drivers.process.children import Children
-from scheduler.drivers.process.workplace import Workplace
-from scheduler.drivers.processes import Reach
-from scheduler.drivers.teach import teach
-from scheduler.machine.state import JobState, PoolName, Process
-from scheduler.past import PAST_JOBS, read_past
-from schemas.events import METRICS, SUMMARY, StepMetric, to_line
+from scheduler.controller.state import JobState, PoolName, Process
+from scheduler.drivers.base import Reach
+from scheduler.drivers.driver import StepTail, ended, teach
+from scheduler.drivers.local.children import Children
+from scheduler.drivers.local.job_files import Workplace
+from scheduler.model.history import PAST_JOBS, read_past
+from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
 from tests.scheduler.drivers.test_children import until
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, submitted

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.drivers.observe import ended
-from scheduler.drivers.process.children import Children
-from scheduler.drivers.process.oom import CLAIM_SEC, OomKills, own_counter
-from scheduler.drivers.process.workplace import Workplace
+from scheduler.drivers.driver import ended
+from scheduler.drivers.local.children import CLAIM_SEC, Children, OomKills, own_counter
+from scheduler.drivers.local.job_files import Workplace
 from tests.scheduler.drivers.test_children import SLEEP, until
 from tests.scheduler.drivers.test_observe import process
 
@@ -119,8 +118,8 @@ def small_group() -> Iterator[Path]:
 FILLS = """
 import json, os, sys, time
 from pathlib import Path
-from scheduler.drivers.process.children import Children
-from scheduler.drivers.process.machine import ThisMachine
+from scheduler.drivers.local.children import Children
+from scheduler.drivers.platforms import ThisMachine
 group, folder = Path(sys.argv[1]), Path(sys.argv[2])
 (group / "cgroup.procs").write_text(str(os.getpid()))
 machine = ThisMachine()

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.controller.events import BudgetSet
+from scheduler.controller.handle import handle
+from scheduler.controller.log import LOG, Log, decision_of
+from scheduler.controller.state import State
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.process.command import PLATFORM, RunRequest, run_jobs
-from scheduler.drivers.process.submit import submit
-from scheduler.machine.codec import decision_of
-from scheduler.machine.events import BudgetSet
-from scheduler.machine.handle import handle
-from scheduler.machine.log import LOG, Log
-from scheduler.machine.state import State
+from scheduler.drivers.local.submit import submit
+from scheduler.drivers.run import PLATFORM, RunRequest, run_jobs
 from schemas.errors import PlanError
 from tests.scheduler.drivers.test_workplace import write_log
 from tests.scheduler.made import GIB, write_job

@@ -18,18 +18,16 @@ from apache_beam.options.pipeline_options_validator import PipelineOptionsValida
 from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
 
 from pipelines.beam.runner import pipeline_options
-from pipelines.commands import build_parser as pipelines_parser
+from pipelines.cli import build_parser as pipelines_parser
 from scheduler.__main__ import main
-from scheduler.drivers.instance import instance_of
-from scheduler.drivers.process.commands import segment_command
-from scheduler.drivers.process.workplace import Workplace
-from scheduler.drivers.runners.flink import Flink
-from scheduler.drivers.runners.options import RunnerConfig
-from scheduler.drivers.runners.place import Local, Place, place_of
-from scheduler.machine.events import RunnerSet
-from scheduler.machine.handle import handle
-from scheduler.machine.state import State
-from schemas.declare import read_yaml
+from scheduler.controller.events import RunnerSet
+from scheduler.controller.handle import handle
+from scheduler.controller.state import State
+from scheduler.drivers.base import instance_of
+from scheduler.drivers.beam_runners import Flink, Local, Place, RunnerConfig, place_of
+from scheduler.drivers.local.commands import segment_command
+from scheduler.drivers.local.job_files import Workplace
+from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
 from tests.scheduler.made import write_job
 

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scheduler.drivers import run as command
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.process import command
-from scheduler.drivers.process.command import RunRequest, plan_jobs
-from scheduler.drivers.process.submit import submit
+from scheduler.drivers.local.submit import submit
+from scheduler.drivers.run import RunRequest, plan_jobs
+from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
-from schemas.job_schedule import BudgetConfig
 from tests.scheduler.made import write_job
 
 GIB = 1 << 30

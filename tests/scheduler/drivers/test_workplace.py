@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.drivers.process.submit import submit
-from scheduler.drivers.process.workplace import cut_input, segment_folder
+from scheduler.drivers.local.job_files import cut_input, segment_folder
+from scheduler.drivers.local.submit import submit
+from schemas.config.job import load_job
 from schemas.errors import SchemaError
-from schemas.job import load_job
 from tests.scheduler.made import write_job
 
 

@@ -8,9 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from scheduler.drivers.kubernetes.cluster import Cluster
-from scheduler.drivers.kubernetes.platform import Kubernetes
-from scheduler.drivers.kubernetes.pods import Pods
-from scheduler.drivers.kubernetes.settings import ClusterConfig, VolumeConfig
+from scheduler.drivers.kubernetes.manifest import ClusterConfig, VolumeConfig
+from scheduler.drivers.kubernetes.platform import Kubernetes, Pods
 from tests.cluster.servers import Cluster as Servers
 
 PATIENCE_SEC = 90.0

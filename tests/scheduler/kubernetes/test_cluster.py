@@ -10,15 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.drivers.instance import instance_of
+from scheduler.drivers.base import NOTHING, Ending, instance_of
 from scheduler.drivers.kubernetes import cluster as asked
 from scheduler.drivers.kubernetes.api import RefusedError, Usage
 from scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster
-from scheduler.drivers.kubernetes.manifest import Task, pod_of
-from scheduler.drivers.kubernetes.names import pod_name
-from scheduler.drivers.kubernetes.pods import Pods
-from scheduler.drivers.kubernetes.settings import ClusterConfig
-from scheduler.drivers.processes import NOTHING, Ending
+from scheduler.drivers.kubernetes.manifest import ClusterConfig, Task, pod_name, pod_of
+from scheduler.drivers.kubernetes.platform import Pods
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT, Server
 
 CONFIG = ClusterConfig(namespace="here", image="none")

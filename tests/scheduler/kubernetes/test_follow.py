@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.drivers.kubernetes.api import GONE, Api, RefusedError, connect
-from scheduler.drivers.kubernetes.follow import Changed, Follower, Listed, News
+from scheduler.drivers.kubernetes.cluster import Changed, Follower, Listed, News
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import config_of
 

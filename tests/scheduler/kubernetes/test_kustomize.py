@@ -16,7 +16,7 @@ from kubernetes.utils import parse_quantity
 
 from scheduler import __main__ as scheduler
 from scheduler.__main__ import build_parser, main
-from schemas.job_schedule import BudgetConfig
+from schemas.config.schedule import BudgetConfig
 from tests.cluster.kustomize import objects_of
 from tests.cluster.manifests import SMALL
 from tests.cluster.servers import Cluster

@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.drivers.kubernetes.manifest import Task, pod_of
-from scheduler.drivers.kubernetes.names import label_value, pod_name, secret_name
-from scheduler.drivers.kubernetes.secret import reach_of
-from scheduler.drivers.kubernetes.settings import ClusterConfig, VolumeConfig, read_cluster
-from scheduler.drivers.processes import NOTHING, Needs
+from scheduler.drivers.base import NOTHING, Needs
+from scheduler.drivers.kubernetes.manifest import (
+    ClusterConfig,
+    Task,
+    VolumeConfig,
+    label_value,
+    pod_name,
+    pod_of,
+    reach_of,
+    read_cluster,
+    secret_name,
+)
 from schemas.errors import SchemaError
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from scheduler.drivers.base import Ending, Needs
 from scheduler.drivers.kubernetes.api import quantity
 from scheduler.drivers.kubernetes.pod import (
+    Tracked,
     ending_of,
     is_over,
     is_running,
@@ -15,8 +17,6 @@ from scheduler.drivers.kubernetes.pod import (
     resized,
     waiting_of,
 )
-from scheduler.drivers.kubernetes.tracked import Tracked
-from scheduler.drivers.processes import Ending, Needs
 
 
 def pod(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.kubernetes.names import pod_name
-from scheduler.drivers.processes import Ending, Needs
+from scheduler.drivers.base import Ending, Needs
+from scheduler.drivers.kubernetes.manifest import pod_name
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
 

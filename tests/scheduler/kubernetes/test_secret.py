@@ -12,10 +12,16 @@ import yaml
 from cryptography import x509
 from kubernetes import client
 
-from scheduler.drivers.kubernetes.manifest import Task, pod_of
-from scheduler.drivers.kubernetes.names import secret_name
-from scheduler.drivers.kubernetes.secret import LIFE, make_certificate, reach_of, secret_of
-from scheduler.drivers.processes import CHAIN, KEY, TOKEN, Ending
+from scheduler.drivers.base import CHAIN, KEY, TOKEN, Ending
+from scheduler.drivers.kubernetes.manifest import (
+    LIFE,
+    Task,
+    make_certificate,
+    pod_of,
+    reach_of,
+    secret_name,
+    secret_of,
+)
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import bench, config_of
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT

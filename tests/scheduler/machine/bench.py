@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from scheduler.machine.events import BudgetSet, Ended, Event, Read, Started, Stepped, Ticked
-from scheduler.machine.handle import handle
-from scheduler.machine.state import Action, JobState, State
+from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Ticked
+from scheduler.controller.handle import handle
+from scheduler.controller.state import Action, JobState, State
 from tests.scheduler.machine.world import MIB, submitted
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.machine.events import (
+from scheduler.controller.events import (
     RULES,
     Ended,
     Event,
@@ -16,9 +16,9 @@ from scheduler.machine.events import (
     Stepped,
     Ticked,
 )
-from scheduler.machine.handle import handle
-from scheduler.machine.slots import NUM_RANGES, first_slots, slots_of
-from scheduler.machine.state import Action, JobState, State, Status
+from scheduler.controller.handle import handle
+from scheduler.controller.slots import NUM_RANGES, first_slots, slots_of
+from scheduler.controller.state import Action, JobState, State, Status
 from tests.scheduler.machine.world import BATCH, STEPS_PER_SEGMENT, check_laws
 
 NOBODY = -1

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from scheduler.machine.events import FIRST_RULES, BudgetSet
+from scheduler.controller.events import FIRST_RULES, BudgetSet
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import GIB, submitted
 

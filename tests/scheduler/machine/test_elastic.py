@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.machine.allot import plans_of
-from scheduler.machine.elastic import RETRY_SEC
-from scheduler.machine.events import BudgetSet, Ended, LoadKnown, Moved
-from scheduler.machine.handle import handle
-from scheduler.machine.slots import (
+from scheduler.controller.allocation import plans_of
+from scheduler.controller.events import BudgetSet, Ended, LoadKnown, Moved
+from scheduler.controller.handle import handle
+from scheduler.controller.reconcile import RETRY_SEC
+from scheduler.controller.slots import (
     HOT,
     NUM_RANGES,
     emptying,
@@ -18,7 +18,7 @@ from scheduler.machine.slots import (
     loads_of,
     shared_out,
 )
-from scheduler.machine.state import Action, JobState
+from scheduler.controller.state import Action, JobState
 from schemas.errors import PlanError
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.world import BUDGET, check_laws, submitted

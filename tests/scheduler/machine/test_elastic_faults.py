@@ -3,11 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 
-from scheduler.correction import Change, Correction
-from scheduler.machine.elastic import RETRY_SEC, most_ranges
-from scheduler.machine.events import Ended, LoadKnown, Moved
-from scheduler.machine.handle import handle
-from scheduler.machine.slots import first_slots, levelling
+from scheduler.controller.events import Ended, LoadKnown, Moved
+from scheduler.controller.handle import handle
+from scheduler.controller.reconcile import RETRY_SEC, most_ranges
+from scheduler.controller.slots import first_slots, levelling
+from scheduler.planner.correction import Change, Correction
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.test_elastic import (
     AMPLE,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.machine.events import RULES, Drained, LoadKnown, Submitted
-from scheduler.machine.slots import NUM_RANGES
-from scheduler.machine.state import ENDED
+from scheduler.controller.events import RULES, Drained, LoadKnown, Submitted
+from scheduler.controller.slots import NUM_RANGES
+from scheduler.controller.state import ENDED
 from tests.scheduler.machine.elastic_world import ElasticWorld, Kind
 from tests.scheduler.machine.test_elastic import AMPLE, STORES
 from tests.scheduler.machine.world import STEPS_PER_SEGMENT, submitted

@@ -4,15 +4,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.cores import HEADROOM, MORE, SPARE
-from scheduler.machine.booking import REFUSED_SEC
-from scheduler.machine.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
-from scheduler.machine.fitting import CORE_LOOKS, FEWEST, SAME
-from scheduler.machine.left import left_of
-from scheduler.machine.reconcile import is_settled
-from scheduler.machine.state import Action, Seen
-from scheduler.models import training_setting
-from scheduler.pools import Cores
+from scheduler.controller.allocation import REFUSED_SEC
+from scheduler.controller.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
+from scheduler.controller.reconcile import is_settled
+from scheduler.controller.remaining import left_of
+from scheduler.controller.state import Action, Seen
+from scheduler.controller.watch import CORE_LOOKS, FEWEST, SAME
+from scheduler.elasticity import HEADROOM, MORE, SPARE, Cores
+from scheduler.model.predict import training_setting
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, check_laws, submitted
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from scheduler.correction import COOL_DOWN_SEC, NUM_LOOKS
-from scheduler.machine.events import (
+from scheduler.controller.events import (
     BudgetSet,
     Drained,
     Ended,
@@ -13,8 +12,9 @@ from scheduler.machine.events import (
     Read,
     Ticked,
 )
-from scheduler.machine.handle import handle
-from scheduler.machine.state import Action
+from scheduler.controller.handle import handle
+from scheduler.controller.state import Action
+from scheduler.planner.correction import COOL_DOWN_SEC, NUM_LOOKS
 from tests.scheduler.machine.bench import GROWS, Bench, grow_until, said
 from tests.scheduler.machine.world import BUDGET, GIB, submitted
 

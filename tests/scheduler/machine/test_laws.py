@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.machine.events import Drained, Event
-from scheduler.machine.handle import handle
-from scheduler.machine.state import Action, State
+from scheduler.controller.events import Drained, Event
+from scheduler.controller.handle import handle
+from scheduler.controller.state import Action, State
 from tests.scheduler.machine.world import BUDGET, STEPS_PER_SEGMENT, World, run, submitted
 
 JOBS = {

@@ -14,9 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.__main__ import main
-from scheduler.history import BuildRecord, History
-from scheduler.machine.codec import KINDS, body_of, decision_of, event_of
-from scheduler.machine.events import (
+from scheduler.controller.events import (
     Drained,
     Ended,
     Event,
@@ -32,9 +30,20 @@ from scheduler.machine.events import (
     Stepped,
     Ticked,
 )
-from scheduler.machine.handle import handle
-from scheduler.machine.log import LOG, Log, read_log, recover, replay
-from scheduler.machine.state import Action, State
+from scheduler.controller.handle import handle
+from scheduler.controller.log import (
+    KINDS,
+    LOG,
+    Log,
+    body_of,
+    decision_of,
+    event_of,
+    read_log,
+    recover,
+    replay,
+)
+from scheduler.controller.state import Action, State
+from scheduler.model.history import BuildRecord, History
 from schemas.errors import SchemaError
 from tests.scheduler.machine.world import BUDGET, World, run, submitted
 from tests.scheduler.made import make_run

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.machine.events import Ended, Read, Ticked
-from scheduler.machine.state import Action
+from scheduler.controller.events import Ended, Read, Ticked
+from scheduler.controller.state import Action
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.world import BUDGET, MIB, submitted
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.correction import AGAIN, HEADROOM, after_oom
-from scheduler.machine.events import BudgetSet, Ended, Read, Ticked
-from scheduler.machine.state import JobState
-from scheduler.machine.watch import foreseen
+from scheduler.controller.events import BudgetSet, Ended, Read, Ticked
+from scheduler.controller.state import JobState
+from scheduler.controller.watch import foreseen
+from scheduler.planner.correction import AGAIN, HEADROOM, after_oom
 from tests.scheduler.machine.bench import GROWS, Bench, said
 from tests.scheduler.machine.world import BUDGET, GIB, MIB, check_laws, submitted
 

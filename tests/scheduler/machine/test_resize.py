@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from scheduler.machine.events import Ended, Resized, Started
-from scheduler.machine.handle import handle
-from scheduler.machine.reconcile import is_settled, reconcile
-from scheduler.machine.state import State
+from scheduler.controller.events import Ended, Resized, Started
+from scheduler.controller.handle import handle
+from scheduler.controller.reconcile import is_settled, reconcile
+from scheduler.controller.state import State
 from tests.scheduler.machine.bench import GROWS, Bench, grow_until, said
 from tests.scheduler.machine.world import BUDGET, submitted
 

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.machine.codec import body_of, decision_of, event_of
-from scheduler.machine.events import FIRST_RULES, RULES, BudgetSet, Event
-from scheduler.machine.handle import handle
-from scheduler.machine.log import Log, read_log, recover, replay
-from scheduler.machine.state import Action, State
+from scheduler.controller.events import FIRST_RULES, RULES, BudgetSet, Event
+from scheduler.controller.handle import handle
+from scheduler.controller.log import Log, body_of, decision_of, event_of, read_log, recover, replay
+from scheduler.controller.state import Action, State
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, World, run, submitted
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.machine.events import Ended, Event, RunnerSet, SlotsRead, SlotsUnread, Ticked
-from scheduler.machine.handle import handle
-from scheduler.machine.reconcile import is_settled
-from scheduler.machine.runner import BELIEVED_SEC, Runner, bound, on_runner
-from scheduler.machine.state import Action, State
+from scheduler.controller.events import Ended, Event, RunnerSet, SlotsRead, SlotsUnread, Ticked
+from scheduler.controller.handle import handle
+from scheduler.controller.reconcile import is_settled
+from scheduler.controller.state import BELIEVED_SEC, Action, Runner, State, bound, on_runner
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.world import BUDGET, World, run, submitted
 

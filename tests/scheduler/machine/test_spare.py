@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.correction import ENOUGH
-from scheduler.machine.booking import REFUSED_SEC
-from scheduler.machine.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
-from scheduler.machine.spare import SPARE_LOOKS
-from scheduler.machine.state import Action
+from scheduler.controller.allocation import REFUSED_SEC
+from scheduler.controller.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
+from scheduler.controller.state import Action
+from scheduler.controller.watch import SPARE_LOOKS
+from scheduler.planner.correction import ENOUGH
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, MIB, check_laws, submitted
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.history import History
-from scheduler.machine.events import (
+from scheduler.controller.events import (
     BudgetSet,
     Ended,
     Event,
@@ -18,7 +17,8 @@ from scheduler.machine.events import (
     Submitted,
     Ticked,
 )
-from scheduler.machine.state import CARRIED_OUT, ENDED, Action, State
+from scheduler.controller.state import CARRIED_OUT, ENDED, Action, State
+from scheduler.model.history import History
 from tests.scheduler.made import FACTS, JOB
 
 GIB = 1 << 30

@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.machine_sizes import machine_budget
-from scheduler.retrain.commands import Flags, command_of
-from scheduler.retrain.log import STATE, Log
-from scheduler.retrain.records import Started
+from scheduler.planner.machine_sizes import machine_budget
+from scheduler.retrain.command import rows_of
+from scheduler.retrain.drive import Flags, command_of, sizes_of
+from scheduler.retrain.records import STATE, Attempt, Log, Started
 from scheduler.retrain.root import Root
-from scheduler.retrain.sizes import sizes_of
-from scheduler.retrain.state import Attempt
-from scheduler.retrain.table import rows_of
-from schemas.events import IDENTITY
-from schemas.job_retrain import RetrainConfig
+from schemas.config.schedule import RetrainConfig
+from schemas.run_log import IDENTITY
 from tests.scheduler.made import write_job
 from tests.scheduler.retrain.world import World, good_but_for
 

@@ -5,7 +5,7 @@ from datetime import date
 
 import pytest
 
-from scheduler.retrain.days import check_folder, days_between, days_of, folder_of_day
+from scheduler.retrain.records import check_folder, days_between, days_of, folder_of_day
 from schemas.errors import PlanError
 
 TODAY = date(2026, 3, 2)

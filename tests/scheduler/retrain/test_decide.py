@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.lineage import newest_day, trained_by
-from schemas.job_retrain import RetrainConfig
+from scheduler.retrain.root import newest_day, trained_by
+from schemas.config.schedule import RetrainConfig
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
 ONE, TWO, THREE, FOUR = (f"2026-01-0{i}" for i in range(1, 5))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.gate import judge
+from scheduler.retrain.decide import judge
 from scheduler.retrain.records import Metrics
-from schemas.job_retrain import ModelGateConfig
+from schemas.config.schedule import ModelGateConfig
 
 OLD = Metrics(num_samples=500, ne=0.8, auc=0.75, calibration=1.02)
 LIMITS = ModelGateConfig()

@@ -9,13 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.alone import LOCK, alone
-from scheduler.retrain.log import STATE, Log, read_state
-from scheduler.retrain.records import KINDS, Begun, body_of, record_of
+from scheduler.files import LOCK, alone
+from scheduler.retrain.records import (
+    KINDS,
+    STATE,
+    Begun,
+    Log,
+    body_of,
+    read_state,
+    record_of,
+    state_of,
+)
 from scheduler.retrain.root import Root, checkpoint_of, read_pointer, write_pointer
-from scheduler.retrain.state import state_of
+from schemas.config.schedule import RetrainConfig
 from schemas.errors import SchemaError
-from schemas.job_retrain import RetrainConfig
 from schemas.layout import MANIFEST
 from tests.scheduler.retrain.world import World, good_but_for
 
@@ -93,7 +100,7 @@ def test_log_of_a_run_that_was_never_begun_is_refused(world: World, tmp_path: Pa
 
 
 MUST, WAY_OUT = "root must have one retraining at a time", "wait for it, or end it"
-HOLD = "import sys, time; from scheduler.alone import alone; from pathlib import Path\n"
+HOLD = "import sys, time; from scheduler.files import alone; from pathlib import Path\n"
 HOLD += "with alone(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(600)"
 
 

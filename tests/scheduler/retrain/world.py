@@ -17,7 +17,6 @@ from scheduler.retrain.decide import (
     Run,
     next_step,
 )
-from scheduler.retrain.lineage import SegmentFact, trained_by
 from scheduler.retrain.records import (
     Begun,
     Closed,
@@ -29,9 +28,11 @@ from scheduler.retrain.records import (
     Record,
     Removed,
     Started,
+    State,
+    after,
 )
-from scheduler.retrain.state import State, after
-from schemas.job_retrain import RetrainConfig
+from scheduler.retrain.root import SegmentFact, trained_by
+from schemas.config.schedule import RetrainConfig
 
 GOOD = Metrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
 BAD = Metrics(num_samples=1000, ne=1.5, auc=0.4, calibration=3.0)

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from scheduler.simulator.cluster import Cluster, Result
-from scheduler.simulator.compare import POLICIES
-from scheduler.simulator.draw import ACCIDENTS, GIB, PEAK, JobSpec
-from scheduler.simulator.tables import Table
+from scheduler.simulator.command import POLICIES
+from scheduler.simulator.jobs import ACCIDENTS, GIB, PEAK, JobSpec, Table
 from scheduler.simulator.views import Capacity, Sizes
 
 NEVER = 1e15

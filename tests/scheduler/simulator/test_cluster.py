@@ -5,24 +5,27 @@ import re
 import numpy as np
 import pytest
 
-from scheduler.simulator.cluster import ROUND_SEC, Cluster
-from scheduler.simulator.compare import POLICIES, capacity_of, simulate
-from scheduler.simulator.draw import ACCIDENTS, GIB, PEAK, Knobs, draw_jobs
-from scheduler.simulator.outcome import outcome_of
-from scheduler.simulator.run import (
+from scheduler.simulator.baselines import (
+    RESTART_SEC,
+    THRESHOLD_CHANGE_SEC,
+    StaticPolicy,
+    ThresholdPolicy,
+)
+from scheduler.simulator.cluster import (
     ALONE_SEC,
     CHECKPOINT_SEC,
     FOUND_SEC,
     MAX_OOM,
+    ROUND_SEC,
     START_SEC,
+    Cluster,
     Run,
     Used,
+    outcome_of,
     progress_of,
 )
-from scheduler.simulator.static import RESTART_SEC, StaticPolicy
-from scheduler.simulator.tables import made_tables
-from scheduler.simulator.threshold import CHANGE_SEC, ThresholdPolicy
-from scheduler.simulator.trace import TraceJob
+from scheduler.simulator.command import POLICIES, capacity_of, simulate
+from scheduler.simulator.jobs import ACCIDENTS, GIB, PEAK, Knobs, TraceJob, draw_jobs, made_tables
 from scheduler.simulator.views import Capacity, Sizes, Snapshot
 from tests.scheduler.simulator.made import NEVER, run, spec, times
 
@@ -73,7 +76,7 @@ def test_lost_process_of_two_replicas_costs_a_pause_where_steps_are_kept() -> No
     request = Sizes(2, 1, PEAK, PEAK, GIB, GIB)
     kept = run("threshold", [spec(0, 0.0, 10_000.0, request=request, failures=failures)])
     without = run("threshold", [spec(0, 0.0, 10_000.0, request=request)])
-    assert times(kept)[0] == pytest.approx(times(without)[0] + CHANGE_SEC)
+    assert times(kept)[0] == pytest.approx(times(without)[0] + THRESHOLD_CHANGE_SEC)
 
 
 def test_accident_never_ends_a_pause_sooner() -> None:
@@ -95,7 +98,9 @@ def test_straggler_slows_a_job_until_it_is_replaced() -> None:
     assert times(slow)[0] == pytest.approx(ROUND_SEC + START_SEC + 5000.0 + 300.0)
     job = [spec(0, 0.0, 5000.0, stragglers=stragglers)]
     without = times(run("threshold", [spec(0, 0.0, 5000.0)]))[0]
-    assert times(run("threshold", job))[0] == pytest.approx(without + FOUND_SEC / 2 + CHANGE_SEC)
+    assert times(run("threshold", job))[0] == pytest.approx(
+        without + FOUND_SEC / 2 + THRESHOLD_CHANGE_SEC
+    )
 
 
 def test_job_without_the_memory_fails_under_a_policy_that_gives_no_more() -> None:

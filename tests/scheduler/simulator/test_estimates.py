@@ -5,16 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.cells import LATEST, Window, observe
-from scheduler.cores import APART, HEADROOM, MORE, Headroom, Reading
-from scheduler.pools import Cores, bursts, fitted
-from scheduler.pools import heard as heard_at
-from scheduler.simulator.draw import GIB, PEAK
-from scheduler.simulator.estimates import Estimates, Needs, readings_of
-from scheduler.simulator.kinds import fit_ours
-from scheduler.simulator.knowledge import MIN_CELLS, SAMPLED, Knowledge, setting_of, sizes_of
-from scheduler.simulator.parts import ALL, LIVE, OFF
-from scheduler.simulator.tables import Table
+from scheduler.elasticity import APART, HEADROOM, MORE, Cores, Headroom, Reading, bursts, fitted
+from scheduler.elasticity import heard as heard_at
+from scheduler.model.fit import LATEST, Window, observe
+from scheduler.simulator.jobs import GIB, PEAK, Table
+from scheduler.simulator.knowledge import (
+    MIN_CELLS,
+    SAMPLED,
+    Knowledge,
+    fit_ours,
+    setting_of,
+    sizes_of,
+)
+from scheduler.simulator.presage import ALL, LIVE, OFF, Estimates, Needs, readings_of
 from scheduler.simulator.views import Capacity, JobView, Measured, Readings, Sizes, Snapshot
 from tests.scheduler.simulator.made import table
 

@@ -5,17 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.cells import Window, observe
-from scheduler.simulator.bound import fastest_sec, lower_bound_sec, together_sec
-from scheduler.simulator.compare import POLICIES, capacity_of
-from scheduler.simulator.draw import GIB, Knobs, draw_jobs
-from scheduler.simulator.goodput import GoodputPolicy, fit_pollux
-from scheduler.simulator.kinds import fit_ours
-from scheduler.simulator.knowledge import setting_of, sizes_of
-from scheduler.simulator.marginal import fit_optimus
-from scheduler.simulator.parts import LIVE
-from scheduler.simulator.presage import PresagePolicy
-from scheduler.simulator.tables import made_tables
+from scheduler.model.fit import Window, observe
+from scheduler.simulator.baselines import GoodputPolicy, fit_optimus, fit_pollux
+from scheduler.simulator.command import (
+    POLICIES,
+    capacity_of,
+    fastest_sec,
+    lower_bound_sec,
+    together_sec,
+)
+from scheduler.simulator.jobs import GIB, Knobs, draw_jobs, made_tables
+from scheduler.simulator.knowledge import fit_ours, setting_of, sizes_of
+from scheduler.simulator.presage import LIVE, PresagePolicy
 from scheduler.simulator.views import Capacity, JobView, Measured, Sizes, Snapshot
 from tests.scheduler.simulator.made import run, spec, table, times
 from tests.scheduler.simulator.test_cluster import trace

@@ -10,10 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.simulator.compare import POLICIES
-from scheduler.simulator.draw import Knobs
-from scheduler.simulator.tables import made_tables, read_tables
-from scheduler.simulator.trace import read_trace
+from scheduler.simulator.command import POLICIES
+from scheduler.simulator.jobs import Knobs, made_tables, read_tables, read_trace
 from schemas.errors import SchemaError
 
 HEAD = "job,submit_sec,duration_sec,num_replicas"

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.machine.codec import decision_of
-from scheduler.machine.events import Event, Submitted
-from scheduler.machine.handle import handle
-from scheduler.machine.log import Log
-from scheduler.machine.state import Action, State
+from scheduler.controller.events import Event, Submitted
+from scheduler.controller.handle import handle
+from scheduler.controller.log import Log, decision_of
+from scheduler.controller.state import Action, State
 from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of
 from tests.scheduler.machine.world import BUDGET, World, run, submitted

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.machine.codec import decision_of
-from scheduler.machine.events import Event, LoadKnown, Moved, Read
-from scheduler.machine.handle import handle
-from scheduler.machine.log import Log
-from scheduler.machine.slots import NUM_RANGES
-from scheduler.machine.state import Action, JobState, State
+from scheduler.controller.events import Event, LoadKnown, Moved, Read
+from scheduler.controller.handle import handle
+from scheduler.controller.log import Log, decision_of
+from scheduler.controller.slots import NUM_RANGES
+from scheduler.controller.state import Action, JobState, State
 from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of
-from schemas.events import Decision
+from schemas.run_log import Decision
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, MIB, submitted
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.machine.codec import decision_of
-from scheduler.machine.handle import handle
-from scheduler.machine.log import LOG, read_log
-from scheduler.machine.state import State
+from scheduler.controller.handle import handle
+from scheduler.controller.log import LOG, decision_of, read_log
+from scheduler.controller.state import State
 from scheduler.status.board import Board
 from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.machine.log import LOG
-from scheduler.status.board import Board
-from scheduler.status.server import answer, serving
+from scheduler.controller.log import LOG
+from scheduler.status.board import Board, answer, serving
 from tests.scheduler.status.made import lived
 from tests.scheduler.status.stored import Stored
 

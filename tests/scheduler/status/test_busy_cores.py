@@ -1,7 +1,7 @@
 """Busy cores are shown beside booked ones from when they were read, and old logs have none."""
 
-from scheduler.machine.codec import body_of, event_of
-from scheduler.machine.events import Read
+from scheduler.controller.events import Read
+from scheduler.controller.log import body_of, event_of
 from scheduler.status.journal import Journal
 from scheduler.status.metrics import metrics_text
 from scheduler.status.page import page

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import pytest
 
-from scheduler.grid import GIB
-from scheduler.machine.events import Ended, Started, Stepped
-from scheduler.machine.state import State
+from scheduler.controller.events import Ended, Started, Stepped
+from scheduler.controller.state import State
+from scheduler.model.grid import GIB
 from scheduler.status.journal import KEPT, POINTS, Journal
 from scheduler.status.view import View, view_of
 from tests.scheduler.machine.world import BATCH

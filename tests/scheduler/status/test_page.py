@@ -5,11 +5,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from scheduler.machine.codec import decision_of
-from scheduler.machine.events import Ended
-from scheduler.machine.handle import handle
-from scheduler.machine.state import State
-from scheduler.status.charts import KIND_WORDS, MARKS
+from scheduler.controller.events import Ended
+from scheduler.controller.handle import handle
+from scheduler.controller.log import decision_of
+from scheduler.controller.state import State
+from scheduler.status.html import KIND_WORDS, MARKS
 from scheduler.status.journal import Incident, Journal, record
 from scheduler.status.page import page
 from scheduler.status.terminal import render

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.machine.log import LOG
-from scheduler.status.board import Board
-from scheduler.status.server import MAX_AT_ONCE, SILENT_SEC, serving
+from scheduler.controller.log import LOG
+from scheduler.status.board import MAX_AT_ONCE, SILENT_SEC, Board, serving
 from schemas.errors import PlanError
 from tests.scheduler.status.made import lived
 

@@ -11,12 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from scheduler.machine.events import LoadKnown
-from scheduler.machine.slots import NUM_RANGES, spans
+from scheduler.controller.events import LoadKnown
+from scheduler.controller.slots import NUM_RANGES, spans
 from scheduler.status.metrics import metrics_text
-from scheduler.status.stores import Stores
 from scheduler.status.terminal import render
-from scheduler.status.view import View
+from scheduler.status.view import Stores, View
 from tests.scheduler.status.document import check_usable, parsed
 from tests.scheduler.status.made import lived
 from tests.scheduler.status.stored import NUM_STEPS, PERIODS, Stored

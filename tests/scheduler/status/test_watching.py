@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from scheduler.__main__ import main
-from scheduler.machine.log import LOG
+from scheduler.controller.log import LOG
 from scheduler.status import terminal
-from scheduler.status.watching import ADDRESS, OFF, port_of, watching
+from scheduler.status.terminal import ADDRESS, OFF, port_of, watching
 from tests.scheduler.status.made import lived
 
 

@@ -1,0 +1,266 @@
+"""`groups: auto`: which features change together, and which groups save the most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.autogroup.costs import Costs
+from schemas.config.job import MAX_GROUPS, SAMPLES
+from schemas.layout import inverse_column
+
+# `groups: auto`: which features change together, and which groups save the most.
+#
+# Features that change together share one tuple: one inverse column, one file, one look-up of all
+# of them per distinct tuple. Starting from every feature alone, the pair that saves most is
+# merged until none saves any more; then features are moved one by one while that helps. A feature
+# that hardly repeats costs more in a group than out of it, so it stays in the samples.
+
+Set = frozenset[int]
+LEAST_SAVED = 0.002
+"""What a group must save, as a share of the cost of all features per sample: estimates are no more
+exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """How often a feature, or the tuple of a group, repeats.
+
+    Attributes:
+        change_rate: share of samples with another value than the sample before in the session.
+        expected_factor: samples per stored value that RecD expects of that rate.
+        dedup_factor: samples per value stored, when each block stores a value once.
+    """
+
+    change_rate: float
+    expected_factor: float
+    dedup_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenGroup:
+    """One group and why it is one.
+
+    Attributes:
+        name: of the group.
+        features: its columns, in the samples' order.
+        repetition: of its tuple.
+        saved: cost of its features kept per sample, less their cost as this group, per sample.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    repetition: Repetition
+    saved: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """What `groups: auto` came to.
+
+    Attributes:
+        groups: the chosen ones, in the order of their first feature.
+        features: every feature that was looked at.
+        num_samples: samples that were looked at.
+        num_sessions: their sessions.
+    """
+
+    groups: tuple[ChosenGroup, ...]
+    features: Mapping[str, Repetition]
+    num_samples: int
+    num_sessions: int
+
+    def mapping(self) -> dict[str, tuple[str, ...]]:
+        """Return the groups as the job file has them."""
+        return {g.name: g.features for g in self.groups}
+
+
+def expected_factor(change_rate: float, samples_per_session: float) -> float:
+    """Return the samples per stored value that RecD expects.
+
+    With S samples a session, of which each after the first changes the value with probability
+    1 - d, a batch of B samples stores B / S * (1 + (S - 1) * (1 - d)) values.
+
+    Args:
+        change_rate: 1 - d.
+        samples_per_session: S, at least 1.
+
+    Source: RecD (MLSys 2023), DedupeLen and DedupeFactor.
+
+    Example:
+        >>> expected_factor(0.0, 20.0), expected_factor(1.0, 20.0)
+        (20.0, 1.0)
+    """
+    return samples_per_session / (1 + (samples_per_session - 1) * change_rate)
+
+
+def repetition_of(costs: Costs, members: Set, starts_session: NDArray[np.bool_]) -> Repetition:
+    """Return how often the tuple of some features repeats.
+
+    Args:
+        costs: of at least one sample.
+        members: the features.
+        starts_session: (num_samples,) bool, first sample of a session.
+    """
+    follows = ~starts_session
+    follows[0] = False
+    changed = np.zeros(costs.num_samples, bool)
+    for member in members:
+        changed |= np.diff(costs.features[member].codes, prepend=-1) != 0
+    rate = float(changed[follows].mean()) if follows.any() else 1.0
+    per_session = costs.num_samples / int((~follows).sum())
+    factor = costs.num_samples / costs.num_unique(members)
+    return Repetition(rate, expected_factor(rate, per_session), factor)
+
+
+def choose_groups(
+    costs: Costs,
+    starts_session: NDArray[np.bool_],
+    together: Iterable[frozenset[str]] = (),
+) -> GroupChoice:
+    """Choose at most 8 groups.
+
+    Args:
+        costs: of the features of clustered samples of whole sessions, at least one sample.
+        starts_session: (num_samples,) bool, first sample of a session.
+        together: columns that one transform reads, so that must lie in one place; no column is in
+            two of them.
+    """
+    sets = search(costs)
+    for columns in together:
+        sets = _in_one_place(costs, sets, columns)
+    names: list[str] = []
+    groups: list[ChosenGroup] = []
+    for members in sorted(sets, key=min):
+        features = tuple(costs.features[m].name for m in sorted(members))
+        names.append(group_name(features[0], names, [f.name for f in costs.features]))
+        groups.append(
+            ChosenGroup(
+                names[-1],
+                features,
+                repetition_of(costs, members, starts_session),
+                _saved(costs, members) / costs.num_samples,
+            )
+        )
+    features = {
+        f.name: repetition_of(costs, frozenset([i]), starts_session)
+        for i, f in enumerate(costs.features)
+    }
+    return GroupChoice(tuple(groups), features, costs.num_samples, int(starts_session.sum()))
+
+
+def group_name(feature: str, taken: Sequence[str], columns: Sequence[str]) -> str:
+    """Return a name for a group after its first feature, free and fit for a directory.
+
+    Example:
+        >>> group_name("user id", [], []), group_name("a", ["a"], []), group_name("samples", [], [])
+        ('user_id', 'a_2', 'samples_2')
+    """
+    base = re.sub(r"[^A-Za-z0-9_-]", "_", feature).lstrip("-") or "group"
+    number, name = 1, base
+    while name in (SAMPLES, *taken) or inverse_column(name) in columns:
+        number += 1
+        name = f"{base}_{number}"
+    return name
+
+
+def search(costs: Costs) -> list[Set]:
+    """Return the groups of least cost that greedy merges and single moves find."""
+    useful = [i for i in range(len(costs.features)) if _may_save(costs, i)]
+    sets = _merged(costs, [frozenset([i]) for i in useful], 0.0)
+    chosen = [s for s in sets if costs.as_group(s) < sum(costs.in_samples(m) for m in s)]
+    while len(chosen) > MAX_GROUPS:
+        chosen = _fewer(costs, chosen)
+    least = LEAST_SAVED * sum(costs.in_samples(m) for m in range(len(costs.features)))
+    return [s for s in _moved(costs, chosen, useful) if _saved(costs, s) > least]
+
+
+def _saved(costs: Costs, members: Set) -> float:
+    return sum(costs.in_samples(m) for m in members) - costs.as_group(members)
+
+
+def _may_save(costs: Costs, member: int) -> bool:
+    """Tell whether a feature repeats or shifts; a group has at least as many tuples as each."""
+    alone = frozenset([member])
+    return costs.num_unique(alone) < costs.num_samples or costs.as_group(alone) < inf
+
+
+def _merged(costs: Costs, sets: list[Set], least: float) -> list[Set]:
+    """Merge the pair that saves most, as long as one saves more than `least`."""
+    gains = {frozenset(pair): _gain(costs, *pair) for pair in combinations(sets, 2)}
+    while gains:
+        pair = max(gains, key=lambda p: (gains[p], sorted(map(sorted, p))))
+        if gains[pair] <= least:
+            break
+        left, right = sorted(pair, key=sorted)
+        merged = left | right
+        sets = [s for s in sets if s not in pair]
+        gains = {p: g for p, g in gains.items() if not p & pair}
+        gains |= {frozenset([merged, s]): _gain(costs, merged, s) for s in sets}
+        sets.append(merged)
+    return sets
+
+
+def _gain(costs: Costs, left: Set, right: Set) -> float:
+    return costs.best(left) + costs.best(right) - costs.best(left | right)
+
+
+def _moved(costs: Costs, sets: list[Set], useful: Sequence[int]) -> list[Set]:
+    """Move single features between groups and samples, or merge two groups, while that saves."""
+    improved = True
+    while improved:
+        improved = False
+        for member in useful:
+            options = [sets, *(p for p in _placements(sets, member) if len(p) <= MAX_GROUPS)]
+            best = min(options, key=lambda o: _total(costs, o, useful))
+            if _total(costs, best, useful) < _total(costs, sets, useful):
+                sets, improved = best, True
+        for left, right in combinations(sets, 2):
+            if costs.as_group(left | right) < costs.as_group(left) + costs.as_group(right):
+                sets = [*(s for s in sets if s not in (left, right)), left | right]
+                improved = True
+                break
+    return sets
+
+
+def _placements(sets: list[Set], member: int) -> list[list[Set]]:
+    """Return the groups with one feature elsewhere: in samples, alone, and in each other group."""
+    without = [s - {member} for s in sets]
+    rest = [s for s in without if s]
+    places = [rest, [*rest, frozenset([member])]]
+    places += [[s | {member} if s == target else s for s in rest] for target in rest]
+    return places
+
+
+def _total(costs: Costs, sets: Sequence[Set], useful: Sequence[int]) -> float:
+    grouped = frozenset[int]().union(*sets)
+    alone = sum(costs.in_samples(m) for m in useful if m not in grouped)
+    return alone + sum(costs.as_group(s) for s in sets)
+
+
+def _in_one_place(costs: Costs, sets: list[Set], names: frozenset[str]) -> list[Set]:
+    """Return the groups with some columns in one of them or all in samples, as costs least."""
+    members = frozenset(i for i, f in enumerate(costs.features) if f.name in names)
+    rest = [s - members for s in sets if s - members]
+    options = [rest]
+    if len(members) == len(names):  # else one of them can only be in samples
+        options += [[s | members if s == target else s for s in rest] for target in rest]
+        options += [[*rest, members]] if len(rest) < MAX_GROUPS else []
+        options += [sets] if any(members <= s for s in sets) else []
+    return min(options, key=lambda o: _total(costs, o, range(len(costs.features))))
+
+
+def _fewer(costs: Costs, sets: list[Set]) -> list[Set]:
+    """Return one group less: the two merged that lose least, or one given back to the samples."""
+    useful = sorted(frozenset[int]().union(*sets))
+    options = [[s for s in sets if s != dropped] for dropped in sets]
+    for left, right in combinations(sets, 2):
+        rest = [s for s in sets if s not in (left, right)]
+        options.append([*rest, left | right])
+    return min(options, key=lambda o: _total(costs, o, useful))

@@ -1,0 +1,59 @@
+"""Rewrite the parts of a segment on Beam, without deleted samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+
+from pipelines.beam.runner import run_pipeline
+from pipelines.beam.tables import NumberAccesses
+from pipelines.clustering.part import build_part, packed
+from pipelines.clustering.writer import Pins
+from pipelines.shuffle import to_bytes
+from pipelines.table.compact import StoredPart
+from schemas.config.job import TableConfig
+from schemas.features import FeatureSet
+
+
+class _WritePart(beam.DoFn):
+    """Writes one part; yields its totals, and its look-ups under the tag `blocks`."""
+
+    def __init__(self, root: Path, pins: Pins, features: FeatureSet) -> None:
+        self.root, self.pins, self.features = root, pins, features
+
+    def process(self, part: StoredPart) -> Iterator[Any]:
+        number, data = part.file_index, part.data
+        result = build_part(self.root, number, part, data, self.pins, self.features)
+        yield packed(result)
+        yield beam.pvalue.TaggedOutput("blocks", to_bytes(result.blocks))
+
+
+def rewrite_parts(
+    building: Path,
+    parts: Sequence[StoredPart],
+    pins: Pins,
+    features: FeatureSet,
+    tables: Mapping[str, TableConfig],
+    beam_args: list[str],
+) -> Mapping[str, Any]:
+    """Write the parts of a segment to `building` and number the accesses of its tables.
+
+    Returns:
+        `parts`: the totals of each part; `tables`: the counts of each table.
+    """
+    stage = _WritePart(building, pins, features)
+
+    def make(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        made = (
+            pipeline
+            | "list parts" >> beam.Create(parts)
+            | "spread parts" >> beam.Reshuffle()
+            | "write part" >> beam.ParDo(stage).with_outputs("blocks", main="parts")
+        )
+        number = NumberAccesses(building, tables, len(parts))
+        return {"parts": made["parts"], "tables": made["blocks"] | "NumberAccesses" >> number}
+
+    return run_pipeline(make, beam_args, building, len(parts)).values

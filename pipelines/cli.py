@@ -1,0 +1,484 @@
+"""Command line of the data pipelines."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipelines.build import build, keep_measurement
+from pipelines.clustering.reader import expand
+from pipelines.context import BuildRequest
+from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.init.init import InitRequest, init
+from pipelines.preview.preview import WIDTH, PreviewRequest, preview, show
+from pipelines.quality.gate import GateError
+from pipelines.table.days import finish
+from pipelines.table.delete import ForgetRequest, forget
+from pipelines.table.indexes import oracle
+from pipelines.table.vacuum import prune
+from pipelines.table.verify import verify
+from schemas.config.job import load_job
+from schemas.config.parse import parse_duration
+from schemas.errors import PlanError, SchemaError, counted
+from schemas.paths import (
+    ALLOW_OUTSIDE,
+    ALLOW_OUTSIDE_HELP,
+    SINGLE_WRITER,
+    SINGLE_WRITER_HELP,
+    ArgumentParser,
+    check_writable,
+)
+
+DESCRIPTION = "Build, check and rewrite datasets."
+WRITTEN = {
+    "build": "output",
+    "append": "dataset",
+    "finish": "dataset",
+    "prune": "dataset",
+    "rewrite": "output",
+    "forget": "dataset",
+    "score": "output",
+    "oracle": "dataset",
+}
+"""Commands to the argument with the folder that they write to, where others may write, too."""
+_WITHOUT_JSON = ("generate", "expand", "report")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; what those of `_WITH_BEAM` do not know goes there."""
+    parser = ArgumentParser(prog="python -m pipelines", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("generate", help="write the synthetic log of a job")
+    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR")
+    command.add_argument("--num-samples", type=int, metavar="N")
+
+    command = commands.add_parser("init", help="write a first job for the files of a folder")
+    command.add_argument("folder", metavar="DIR", help="a directory or a URL")
+    command.add_argument("--output", type=Path, required=True, metavar="JOBDIR")
+
+    command = commands.add_parser("preview", help="what a build would see, in seconds")
+    _add_log_options(command)
+    command.add_argument("--rows", type=int, default=1000, metavar="N", help="rows to read")
+
+    command = commands.add_parser("build", help="build a dataset from raw files")
+    _add_segment_options(command)
+    command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+
+    command = commands.add_parser("append", help="add one more segment to a dataset")
+    _add_segment_options(command)
+    command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
+    command.add_argument(
+        "--replace", action="store_true", help="put a new version of the day in the place of it"
+    )
+    command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
+    command.add_argument(
+        "--in-order",
+        action="store_true",
+        help="build at once, enter the dataset when all segments before --position are there",
+    )
+
+    command = commands.add_parser("finish", help="say that no segment follows")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--reopen", action="store_true", help="take it back: segments may follow")
+
+    command = commands.add_parser("prune", help="remove segments and indexes that were replaced")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+
+    command = commands.add_parser("rewrite", help="make a Parquet dataset smaller, every row kept")
+    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("--output", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--layout", choices=("star", "flat"), default="star")
+    command.add_argument("--session", metavar="COLUMN", help="session key; guessed by its name")
+    command.add_argument("--time", metavar="COLUMN", help="order in a session; guessed by its name")
+    command.add_argument("--label", metavar="COLUMN", help="make a star schema to train on")
+
+    command = commands.add_parser("forget", help="give samples weight 0, or write them out")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--ids", type=Path, metavar="FILE", help="text or Parquet file of ids")
+    command.add_argument("--column", metavar="NAME", help="of the ids; the session key by default")
+    command.add_argument("--rewrite", action="store_true", help="remove them from all files")
+    command.add_argument(
+        "--older-than",
+        type=parse_duration,
+        default=timedelta(),
+        metavar="TIME",
+        help="rewrite what was forgotten so long ago",
+    )
+    command.add_argument(
+        "--rejects-older-than",
+        type=parse_duration,
+        metavar="TIME",
+        help="remove rejects and late events that were written so long ago",
+    )
+
+    command = commands.add_parser("verify", help="recompute counts and checksums")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+
+    command = commands.add_parser("expand", help="write the samples back, one row each")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--output", type=Path, required=True, metavar="FILE.parquet")
+    command.add_argument("--model-inputs", action="store_true", help="with transformed columns")
+
+    command = commands.add_parser("report", help="write a page about a dataset and its runs")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--html", type=Path, required=True, metavar="FILE.html")
+    command.add_argument("--runs", type=Path, metavar="DIR", help="a run, or a folder of runs")
+
+    command = commands.add_parser("score", help="score samples by an exported model")
+    command.add_argument("model", type=Path, metavar="MODEL", help="from `trainer export`")
+    command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR")
+    command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
+    command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days; all")
+
+    command = commands.add_parser("oracle", help="what the cache will do, and other indexes")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+    command.add_argument("--reindex", action="store_true", help="build an index for these settings")
+    command.add_argument(
+        "--segments", type=_names, metavar="ID,...", help="ids or days; all by default"
+    )
+    command.add_argument("--batch-samples", type=int, metavar="N")
+    command.add_argument("--epochs", type=int, metavar="N")
+    command.add_argument("--shuffle", choices=("none", "blocks"), help="order of the blocks")
+    command.add_argument("--seed", type=int, metavar="N", help="of the shuffle")
+    command.add_argument("--lookahead", type=int, metavar="N", help="steps; train.cache by default")
+    command.add_argument("--cache-rows", type=int, metavar="N", help="most rows of each table")
+    command.add_argument(
+        "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
+    )
+    for name in WRITTEN:
+        command = commands.choices[name]
+        command.add_argument(SINGLE_WRITER, action="store_true", help=SINGLE_WRITER_HELP)
+    for name, command in commands.choices.items():
+        if name not in _WITHOUT_JSON:
+            command.add_argument("--json", action="store_true")
+    return parser
+
+
+def _add_log_options(command: argparse.ArgumentParser) -> None:
+    """Add what every command takes that runs a job over a log."""
+    command.add_argument("job", type=Path, metavar="JOB")
+    command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
+    command.add_argument(
+        "--day", type=_day, metavar="DATE", help="label and place, such as 2026-04-09"
+    )
+    command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
+
+
+def _add_segment_options(command: argparse.ArgumentParser) -> None:
+    """Add what the commands take that build a segment."""
+    _add_log_options(command)
+    command.add_argument("--last", action="store_true", help="no segment follows this one")
+    command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
+
+
+def _day(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a date, got {text!r}; write 2026-04-09"
+        ) from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    if not names:
+        raise argparse.ArgumentTypeError("must name at least one segment, got none")
+    return names
+
+
+# Which function each command of the data pipelines calls.
+#
+# Modules that import Beam, which takes seconds, are loaded by the commands that run on it.
+
+REFUSED = 3
+"""Exit code of a build whose segment did not pass the gate."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0, or 1 when something does not fit; the one line that says what is on stderr. 3 when a
+        segment was built, but did not pass the gate; stderr has a line for each finding.
+    """
+    parser = build_parser()
+    arguments, beam_args = parser.parse_known_args(argv)
+    if beam_args and arguments.command not in _WITH_BEAM:
+        parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
+    try:
+        if arguments.command in WRITTEN and getattr(arguments, "reindex", True):
+            place = getattr(arguments, WRITTEN[arguments.command])
+            check_writable(place, single_writer=arguments.single_writer)
+        return _COMMANDS[arguments.command](arguments, beam_args)
+    except GateError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    except (SchemaError, PlanError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _say(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        print(json.dumps(result, indent=1))
+
+
+def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
+    config = load_job(arguments.job).data.generate
+    if config is None:
+        raise SchemaError("job must have data.generate, got none; use schemas/demo/job.yaml")
+    num_samples = arguments.num_samples
+    files = write_log(
+        GeneratorConfig(
+            num_samples=config.num_samples if num_samples is None else num_samples,
+            seed=config.seed,
+            start=config.start,
+            span=config.span,
+        ),
+        arguments.output,
+    )
+    print(f"wrote {len(files)} files to {arguments.output}", file=sys.stderr)
+    return 0
+
+
+def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    startup = time.time() - _process_start()
+    request = BuildRequest(
+        job_path=arguments.job,
+        input_root=arguments.input,
+        dataset=arguments.output,
+        beam_args=beam_args,
+        attempt=uuid.uuid4().hex[:12],
+        check_sql=arguments.check_sql,
+        allow_outside=arguments.allow_outside,
+        last=arguments.last,
+        day=_text_of(arguments.day),
+        say=_progress,
+    )
+    result = {**build(request), "startup_sec": round(startup, 3)}
+    keep_measurement(request.dataset, result, beam_args)
+    _say(arguments, result)
+    return 0
+
+
+def _init(arguments: argparse.Namespace, _: list[str]) -> int:
+    request = InitRequest(input_root=arguments.folder, output=arguments.output, say=_progress)
+    _say(arguments, init(request))
+    return 0
+
+
+def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
+    result = preview(
+        PreviewRequest(
+            job_path=arguments.job,
+            input_root=arguments.input,
+            rows=arguments.rows,
+            day=_text_of(arguments.day),
+            allow_outside=arguments.allow_outside,
+            say=_progress,
+        )
+    )
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        show(result, Console(width=WIDTH))
+    return 0
+
+
+def _text_of(day: date | None) -> str | None:
+    return None if day is None else day.isoformat()
+
+
+def _check_place(arguments: argparse.Namespace) -> None:
+    """Refuse two ways of saying where a segment stands."""
+    if arguments.in_order and arguments.position is None:
+        raise ValueError("--in-order must come with --position, got none; name the place")
+    if arguments.day is not None and arguments.position is not None:
+        raise ValueError("--day must come without --position, got both; the day is the place")
+    if arguments.replace and arguments.day is None:
+        raise ValueError("--replace must come with --day, got none; name the day")
+
+
+def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    _check_place(arguments)
+    startup = time.time() - _process_start()
+    request = BuildRequest(
+        job_path=arguments.job,
+        input_root=arguments.input,
+        dataset=arguments.dataset,
+        beam_args=beam_args,
+        attempt=uuid.uuid4().hex[:12],
+        check_sql=arguments.check_sql,
+        allow_outside=arguments.allow_outside,
+        append=True,
+        position=arguments.position,
+        day=_text_of(arguments.day),
+        replaces=arguments.replace,
+        in_order=arguments.in_order,
+        last=arguments.last,
+        say=_progress,
+    )
+    result = {**build(request), "startup_sec": round(startup, 3)}
+    keep_measurement(request.dataset, result, beam_args)
+    _say(arguments, result)
+    return 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _process_start() -> float:
+    """Return when this process started, in seconds since the epoch."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    boot = next(
+        float(line.split()[1])
+        for line in Path("/proc/stat").read_text().splitlines()
+        if line.startswith("btime")
+    )
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    module = importlib.import_module("pipelines.rewrite.command")  # brings Beam
+    request = module.RewriteRequest(
+        folder=arguments.folder,
+        output=arguments.output,
+        layout=arguments.layout,
+        session=arguments.session,
+        time=arguments.time,
+        label=arguments.label,
+        beam_args=beam_args,
+        attempt=uuid.uuid4().hex[:12],
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    _say(arguments, module.rewrite(request))
+    return 0
+
+
+def _finish(arguments: argparse.Namespace, _: list[str]) -> int:
+    manifest = finish(arguments.dataset, finished=not arguments.reopen)
+    _say(arguments, {"num_segments": len(manifest.segments), "finished": manifest.finished})
+    return 0
+
+
+def _prune(arguments: argparse.Namespace, _: list[str]) -> int:
+    _say(arguments, prune(arguments.dataset))
+    return 0
+
+
+def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    rewrites = arguments.rewrite or arguments.rejects_older_than is not None
+    if arguments.ids is None and not rewrites:
+        raise ValueError("forget must have --ids or --rewrite, got neither; name a file of ids")
+    now = datetime.now(UTC)
+    found: dict[str, Any] = {}
+    if arguments.ids is not None:
+        request = ForgetRequest(
+            dataset=arguments.dataset, ids=arguments.ids, column=arguments.column, at=now
+        )
+        found["forgotten"] = forget(request)
+    if rewrites:
+        module = importlib.import_module("pipelines.table.compact")  # brings Beam
+        rewriting = module.RewriteRequest(
+            dataset=arguments.dataset,
+            older_than=arguments.older_than if arguments.rewrite else None,
+            rejects_older_than=arguments.rejects_older_than,
+            ids=arguments.ids,
+            column=arguments.column,
+            at=now,
+            beam_args=beam_args,
+            attempt=uuid.uuid4().hex[:12],
+            say=_progress,
+        )
+        found["rewritten"] = module.rewrite(rewriting)
+    _say(arguments, found)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
+    result = verify(arguments.dataset)
+    _say(arguments, result)
+    for problem in result["problems"]:
+        print(f"error: {problem}", file=sys.stderr)
+    if result["problems"]:
+        verdict = counted(len(result["problems"]), "problem")
+    else:
+        segments = counted(result["num_segments"], "segment")
+        verdict = f"ok, {counted(result['num_samples'], 'sample')}, {segments}"
+    print(f"verify: {verdict}", file=sys.stderr if arguments.json else sys.stdout)
+    return 1 if result["problems"] else 0
+
+
+def _expand(arguments: argparse.Namespace, _: list[str]) -> int:
+    rows = expand(arguments.dataset, arguments.output, model_inputs=arguments.model_inputs)
+    print(f"wrote {rows} samples to {arguments.output}", file=sys.stderr)
+    return 0
+
+
+def _report(arguments: argparse.Namespace, _: list[str]) -> int:
+    page = importlib.import_module("pipelines.report.page")  # brings matplotlib, 1.5 s: only here
+    page.write_report(arguments.dataset, arguments.html, arguments.runs)
+    print(f"wrote {arguments.html}", file=sys.stderr)
+    return 0
+
+
+def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    try:
+        module = importlib.import_module("pipelines.beam.score")  # brings torch: only here
+    except ModuleNotFoundError as error:
+        raise SchemaError(
+            f"extra `score` must be installed, got no {error.name}; use requirements.lock"
+        ) from error
+    request = module.ScoreRequest(
+        model=arguments.model,
+        dataset=arguments.dataset,
+        output=arguments.output,
+        split=arguments.split,
+        segments=arguments.segments,
+        beam_args=beam_args,
+    )
+    _say(arguments, module.score(request))
+    return 0
+
+
+def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+    _say(arguments, oracle(arguments, beam_args, uuid.uuid4().hex[:12]))
+    return 0
+
+
+_COMMANDS = {
+    "generate": _generate,
+    "init": _init,
+    "preview": _preview,
+    "build": _build,
+    "append": _append,
+    "finish": _finish,
+    "prune": _prune,
+    "rewrite": _rewrite,
+    "forget": _forget,
+    "verify": _verify,
+    "expand": _expand,
+    "report": _report,
+    "score": _score,
+    "oracle": _oracle,
+}
+_WITH_BEAM = ("build", "append", "rewrite", "forget", "score", "oracle")
+"""Commands that hand options which they do not know to Beam."""

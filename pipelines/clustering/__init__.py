@@ -1,0 +1,1 @@
+"""Sessions side by side, deduplicated, and written as parts of a segment."""

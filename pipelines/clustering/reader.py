@@ -1,0 +1,168 @@
+"""Read a dataset back: the original samples one row each, and the lengths of sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipelines.partition import microseconds
+from schemas.arrays import check_inverse, numpy_of, offsets_of, one_chunk
+from schemas.config.job import DataConfig
+from schemas.dataset import Dataset, Segment, absent_columns, constant, open_dataset
+from schemas.errors import SchemaError
+from schemas.group_files import read_group
+from schemas.layout import BLOCK, inverse_column, samples_path
+
+
+def row_groups(segment: Segment) -> list[tuple[int, int]]:
+    """Return the distinct (file, row group) pairs of a segment, in training order."""
+    pairs = zip(segment.column("file").tolist(), segment.column("row_group").tolist(), strict=True)
+    return list(dict.fromkeys(pairs))
+
+
+def joined_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    absent: Mapping[str, pa.Scalar] | None = None,
+) -> pa.Table:
+    """Return the samples of one row group with the columns of their groups.
+
+    Args:
+        segment: an open segment.
+        file_index: number of the part.
+        row_group: row group in each file of the part.
+        data: groups of the dataset.
+        absent: what to answer for columns that are younger than the segment.
+
+    Raises:
+        SchemaError: a byte has changed, or an inverse index points nowhere.
+    """
+    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
+    chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+    per_block = segment.column("num_samples")[chosen]
+    block_of_sample = np.repeat(np.arange(len(per_block)), per_block)
+    columns = {c: samples[c] for c in samples.column_names}
+    for group in data.groups:
+        table = read_group(segment.file, group, file_index, row_group)
+        starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
+        tuples = numpy_of(samples[inverse_column(group)]) + starts[block_of_sample]
+        check_inverse(tuples, table.num_rows)
+        taken = table.take(pa.array(tuples))
+        columns.update({c: taken[c] for c in table.column_names[2:]})
+        del columns[inverse_column(group)]
+    del columns[BLOCK]
+    younger = {c: constant(value, samples.num_rows) for c, value in (absent or {}).items()}
+    return pa.table({**columns, **younger})
+
+
+def remembered_row_group(
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    data: DataConfig,
+    absent: Mapping[str, pa.Scalar] | None = None,
+) -> pa.Table:
+    """Return what `joined_row_group` does, without the samples that were forgotten."""
+    joined = joined_row_group(segment, file_index, row_group, data, absent)
+    forgotten = segment.forgotten_rows(file_index, row_group)
+    if not len(forgotten):
+        return joined
+    return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), forgotten)))
+
+
+def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
+    """Return the columns of the samples in the order of the schema."""
+    made = dataset.job.data.made_columns
+    return [n for n in dataset.features.names if model_inputs or n not in made]
+
+
+def expanded_tables(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
+    """Yield the samples of each row group, all segments and splits, by position of its first block.
+
+    Samples that were forgotten are left out.
+    """
+    columns = sample_columns(dataset, model_inputs)
+    for segment in dataset.segments:
+        absent = absent_columns(dataset, segment)
+        for file_index, row_group in row_groups(segment):
+            found = remembered_row_group(segment, file_index, row_group, dataset.job.data, absent)
+            yield found.select(columns)
+
+
+def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
+    """Write all samples of a dataset to one Parquet file.
+
+    Args:
+        dataset_path: the dataset.
+        output: the file to write.
+        model_inputs: whether to add the columns that transforms and sampling made.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        SchemaError: the output is a directory, or the dataset does not fit its manifests.
+    """
+    if output.is_dir():
+        raise SchemaError(f"output must be a file, got directory {output}; name a file in it")
+    writer: pq.ParquetWriter | None = None
+    partial = output.with_name(f".{output.name}.partial")
+    count = 0
+    for table in expanded_tables(open_dataset(dataset_path), model_inputs):
+        if writer is None:
+            writer = pq.ParquetWriter(partial, table.schema, compression="zstd")
+        writer.write_table(table)
+        count += table.num_rows
+    assert writer is not None, "a committed segment has samples"
+    writer.close()
+    partial.replace(output)
+    return count
+
+
+def sample_column(
+    segment: Segment, file_index: int, row_group: int, data: DataConfig, name: str
+) -> pa.Array:
+    """Return one column of the samples of a row group, read from its group if it is in one."""
+    samples = segment.file(samples_path(file_index))
+    group = data.group_of_column.get(name)
+    if group is None:
+        return one_chunk(samples.read_row_group(row_group, [name])[name])
+    chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+    inverse = inverse_column(group)
+    local = samples.read_row_group(row_group, [inverse])[inverse].to_numpy()
+    starts = offsets_of(segment.num_unique(group)[chosen])[:-1]
+    tuples = local + np.repeat(starts, segment.column("num_samples")[chosen])
+    unique = read_group(segment.file, group, file_index, row_group, [name])[name]
+    return one_chunk(unique).take(pa.array(tuples))
+
+
+def session_lengths(dataset: Dataset) -> NDArray[np.int64]:
+    """Return the samples of each session, (num_sessions,), in no order that means anything.
+
+    A session that the split or a window cuts counts once, as in the manifest.
+    """
+    return np.concatenate([segment_session_lengths(s, dataset.job.data) for s in dataset.segments])
+
+
+def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.int64]:
+    """Return the samples of each session of one segment."""
+    session, places = data.session, row_groups(segment)
+    parts = {
+        name: pa.chunked_array([sample_column(segment, f, g, data, name) for f, g in places])
+        for name in (session.key, session.time)
+    }
+    codes = pc.rank(one_chunk(parts[session.key]), tiebreaker="dense").to_numpy().astype(np.int64)
+    time = pc.cast(one_chunk(parts[session.time]), pa.int64()).to_numpy()
+    order = np.lexsort((time, codes))
+    starts = np.diff(codes[order], prepend=-1) != 0
+    if session.gap is not None:
+        starts[1:] |= np.diff(time[order]) > microseconds(session.gap)
+    return np.diff(np.append(np.flatnonzero(starts), len(order)))

@@ -1,0 +1,1 @@
+"""The generated log of the demo."""

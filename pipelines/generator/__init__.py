@@ -1,1 +1,0 @@
-"""The synthetic log: sessions, skew, histories that shift, and a label that can be learned."""

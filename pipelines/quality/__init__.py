@@ -1,0 +1,1 @@
+"""Statistics of a segment, and the gate that judges them."""

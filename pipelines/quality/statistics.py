@@ -1,0 +1,442 @@
+"""Statistics of columns from aggregates that add up exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from schemas.arrays import comparable, hash_keys, is_list, numpy_of, one_chunk
+from schemas.hashing import splitmix64
+
+_FLOAT_BITS = 53
+"""Integers up to 2**53 are exact in float64."""
+_CHUNK = 1 << 16
+"""Values that are squared at a time: they stay in the processor's cache."""
+_LAYERS = 6
+"""Layers of bits that are taken off before the slow way: 6 * 35 bits hold most columns whole."""
+
+
+def exact_sum(values: NDArray[np.generic]) -> Fraction:
+    """Return the sum of finite numbers without rounding.
+
+    Example:
+        >>> exact_sum(np.array([1e100, 1.0, -1e100]))
+        Fraction(1, 1)
+        >>> exact_sum(np.array([2**63 - 1, 2**63 - 1])) == 2**64 - 2
+        True
+    """
+    if not len(values):
+        return Fraction(0)
+    if values.dtype.kind != "f":
+        return Fraction(_integer_sum(values))
+    return _float_sum(values.astype(np.float64))
+
+
+def exact_sum_of_squares(values: NDArray[np.generic]) -> Fraction:
+    """Return the sum of squares.
+
+    Squares of float32 and of integers below 2**31 are exact; those of larger
+    numbers are rounded to float64, one by one.
+
+    Example:
+        >>> exact_sum_of_squares(np.array([3, -4]))
+        Fraction(25, 1)
+    """
+    chunks = (values[i : i + _CHUNK] for i in range(0, len(values), _CHUNK))
+    return sum(map(_sum_of_squares, chunks), Fraction(0))
+
+
+def _sum_of_squares(values: NDArray[np.generic]) -> Fraction:
+    if values.dtype.kind == "f":
+        return exact_sum(_squares(values.astype(np.float64)))
+    largest = _largest(values)
+    if largest < 1 << 31:
+        wide = values.astype(np.int64)
+        if largest**2 * len(wide) < 1 << 63:
+            return Fraction(int(np.dot(wide, wide)))
+        return exact_sum(wide * wide)
+    is_small = np.abs(values.astype(np.float64)) < 2.0**31
+    large = _squares(values[~is_small].astype(np.float64))
+    return exact_sum_of_squares(values[is_small]) + exact_sum(large)
+
+
+def _squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    with np.errstate(over="ignore"):  # above 1e154 a square is as large as numbers are
+        return np.minimum(values * values, np.finfo(np.float64).max)
+
+
+def _largest(values: NDArray[np.generic]) -> int:
+    return max(int(values.max()), -int(values.min()))
+
+
+def _integer_sum(values: NDArray[np.generic]) -> int:
+    if _largest(values) * len(values) < 1 << 63:
+        return int(values.sum(dtype=np.int64))
+    wide: NDArray[Any] = values if values.dtype == np.uint64 else values.astype(np.int64)
+    low, high = wide & wide.dtype.type(0xFFFFFFFF), wide >> wide.dtype.type(32)
+    return (int(high.sum()) << 32) + int(low.sum())
+
+
+def _float_sum(rest: NDArray[np.float64]) -> Fraction:
+    """Take layer after layer of upper bits off all values; the sum of a layer is exact.
+
+    A layer holds multiples of one power of two, so small that even all of them
+    together stay below 2**53 times it.
+    """
+    bits = _FLOAT_BITS - len(rest).bit_length()
+    total = Fraction(0)
+    for _ in range(_LAYERS):
+        largest = float(np.abs(rest).max())
+        if not largest:
+            return total
+        exponent = int(np.frexp(largest)[1]) - bits
+        if not -1000 < exponent < 900:  # the unit itself would leave the range of float64
+            break
+        unit = 2.0**exponent
+        whole = np.trunc(rest / unit)
+        total += int(whole.sum()) * Fraction(2) ** exponent
+        rest = rest - whole * unit
+    return total + _sum_by_exponent(rest)
+
+
+def _sum_by_exponent(values: NDArray[np.float64]) -> Fraction:
+    """Take numbers apart into 53-bit integers and exponents, and add the halves by exponent.
+
+    Exact below 2**26 values a call.
+    """
+    mantissa, exponent = np.frexp(values)
+    whole = (mantissa * 2.0**53).astype(np.int64)
+    base = int(exponent.min())
+    total = Fraction(0)
+    for part, shift in ((whole & 0x7FFFFFF, 0), (whole >> 27, 27)):
+        sums = np.bincount(exponent - base, weights=part.astype(np.float64))
+        for index in np.flatnonzero(sums).tolist():
+            power = index + base - 53 + shift
+            total += int(sums[index]) * (Fraction(2) ** power)
+    return total
+
+
+# What a column's values look like, in little room: histogram, frequent values, distinct values.
+#
+# The histogram counts values by the top 14 bits of their float64: sign, exponent and two bits of
+# mantissa, so four buckets per power of two, the same ones for every column for ever. Distinct
+# values are estimated from the 1,024 smallest hashes. Both add up in any order. Frequent values
+# are counted on an even sample of each part, of which the most frequent ones are kept and added
+# up at once.
+
+BUCKET_BITS = 14
+"""Bits of a float64 that name a bucket."""
+SAMPLED_VALUES = 1 << 16
+"""Values of a part that frequent ones are counted on."""
+TOP_VALUES = 1000
+"""Frequent values that are kept, as TFDV keeps them."""
+SMALLEST_HASHES = 1024
+"""Hashes that are kept; the estimate of distinct values is off by 3 % (one standard deviation)."""
+
+CHUNK_VALUES = 1 << 15
+"""Values that are worked on at a time."""
+
+_SHIFT = np.uint64(64 - BUCKET_BITS)
+_SIGN = 1 << (BUCKET_BITS - 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sketch:
+    """Shape of a set of values.
+
+    Attributes:
+        buckets: bucket number to count, of finite numbers.
+        values: frequent values, most frequent first; None when they are not counted.
+        counts: how often each was seen in the sample.
+        num_sampled: values of the sample.
+        hashes: (at most 1024,) uint64, ascending, the smallest hashes of distinct values.
+    """
+
+    buckets: dict[int, int]
+    values: pa.Array | None
+    counts: NDArray[np.int64]
+    num_sampled: int
+    hashes: NDArray[np.uint64]
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether two shapes are the same."""
+        return isinstance(other, Sketch) and (
+            self.buckets == other.buckets
+            and self.shares == other.shares
+            and self.num_sampled == other.num_sampled
+            and np.array_equal(self.hashes, other.hashes)
+        )
+
+    def __hash__(self) -> int:
+        """Return what equal shapes have in common."""
+        return hash((self.num_sampled, tuple(sorted(self.buckets.items()))))
+
+    @property
+    def num_unique(self) -> int:
+        """Distinct values: exact below 1,024, else estimated."""
+        if len(self.hashes) < SMALLEST_HASHES:
+            return len(self.hashes)
+        return round((SMALLEST_HASHES - 1) / (float(self.hashes[-1]) / 2.0**64))
+
+    @property
+    def shares(self) -> dict[str | int, float]:
+        """Share of each frequent value among all values."""
+        if self.values is None or not self.num_sampled:
+            return {}
+        shares = (self.counts / self.num_sampled).tolist()
+        return dict(zip(self.values.to_pylist(), shares, strict=True))
+
+
+def nothing() -> Sketch:
+    """Return the shape of no values."""
+    return Sketch({}, None, np.empty(0, np.int64), 0, np.empty(0, np.uint64))
+
+
+def sum_sketches(sketches: Sequence[Sketch]) -> Sketch:
+    """Return the shape of several sets of values together."""
+    if len(sketches) == 1:
+        return sketches[0]
+    values, counts = None, np.empty(0, np.int64)
+    counted = [s for s in sketches if s.values is not None]
+    if counted:
+        joined = pa.concat_arrays([s.values for s in counted])
+        values, counts = _most(*_summed(joined, np.concatenate([s.counts for s in counted])))
+    hashes = np.unique(np.concatenate([s.hashes for s in sketches]))[:SMALLEST_HASHES]
+    num_sampled = sum(s.num_sampled for s in sketches)
+    return Sketch(sum_buckets([s.buckets for s in sketches]), values, counts, num_sampled, hashes)
+
+
+def sum_buckets(buckets: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
+    """Add counts by key."""
+    total: Counter[Any] = Counter()
+    for counts in buckets:
+        total.update(counts)
+    return dict(total)
+
+
+def sketch_of(numbers: NDArray[np.generic] | None, words: pa.Array | None) -> Sketch:
+    """Return the shape of values.
+
+    Args:
+        numbers: finite numbers to be counted by size, or None.
+        words: values to be counted one by one, int64 or large_string, no nulls, or None.
+    """
+    buckets = {} if numbers is None else count_buckets(numbers)
+    if words is None:
+        return Sketch(buckets, None, np.empty(0, np.int64), 0, np.empty(0, np.uint64))
+    step = max(1, -(-len(words) // SAMPLED_VALUES))
+    sample = words.take(pa.array(np.arange(0, len(words), step))) if step > 1 else words
+    seen = pc.value_counts(sample)
+    values, counts = _most(seen.field("values"), seen.field("counts").to_numpy())
+    hashes = smallest_hashes(words, seen.field("values"))
+    return Sketch(buckets, values, counts, len(sample), hashes)
+
+
+def count_buckets(numbers: NDArray[np.generic]) -> dict[int, int]:
+    """Return how many numbers lie in each bucket.
+
+    Example:
+        >>> count_buckets(np.array([1.0, 1.1, 3.0])).values()
+        dict_values([2, 1])
+    """
+    counts = np.zeros(1 << BUCKET_BITS, np.int64)
+    for chunk in _chunks(numbers):
+        bits = (chunk.astype(np.float64) + 0.0).view(np.uint64) >> _SHIFT  # + 0.0: one zero only
+        counts += np.bincount(bits.view(np.int64), minlength=len(counts))
+    filled = np.flatnonzero(counts)
+    return dict(zip(filled.tolist(), counts[filled].tolist(), strict=True))
+
+
+def bucket_range(bucket: int) -> tuple[float, float]:
+    """Return the lowest and the highest value of a bucket, its outer end left out.
+
+    Example:
+        >>> [bucket_range(b) for b in count_buckets(np.array([3.0, -3.0]))]
+        [(3.0, 3.5), (-3.5, -3.0)]
+    """
+    size = bucket & ~_SIGN
+    bits = np.array([size, size + 1], np.uint64) << _SHIFT
+    low, high = bits.view(np.float64).tolist()
+    high = min(high, float(np.finfo(np.float64).max))
+    return (-high, -low) if bucket & _SIGN else (low, high)
+
+
+def smallest_hashes(words: pa.Array, sampled: pa.Array) -> NDArray[np.uint64]:
+    """Return the smallest hashes of distinct values.
+
+    Args:
+        words: all values.
+        sampled: distinct values of a sample of them; they bound what has to be looked at.
+    """
+    known = np.unique(_hash(sampled))
+    if len(sampled) == len(words):
+        return known[:SMALLEST_HASHES]
+    if len(known) < SMALLEST_HASHES:
+        return np.unique(_hash(pc.unique(words)))[:SMALLEST_HASHES]
+    bound = known[SMALLEST_HASHES - 1]
+    hashed = [h[h <= bound] for h in map(_hash, _chunks(words))]
+    return np.unique(np.concatenate(hashed))[:SMALLEST_HASHES]
+
+
+def _chunks(values: Any) -> Iterator[Any]:
+    """Yield an array in pieces that stay in the processor's cache while they are worked on."""
+    for start in range(0, len(values), CHUNK_VALUES):
+        yield values[start : start + CHUNK_VALUES]
+
+
+def _hash(words: pa.Array) -> NDArray[np.uint64]:
+    if pa.types.is_integer(words.type):
+        return splitmix64(words.to_numpy())
+    return hash_keys(comparable(words))
+
+
+def _summed(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return each value once, with the sum of its counts."""
+    encoded = values.dictionary_encode()
+    sums = np.zeros(len(encoded.dictionary), np.int64)
+    np.add.at(sums, encoded.indices.to_numpy(), counts)
+    return encoded.dictionary, sums
+
+
+def _most(values: pa.Array, counts: NDArray[np.int64]) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the most frequent of distinct values, the smaller one first where counts are equal."""
+    if len(values) > TOP_VALUES:
+        least = np.partition(counts, len(counts) - TOP_VALUES)[len(counts) - TOP_VALUES]
+        kept, equal = np.flatnonzero(counts > least), np.flatnonzero(counts == least)
+        smallest = _smallest(values.take(pa.array(equal)), TOP_VALUES - len(kept))
+        kept = np.concatenate([kept, equal[smallest]])
+        values, counts = values.take(pa.array(kept)), counts[kept]
+    table = pa.table({"value": values, "count": counts})
+    order = pc.sort_indices(table, [("count", "descending"), ("value", "ascending")]).to_numpy()
+    return values.take(pa.array(order)), counts[order]
+
+
+def _smallest(values: pa.Array, wanted: int) -> NDArray[np.int64]:
+    """Return the positions of the smallest of distinct values, in any order."""
+    if wanted < len(values) and pa.types.is_integer(values.type):
+        return np.argpartition(values.to_numpy(), wanted - 1)[:wanted]
+    return pc.array_sort_indices(values).to_numpy()[:wanted].astype(np.int64)
+
+
+# Statistics of every column, from aggregates that add up exactly.
+#
+# Sums of numbers are exact (fractions), so that neither the order of rows nor the order of parts
+# nor the machine changes a byte.
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnStatistics:
+    """Sums over the rows of one column.
+
+    Attributes:
+        kind: INT, FLOAT or STRING.
+        num_rows: rows seen: samples, or unique tuples of a group.
+        num_missing: nulls among them.
+        num_values: finite values, list elements counted one by one; texts by their length.
+        num_zeros: values equal to zero.
+        num_nan: values that are not a number, or infinite.
+        minimum: smallest value.
+        maximum: largest value.
+        total: exact sum of values.
+        total_squares: exact sum of squares.
+        min_values: fewest values of a row.
+        max_values: most values of a row.
+        sketch: histogram, frequent values and distinct values.
+        lengths: bucket to number of lists of that length; empty unless the column is a list.
+    """
+
+    kind: str
+    num_rows: int
+    num_missing: int
+    num_values: int
+    num_zeros: int
+    num_nan: int
+    minimum: float
+    maximum: float
+    total: Fraction
+    total_squares: Fraction
+    min_values: int
+    max_values: int
+    sketch: Sketch = field(default_factory=nothing)
+    lengths: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def num_present(self) -> int:
+        """Rows that have a value or a list."""
+        return self.num_rows - self.num_missing
+
+
+def sum_columns(parts: Sequence[ColumnStatistics]) -> ColumnStatistics:
+    """Return the statistics of several sets of rows of one column together."""
+    return ColumnStatistics(
+        parts[0].kind,
+        sum(p.num_rows for p in parts),
+        sum(p.num_missing for p in parts),
+        sum(p.num_values for p in parts),
+        sum(p.num_zeros for p in parts),
+        sum(p.num_nan for p in parts),
+        min(p.minimum for p in parts),
+        max(p.maximum for p in parts),
+        sum((p.total for p in parts), Fraction()),
+        sum((p.total_squares for p in parts), Fraction()),
+        min((p.min_values for p in parts if p.num_present), default=0),
+        max(p.max_values for p in parts),
+        sum_sketches([p.sketch for p in parts]),
+        sum_buckets(p.lengths for p in parts),
+    )
+
+
+def column_statistics(column: pa.Array | pa.ChunkedArray) -> ColumnStatistics:
+    """Return the sums over one column."""
+    array = one_chunk(column)
+    present = pc.drop_null(array)
+    lengths = np.ones(len(present), np.int64)
+    kind, values, words = "STRING", np.empty(0), None
+    is_jagged = is_list(array.type)
+    if is_jagged:
+        lengths = pc.list_value_length(present).to_numpy().astype(np.int64)
+        present = present.flatten()
+    if pa.types.is_string(present.type) or pa.types.is_large_string(present.type):
+        values = pc.binary_length(present).to_numpy().astype(np.int64)
+        words = present.cast(pa.large_string())
+    else:
+        kind = "FLOAT" if pa.types.is_floating(present.type) else "INT"
+        values = numpy_of(present)
+    finite = values[np.isfinite(values)] if kind == "FLOAT" else values
+    if kind == "INT":
+        words = pa.array(finite.astype(np.int64))
+    return ColumnStatistics(
+        kind,
+        len(array),
+        array.null_count,
+        len(finite),
+        int((finite == 0).sum()),
+        len(values) - len(finite),
+        float(finite.min()) + 0.0 if len(finite) else float("inf"),  # no -0.0, equal to 0.0
+        float(finite.max()) + 0.0 if len(finite) else float("-inf"),
+        exact_sum(finite),
+        exact_sum_of_squares(finite),
+        int(lengths.min()) if len(lengths) else 0,
+        int(lengths.max()) if len(lengths) else 0,
+        sketch_of(None if kind == "STRING" else finite, words),
+        count_buckets(lengths) if is_jagged else {},
+    )
+
+
+def table_statistics(table: pa.Table, skip: Iterable[str] = ()) -> dict[str, ColumnStatistics]:
+    """Return the sums over each column of a table but those to skip."""
+    return {c: column_statistics(table[c]) for c in table.column_names if c not in set(skip)}
+
+
+def sum_tables(parts: Sequence[Mapping[str, ColumnStatistics]]) -> dict[str, ColumnStatistics]:
+    """Add the statistics of several parts, column by column; a column may lack in some."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum_columns([p[name] for p in parts if name in p]) for name in names}

@@ -1,0 +1,98 @@
+"""Read Parquet files by row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.sources.listing import Folder, first_line, is_transient
+from pipelines.sources.rejects import file_reject
+from pipelines.sources.rows import (
+    CHUNK_ROWS,
+    ORIGIN,
+    Cut,
+    FilePart,
+    RawRows,
+    typed_chunks,
+    with_origins,
+)
+from schemas.config.sources import SourceConfig
+from schemas.errors import nearest
+
+
+def cut_parquet(folder: Folder, part: FilePart) -> Cut:
+    """Cut a file into its row groups."""
+    try:
+        with folder.arrow_file(part.path) as file:
+            metadata = pq.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        if is_transient(error):
+            raise
+        return [], [file_reject(part.path, f"file must be Parquet, got {first_line(error)}")]
+    parts: list[FilePart] = []
+    first_row = 0
+    for row_group in range(metadata.num_row_groups):
+        parts.append(FilePart(part.source, part.path, part.file_index, row_group, first_row))
+        first_row += metadata.row_group(row_group).num_rows
+    return parts, []
+
+
+def read_parquet(
+    folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
+) -> Iterator[RawRows]:
+    """Yield the rows of a row group; what cannot be read rejects itself and what is behind it."""
+    columns = [name for name in schema.names if name != ORIGIN]
+    words = config.columns or {n: str(schema.field(n).type) for n in columns}
+    done = 0
+    try:
+        with folder.arrow_file(part.path) as source:
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+            missing = [c for c in columns if c not in file.schema_arrow.names]
+            if missing:
+                yield without_column(part, missing[0], file.schema_arrow)
+                return
+            for table in _tables(file, part, columns):
+                first = part.first_row + done
+                positions = np.arange(first, first + table.num_rows, dtype=np.int64)
+                rows = with_origins(table.select(columns), part.file_index, positions)
+                done += table.num_rows
+                yield from typed_chunks(rows, part, schema, words)
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        if is_transient(error):
+            raise
+        place = f"row group {part.row_group}" + (f" from its row {done}" if done else "")
+        reason = f"{place} must be readable, got {first_line(error)}"
+        yield RawRows(None, (file_reject(part.path, reason),))
+
+
+def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterator[pa.Table]:
+    """Yield a row group at once, or in pieces when it is so large that memory would suffer."""
+    assert part.row_group is not None, "Parquet parts are row groups"
+    if file.metadata.row_group(part.row_group).num_rows <= 2 * CHUNK_ROWS:
+        yield file.read_row_group(part.row_group, columns=columns, use_threads=False)
+        return
+    for batch in file.iter_batches(
+        CHUNK_ROWS, row_groups=[part.row_group], columns=columns, use_threads=False
+    ):
+        yield pa.Table.from_batches([batch])
+
+
+def without_column(part: FilePart, name: str, schema: pa.Schema) -> RawRows:
+    """Return the reject of a file that lacks a column."""
+    reason = f"column must exist, got none named {name!r}; {nearest(name, schema.names)}"
+    return RawRows(None, (file_reject(part.path, reason),))
+
+
+def parquet_schema(folder: Folder, path: str) -> pa.Schema:
+    """Return the columns of a file.
+
+    Raises:
+        OSError, pa.ArrowException: it is no Parquet file.
+    """
+    with folder.arrow_file(path) as file:
+        return pq.read_schema(file).remove_metadata()

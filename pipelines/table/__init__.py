@@ -1,0 +1,1 @@
+"""The dataset as a table of segments: commit, delete, compact, verify."""

@@ -1,0 +1,251 @@
+"""From written parts to a finished segment, and the root manifest that names it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.atomic_files import remove_partial
+from pipelines.clustering.encodings import DICTIONARY, Encodings, open_writer
+from pipelines.clustering.part import LOOKUPS, PartResult
+from pipelines.clustering.writer import join_blocks
+from pipelines.quality.gate import anomalies_text
+from pipelines.quality.splits import slices_of
+from pipelines.quality.statistics_files import statistics_text, write_statistics
+from pipelines.shuffle import SHUFFLE
+from pipelines.sources.rejects import RejectCounts, number_files
+from schemas.config.job import DataConfig
+from schemas.dataset import type_name, version_of
+from schemas.features import FeatureSet
+from schemas.files import FileEntry, describe_file, read_files, sha256_of, sync_file, write_files
+from schemas.group_files import group_schema
+from schemas.layout import (
+    ANOMALIES,
+    BLOCK,
+    BLOCKS,
+    DATA_DIRECTORIES,
+    EVALUATION,
+    FILES,
+    JOB,
+    MANIFEST,
+    SCHEMA,
+    TRAIN,
+    inverse_column,
+    samples_path,
+)
+from schemas.manifest import (
+    DatasetManifest,
+    GroupCounts,
+    InputFile,
+    Reference,
+    SegmentManifest,
+    TableCounts,
+    read_segment,
+    replace_bytes,
+    write_manifest,
+)
+
+# From written parts to a committed segment, and from segments to a dataset: all or nothing.
+#
+# A segment is built in a hidden directory beside its final place, its manifest written last;
+# `publish.py` makes it part of the dataset. Whatever dies before leaves the dataset as it was,
+# and a rerun starts clean.
+
+
+def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
+    """Return (first position, blocks) of each split that has blocks."""
+    names = blocks["split"].to_pylist()
+    counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
+    return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
+
+
+def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:
+    """Add up the groups of all parts."""
+    num_samples = sum(r.num_samples for r in results)
+    found: dict[str, GroupCounts] = {}
+    for group in results[0].groups:
+        totals = [r.groups[group] for r in results]
+        num_unique = sum(t.num_unique for t in totals)
+        found[group] = GroupCounts(
+            num_unique=num_unique,
+            dedup_factor=round(num_samples / num_unique, 6),
+            num_values=sum(t.num_values for t in totals),
+            num_values_dedup=sum(t.num_values_dedup for t in totals),
+        )
+    return found
+
+
+def table_counts(
+    results: Sequence[PartResult], num_unique_rows: Mapping[str, int]
+) -> dict[str, TableCounts]:
+    """Add up the look-ups of all parts."""
+    return {
+        table: TableCounts(
+            num_lookups=sum(r.lookups[table][0] for r in results),
+            num_lookups_dedup=sum(r.lookups[table][1] for r in results),
+            num_unique_rows=num_unique_rows[table],
+        )
+        for table in results[0].lookups
+    }
+
+
+def describe_tree(root: Path) -> list[FileEntry]:
+    """Return the entry of every file of a directory but its own lists."""
+    paths = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+    return [describe_file(root, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
+
+
+def finish_segment(
+    root: Path,
+    segment_id: str,
+    results: Sequence[PartResult],
+    rejects: RejectCounts,
+    num_unique_rows: Mapping[str, int],
+    listing: tuple[InputFile, ...],
+    hashes: tuple[str, str],
+    data: DataConfig,
+    features: FeatureSet,
+    learned: Mapping[str, str],
+) -> SegmentManifest:
+    """Write everything of a segment that is not a part, its manifest last.
+
+    Args:
+        root: directory of the segment being built; its parts are written.
+        segment_id: final name.
+        results: of all parts in their order, at least one.
+        rejects: rows that could not be used, written by `write_rejects`.
+        num_unique_rows: distinct rows by table.
+        listing: input files.
+        hashes: of the job's data section and of the schema.
+        data: the job's data section.
+        features: declared columns.
+        learned: files of what transforms learned, path to sha256; they lie in the dataset.
+    """
+    num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
+    for scratch in (LOOKUPS, SHUFFLE):
+        shutil.rmtree(root / scratch, ignore_errors=True)
+    remove_partial(root)
+    blocks = join_blocks(r.blocks for r in results)
+    encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
+    with open_writer(str(root / BLOCKS), blocks.schema, Encodings(encodings)) as writer:
+        writer.write_table(blocks)
+    sync_file(root / BLOCKS)
+    number_files(root)
+    text = statistics_text(slices_of([r.slices for r in results], data, features))
+    write_statistics(root, text)
+    (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
+    groups = list(results[0].groups)
+    entries = describe_tree(root)
+    write_files(root / FILES, entries)
+    manifest = SegmentManifest(
+        id=segment_id,
+        num_samples=num_samples,
+        num_sessions=sum(r.num_sessions for r in results),
+        num_rejects=rejects.num_rejects,
+        num_source_rows=None if num_rows == num_samples else num_rows,
+        input_bytes=sum(f.num_bytes for f in listing),
+        dataset_bytes=bytes_below(entries, *DATA_DIRECTORIES),
+        oracle_bytes=bytes_below(entries, "access/", "edges/"),
+        splits=split_ranges(blocks),
+        groups=group_counts(results),
+        tables=table_counts(results, num_unique_rows),
+        listing=listing,
+        job_sha256=hashes[0],
+        schema_sha256=hashes[1],
+        blocks_sha256=sha256_of(root / BLOCKS),
+        files_sha256=sha256_of(root / FILES),
+        columns=stored_columns(root, results[0].file_index, groups),
+        learned=learned,
+    )
+    write_manifest(root, manifest)
+    return manifest
+
+
+def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[str, str]:
+    """Return the type of every column of the samples, as one part stores them."""
+
+    def schema_of(path: str) -> pa.Schema:
+        return pq.read_schema(root / path)
+
+    own = {BLOCK, *map(inverse_column, groups)}
+    fields = [f for f in schema_of(samples_path(file_index)) if f.name not in own]
+    fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
+    return {f.name: type_name(f.type) for f in fields}
+
+
+def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:
+    """Return the bytes of the files below some directories."""
+    return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
+
+
+def relabel(root: Path, segment_id: str, anomalies: str, day: str | None = None) -> SegmentManifest:
+    """Give a finished segment, not yet published, another id, other anomalies and its day.
+
+    Args:
+        root: directory of the segment.
+        segment_id: new id.
+        anomalies: text of `anomalies.pbtxt`.
+        day: label; none when None.
+    """
+    manifest = read_segment(root)
+    same = (manifest.id, manifest.day) == (segment_id, day)
+    if same and (root / ANOMALIES).read_text(encoding="utf-8") == anomalies:
+        return manifest
+    (root / ANOMALIES).write_text(anomalies, encoding="utf-8")
+    entries = read_files(root / FILES)
+    entries[ANOMALIES] = describe_file(root, ANOMALIES)
+    write_files(root / FILES, [entries[path] for path in sorted(entries)])
+    manifest = replace(manifest, id=segment_id, day=day, files_sha256=sha256_of(root / FILES))
+    write_manifest(root, manifest)
+    return manifest
+
+
+def reference_of(directory: Path) -> Reference:
+    """Return the name and hash of a committed segment or index for the root manifest."""
+    return Reference(id=directory.name, manifest_sha256=sha256_of(directory / MANIFEST))
+
+
+def commit_root(
+    dataset: Path,
+    name: str,
+    job: bytes,
+    schema: bytes,
+    segments: Sequence[Reference],
+    indexes: Sequence[Reference],
+    *,
+    finished: bool = False,
+    lineage: Mapping[str, str] | None = None,
+    tombstones_sha256: str | None = None,
+) -> DatasetManifest:
+    """Replace the root manifest, so that it finds the two files that it names at every moment.
+
+    A changed job or schema is written beside the old one first, and takes its name last.
+    """
+    files = {dataset / JOB: job, dataset / SCHEMA: schema}
+    if not (dataset / MANIFEST).exists():
+        for path, data in files.items():
+            replace_bytes(path, data)
+    changed = {p: d for p, d in files.items() if p.read_bytes() != d}
+    for path, data in changed.items():
+        for version in (path.read_bytes(), data):
+            replace_bytes(version_of(path, sha256(version).hexdigest()), version)
+    manifest = DatasetManifest(
+        name=name,
+        job_sha256=sha256(job).hexdigest(),
+        schema_sha256=sha256(schema).hexdigest(),
+        segments=tuple(segments),
+        indexes=tuple(indexes),
+        lineage=dict(lineage or {}),
+        finished=finished,
+        tombstones_sha256=tombstones_sha256,
+    )
+    write_manifest(dataset, manifest)
+    for path, data in changed.items():
+        replace_bytes(path, data)
+    return manifest

@@ -1,0 +1,207 @@
+"""Build and commit indexes of a dataset: `pipelines oracle`."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelines.atomic_files import remove_partial
+from pipelines.oracle.files import run_rounds
+from pipelines.oracle.index import SCRATCH, TableTotals, index_table, totals_of
+from pipelines.oracle.linking import LINKING, LinkingPlan
+from pipelines.oracle.numbering import WORKER_ENTRIES
+from pipelines.oracle.policies import hints_of, policy_reports, table_report
+from pipelines.runners import in_process, runner_module
+from pipelines.table.commit import commit_root, describe_tree, reference_of
+from pipelines.table.locks import locked, workplace
+from schemas.accesses import index_load
+from schemas.config.train import CacheConfig
+from schemas.dataset import Dataset, choose, open_dataset, verified_version
+from schemas.files import sha256_of, write_files
+from schemas.layout import FILES, JOB, MANIFEST, SCHEMA
+from schemas.manifest import IndexManifest, Reference, hash_of, read_dataset, write_manifest
+from schemas.order import Order
+from schemas.sharding_hints import write_hints
+
+PIECE_BYTES = 4 << 20
+"""Bytes of access lists, over all epochs, that are a worker's share; above, rounds spread."""
+
+
+def index_id(dataset: Dataset, order: Order) -> str:
+    """Return the name of an index: a hash of everything it is derived from."""
+    source = [r.manifest_sha256 for r in dataset.manifest.segments]
+    config = order.config
+    key = [source, order.blocks_per_batch, order.epochs, config.shuffle, config.seed]
+    return f"index-{hash_of(key)[:16]}"
+
+
+def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[str]) -> Reference:
+    """Build and commit an index; one that is already there is kept.
+
+    Args:
+        dataset: an open dataset.
+        order: global order of the run.
+        building: hidden directory to build in, on the dataset's filesystem.
+        beam_args: Beam options.
+
+    Returns:
+        The name and hash for the root manifest.
+    """
+    name = index_id(dataset, order)
+    final = dataset.directory / name
+    if not (final / MANIFEST).exists():
+        with workplace(building, ".index.*"):
+            _write(dataset, order, building, beam_args, name)
+            with locked(dataset.directory):
+                if not (final / MANIFEST).exists():
+                    shutil.rmtree(final, ignore_errors=True)
+                    building.rename(final)
+    return reference_of(final)
+
+
+def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
+    totals = index_tables(dataset, order, root, beam_args) if dataset.job.data.tables else []
+    shutil.rmtree(root / SCRATCH, ignore_errors=True)
+    remove_partial(root)
+    entries = describe_tree(root)
+    write_files(root / FILES, entries)
+    manifest = IndexManifest(
+        id=name,
+        segments=tuple(s.manifest.id for s in dataset.segments),
+        batch_samples=order.blocks_per_batch * dataset.job.data.block_samples,
+        epochs=order.epochs,
+        shuffle=order.config.shuffle,
+        seed=order.config.seed,
+        num_steps=order.num_steps,
+        num_rows={t.table: t.num_rows for t in totals},
+        num_accesses={t.table: t.num_entries for t in totals},
+        oracle_bytes=sum(e.num_bytes for e in entries),
+        files_sha256=sha256_of(root / FILES),
+    )
+    write_manifest(root, manifest)
+
+
+def index_tables(
+    dataset: Dataset, order: Order, root: Path, beam_args: list[str]
+) -> list[TableTotals]:
+    """Write every table's part of an index, on Beam or in this process."""
+    size = order.epochs * sum(s.manifest.oracle_bytes for s in dataset.segments)
+    if in_process(beam_args, is_small=size < PIECE_BYTES):
+        return [_index_table(dataset, order, root, t) for t in sorted(dataset.job.data.tables)]
+    return runner_module("build").run_index(dataset, order, root, beam_args, size // PIECE_BYTES)
+
+
+def _index_table(dataset: Dataset, order: Order, root: Path, table: str) -> TableTotals:
+    made = index_table(root, dataset, table, order, WORKER_ENTRIES)
+    if isinstance(made, LinkingPlan):
+        return totals_of(table, made, run_rounds(made, LINKING))
+    return TableTotals(table, *made)
+
+
+def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) -> dict[str, Any]:
+    """Report, after building an index when asked to.
+
+    Args:
+        arguments: of the command.
+        beam_args: Beam options.
+        attempt: name of this attempt.
+    """
+    dataset = open_chosen(arguments.dataset, arguments.segments)
+    config = dataset.job.data.oracle
+    cache = dataset.job.train.cache
+    batch_samples = at_least_one(arguments.batch_samples, config.batch_samples, "batch-samples")
+    lookahead = at_least_one(arguments.lookahead, cache.lookahead, "lookahead")
+    at_least_one(arguments.cache_rows, 1, "cache-rows")
+    order = dataset.order(
+        batch_samples,
+        at_least_one(arguments.epochs, config.epochs, "epochs"),
+        arguments.shuffle or config.order.shuffle,
+        config.order.seed if arguments.seed is None else arguments.seed,
+    )
+    if arguments.reindex:
+        dataset = add_index(dataset, order, beam_args, attempt)
+    if arguments.hints is not None:
+        write_hints(arguments.hints, hints_of(dataset, order))
+    cache = replace(
+        cache,
+        lookahead=lookahead,
+        prefetch_steps=min(cache.prefetch_steps, lookahead),
+        rows=cache.rows if arguments.cache_rows is None else arguments.cache_rows,
+    )
+    tables = {
+        name: _report(dataset, name, order, cache) for name in sorted(dataset.job.data.tables)
+    }
+    return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
+
+
+def open_chosen(path: Path, segments: Sequence[str] | None) -> Dataset:
+    """Open a dataset, of which only some segments may be wanted."""
+    dataset = open_dataset(path)
+    return dataset if segments is None else choose(dataset, segments)
+
+
+def _report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> dict[str, Any]:
+    policies = policy_reports(dataset, table, order, cache)
+    load = index_load(dataset, table, order)
+    return asdict(table_report(dataset, table, order, cache, policies)) | {
+        "policies": {name: asdict(report) for name, report in policies.items()},
+        "load": {
+            "most_rows_per_step": int(load.rows_per_step.max(initial=0)),
+            "slots": load.slots.tolist(),
+            "reuse": load.reuse[: int(np.flatnonzero(load.reuse).max(initial=-1)) + 1].tolist(),
+            "never": load.never,
+        },
+    }
+
+
+def at_least_one(given: int | None, default: int, option: str) -> int:
+    """Return what an option says, or the default when it is not given.
+
+    Raises:
+        ValueError: it is below one.
+    """
+    if given is not None and given < 1:
+        raise ValueError(f"--{option} must be at least 1, got {given}; raise it or leave it out")
+    return default if given is None else given
+
+
+def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str) -> Dataset:
+    """Build an index and name it in the root manifest, after the ones that are there.
+
+    When a segment comes meanwhile, the index is built again, over it too.
+    """
+    root = dataset.directory
+    ids = [s.manifest.id for s in dataset.segments] if dataset.others else None
+    while True:
+        reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
+        with locked(root):
+            manifest = read_dataset(root)
+            same = set(dataset.manifest.segments) <= set(manifest.segments)
+            whole = ids is not None or manifest.segments == dataset.manifest.segments
+            if same and whole and (root / reference.id).is_dir():
+                if reference not in manifest.indexes:
+                    commit_root(
+                        root,
+                        manifest.name,
+                        verified_version(root / JOB, manifest.job_sha256).read_bytes(),
+                        verified_version(root / SCHEMA, manifest.schema_sha256).read_bytes(),
+                        manifest.segments,
+                        [*manifest.indexes, reference],
+                        finished=manifest.finished,
+                        lineage=manifest.lineage,
+                        tombstones_sha256=manifest.tombstones_sha256,
+                    )
+                return open_chosen(root, ids)
+        dataset = open_chosen(root, ids)
+        order = dataset.order(
+            order.blocks_per_batch * dataset.job.data.block_samples,
+            order.epochs,
+            order.config.shuffle,
+            order.config.seed,
+        )

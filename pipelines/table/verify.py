@@ -1,0 +1,304 @@
+"""Recompute everything that a dataset's manifests claim."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.clustering.reader import joined_row_group, row_groups, segment_session_lengths
+from pipelines.table.commit import bytes_below, split_ranges
+from schemas.accesses import TableAccesses
+from schemas.arrays import comparable_tuple, is_list, numpy_of, unique_tuples, values_of
+from schemas.config.job import OrderConfig
+from schemas.dataset import (
+    Dataset,
+    Index,
+    Segment,
+    absent_columns,
+    choose,
+    column_types,
+    numbered_accesses,
+    open_dataset,
+    type_name,
+)
+from schemas.errors import SchemaError
+from schemas.files import verify_whole
+from schemas.fitted import load_learned
+from schemas.group_files import read_group
+from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_unique_column
+from schemas.manifest import GroupCounts, TableCounts
+from schemas.oracle import LastUses, unique_per_block
+from schemas.order import Order
+from schemas.rows import ids_of, rows_of_ids
+
+
+def count_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    """Yield the claims of a segment's manifest that are not so, one line each."""
+    m = segment.manifest
+    groups, tables, columns = stored_counts(segment, dataset)
+    claims: dict[str, tuple[object, object]] = {
+        "num_samples": (m.num_samples, int(segment.column("num_samples").sum())),
+        "num_sessions": (m.num_sessions, len(segment_session_lengths(segment, dataset.job.data))),
+        "num_blocks": (m.num_blocks, segment.blocks.num_rows),
+        "num_rejects": (m.num_rejects, num_rejects(segment)),
+        "splits": (dict(m.splits), split_ranges(segment.blocks)),
+        "input_bytes": (m.input_bytes, sum(f.num_bytes for f in m.listing)),
+        "dataset_bytes": (m.dataset_bytes, _bytes(segment, *DATA_DIRECTORIES)),
+        "oracle_bytes": (m.oracle_bytes, _bytes(segment, "access/", "edges/")),
+        "columns": (dict(m.columns), columns),
+    }
+    for group, found in groups.items():
+        unique = int(segment.num_unique(group).sum())
+        claims[num_unique_column(group)] = m.groups[group].num_unique, unique
+        claims[f"groups.{group}"] = asdict(m.groups[group]), asdict(found)
+    for table, found in tables.items():
+        claims[f"tables.{table}"] = asdict(m.tables[table]), asdict(found)
+    for name, (claimed, found) in claims.items():
+        if claimed != found:
+            yield f"MANIFEST.json: {name} is {claimed}, stored are {found}"
+
+
+def _bytes(segment: Segment, *directories: str) -> int:
+    return bytes_below(list(segment.files.values()), *directories)
+
+
+def num_rejects(segment: Segment) -> int:
+    """Return the rows of a segment's rejects."""
+    paths = [path for path in segment.files if path.startswith("rejects/")]
+    return sum(pq.read_metadata(segment.directory / path).num_rows for path in paths)
+
+
+def stored_counts(
+    segment: Segment, dataset: Dataset
+) -> tuple[dict[str, GroupCounts], dict[str, TableCounts], dict[str, str]]:
+    """Count list values of groups and look-ups of tables, with and without deduplication.
+
+    Returns:
+        counts of each group, of each table that the segment knows, and the types of all columns.
+    """
+    data, absent = dataset.job.data, absent_columns(dataset, segment)
+    training = set(segment.positions(TRAIN).tolist())
+    values, stored_values, unique = Counter[str](), Counter[str](), Counter[str]()
+    lookups, stored_lookups = Counter[str](), Counter[str]()
+    types: dict[str, str] = {}
+    for file_index, row_group in row_groups(segment):
+        chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+        is_training = int(np.flatnonzero(chosen)[0]) in training
+        joined = joined_row_group(segment, file_index, row_group, data)
+        types.update({f.name: type_name(f.type) for f in joined.schema})
+        tuples = {g: read_group(segment.file, g, file_index, row_group) for g in data.groups}
+        for group, table in tuples.items():
+            unique[group] += table.num_rows
+            for name in (c for c in table.column_names if c not in (BLOCK, UNIQUE_INDEX)):
+                if is_list(table.schema.field(name).type):
+                    values[group] += num_values(joined[name])
+                    stored_values[group] += num_values(table[name])
+        for feature, name in data.table_of_feature.items():
+            if is_training and feature not in absent:
+                owner = tuples.get(data.group_of_column.get(feature, ""), joined)
+                lookups[name] += num_values(joined[feature])
+                stored_lookups[name] += num_values(owner[feature])
+    num_samples = int(segment.column("num_samples").sum())
+    groups = {
+        g: GroupCounts(
+            num_unique=unique[g],
+            dedup_factor=round(num_samples / unique[g], 6),
+            num_values=values[g],
+            num_values_dedup=stored_values[g],
+        )
+        for g in data.groups
+    }
+    tables = {
+        t: TableCounts(
+            num_lookups=lookups[t],
+            num_lookups_dedup=stored_lookups[t],
+            num_unique_rows=len(numbered_accesses(dataset, segment, t)[1]),
+        )
+        for t in data.tables
+        if t in segment.manifest.tables
+    }
+    return groups, tables, types
+
+
+def num_values(column: pa.ChunkedArray) -> int:
+    """Return the values of a column: list elements one by one, nulls left out."""
+    return len(values_of(column)[0])
+
+
+def index_count_problems(
+    index: Index, num_steps: int, table: str, entries: int, rows: int
+) -> Iterator[str]:
+    """Yield the claims of an index's manifest about one table that are not so.
+
+    Args:
+        index: an open index.
+        num_steps: steps of its order.
+        table: name of the table.
+        entries: entries over all steps, as counted.
+        rows: distinct rows, as counted.
+    """
+    m = index.manifest
+    claims = {
+        "num_steps": (m.num_steps, num_steps),
+        f"num_accesses.{table}": (m.num_accesses[table], entries),
+        f"num_rows.{table}": (m.num_rows[table], rows),
+    }
+    for name, (claimed, found) in claims.items():
+        if claimed != found:
+            yield f"MANIFEST.json: {name} is {claimed}, stored are {found}"
+
+
+def type_problems(dataset: Dataset) -> Iterator[str]:
+    """Yield the columns that two segments store as different types."""
+    types = column_types(dataset)
+    for segment in dataset.segments:
+        for name, kind in segment.manifest.columns.items():
+            if kind != types[name]:
+                yield f"{segment.manifest.id}: column {name} is {kind}, elsewhere {types[name]}"
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check a dataset from its root down.
+
+    Returns:
+        `num_samples, num_segments, num_blocks, problems`; no problem means that all counts,
+        checksums, tuples, access lists and next uses are what they should be.
+    """
+    problems: list[str] = []
+    dataset = open_dataset(path)
+    for segment in dataset.segments:
+        problems.extend(f"{segment.manifest.id}/{p}" for p in segment_problems(segment, dataset))
+    sound = not problems  # an index is recomputed from segments, so only from sound ones
+    problems.extend(type_problems(dataset))
+    for index in dataset.indexes:
+        problems.extend(f"{index.manifest.id}/{p}" for p in index_problems(index, dataset, sound))
+    return {
+        "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
+        "num_segments": len(dataset.segments),
+        "num_blocks": sum(s.manifest.num_blocks for s in dataset.segments),
+        "problems": problems,
+    }
+
+
+def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    """Yield what is wrong with a segment, one line each."""
+    broken = verify_whole(segment.directory, segment.files)
+    yield from broken
+    if broken:
+        return
+    try:
+        load_learned(dataset.directory, segment.manifest.learned, dataset.job.data)
+        yield from count_problems(segment, dataset)
+        for file_index, row_group in row_groups(segment):
+            place = f"row group {row_group} of part {file_index}"
+            samples = joined_row_group(segment, file_index, row_group, dataset.job.data)
+            chosen = _chosen(segment, file_index, row_group)
+            expected = int(segment.column("num_samples")[chosen].sum())
+            if samples.num_rows != expected:
+                yield f"{place}: {samples.num_rows} samples instead of {expected}"
+            yield from _group_problems(segment, dataset, file_index, row_group)
+        yield from _access_problems(segment, dataset)
+    except SchemaError as error:
+        yield str(error)
+
+
+def _chosen(segment: Segment, file_index: int, row_group: int) -> np.ndarray:
+    return (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
+
+
+def _group_problems(
+    segment: Segment, dataset: Dataset, file_index: int, row_group: int
+) -> Iterator[str]:
+    chosen = _chosen(segment, file_index, row_group)
+    for group, columns in dataset.job.data.groups.items():
+        table = read_group(segment.file, group, file_index, row_group)
+        place = f"group {group} in row group {row_group} of part {file_index}"
+        blocks = numpy_of(table[BLOCK])
+        wanted = np.repeat(segment.block_names[chosen], segment.num_unique(group)[chosen])
+        if not np.array_equal(blocks, wanted):
+            yield f"{place}: tuples per block differ from blocks.parquet"
+        first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
+        if len(first) != table.num_rows:
+            yield f"{place}: {table.num_rows - len(first)} tuples are not unique in their block"
+
+
+def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+    training = segment.positions(TRAIN)
+    looked_up = _training_lookups(segment, dataset)
+    for name, table in dataset.job.data.tables.items():
+        ids, positions = looked_up[name]
+        expected = unique_per_block(rows_of_ids(ids, name, table), positions, len(training))
+        found, row_of = numbered_accesses(dataset, segment, name)
+        rows = row_of[found.values]
+        blocks = np.repeat(np.arange(found.num_rows), found.lengths)
+        same_lengths = np.array_equal(found.offsets, expected.offsets)
+        if not same_lengths or not np.array_equal(
+            rows[np.lexsort((rows, blocks))], expected.values
+        ):
+            yield f"access/{name}: rows differ from those that the samples look up"
+
+
+def _training_lookups(
+    segment: Segment, dataset: Dataset
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return by table the ids that training samples look up, and their blocks' positions."""
+    data = dataset.job.data
+    first_position = segment.positions(TRAIN)[:1].sum()
+    is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
+    ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
+    positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
+    absent = absent_columns(dataset, segment)
+    for file_index, row_group in row_groups(segment):
+        chosen = np.flatnonzero(_chosen(segment, file_index, row_group))
+        if not is_training[chosen[0]]:
+            continue
+        samples = joined_row_group(segment, file_index, row_group, data, absent)
+        position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
+        for feature, table in data.table_of_feature.items():
+            values, offsets = values_of(samples[feature])
+            ids[table].append(ids_of(values))
+            positions[table].append(np.repeat(position, np.diff(offsets)))
+    return {t: (np.concatenate(ids[t]), np.concatenate(positions[t])) for t in data.tables}
+
+
+def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]:
+    """Yield what is wrong with an index, one line each.
+
+    Args:
+        index: an open index.
+        dataset: its dataset.
+        sound: whether the segments are, so that next uses can be recomputed from them.
+    """
+    broken = verify_whole(index.directory, index.files)
+    yield from broken
+    manifest = index.manifest
+    known = {s.manifest.id for s in dataset.segments}
+    if broken or not sound or not known.issuperset(manifest.segments):
+        return
+    dataset = choose(dataset, manifest.segments)  # an index may be over some of them
+    config = OrderConfig(
+        shuffle="blocks" if manifest.shuffle == "blocks" else "none", seed=manifest.seed
+    )
+    order = Order(
+        tuple(len(s.positions(TRAIN)) for s in dataset.segments),
+        manifest.batch_samples // dataset.job.data.block_samples,
+        manifest.epochs,
+        config,
+    )
+    for table in dataset.job.data.tables:
+        accesses, found = TableAccesses(dataset, table, order), index.steps(table)
+        uses, entries, same = LastUses(len(accesses.rows)), 0, len(found) == order.num_steps
+        for train_step in range(order.num_steps - 1, -1, -1):
+            expected = uses.link(accesses.numbers(train_step), train_step)
+            entries += len(expected)
+            same = same and np.array_equal(found[train_step], expected)
+        yield from index_count_problems(index, order.num_steps, table, entries, len(accesses.rows))
+        if not same:
+            yield f"{table}: next uses differ from the access lists"

@@ -1,0 +1,172 @@
+"""`view.sql`: the star schema joined back to one row per sample, in DuckDB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipelines.clustering.reader import sample_columns
+from pipelines.samples.connection import quoted_name
+from schemas.dataset import Dataset, Segment, absent_columns, open_dataset, type_name
+from schemas.deleted_samples import tombstones_path
+from schemas.layout import (
+    BLOCK,
+    BUFFER_INDEX,
+    SEGMENTS,
+    TUPLE_INDEX,
+    UNIQUE_INDEX,
+    inverse_column,
+    window_columns,
+)
+from schemas.manifest import replace_bytes
+
+# `view.sql` beside a dataset: the star schema joined back to one row per sample, in DuckDB.
+#
+# Two views: `samples`, the columns that the job's SQL gave, and `model_inputs`, those and what
+# transforms made. Paths are relative to the dataset, so it is run from there:
+#
+#     cd DATASET && duckdb -init view.sql
+#
+# The view is made from the manifests alone and belongs to no hash: readers of the format do not
+# look at it.
+
+VIEW = "view.sql"
+
+_SQL_TYPES = {
+    "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
+    "uint8": "UTINYINT", "uint16": "USMALLINT", "uint32": "UINTEGER", "uint64": "UBIGINT",
+    "float": "FLOAT", "double": "DOUBLE", "bool": "BOOLEAN", "string": "VARCHAR",
+    "timestamp[us]": "TIMESTAMP",
+}  # fmt: skip
+
+
+def write_view(dataset: Path) -> None:
+    """Write the view beside a committed dataset."""
+    replace_bytes(dataset / VIEW, view_sql(open_dataset(dataset)).encode())
+
+
+def view_sql(dataset: Dataset) -> str:
+    """Return the statements that make both views, every column by name and in the schema's order.
+
+    A null list and an empty one stay apart; rows come in no order.
+    """
+    head = "-- One row per sample. Run from this directory: duckdb -init view.sql\n"
+    return head + "\n".join(
+        f"CREATE OR REPLACE VIEW {name} AS\n"
+        + "\nUNION ALL\n".join(
+            _of_segment(dataset, segment, sample_columns(dataset, model_inputs))
+            for segment in dataset.segments
+        )
+        + ";\n"
+        for name, model_inputs in (("samples", False), ("model_inputs", True))
+    )
+
+
+def _of_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> str:
+    absent = {
+        name: f"CAST({_literal(value.as_py())} AS {sql_type(type_name(value.type))})"
+        for name, value in absent_columns(dataset, segment).items()
+    }
+    owner = dataset.job.data.group_of_column
+    selected = [
+        f"{absent[c] if c in absent else _stored(segment, owner.get(c), c)} AS {quoted_name(c)}"
+        for c in columns
+    ]
+    wanted = [c for c in columns if c not in absent]
+    lines = [f"SELECT {', '.join(selected)}", *_tables(dataset, segment, wanted)]
+    return "\n".join([*lines, *_without_forgotten(dataset, segment)])
+
+
+def _tables(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
+    """Yield the FROM clause and one JOIN a line, of the groups that some column lies in."""
+    numbered = bool(segment.tombstones.num_rows)
+    yield f"FROM {_files(segment, 'samples', numbered=numbered)} AS {quoted_name('s')}"
+    owner = dataset.job.data.group_of_column
+    for group in dataset.job.data.groups:
+        members = [c for c in columns if owner.get(c) == group]
+        if not members:
+            continue
+        table = quoted_name(f"g:{group}")
+        yield (
+            f"JOIN {_files(segment, 'groups', group)} AS {table} ON {table}.{BLOCK} = s.{BLOCK} "
+            f"AND {table}.{UNIQUE_INDEX} = s.{quoted_name(inverse_column(group))}"
+        )
+        if _has(segment, "tuples", group):
+            tuples = quoted_name(f"t:{group}")
+            yield (
+                f"JOIN {_files(segment, 'tuples', group)} AS {tuples} "
+                f"ON {tuples}.{TUPLE_INDEX} = {table}.{TUPLE_INDEX}"
+            )
+        for column in members:
+            if _has(segment, "buffers", column):
+                buffers, place = quoted_name(f"b:{column}"), _place(segment, group)
+                yield (
+                    f"LEFT JOIN {_files(segment, 'buffers', column)} AS {buffers} ON "
+                    f"{buffers}.{BUFFER_INDEX} = {place}.{quoted_name(window_columns(column)[0])}"
+                )
+
+
+def _without_forgotten(dataset: Dataset, segment: Segment) -> list[str]:
+    """Return the condition that leaves forgotten samples out, by their row in their file."""
+    sha256 = dataset.manifest.tombstones_sha256
+    if sha256 is None or not segment.tombstones.num_rows:
+        return []
+    return [
+        f"WHERE NOT EXISTS (FROM read_parquet({_literal(tombstones_path(sha256))}) AS x "
+        f"WHERE x.segment = {_literal(segment.manifest.id)} AND x.block = s.{BLOCK} "
+        "AND x.file_row = s.file_row_number)"
+    ]
+
+
+def _stored(segment: Segment, group: str | None, column: str) -> str:
+    """Return the expression of a column's value."""
+    if group is None:
+        return f"s.{quoted_name(column)}"
+    place = _place(segment, group)
+    if not _has(segment, "buffers", column):
+        return f"{place}.{quoted_name(column)}"
+    _, start, length = (f"{place}.{quoted_name(name)}" for name in window_columns(column))
+    values = f"{quoted_name(f'b:{column}')}.{quoted_name(column)}"
+    return (
+        f"CASE WHEN {length} >= 0 THEN coalesce({values}[{start} + 1 : {start} + {length}], []) END"
+    )
+
+
+def _place(segment: Segment, group: str) -> str:
+    """Return the table that holds a group's columns."""
+    return quoted_name(f"t:{group}" if _has(segment, "tuples", group) else f"g:{group}")
+
+
+def _has(segment: Segment, *folders: str) -> bool:
+    prefix = "/".join(folders) + "/"
+    return any(path.startswith(prefix) for path in segment.files)
+
+
+def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:
+    path = "/".join((SEGMENTS, segment.directory.name, *map(_plain, folders), "*.parquet"))
+    return f"read_parquet({_literal(path)}{', file_row_number = true' if numbered else ''})"
+
+
+def _plain(name: str) -> str:
+    """Return a name as a glob that means only itself."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def sql_type(name: str) -> str:
+    """Return DuckDB's word for a column type of a manifest.
+
+    Example:
+        >>> sql_type("list<int64>"), sql_type("timestamp[us]")
+        ('BIGINT[]', 'TIMESTAMP')
+    """
+    if name.startswith("list<"):
+        return f"{sql_type(name[5:-1])}[]"
+    return _SQL_TYPES[name]
+
+
+def _literal(value: object) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, bool | int | float):
+        return repr(value).lower() if isinstance(value, bool) else repr(value)
+    return "'" + str(value).replace("'", "''") + "'"

@@ -1,0 +1,1 @@
+"""Declared transforms: fitted on the training range, applied to unique tuples."""

@@ -1,0 +1,1 @@
+"""The controller: a pure state machine of pools."""

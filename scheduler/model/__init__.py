@@ -1,0 +1,1 @@
+"""The resource-performance model: terms, fit, predictions."""

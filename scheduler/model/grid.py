@@ -1,0 +1,247 @@
+"""Sizes of both pools, many at once, and the resources that they take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.model.memory import stores_needed, trainer_memory, worker_bytes
+from scheduler.model.snapshot import DataFacts
+from scheduler.model.terms import Floats
+from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
+from schemas.config.train import TrainConfig
+from schemas.errors import PlanError
+
+Ints = NDArray[np.int64]
+GIB = 1 << 30
+MIB = 1 << 20
+SEGMENT_BATCHES = 64
+"""Fewest batches of a segment: it holds a window, and a window is widened until it has these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Candidates, one per entry of (n,) int64 arrays.
+
+    Attributes:
+        segment_jobs: segment jobs at once.
+        workers_per_job: pipeline workers of each.
+        num_replicas: trainer replicas.
+        num_stores: embedding stores, 0 when the one replica holds the tables.
+    """
+
+    segment_jobs: Ints
+    workers_per_job: Ints
+    num_replicas: Ints
+    num_stores: Ints
+
+    @classmethod
+    def of_rows(cls, rows: Ints) -> Grid:
+        """Return the candidates of (n, 4) rows."""
+        return cls(*rows.T)
+
+    def __getitem__(self, chosen: NDArray[np.bool_]) -> Grid:
+        """Return the chosen candidates."""
+        columns = (self.segment_jobs, self.workers_per_job, self.num_replicas, self.num_stores)
+        return Grid(*(column[chosen] for column in columns))
+
+    def __len__(self) -> int:
+        """Return n."""
+        return len(self.segment_jobs)
+
+    @property
+    def num_workers(self) -> Ints:
+        """Pipeline workers of all segment jobs."""
+        return self.segment_jobs * self.workers_per_job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted(WorkerConfig):
+    """A process that is booked with fewer cores than its file says, as its steps need no more.
+
+    Predictions go on by `cpus`, at which its steps are as long.
+    """
+
+    booked: float
+    """Cores."""
+
+
+def booked_cpus(process: WorkerConfig) -> float:
+    """Return the cores that are booked for a process."""
+    return process.booked if isinstance(process, Fitted) else process.cpus
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What pools are given, one entry per candidate.
+
+    Attributes:
+        cpus: (n,) cores.
+        memory_bytes: (n,) bytes.
+    """
+
+    cpus: Floats
+    memory_bytes: Ints
+
+    def hour_price(self, budget: BudgetConfig) -> Floats:
+        """Return the price of one hour."""
+        return self.cpus * budget.cpu_hour_price + self.memory_bytes / GIB * budget.gib_hour_price
+
+
+def preprocessing_resources(grid: Grid, config: ScheduleConfig) -> Resources:
+    """Return what the preprocessing pool is given."""
+    worker = config.preprocessing.worker
+    cpus = np.asarray(grid.num_workers * worker.cpus, np.float64)
+    return Resources(cpus, grid.num_workers * worker.memory)
+
+
+def training_resources(grid: Grid, config: ScheduleConfig) -> Resources:
+    """Return what the training pool is given."""
+    replica, store = config.training.replica, config.training.store
+    cpus = grid.num_replicas * booked_cpus(replica) + grid.num_stores * booked_cpus(store)
+    memory = grid.num_replicas * replica.memory + grid.num_stores * store.memory
+    return Resources(np.asarray(cpus, np.float64), memory)
+
+
+def num_segments(num_samples: int, batch_samples: int) -> int:
+    """Return how many segments the data can be cut into, at least 1."""
+    return max(1, num_samples // (SEGMENT_BATCHES * batch_samples))
+
+
+def overdraft(grid: Grid, config: ScheduleConfig) -> Floats:
+    """Return by what share of the budget candidates exceed it, 0 for those that it holds.
+
+    Both pools count at once, because they run at once when training follows. Cores are
+    compared to 1e-9, as they are sums of fractions.
+    """
+    pools = preprocessing_resources(grid, config), training_resources(grid, config)
+    cpus = (pools[0].cpus + pools[1].cpus - 1e-9) / config.budget.cpus
+    memory = (pools[0].memory_bytes + pools[1].memory_bytes) / config.budget.memory
+    return np.maximum(np.maximum(cpus, memory) - 1.0, 0.0)
+
+
+def pairs(first: Ints, second: Ints) -> Grid:
+    """Return each row of the one with each of the other."""
+    left = np.repeat(first, len(second), axis=0)
+    right = np.tile(second, (len(first), 1))
+    return Grid(left[:, 0], left[:, 1], right[:, 0], right[:, 1])
+
+
+def mib(num_bytes: float) -> str:
+    """Return bytes as the job file writes them, rounded up.
+
+    Example:
+        >>> mib(3 * 2**20 - 1)
+        '3MiB'
+    """
+    return f"{-int(-num_bytes // MIB)}MiB"
+
+
+def preprocessing_sizes(facts: DataFacts, config: ScheduleConfig, segments: int) -> Ints:
+    """Return (n, 2) jobs and workers within the pool's limits, fewest workers first.
+
+    Raises:
+        PlanError: there is none; the message says which limit to raise.
+    """
+    pool = config.preprocessing
+    sizes = [
+        (jobs, workers)
+        for jobs in range(1, min(segments, pool.max_workers) + 1)
+        for workers in range(1, pool.max_workers // jobs + 1)
+        if jobs * workers >= pool.min_workers
+    ]
+    if not sizes:
+        raise PlanError(
+            "preprocessing.max_workers must be at least 1 and min_workers, got "
+            f"max_workers={pool.max_workers} and min_workers={pool.min_workers}; raise it"
+        )
+    shard_rows = facts.num_samples / segments
+    fitting = [s for s in sizes if worker_bytes(facts, shard_rows, s[1]) <= pool.worker.memory]
+    if not fitting:
+        least = worker_bytes(facts, shard_rows, pool.max_workers)
+        raise PlanError(
+            "preprocessing.worker.memory must hold a worker's shard, got "
+            f"{mib(pool.worker.memory)} and at most {pool.max_workers} workers; "
+            f"use at least {mib(least)}, or more workers"
+        )
+    return np.array(sorted(fitting, key=lambda s: (s[0] * s[1], s[0])), np.int64)
+
+
+def training_sizes(
+    facts: DataFacts, train: TrainConfig, config: ScheduleConfig, base_bytes: int
+) -> Ints:
+    """Return (n, 2) replicas and stores within the pool's limits, fewest processes first.
+
+    Without stores every replica holds all rows.
+
+    Raises:
+        PlanError: there is none; the message says which limit to raise.
+    """
+    pool = config.training
+    if not 1 <= pool.min_replicas <= pool.max_replicas:
+        raise PlanError(
+            "training.max_replicas must be at least 1 and min_replicas, got "
+            f"max_replicas={pool.max_replicas} and min_replicas={pool.min_replicas}; raise it"
+        )
+    least = stores_needed(facts, train, pool.store.memory)
+    stores = [0, *([] if least is None else range(least, pool.max_stores + 1))]
+    counts = range(pool.min_replicas, pool.max_replicas + 1)
+    needed = {
+        (replicas, served): trainer_memory(facts, train, replicas, served, base_bytes).total_bytes
+        for replicas in counts
+        for served in (0, 1)
+    }
+    sizes = [
+        (replicas, count)
+        for replicas in counts
+        for count in stores
+        if needed[replicas, min(count, 1)] <= pool.replica.memory
+    ]
+    if not sizes:
+        raise _no_training_size(facts, train, config, base_bytes)
+    return np.array(sorted(sizes, key=sum), np.int64)
+
+
+def over_budget(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError:
+    """Return the error that names the smallest budget that works.
+
+    Args:
+        first: (1, 2) the smallest preprocessing pool.
+        second: (1, 2) the smallest training pool: that of the fewest processes, so it is
+            smallest in cores and in memory alike, unless a store takes the place of a replica.
+        config: limits.
+    """
+    grid = pairs(first, second)
+    pools = preprocessing_resources(grid, config), training_resources(grid, config)
+    cpus = math.ceil((pools[0].cpus + pools[1].cpus)[0] * 1000 - 1e-6) / 1000
+    memory = int((pools[0].memory_bytes + pools[1].memory_bytes)[0])
+    return PlanError(
+        f"budget must hold the smallest pools, got cpus={config.budget.cpus:g} and "
+        f"memory={mib(config.budget.memory)}; use at least cpus={cpus:g} and "
+        f"memory={mib(memory)} (workers={grid.num_workers[0]}, "
+        f"replicas={grid.num_replicas[0]}, stores={grid.num_stores[0]})"
+    )
+
+
+def _no_training_size(
+    facts: DataFacts, train: TrainConfig, config: ScheduleConfig, base_bytes: int
+) -> PlanError:
+    """Return the error that names what keeps every training pool from fitting."""
+    pool = config.training
+    advice = "" if facts.measured else "; with --dataset only touched rows count"
+    alone = trainer_memory(facts, train, pool.max_replicas, 0, base_bytes).total_bytes
+    served = trainer_memory(facts, train, pool.max_replicas, 1, base_bytes).total_bytes
+    if served > pool.replica.memory:
+        return PlanError(
+            "training.replica.memory must hold a replica, got "
+            f"{mib(pool.replica.memory)}; use at least {mib(min(alone, served))}{advice}"
+        )
+    needed = stores_needed(facts, train, pool.store.memory)
+    return PlanError(
+        f"training.max_stores must hold the tables, got {pool.max_stores} of "
+        f"{mib(pool.store.memory)}; use {needed or 'larger'} stores, "
+        f"or replica.memory={mib(alone)}{advice}"
+    )

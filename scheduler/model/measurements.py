@@ -1,0 +1,288 @@
+"""`scheduler fit`: measured throughputs from a CSV file, one model per job, and held-out rows."""
+
+from __future__ import annotations
+
+import csv
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from scheduler.model.fit import Fit, Window, fit_window, observe, predict_seconds
+from scheduler.model.terms import TRAINING_TERMS, TrainingSetting
+from schemas.errors import SchemaError, nearest
+
+SPEED = "samples_per_sec"
+REQUIRED = ("job", "num_replicas", SPEED)
+SETTING_COLUMNS = {
+    "num_replicas": "num_replicas",
+    "num_stores": "num_stores",
+    "replica_cpus": "replica_cpus",
+    "store_cpus": "store_cpus",
+    "batch_size": "batch_samples",
+    "unique_rows": "unique_rows",
+    "fetched_rows": "fetched_rows",
+    "moved_bytes": "moved_bytes",
+}
+"""Columns to fields of a setting; one that is absent or empty takes the field's default."""
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "": operator.eq,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Rows of one file.
+
+    Attributes:
+        rows: of each job, in order of the file; all values as text.
+        num_skipped: rows without a speed, or with a speed of 0, which say nothing.
+    """
+
+    rows: Mapping[str, Sequence[Mapping[str, str]]]
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFit:
+    """A model of one job and how far it is off; errors are those of throughput."""
+
+    coefficients: Mapping[str, float]
+    """Of each term."""
+    num_fitted: int
+    """Rows that were fitted."""
+    num_held_back: int
+    """Rows that were predicted."""
+    mape_fit: float
+    """Mean absolute percentage error of what was fitted, as a share."""
+    mape_holdout: float | None
+    """The same of what was held back; None when nothing was."""
+    inside: float | None
+    """Share of what was held back that lies inside its interval."""
+    confident: bool
+    """Whether every interval is narrow enough to act upon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFit:
+    """Models of all jobs of one file: what `fit --json` prints."""
+
+    jobs: Mapping[str, JobFit]
+    """By name, in order of the file."""
+    mape_holdout: float | None
+    """Over all rows that were held back, whatever their job; None when nothing was."""
+    num_skipped: int
+    """Rows without a speed."""
+
+
+def fit_file(path: Path, holdouts: Sequence[str]) -> FileFit:
+    """Fit every job of a file.
+
+    Args:
+        path: measurements.
+        holdouts: a row that matches every condition of any of these is predicted, not fitted.
+
+    Raises:
+        SchemaError: the file is not one of measurements.
+        ValueError: a holdout is no condition, or leaves a job nothing to fit.
+    """
+    read = read_measurements(path)
+    columns = list(next(iter(read.rows.values()))[0])
+    conditions = [parse_holdout(text, columns) for text in holdouts]
+    jobs = {
+        job: fit_job(rows, lambda row: any(matches(row) for matches in conditions))
+        for job, rows in read.rows.items()
+    }
+    held = [(fit.mape_holdout, fit.num_held_back) for fit in jobs.values() if fit.num_held_back]
+    total = sum(count for _, count in held)
+    mean = sum((error or 0.0) * count for error, count in held) / total if total else None
+    return FileFit(jobs=jobs, mape_holdout=mean, num_skipped=read.num_skipped)
+
+
+def fit_summary(job: str, fit: JobFit) -> str:
+    """Return the model of a job in one line."""
+    terms = ", ".join(f"{name} {value:.3g}" for name, value in fit.coefficients.items() if value)
+    held = ""
+    if fit.num_held_back:
+        held = (
+            f", {fit.num_held_back} held back {fit.mape_holdout:.1%} off, "
+            f"{fit.inside:.0%} inside their interval"
+        )
+    trust = "" if fit.confident else ", low confidence"
+    return f"{job}: {fit.num_fitted} fitted {fit.mape_fit:.1%} off{held}{trust}; {terms}"
+
+
+def read_measurements(path: Path) -> Measurements:
+    """Read a file of measurements.
+
+    Raises:
+        SchemaError: it cannot be read, lacks a column, or holds something that is no number.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or ()
+            lines = list(enumerate(reader, start=2))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SchemaError(
+            f"measurements must be a readable CSV file, got {error}; check the path", file=str(path)
+        ) from error
+    for name in REQUIRED:
+        if name not in columns:
+            raise SchemaError(
+                f"measurements must have the columns {', '.join(REQUIRED)}, got none named "
+                f"{name!r}; add it",
+                file=str(path),
+            )
+    rows: dict[str, list[Mapping[str, str]]] = {}
+    skipped = 0
+    for number, row in lines:
+        for name in (SPEED, *SETTING_COLUMNS):
+            _check(row, name, path, number)
+        if not row[SPEED] or float(row[SPEED]) == 0.0:
+            skipped += 1
+            continue
+        rows.setdefault(row["job"], []).append(row)
+    if not rows:
+        raise SchemaError(
+            f"measurements must have a row with a speed, got {skipped} without; measure again",
+            file=str(path),
+        )
+    return Measurements(rows, skipped)
+
+
+def parse_holdout(text: str, columns: Sequence[str]) -> Callable[[Mapping[str, str]], bool]:
+    """Return what tells whether a row matches every `COLUMN=VALUE` of a text.
+
+    A value may begin with >=, <=, > or <. A row whose cell is empty matches nothing.
+
+    Raises:
+        ValueError: a part is no condition, or names an unknown column.
+
+    Example:
+        >>> matches = parse_holdout("job=dssm,num_replicas=>=13", ["job", "num_replicas"])
+        >>> matches({"job": "dssm", "num_replicas": "13"})
+        True
+        >>> matches({"job": "dssm", "num_replicas": "11"})
+        False
+    """
+    conditions: list[Callable[[Mapping[str, str]], bool]] = []
+    for part in text.split(","):
+        column, equals, value = part.partition("=")
+        if not equals or not value:
+            raise ValueError(f"holdout must be COLUMN=VALUE, got {part!r}; write num_replicas=>=13")
+        if column not in columns:
+            raise ValueError(
+                f"holdout must name a column, got {column!r}; {nearest(column, set(columns))}"
+            )
+        conditions.append(_condition(column, value))
+    return lambda row: all(condition(row) for condition in conditions)
+
+
+def fit_job(
+    rows: Sequence[Mapping[str, str]], held_back: Callable[[Mapping[str, str]], bool]
+) -> JobFit:
+    """Fit the rows of one job that are not held back, and predict the others.
+
+    Raises:
+        ValueError: all are held back.
+    """
+    known = [row for row in rows if not held_back(row)]
+    hidden = [row for row in rows if held_back(row)]
+    if not known:
+        raise ValueError(
+            f"holdout must leave a row to fit, got all {len(rows)} of job {rows[0]['job']!r}; "
+            "hold fewer back"
+        )
+    fit = fit_rows(known)
+    error, _, sure = _score(fit, known)
+    away, inside, far_sure = _score(fit, hidden) if hidden else (None, None, True)
+    return JobFit(
+        coefficients=dict(zip(TRAINING_TERMS, fit.coefficients, strict=True)),
+        num_fitted=len(known),
+        num_held_back=len(hidden),
+        mape_fit=error,
+        mape_holdout=away,
+        inside=inside,
+        confident=sure and far_sure,
+    )
+
+
+def fit_rows(rows: Sequence[Mapping[str, str]]) -> Fit:
+    """Return the model of rows of one job."""
+    return fit_window(observe(Window(), setting_of(rows), step_sec(rows), 0.0), TrainingSetting)
+
+
+def setting_of(rows: Sequence[Mapping[str, str]]) -> TrainingSetting:
+    """Return the settings of rows."""
+    values = {
+        field: np.array([float(row.get(column) or _default(field)) for row in rows])
+        for column, field in SETTING_COLUMNS.items()
+    }
+    return TrainingSetting(**values)
+
+
+def step_sec(rows: Sequence[Mapping[str, str]]) -> np.ndarray:
+    """Return (n,) seconds of a step."""
+    return np.array([float(row.get("batch_size") or 1.0) / float(row[SPEED]) for row in rows])
+
+
+def _default(field: str) -> float:
+    return 0.0 if field == "num_stores" else 1.0
+
+
+def _score(fit: Fit, rows: Sequence[Mapping[str, str]]) -> tuple[float, float, bool]:
+    """Return the mean error of throughput, the share inside the intervals, and confidence."""
+    seconds, found = step_sec(rows), predict_seconds(fit, setting_of(rows))
+    inside = (found.low <= seconds) & (seconds <= found.high)
+    error = np.mean(np.abs(seconds / found.seconds - 1.0))
+    return float(error), float(inside.mean()), bool(found.confident.all())
+
+
+def _condition(column: str, value: str) -> Callable[[Mapping[str, str]], bool]:
+    sign = next(sign for sign in OPERATORS if value.startswith(sign))
+    wanted = value.removeprefix(sign)
+    try:
+        number = float(wanted)
+    except ValueError:
+        if sign:
+            raise ValueError(
+                f"holdout must compare with a number, got {value!r}; write {sign}13"
+            ) from None
+        return lambda row: row[column] == wanted
+
+    def matches(row: Mapping[str, str]) -> bool:
+        return _is_number(row[column]) and OPERATORS[sign](float(row[column]), number)
+
+    return matches
+
+
+def _is_number(text: str | None) -> bool:
+    try:
+        return math.isfinite(float(text or "nan"))
+    except ValueError:
+        return False
+
+
+def _check(row: Mapping[str, str | None], name: str, path: Path, number: int) -> None:
+    """Refuse what is no number, or too small a number, in a cell that is not empty."""
+    text = row.get(name)
+    if not text and name != "num_replicas":
+        return
+    least = 0.0 if name in (SPEED, "num_stores", "fetched_rows", "moved_bytes") else 1e-9
+    if name == "num_replicas":
+        least = 1.0
+    if not _is_number(text) or float(text or "nan") < least:
+        rule = "at least 1" if least == 1.0 else "not negative" if least == 0.0 else "positive"
+        raise SchemaError(
+            f"{name} must be a number, {rule}, got {text!r}; correct or remove the row",
+            file=str(path),
+            place=str(number),
+        )

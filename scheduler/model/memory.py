@@ -1,0 +1,398 @@
+"""Memory of each kind of process.
+
+Predicted from what it holds, and forecast from its measured growth.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import t as student
+
+from scheduler.model.snapshot import DataFacts
+from scheduler.model.terms import Floats
+from schemas.config.train import TrainConfig
+
+_MIB = 1 << 20
+
+TRAINER_BASE_BYTES = 930 * _MIB
+"""Measured: `trainer train schemas/demo/job.yaml` on 20,000 samples peaked at 1,016 MiB, of which
+the terms below explain 91; the imports alone take 693 (torch 2.13, 2 threads, 2026-11-21)."""
+STORE_BASE_BYTES = 70 * _MIB
+"""Measured: 64 MiB resident after `import pyarrow.flight`, the same day."""
+WORKER_BASE_BYTES = 250 * _MIB
+"""Measured: `pipelines build schemas/demo/job.yaml` with the local runner peaked at 400 MiB for
+20,000 samples and at 1,020 MiB for 100,000 (the same day); this is the intercept of both."""
+WORKER_COPIES = 6.1
+"""How often a worker holds its rows, as read, shuffled, sorted and written: the slope of both."""
+HEADROOM = 1.2
+"""Assumed: allocators and the moment of a peak take a fifth more than the arrays themselves."""
+ROW_NUMBER_BYTES = 8
+"""One int64 per touched row: which row of the table it is."""
+
+ROW_STATE_VALUES = {"rowwise_adagrad": 1}
+"""State values per embedding row."""
+VALUE_STATE_VALUES = {"adagrad": 1, "adam": 2}
+"""State values per value of an embedding row."""
+DENSE_COPIES = {"sgd": 2, "adam": 4}
+"""Value, gradient, and for Adam two moments, of each dense parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Bytes of one trainer replica."""
+
+    base_bytes: int
+    """Interpreter and libraries."""
+    table_bytes: int
+    """All tables with optimizer state, or the cache in front of the stores."""
+    dense_bytes: int
+    """Dense parameters, gradients and optimizer state."""
+    batch_bytes: int
+    """Inputs, rows, activations and their gradients of the replica's share of a batch."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the predicted peak."""
+        held = self.table_bytes + self.dense_bytes + self.batch_bytes
+        return self.base_bytes + math.ceil(HEADROOM * held)
+
+
+def value_bytes(train: TrainConfig) -> int:
+    """Return the bytes of one parameter."""
+    return 8 if train.dtype == "float64" else 4
+
+
+def bytes_per_row(train: TrainConfig) -> int:
+    """Return the bytes of one embedding row with its optimizer state and its number."""
+    name = train.sparse_optimizer.name
+    state = ROW_STATE_VALUES.get(name, 0) + VALUE_STATE_VALUES.get(name, 0) * train.embedding_dim
+    return (train.embedding_dim + state) * value_bytes(train) + ROW_NUMBER_BYTES
+
+
+def tables_bytes(facts: DataFacts, train: TrainConfig) -> int:
+    """Return the bytes of all touched rows: rows x ((dim + state) x value + number)."""
+    return sum(facts.table_rows.values()) * bytes_per_row(train)
+
+
+def layer_widths(facts: DataFacts, train: TrainConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the widths of the bottom and of the top MLP, inputs included.
+
+    The top one is over DLRM's products, or over the vectors themselves.
+    """
+    dim, features = train.embedding_dim, facts.num_sparse + 1
+    bottom = (facts.num_dense, *train.model.bottom_layers, dim)
+    over_vectors = train.model.name in ("dcn", "deepfm", "wide_deep")
+    inputs = features * dim if over_vectors else dim + features * (features - 1) // 2
+    return bottom, (inputs, *train.model.top_layers, 1)
+
+
+def cross_parameters(facts: DataFacts, train: TrainConfig) -> int:
+    """Return the weights of the cross network: two matrices of `cross_rank` in each layer."""
+    if train.model.name != "dcn":
+        return 0
+    inputs = (facts.num_sparse + 1) * train.embedding_dim
+    return 2 * inputs * train.model.cross_rank * train.model.cross_layers
+
+
+def dense_parameters(facts: DataFacts, train: TrainConfig) -> int:
+    """Return the number of weights and biases; the history encoder has four square ones more."""
+    encoder = 4 * train.embedding_dim**2 if train.model.name == "attention" else 0
+    stacks = layer_widths(facts, train)
+    return (
+        encoder
+        + cross_parameters(facts, train)
+        + sum((a + 1) * b for stack in stacks for a, b in pairwise(stack))
+    )
+
+
+def dense_multiplications(facts: DataFacts, train: TrainConfig) -> float:
+    """Return the multiplications of one sample's forward pass, interactions included."""
+    features = facts.num_sparse + 1
+    encoder = 0
+    if train.model.name == "attention":  # projections of every entry, then scores and sums
+        dim = train.embedding_dim
+        encoder = train.model.max_history * (4 * dim * dim + 2 * dim)
+    layers = sum(a * b for stack in layer_widths(facts, train) for a, b in pairwise(stack))
+    crossed = cross_parameters(facts, train)
+    return float(layers + features * features * train.embedding_dim + encoder + crossed)
+
+
+def batch_bytes(facts: DataFacts, train: TrainConfig, num_replicas: int) -> int:
+    """Return the working set of a replica's share of one batch, and of the next one's inputs.
+
+    A replica's blocks may touch every row of the batch, so rows are not divided.
+    """
+    samples = train.batch_samples / num_replicas
+    pooled = facts.num_sparse * train.embedding_dim
+    widths = sum(sum(stack) for stack in layer_widths(facts, train))
+    activations = 2 * samples * (pooled + widths) * value_bytes(train)  # and their gradients
+    rows = 2 * facts.rows_per_step * train.embedding_dim * value_bytes(train)
+    inputs = 2 * samples * facts.row_bytes
+    return math.ceil(activations + rows + inputs)
+
+
+def cache_rows(facts: DataFacts, train: TrainConfig) -> int:
+    """Return the rows of the plan's caches: the limit, or what the oracle says the plan needs.
+
+    Without an index a bound: the rows of all steps that it looks ahead. Belady's plan
+    without a limit keeps what is used again, however late.
+    """
+    limit, touched = train.cache.rows, facts.table_rows.values()
+    if limit is not None:
+        return sum(min(limit, rows) for rows in touched)
+    if train.cache.policy == "belady":
+        return sum(touched)
+    if facts.window_rows is not None:
+        return facts.window_rows
+    steps = train.cache.lookahead + train.cache.prefetch_steps
+    return min(sum(touched), math.ceil(steps * facts.rows_per_step))
+
+
+def trainer_memory(
+    facts: DataFacts,
+    train: TrainConfig,
+    num_replicas: int,
+    num_stores: int,
+    base_bytes: int = TRAINER_BASE_BYTES,
+) -> TrainerMemory:
+    """Return what one replica holds.
+
+    Args:
+        facts: sizes of the data.
+        train: the job's training section.
+        num_replicas: replicas that share a batch.
+        num_stores: 0 when the tables lie in the one replica.
+        base_bytes: measured where there is a history.
+    """
+    rows = cache_rows(facts, train) * bytes_per_row(train)
+    return TrainerMemory(
+        base_bytes=base_bytes,
+        table_bytes=tables_bytes(facts, train) if num_stores == 0 else rows,
+        dense_bytes=dense_parameters(facts, train)
+        * DENSE_COPIES[train.dense_optimizer.name]
+        * value_bytes(train),
+        batch_bytes=batch_bytes(facts, train, num_replicas),
+    )
+
+
+def store_bytes(facts: DataFacts, train: TrainConfig, num_stores: int) -> int:
+    """Return the bytes of one of several stores that share all tables by hash slots."""
+    return STORE_BASE_BYTES + math.ceil(HEADROOM * tables_bytes(facts, train) / num_stores)
+
+
+def stores_needed(facts: DataFacts, train: TrainConfig, store_memory: int) -> int | None:
+    """Return the fewest stores that hold the tables, or None when not even many do.
+
+    ceil(tables / (memory - base)), at least 1.
+    """
+    room = store_memory - STORE_BASE_BYTES
+    if room <= 0:
+        return None
+    return max(1, math.ceil(HEADROOM * tables_bytes(facts, train) / room))
+
+
+def worker_bytes(facts: DataFacts, segment_rows: float, workers_per_job: int) -> int:
+    """Return the bytes of one pipeline worker: base, and some copies of its rows.
+
+    A worker holds its shard of the segment, and never less than the part it writes or than
+    the largest session, which lies in one part.
+    """
+    part = min(segment_rows, max(facts.part_rows or 0.0, facts.session_rows))
+    rows = max(segment_rows / workers_per_job, part)
+    return WORKER_BASE_BYTES + math.ceil(WORKER_COPIES * rows * facts.row_bytes)
+
+
+# When a process meets its memory limit: its resident memory as it grows, measured.
+#
+# Resident bytes over steps x are taken to be
+#
+#     y = b + a x + e h(x)
+#
+# with a leak or a fill of a bytes a step, and e bytes for each unit of a load h that is known
+# ahead (rows touched so far, from the oracle: a table that fills grows ever more slowly, and a
+# straight line would cry wolf). a and e are at least 0. Early on the load is nearly a line
+# itself: then it explains what was read, and says how much is needed, but the line counts too for
+# when the limit may be met, or a leak would be seen late. What counts are peaks, so the highest
+# reading of each of up to 64 stretches is fitted; their errors follow one another, so they count
+# for fewer.
+
+STRETCHES = 64
+"""Stretches of steps whose peaks are fitted: more would be fitted to noise."""
+MIN_STRETCHES = 8
+"""Fewer peaks tell no trend."""
+SKIPPED = 0.1
+"""Share of the readings, the earliest ones, that is the process starting."""
+LEVEL = 0.9
+"""Share of peaks that the interval is to hold."""
+MAX_POINTS = 4096
+"""Steps of the future that are looked at."""
+BETTER = 0.95
+"""Squared error of a fit over that of one tried before it, below which it takes its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Resident memory up to the end of a process."""
+
+    confident: bool
+    """Whether enough was read to tell a trend; if not, the steps below are None."""
+    expected_step: int | None
+    """First step at which the limit is met; None when it is not, before the end."""
+    earliest_step: int | None
+    """First step at which the upper end of the interval meets it, or that of a line that explains
+    what was read about as well as the load."""
+    end_bytes: int
+    """Expected at the last step, and at least the most that was read."""
+    needed_bytes: int
+    """The upper end there: with so much memory the process gets through."""
+
+
+def forecast(
+    steps: ArrayLike,
+    resident_bytes: ArrayLike,
+    *,
+    end_step: int,
+    limit_bytes: int,
+    load: ArrayLike | None = None,
+) -> Forecast:
+    """Predict when a process meets its limit.
+
+    Args:
+        steps: (n,) ascending steps, or rows, or seconds, at which memory was read.
+        resident_bytes: (n,) what was read.
+        end_step: the last one that the process will make.
+        limit_bytes: above which it is killed.
+        load: (end_step + 1,) known ahead, of every step; None for a straight line.
+
+    Raises:
+        ValueError: there is no reading, or the end lies before the last one.
+    """
+    x, y = np.asarray(steps, np.float64), np.asarray(resident_bytes, np.float64)
+    if not len(x) or end_step < x[-1]:
+        raise ValueError(
+            "forecast must have a reading and an end after it, got "
+            f"{len(x)} readings and end_step={end_step}; read memory first"
+        )
+    known = np.zeros(end_step + 1) if load is None else np.asarray(load, np.float64)
+    top = float(y.max())
+    late = x >= x[0] + SKIPPED * (x[-1] - x[0])
+    x, y = peaks(x[late], y[late])
+    if len(x) < MIN_STRETCHES:
+        needed = int(top)
+        return Forecast(
+            confident=False,
+            expected_step=None,
+            earliest_step=None,
+            end_bytes=needed,
+            needed_bytes=needed,
+        )
+    future = np.unique(np.linspace(x[-1], end_step, MAX_POINTS).astype(np.int64))
+    fits, right = _fits(_columns(x, known), y, _columns(future, known))
+    middle, high = (np.maximum(end, y.max()) for end in _extrapolate(fits[0], y, right))
+    alarms = [np.maximum(_extrapolate(fit, y, right)[1], y.max()) for fit in fits[1:]]
+    return Forecast(
+        confident=True,
+        expected_step=_first(future, middle >= limit_bytes),
+        earliest_step=_first(future, np.max([high, *alarms], axis=0) >= limit_bytes),
+        end_bytes=int(np.ceil(max(middle[-1], top))),
+        needed_bytes=int(np.ceil(max(high.max(), top))),
+    )
+
+
+def peaks(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Return the highest value of each stretch of steps, and where it is.
+
+    Example:
+        >>> peaks(np.arange(4.0), np.array([1.0, 3.0, 2.0, 5.0]))[1].tolist()
+        [1.0, 3.0, 2.0, 5.0]
+    """
+    parts = np.array_split(np.arange(len(steps)), min(STRETCHES, len(steps)))
+    places = [part[values[part].argmax()] for part in parts]
+    return steps[places], values[places]
+
+
+def _columns(steps: ArrayLike, load: Floats) -> Floats:
+    """Return (n, 3): 1, steps, and the load at them."""
+    at = np.asarray(steps, np.float64)
+    return np.stack([np.ones_like(at), at, load[at.astype(np.int64)]], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Least squares over some of the columns.
+
+    Attributes:
+        support: which columns.
+        used: (n, columns) that were fitted.
+        found: their coefficients.
+        error: sum of squares.
+    """
+
+    support: tuple[int, ...]
+    used: Floats
+    found: Floats
+    error: float
+
+
+def _fits(columns: Floats, values: Floats, future: Floats) -> tuple[list[_Fit], Floats]:
+    """Return the fit that explains the values, and the line where it does so about as well.
+
+    Least squares with the second and third coefficient at least 0: of the supports that are
+    allowed, the one with the smallest error. The load comes before the line: they have as many
+    coefficients, and the line must be the better one to take its place.
+
+    Returns:
+        One fit or two, and future columns on the scale of theirs.
+    """
+    # Columns of one size, so that no support is singular because of units.
+    scale = np.maximum(np.abs(future).max(axis=0), 1.0)
+    left = columns / scale
+    order = ((0,), (0, 2), (0, 1), (0, 1, 2)) if columns[:, 2].any() else ((0,), (0, 1))
+    allowed = [fit for fit in (_fit(left, values, one) for one in order) if _grows(fit)]
+    best = allowed[0]
+    for fit in allowed[1:]:
+        # A further column must earn its place, or two that look alike share what is one's.
+        best = fit if fit.error < BETTER * best.error else best
+    lines = [fit for fit in allowed if fit.support == (0, 1) and best.support == (0, 2)]
+    return [best, *(fit for fit in lines if BETTER * fit.error <= best.error)], future / scale
+
+
+def _fit(left: Floats, values: Floats, support: tuple[int, ...]) -> _Fit:
+    used = left[:, support]
+    found = np.asarray(np.linalg.lstsq(used, values, rcond=None)[0], np.float64)
+    return _Fit(support, used, found, float(np.sum((used @ found - values) ** 2)))
+
+
+def _grows(fit: _Fit) -> bool:
+    return bool((fit.found[1:] >= 0).all())
+
+
+def _extrapolate(fit: _Fit, values: Floats, right: Floats) -> tuple[Floats, Floats]:
+    """Return a fit at future columns, and the upper end of its interval."""
+    freedom = len(values) - len(fit.support)
+    variance = fit.error / freedom * _inflation(values - fit.used @ fit.found)
+    inverse = np.linalg.pinv(fit.used.T @ fit.used)
+    later = right[:, fit.support]
+    spread = np.einsum("ij,jk,ik->i", later, inverse, later)
+    # One-sided: only the upper end kills.
+    half = student.ppf(LEVEL, freedom) * np.sqrt(variance * (1.0 + spread))
+    middle = later @ fit.found
+    return middle, middle + half
+
+
+def _inflation(residuals: Floats) -> float:
+    """Return by how much errors that follow one another are worth less than others."""
+    total = float(residuals @ residuals)
+    if total == 0.0:
+        return 1.0
+    follow = float(np.clip(residuals[1:] @ residuals[:-1] / total, 0.0, 0.9))
+    return (1.0 + follow) / (1.0 - follow)
+
+
+def _first(steps: np.ndarray, met: np.ndarray) -> int | None:
+    return int(steps[met.argmax()]) if met.any() else None

@@ -1,0 +1,378 @@
+"""Everything that predicts a job.
+
+Models fitted to its measurements, and a warm start from similar jobs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.model.fit import ASSUMED_SPREAD, Fit, Window, fit_window, observe, over
+from scheduler.model.grid import Grid, num_segments
+from scheduler.model.history import BuildRecord, PastJob, RunRecord
+from scheduler.model.memory import (
+    TRAINER_BASE_BYTES,
+    dense_multiplications,
+    trainer_memory,
+    value_bytes,
+)
+from scheduler.model.snapshot import DataFacts, Snapshot
+from scheduler.model.terms import Floats, SegmentSetting, TrainingSetting
+from schemas.config.schedule import ScheduleConfig
+from schemas.config.train import TrainConfig
+
+# What the model assumes before anything has been measured, each with where it is from.
+#
+# A plan that rests on these is marked as not confident.
+
+FLOP_PER_CORE_SEC = 5e9
+"""Assumed, not measured: small matrix products reach a fraction of a core's peak."""
+SEC_PER_LOOKUP = 1e-7
+"""Assumed: one row read or updated costs about one cache miss to memory."""
+PARALLEL_SHARE = 0.9
+"""Assumed: share of a replica's computation that its threads divide."""
+EXCHANGE_SHARE, TREE_SHARE = 0.011, 0.077
+"""k1 and k2 over a1 + a2, measured by others: 78 configurations of the retrieval model `dssm` over
+parameter servers and workers (DL2, Peng et al. 2021), fitted by `benchmarks.model`: 0.541, 0.006
+and 0.042 s for 1 to 23 workers."""
+FIXED_SHARE = 0.05
+"""b over a1 + a2, assumed: that testbed shows none, yet no step is free."""
+STORE_BYTES_PER_SEC = 2e8
+"""Assumed: gathered rows that one store sends over Arrow Flight."""
+MEETING_SHARE = 0.1
+"""Assumed: what a further replica costs at a store, as a share of a transfer."""
+ROWS_PER_WORKER_SEC = 1.8e4
+"""Measured: 18,586 rows/s of `pipelines build schemas/demo/job.yaml` on 100,000 samples with the
+local runner on one of two busy cores (2026-11-21); other jobs have other columns and SQL."""
+STARTUP_SEC = 4.0
+"""Measured: 3.7 and 4.7 s in two builds of that day."""
+SERIAL_SHARE = 0.05
+"""Assumed: listing, manifest and commit of a segment."""
+SHARING_SHARE = 0.01
+"""Assumed: what a segment job costs another one at once, as a share of a worker's time."""
+
+
+def fetched_rows(facts: DataFacts) -> float:
+    """Return the rows that a step fetches; all that it touches where no index tells."""
+    known = facts.fetched_rows_per_step
+    return facts.rows_per_step if known is None else known
+
+
+def moved_bytes(facts: DataFacts, train: TrainConfig) -> float:
+    """Return the bytes that a step moves to and from the stores: rows read and written back."""
+    return 2.0 * fetched_rows(facts) * train.embedding_dim * value_bytes(train)
+
+
+def default_training(facts: DataFacts, train: TrainConfig) -> tuple[float, ...]:
+    """Return the coefficients of the steps of a job that was never run.
+
+    A sample takes 6 m / FLOP_PER_CORE_SEC + l SEC_PER_LOOKUP, with m multiplications of
+    the dense layers (two operations each, three passes) and l lookups.
+    """
+    flop = 6.0 * dense_multiplications(facts, train)
+    per_sample = flop / FLOP_PER_CORE_SEC + facts.lookups_per_sample * SEC_PER_LOOKUP
+    step = train.batch_samples * per_sample
+    per_byte = 1.0 / STORE_BYTES_PER_SEC
+    return (
+        PARALLEL_SHARE * per_sample,
+        (1.0 - PARALLEL_SHARE) * per_sample,
+        SEC_PER_LOOKUP,
+        EXCHANGE_SHARE * step,
+        TREE_SHARE * step,
+        SEC_PER_LOOKUP,
+        per_byte,
+        MEETING_SHARE * per_byte,
+        FIXED_SHARE * step,
+    )
+
+
+def default_segments() -> tuple[float, ...]:
+    """Return the coefficients of segment jobs of a job that was never built."""
+    per_row = 1.0 / ROWS_PER_WORKER_SEC
+    return (
+        STARTUP_SEC,
+        SERIAL_SHARE * per_row,
+        (1.0 - SERIAL_SHARE) * per_row,
+        SHARING_SHARE * per_row,
+    )
+
+
+# A start from similar past jobs: what they took over what was assumed of them.
+#
+# A job that was never run is assumed to take the defaults, times what similar jobs took over
+# theirs. Ratios are averaged as logs; a job counts less the more doublings its features are away
+# and the more jobs came after it, and the defaults count as one more job, so that few and distant
+# neighbours move little.
+#
+# Source: DLRover-RM (2024, the section on warm starting) smooths the final sizes of the most
+# similar jobs; smoothing what they taught of the model instead leaves the choice of sizes, and
+# the limits, to the same code as ever.
+
+WIDTH = 2.0
+"""Doublings over which a neighbour's weight falls to 61 %."""
+OTHER_MODEL = 2.0
+"""Doublings that another kind of model counts for."""
+FADING = 0.95
+"""Weight of a job over that of the next later one."""
+DEFAULT_WEIGHT = 0.3
+"""Weight of the defaults, where a job like this one that ended last has 1."""
+SMALLEST = 0.01
+"""Ratio that a term which took nothing counts as."""
+MIN_WEIGHT = 0.05
+"""Neighbours below it are not named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """Coefficients before anything of the job was measured."""
+
+    training: tuple[float, ...]
+    """Of a step."""
+    segments: tuple[float, ...]
+    """Of a segment job."""
+    spread: float
+    """Log error that they may have."""
+    neighbours: tuple[tuple[str, float], ...]
+    """Names and weights of the jobs that decided them, the heaviest first."""
+
+
+def features_of(snapshot: Snapshot) -> dict[str, float]:
+    """Return the numbers by which jobs are compared."""
+    facts, train = snapshot.facts, snapshot.job.train
+    numbers = {
+        "num_samples": facts.num_samples,
+        "batch_samples": train.batch_samples,
+        "table_rows": sum(facts.table_rows.values()),
+        "rows_per_step": facts.rows_per_step,
+        "lookups_per_sample": facts.lookups_per_sample,
+        "row_bytes": facts.row_bytes,
+        "embedding_dim": train.embedding_dim,
+        "multiplications": dense_multiplications(facts, train),
+    }
+    return {name: max(float(value), 1e-6) for name, value in numbers.items()}
+
+
+def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
+    """Return what past jobs suggest; without any, the defaults.
+
+    Args:
+        snapshot: of the job that begins.
+        past: oldest first.
+    """
+    weights = np.array([similarity(snapshot, job) for job in past], np.float64)
+    weights *= FADING ** np.arange(len(past))[::-1]
+    built = np.array([bool(job.segments) for job in past], bool)
+    segments = [job.segments for job in past if job.segments]
+    steps = np.log(np.array([job.step_ratio for job in past], np.float64))
+    training = default_training(snapshot.facts, snapshot.job.train)
+    order = np.argsort(-weights, kind="stable")
+    return WarmStart(
+        training=_scaled(training, [job.training for job in past], weights),
+        segments=_scaled(default_segments(), segments, weights[built]),
+        spread=_spread(steps, weights),
+        neighbours=tuple(
+            (past[i].name, float(weights[i])) for i in order if weights[i] >= MIN_WEIGHT
+        ),
+    )
+
+
+def similarity(snapshot: Snapshot, job: PastJob) -> float:
+    """Return the weight of a past job for this one: 1 when nothing tells them apart."""
+    own = features_of(snapshot)
+    both = [name for name in own if name in job.features]
+    away = [np.log2(own[name] / job.features[name]) for name in both]
+    if job.model != snapshot.job.train.model.name:
+        away.append(OTHER_MODEL)
+    return float(np.exp(-0.5 * np.sum(np.square(away)) / WIDTH**2))
+
+
+def remember(snapshot: Snapshot, training: Fit, segments: Fit) -> PastJob:
+    """Return what a finished job teaches.
+
+    Raises:
+        ValueError: none of its steps was measured.
+    """
+    if not training.num_cells:
+        raise ValueError("job must have a measured step to be remembered, got none; run it")
+    assumed = default_training(snapshot.facts, snapshot.job.train)
+    measured = TrainingSetting.of_columns(np.array([training.lowest, training.highest]))
+    ratios = training.seconds(measured) / Fit(coefficients=assumed).seconds(measured)
+    return PastJob(
+        name=snapshot.job.name,
+        model=snapshot.job.train.model.name,
+        features=features_of(snapshot),
+        training=_ratios(training.coefficients, assumed),
+        segments=_ratios(segments.coefficients, default_segments()) if segments.num_cells else (),
+        step_ratio=float(np.exp(np.log(ratios).mean())),
+    )
+
+
+def _ratios(values: Sequence[float], assumed: Sequence[float]) -> tuple[float, ...]:
+    return tuple(a / b if b > 0 else 1.0 for a, b in zip(values, assumed, strict=True))
+
+
+def _scaled(
+    assumed: Sequence[float], ratios: Sequence[Sequence[float]], weights: Floats
+) -> tuple[float, ...]:
+    """Return assumed coefficients times the smoothed ratios."""
+    if not ratios:
+        return tuple(assumed)
+    logs = np.log(np.maximum(ratios, SMALLEST))
+    mean = weights @ logs / (DEFAULT_WEIGHT + weights.sum())
+    return tuple((np.array(assumed) * np.exp(mean)).tolist())
+
+
+def _spread(logs: Floats, weights: Floats) -> float:
+    """Return the log error of the smoothed ratio: that of the defaults, less what is known.
+
+    The defaults' own part shrinks with the weight of the neighbours; what these differ by
+    does not.
+    """
+    total = DEFAULT_WEIGHT + weights.sum()
+    mean = weights @ logs / total
+    differ = np.sqrt(weights @ (logs - mean) ** 2 / total) if len(logs) else 0.0
+    return float(ASSUMED_SPREAD * DEFAULT_WEIGHT / total + differ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """Everything that predicts, fitted to one snapshot."""
+
+    training: Fit
+    """Step times."""
+    segments: Fit
+    """Segment times."""
+    base_bytes: int
+    """Bytes of a trainer before it holds anything of the job."""
+    num_segments: int
+    """Segments that the data is cut into."""
+    neighbours: tuple[tuple[str, float], ...] = ()
+    """Past jobs that decided what was assumed, with their weights."""
+    num_parts: float
+    """Parts of a segment, each written by one worker: further workers idle; inf when unknown."""
+
+
+NOTHING = Window()
+
+
+def fit_models(
+    snapshot: Snapshot, config: ScheduleConfig, steps: Window = NOTHING, built: Window = NOTHING
+) -> Models:
+    """Return the models that measurements support, defaults for the rest.
+
+    Args:
+        snapshot: with the history of the job, and of others.
+        config: sizes of processes.
+        steps: steps of the running job, `TrainingSetting`; ticks are seconds since it began.
+        built: segment jobs of the running job, `SegmentSetting`.
+    """
+    facts, train, history = snapshot.facts, snapshot.job.train, snapshot.history
+    cpus = float(train.num_threads or config.training.replica.cpus)
+    runs = comparable_runs(history.runs, "plain")
+    past = observe_runs(runs, cpus, facts.rows_per_step / train.batch_samples)
+    held = trainer_memory(facts, train, 1, 0, base_bytes=0).total_bytes
+    peak = max((run.summary.peak_rss_bytes for run in runs if run.metrics[1:]), default=0)
+    segments = num_segments(facts.num_samples, train.batch_samples)
+    start = warm_start(snapshot, history.jobs)
+    cores = config.preprocessing.worker.cpus
+    return Models(
+        training=fit_window(over(past, steps), TrainingSetting, start.training, start.spread),
+        segments=fit_segments(built, history.builds, cores, start.segments, start.spread),
+        neighbours=start.neighbours,
+        base_bytes=max(TRAINER_BASE_BYTES, peak - held),
+        num_segments=segments,
+        num_parts=math.inf
+        if facts.part_rows is None
+        else math.ceil(facts.num_samples / segments / facts.part_rows - 1e-9),
+    )
+
+
+def comparable_runs(runs: Sequence[RunRecord], embedding: str) -> tuple[RunRecord, ...]:
+    """Return the deduplicated runs with this embedding, or else with the other of plain, cached."""
+    ours = [r for r in runs if not r.summary.expanded]
+    same = tuple(r for r in ours if r.summary.embedding == embedding)
+    return same or tuple(r for r in ours if r.summary.embedding in ("plain", "cached"))
+
+
+def observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float) -> Window:
+    """Return every step but the first of finished runs, as measured before a job begins.
+
+    Args:
+        runs: of the job.
+        cpus: cores that their replicas had.
+        rows_per_sample: distinct rows of a batch over its samples.
+    """
+    steps = [m for run in runs for m in run.metrics[1:] if m.samples_per_sec > 0]
+    if not steps:
+        return NOTHING
+    samples = np.array([m.num_samples for m in steps], np.float64)
+    setting = TrainingSetting(
+        num_replicas=[m.num_replicas for m in steps],
+        replica_cpus=cpus,
+        batch_samples=samples,
+        unique_rows=rows_per_sample * samples,
+    )
+    return observe(NOTHING, setting, samples / [m.samples_per_sec for m in steps], 0.0)
+
+
+def fit_segments(
+    window: Window,
+    builds: Sequence[BuildRecord],
+    cpus: float,
+    prior: Sequence[float],
+    prior_spread: float,
+) -> Fit:
+    """Fit segment jobs, and builds that ran one at a time.
+
+    Args:
+        window: what was measured of the running job.
+        builds: of the job.
+        cpus: cores that the worker had.
+        prior: coefficients before anything was measured.
+        prior_spread: log error of these.
+    """
+    if not builds:
+        return fit_window(window, SegmentSetting, prior, prior_spread)
+    rows = np.array([build.num_samples for build in builds], np.float64)
+    rates = np.array([build.rows_per_sec for build in builds])
+    startups = np.array([build.startup_sec for build in builds])
+    assumed = np.array(prior)
+    workers = np.array([float(build.num_workers) for build in builds])
+    alone = (assumed[1] + assumed[2] / workers) / (assumed[1] + assumed[2])
+    per_row = min(cpus, 1.0) / float(np.median(rates * alone))
+    known = assumed * per_row / (assumed[1] + assumed[2])
+    known[0] = float(np.median(startups))
+    setting = SegmentSetting(rows=rows, workers=workers, worker_cpus=cpus)
+    past = observe(NOTHING, setting, startups + rows / rates, 0.0)
+    return fit_window(over(past, window), SegmentSetting, known.tolist(), prior_spread)
+
+
+def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> TrainingSetting:
+    """Return the settings of full steps of candidates."""
+    facts, train, pool = snapshot.facts, snapshot.job.train, config.training
+    return TrainingSetting(
+        unique_rows=facts.rows_per_step,
+        fetched_rows=fetched_rows(facts),
+        moved_bytes=moved_bytes(facts, train),
+        num_replicas=grid.num_replicas,
+        num_stores=grid.num_stores,
+        replica_cpus=pool.replica.cpus,
+        store_cpus=pool.store.cpus,
+        batch_samples=train.batch_samples,
+    )
+
+
+def segment_setting(
+    models: Models, snapshot: Snapshot, config: ScheduleConfig, grid: Grid
+) -> SegmentSetting:
+    """Return the settings of segment jobs of candidates; workers without a part do not count."""
+    return SegmentSetting(
+        rows=snapshot.facts.num_samples / models.num_segments,
+        workers=np.minimum(grid.workers_per_job, models.num_parts),
+        worker_cpus=config.preprocessing.worker.cpus,
+        segment_jobs=grid.segment_jobs,
+    )

@@ -1,0 +1,323 @@
+"""What is known of a job before it is planned: its file, its data, its history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.model.history import History, history_beside, read_history
+from schemas.cache_plan import required_rows
+from schemas.config.job import Job, load_job
+from schemas.config.train import CacheConfig
+from schemas.dataset import Dataset, Index, Segment, open_dataset
+from schemas.errors import SchemaError, nearest
+from schemas.features import FeatureSet, load_features
+from schemas.oracle import NEVER
+from schemas.paths import schema_path
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """Rows of all tables, or of one.
+
+    Attributes:
+        window_rows: the smallest cache with which the plan works.
+        fetched_rows: that a time to live fetches, summed over steps.
+        touched_rows: (num_steps,) distinct rows up to the end of each step.
+    """
+
+    window_rows: int
+    fetched_rows: int
+    touched_rows: Ints
+
+
+def look_ahead(tables: Iterable[Iterable[NDArray[np.integer]]], cache: CacheConfig) -> Lookahead:
+    """Return what a run needs, over all its tables.
+
+    Args:
+        tables: for each table, for each step the next-use distances of its entries.
+        cache: policy and limits.
+    """
+    return added([_of_table(distances, cache) for distances in tables])
+
+
+def added(parts: Sequence[Lookahead]) -> Lookahead:
+    """Return the sums over tables, of which the shorter ones touch nothing more at their end.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not parts:
+        raise ValueError("lookahead must cover a table, got none; name one")
+    length = max(len(part.touched_rows) for part in parts)
+    touched = [np.pad(p.touched_rows, (0, length - len(p.touched_rows)), "edge") for p in parts]
+    return Lookahead(
+        sum(part.window_rows for part in parts),
+        sum(part.fetched_rows for part in parts),
+        np.sum(touched, axis=0),
+    )
+
+
+def _of_table(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) -> Lookahead:
+    entries: list[int] = []
+    kept = 0
+    returning = np.zeros(1024, np.int64)  # by step, rows that an earlier step used
+
+    def counted() -> Iterator[NDArray[np.integer]]:
+        nonlocal kept, returning
+        for step, found in enumerate(distances):
+            again = np.bincount(found[found != NEVER])
+            entries.append(len(found))
+            kept += int(again[: cache.lookahead + 1].sum())
+            top = step + len(again)
+            if top > len(returning):
+                returning = np.concatenate([returning, np.zeros(top, np.int64)])
+            returning[step:top] += again
+            yield found
+
+    required = required_rows(counted(), cache)
+    first = np.array(entries, np.int64) - returning[: len(entries)]
+    touched = np.cumsum(first) if entries else np.zeros(1, np.int64)
+    return Lookahead(required, sum(entries) - kept, touched)
+
+
+# What is known of a job before it is planned: its file, its data, its history.
+#
+# With a dataset, counts come from its manifests; without one, from the job file and from bounds
+# that no dataset can exceed.
+
+ASSUMED_SAMPLES = 1_000_000
+"""Samples of a job that has neither a dataset nor `data.generate`."""
+ASSUMED_LIST_VALUES = 50
+"""Values of a list whose length nothing tells; `train.model.max_history` has the same default."""
+VALUE_BYTES = 8
+"""Bytes of one value of an Arrow column in a worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """Sizes of the data that the plan depends on."""
+
+    num_samples: int
+    """Samples to prepare."""
+    num_train_samples: int
+    """Samples of one epoch."""
+    table_rows: dict[str, int]
+    """Rows of each table that are touched, or may be."""
+    rows_per_step: float
+    """Distinct rows of a global batch, summed over tables."""
+    lookups_per_sample: float
+    """Rows that one sample looks up; those of a unique tuple are shared where a dataset tells."""
+    row_bytes: float
+    """Bytes of one sample in the memory of a worker, before deduplication."""
+    window_rows: int | None = None
+    """Rows of the smallest cache that the job's plan works with; None without an index of its
+    batch."""
+    fetched_rows_per_step: float | None = None
+    """Rows that a step fetches from the stores through that cache; None without an index."""
+    session_rows: int = 1
+    """At most so many samples has the largest session, which one worker must hold."""
+    part_rows: float | None
+    """Samples of one part of a segment, which one worker writes; None when nothing was built."""
+    num_dense: int
+    """Dense features."""
+    num_sparse: int
+    """Sparse features."""
+    measured: bool
+    """Whether a dataset told these numbers; otherwise they are bounds and assumptions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that `policy.plan` may look at."""
+
+    job: Job
+    """The job file."""
+    facts: DataFacts
+    """Its data."""
+    history: History = field(default_factory=History)
+    """Its measurements."""
+
+
+def take_snapshot(
+    job: Path, dataset: Path | None, history: Path | None, *, allow_outside: bool = False
+) -> Snapshot:
+    """Read everything that is known of a job.
+
+    Args:
+        job: the job file.
+        dataset: that tells sizes of the data; None where there is none yet.
+        history: folder with earlier builds and runs; what lies beside the dataset when None.
+        allow_outside: whether its schema may lie outside the folder of the job file.
+
+    Raises:
+        SchemaError: a file is missing, damaged, or does not belong to the job.
+    """
+    read = load_job(job)
+    if dataset is None:
+        schema = schema_path(job, read.data.schema, allow_outside=allow_outside)
+        facts = facts_of_job(read, load_features(schema))
+    else:
+        opened = open_dataset(dataset)
+        facts = facts_of_dataset(read, opened)
+        if history is None:
+            return Snapshot(job=read, facts=facts, history=history_beside(opened))
+    past = History() if history is None else read_history(history)
+    return Snapshot(job=read, facts=facts, history=past)
+
+
+def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:
+    """Return what the job file alone tells; rows are upper bounds."""
+    generate = job.data.generate
+    num_samples = ASSUMED_SAMPLES if generate is None else generate.num_samples
+    lengths = {f.name: ASSUMED_LIST_VALUES if f.is_list else 1 for f in features.features}
+    lookups = {
+        name: sum(lengths.get(feature, 1) for feature in table.features)
+        for name, table in job.data.tables.items()
+    }
+    batch = job.train.batch_samples
+    return DataFacts(
+        num_samples=num_samples,
+        num_train_samples=num_samples,
+        table_rows={
+            name: min(table.num_rows, num_samples * lookups[name])
+            for name, table in job.data.tables.items()
+        },
+        rows_per_step=sum(
+            min(table.num_rows, batch * lookups[name]) for name, table in job.data.tables.items()
+        ),
+        lookups_per_sample=sum(lookups.values()),
+        row_bytes=VALUE_BYTES * sum(lengths.values()),
+        part_rows=None,
+        num_dense=len(features.with_role("dense")),
+        num_sparse=len(features.with_role("sparse")),
+        measured=False,
+    )
+
+
+def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
+    """Return what the manifests and the oracle tell.
+
+    Raises:
+        SchemaError: the dataset lacks a table of the job, or holds no training sample.
+    """
+    manifests = [segment.manifest for segment in dataset.segments]
+    held = {name for manifest in manifests for name in manifest.tables}
+    for name in job.data.tables:
+        if name not in held:
+            raise SchemaError(
+                f"dataset must hold every table of the job, got none for {name!r}; "
+                f"{nearest(name, held) if held else 'rebuild it'}",
+                file=str(dataset.directory),
+            )
+    num_samples = sum(manifest.num_samples for manifest in manifests)
+    num_train = sum(
+        int(segment.column("num_samples")[segment.positions("train")].sum())
+        for segment in dataset.segments
+    )
+    if num_train == 0:
+        raise SchemaError(
+            "dataset must hold a training sample, got none; check data.split",
+            file=str(dataset.directory),
+        )
+    index = _index(job, dataset)
+    ahead = _ahead(job, index)
+    lookups = sum(
+        manifest.tables[name].num_lookups_dedup
+        for manifest in manifests
+        for name in job.data.tables
+        if name in manifest.tables
+    )
+    table_rows = {name: _touched(job, dataset, index, name) for name in job.data.tables}
+    return DataFacts(
+        num_samples=num_samples,
+        num_train_samples=num_train,
+        table_rows=table_rows,
+        rows_per_step=_rows_per_step(job, index, table_rows, lookups / num_train),
+        lookups_per_sample=lookups / num_train,
+        row_bytes=_row_bytes(dataset, num_samples),
+        part_rows=num_samples / sum(_num_parts(segment) for segment in dataset.segments),
+        window_rows=None if ahead is None else ahead.window_rows,
+        fetched_rows_per_step=None
+        if ahead is None
+        else ahead.fetched_rows / max(1, len(ahead.touched_rows)),
+        session_rows=max(_largest_session(segment) for segment in dataset.segments),
+        num_dense=len(dataset.features.with_role("dense")),
+        num_sparse=len(dataset.features.with_role("sparse")),
+        measured=True,
+    )
+
+
+def _num_parts(segment: Segment) -> int:
+    """Return the parts of a segment that hold a block."""
+    return len(np.unique(segment.column("file")))
+
+
+def _largest_session(segment: Segment) -> int:
+    """Return a bound on the samples of the largest session, exact to two blocks.
+
+    A block in which no session begins lies inside one.
+    """
+    samples, begun = segment.column("num_samples"), segment.column("num_sessions")
+    starts = np.flatnonzero(np.concatenate([[True], begun[1:] > 0]))
+    # A session ends in the block where the next one begins, at the latest.
+    ends = np.minimum(np.append(starts[1:], len(samples) - 1), len(samples) - 1)
+    sums = np.concatenate([[0], np.cumsum(samples)])
+    return int((sums[ends + 1] - sums[starts]).max())
+
+
+def _ahead(job: Job, index: Index | None) -> Lookahead | None:
+    """Return what the oracle tells of the run, when there is an index of the job's batch."""
+    if index is None or index.manifest.batch_samples != job.train.batch_samples:
+        return None
+    return look_ahead(
+        (map(steps.__getitem__, range(len(steps))) for steps in map(index.steps, job.data.tables)),
+        job.train.cache,
+    )
+
+
+def _index(job: Job, dataset: Dataset) -> Index | None:
+    """Return the index of the job's batch, or another one, or none, over all segments."""
+    ids = tuple(segment.manifest.id for segment in dataset.segments)
+    whole = [index for index in dataset.indexes if index.manifest.segments == ids]
+    same = [i for i in whole if i.manifest.batch_samples == job.train.batch_samples]
+    return (same or whole or [None])[0]
+
+
+def _touched(job: Job, dataset: Dataset, index: Index | None, table: str) -> int:
+    """Return the distinct rows of a table; exact with an index, else at most that."""
+    if index is not None and table in index.manifest.num_rows:
+        return index.manifest.num_rows[table]
+    counts = [s.manifest.tables[table] for s in dataset.segments if table in s.manifest.tables]
+    return min(job.data.tables[table].num_rows, sum(c.num_unique_rows for c in counts))
+
+
+def _rows_per_step(
+    job: Job, index: Index | None, table_rows: dict[str, int], lookups_per_sample: float
+) -> float:
+    """Return the distinct rows of a batch; scaled from the index's batch, at most in proportion."""
+    batch = job.train.batch_samples
+    if index is None or index.manifest.num_steps == 0:
+        return min(float(sum(table_rows.values())), lookups_per_sample * batch)
+    per_step = sum(index.manifest.num_accesses.values()) / index.manifest.num_steps
+    return per_step * max(1.0, batch / index.manifest.batch_samples)
+
+
+def _row_bytes(dataset: Dataset, num_samples: int) -> float:
+    """Return the bytes of one sample's values; lists of dedup groups count as they were."""
+    grouped = dataset.job.data.group_of_column
+    scalars = [f for f in dataset.features.features if not f.is_list]
+    loose = [f for f in dataset.features.features if f.is_list and f.name not in grouped]
+    values = sum(
+        group.num_values
+        for segment in dataset.segments
+        for group in segment.manifest.groups.values()
+    )
+    per_sample = values / max(num_samples, 1) + len(scalars) + ASSUMED_LIST_VALUES * len(loose)
+    return VALUE_BYTES * per_sample

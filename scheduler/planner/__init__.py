@@ -1,0 +1,1 @@
+"""Plans: candidates, policy, reasons, shares."""

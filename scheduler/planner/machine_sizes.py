@@ -1,0 +1,251 @@
+"""Defaults of budget and process sizes, from the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from scheduler.model.grid import MIB, mib
+from scheduler.model.memory import trainer_memory, worker_bytes
+from scheduler.model.predict import Models, fit_models
+from scheduler.model.snapshot import Snapshot
+from scheduler.planner.candidates import candidates
+from scheduler.planner.policy import SEED
+from schemas.config.schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig, ScheduleConfig
+from schemas.errors import PlanError
+
+# What a job file leaves to the machine: the budget, and processes that fit into it.
+#
+# A budget that the file does not name is all of this machine. On it, processes that are declared
+# larger than it allows share its cores, and get the memory that their data need where fewer of
+# them can run; on a cluster sizes are limits of Pods, and stay as they are declared.
+
+GIB = 1 << 30
+CLUSTER_CPUS, CLUSTER_MEMORY = 16.0, 64 * GIB
+"""Budget of a job that runs in Pods and names none: no machine says what it may have."""
+FEWEST_CPUS = 0.01
+"""Cores of a process at least, however many share a machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSizes:
+    """Numbers of a schedule that were settled where the scheduler runs, as its log keeps them."""
+
+    budget_cpus: float
+    """Cores of all pools together."""
+    budget_memory: int
+    """Bytes of all pools together."""
+    worker_cpus: float
+    """Cores of a pipeline worker."""
+    worker_memory: int
+    """Bytes of a pipeline worker."""
+    replica_cpus: float
+    """Cores of a replica."""
+    replica_memory: int
+    """Bytes of a replica."""
+    store_cpus: float
+    """Cores of a store."""
+
+    @classmethod
+    def of(cls, config: ScheduleConfig) -> MachineSizes:
+        """Return the numbers of a schedule."""
+        return cls(
+            budget_cpus=config.budget.cpus,
+            budget_memory=config.budget.memory,
+            worker_cpus=config.preprocessing.worker.cpus,
+            worker_memory=config.preprocessing.worker.memory,
+            replica_cpus=config.training.replica.cpus,
+            replica_memory=config.training.replica.memory,
+            store_cpus=config.training.store.cpus,
+        )
+
+    def applied_to(self, config: ScheduleConfig) -> ScheduleConfig:
+        """Return a schedule with these numbers."""
+        first, second = config.preprocessing, config.training
+        worker = replace(first.worker, cpus=self.worker_cpus, memory=self.worker_memory)
+        replica = replace(second.replica, cpus=self.replica_cpus, memory=self.replica_memory)
+        return replace(
+            config,
+            budget=replace(config.budget, cpus=self.budget_cpus, memory=self.budget_memory),
+            preprocessing=replace(first, worker=worker),
+            training=replace(
+                second, replica=replica, store=replace(second.store, cpus=self.store_cpus)
+            ),
+        )
+
+
+def machine_budget(root: Path = Path("/"), cores: int | None = None) -> BudgetConfig:
+    """Return what this machine has, and what its control groups leave of it.
+
+    Args:
+        root: where /proc and /sys are found.
+        cores: that this process may use; its affinity mask when None.
+    """
+    meminfo = (root / "proc/meminfo").read_text(encoding="utf-8")
+    total = next(line for line in meminfo.splitlines() if line.startswith("MemTotal:"))
+    memory = int(total.split()[1]) << 10
+    cpus = float(len(os.sched_getaffinity(0)) if cores is None else cores)
+    for group in _own_groups(root):
+        cpus = min(cpus, _quota(group))
+        memory = min(memory, _memory_limit(group))
+    return BudgetConfig(cpus=cpus, memory=memory)
+
+
+def _own_groups(root: Path) -> Iterator[Path]:
+    """Yield the directories of this process's control groups, and all above them."""
+    groups = root / "proc/self/cgroup"
+    text = groups.read_text(encoding="utf-8") if groups.is_file() else ""
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = [controllers, *controllers.split(",")] if controllers else ["", "unified"]
+        for top in {root / "sys/fs/cgroup" / name for name in names}:
+            own = top / path.lstrip("/")
+            # A container may see its own group as the root, whatever its path is called.
+            yield from (place for place in (own, *own.parents) if place.is_relative_to(top))
+
+
+def _quota(group: Path) -> float:
+    """Return the cores that a control group may use, inf where nothing bounds them."""
+    words = _words(group / "cpu.max")
+    words = words or [*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")]
+    if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
+        return int(words[0]) / int(words[1])
+    return math.inf  # `max`, -1, or no such file
+
+
+def _memory_limit(group: Path) -> int:
+    """Return the bytes that a control group may use, a large number where nothing bounds them."""
+    words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+    return int(words[0]) if words and words[0].isdigit() and int(words[0]) else UNNAMED_MEMORY
+
+
+def _words(path: Path) -> list[str]:
+    """Return the words of a file, none where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8").split()
+    except OSError:
+        return []
+
+
+def named_or(budget: BudgetConfig, machine: BudgetConfig) -> BudgetConfig:
+    """Return a budget with the cores and the memory of a machine, where it names none."""
+    cpus = machine.cpus if budget.cpus == UNNAMED_CPUS else budget.cpus
+    memory = machine.memory if budget.memory == UNNAMED_MEMORY else budget.memory
+    return replace(budget, cpus=cpus, memory=memory)
+
+
+def on_cluster(config: ScheduleConfig) -> ScheduleConfig:
+    """Return a schedule with the budget that it has in Pods, where it names none."""
+    default = BudgetConfig(cpus=CLUSTER_CPUS, memory=CLUSTER_MEMORY)
+    return replace(config, budget=named_or(config.budget, default))
+
+
+def on_machine(
+    snapshot: Snapshot,
+    budget: BudgetConfig,
+    *,
+    shares_cores: bool,
+    num_segments: int | None = None,
+) -> tuple[ScheduleConfig, tuple[str, ...]]:
+    """Return a schedule that fits a budget, and a line for each size that was changed for it.
+
+    Nothing is changed where the declared sizes fit. Where nothing does, planning says what would.
+
+    Args:
+        snapshot: the job, and what is known of it.
+        budget: cores and memory that it may have.
+        shares_cores: whether its processes may share these, as a machine has no more.
+        num_segments: segments of the input, where they are known.
+    """
+    declared = snapshot.job.schedule
+    own = replace(declared.budget, cpus=budget.cpus, memory=budget.memory)
+    config = replace(declared, budget=own)
+    models = fit_models(snapshot, config)
+    if num_segments is not None:
+        models = replace(models, num_segments=num_segments)
+    if _fits(snapshot, config, models):
+        return config, ()
+    if shares_cores:
+        config = _with_shared_cores(config)
+    config = _with_needed_memory(snapshot, config, models)
+    return config, tuple(_changes(declared, config))
+
+
+def _fits(snapshot: Snapshot, config: ScheduleConfig, models: Models) -> bool:
+    try:
+        candidates(snapshot, config, models, np.random.default_rng(SEED))
+    except PlanError:
+        return False
+    return True
+
+
+def _with_shared_cores(config: ScheduleConfig) -> ScheduleConfig:
+    """Let the smallest pools share the cores, where they are declared with more."""
+    first, second = config.preprocessing, config.training
+    least = first.min_workers * first.worker.cpus + second.min_replicas * second.replica.cpus
+    if least <= config.budget.cpus:
+        return config
+    worker, replica, store = (
+        replace(p, cpus=max(FEWEST_CPUS, p.cpus * config.budget.cpus / least))
+        for p in (first.worker, second.replica, second.store)
+    )
+    return replace(
+        config,
+        preprocessing=replace(first, worker=worker),
+        training=replace(second, replica=replica, store=store),
+    )
+
+
+def _with_needed_memory(
+    snapshot: Snapshot, config: ScheduleConfig, models: Models
+) -> ScheduleConfig:
+    """Give workers and replicas the memory that they need, as many workers as the cores allow.
+
+    At least what is declared, where the budget has it; else fewer workers, then only what is
+    needed. Where even that is too much, the smallest sizes, for planning to name.
+    """
+    facts, train = snapshot.facts, snapshot.job.train
+    first, second, budget = config.preprocessing, config.training, config.budget
+    count, rows = second.min_replicas, facts.num_samples / models.num_segments
+    needed = trainer_memory(facts, train, count, 0, models.base_bytes).total_bytes
+    if count * needed + first.min_workers * MIB > budget.memory:
+        needed = 0  # the rows lie in stores, or nowhere
+    cpus = budget.cpus - count * second.replica.cpus
+    most = min(first.max_workers, max(first.min_workers, int(cpus / first.worker.cpus + 1e-9)))
+    replica = worker = 0
+    for least, workers in product((1, 0), range(most, max(1, first.min_workers) - 1, -1)):
+        lower = second.replica.memory if least or not needed else 0
+        replica = max(lower, -(-needed // MIB) * MIB)
+        worker = -(-worker_bytes(facts, rows, workers) // MIB) * MIB
+        worker = max(first.worker.memory if least else 0, worker)
+        if workers * worker + count * replica <= budget.memory:
+            break
+    return replace(
+        config,
+        preprocessing=replace(first, worker=replace(first.worker, memory=worker)),
+        training=replace(second, replica=replace(second.replica, memory=replica)),
+    )
+
+
+def _changes(declared: ScheduleConfig, config: ScheduleConfig) -> Iterator[str]:
+    """Yield a line for each process that has other sizes than declared."""
+    for key, before, after in (
+        ("preprocessing.worker", declared.preprocessing.worker, config.preprocessing.worker),
+        ("training.replica", declared.training.replica, config.training.replica),
+    ):
+        if after.cpus != before.cpus:
+            yield (
+                f"{key} has {after.cpus:.3g} instead of {before.cpus:g} cores: this machine has "
+                f"{config.budget.cpus:g} for both pools"
+            )
+        if after.memory != before.memory:
+            yield (
+                f"{key} has {mib(after.memory)} instead of {mib(before.memory)}: this is what the "
+                "data need here"
+            )

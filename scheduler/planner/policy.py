@@ -1,0 +1,239 @@
+"""Choose the sizes of both pools among all candidates, on one snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import numpy as np
+
+from scheduler.model.fit import Prediction, predict_seconds
+from scheduler.model.grid import Grid, Ints, preprocessing_resources, training_resources
+from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
+from scheduler.model.snapshot import Snapshot
+from scheduler.model.terms import Floats
+from scheduler.planner.candidates import Predictions, candidates, predict
+from schemas.config.schedule import BudgetConfig, ScheduleConfig
+from schemas.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Sizes of both pools, what they are given, and what they are predicted to do."""
+
+    segment_jobs: int
+    """Segment jobs at once."""
+    workers_per_job: int
+    """Pipeline workers of each."""
+    num_replicas: int
+    """Trainer replicas."""
+    num_stores: int
+    """Embedding stores."""
+    preprocessing_cpus: float
+    """Cores of all workers."""
+    preprocessing_memory_bytes: int
+    """Memory given to all workers."""
+    training_cpus: float
+    """Cores of all replicas and stores."""
+    training_memory_bytes: int
+    """Memory given to all replicas and stores."""
+    rows_per_sec: float
+    """Samples prepared per second, start-up of the jobs included."""
+    samples_per_sec: float
+    """Samples trained per second while there are segments."""
+    waiting_sec: float
+    """Seconds after the first segment in which training has nothing to do."""
+    predicted_sec: float
+    """Seconds from start to trained model."""
+    cost: float
+    """Price of both pools, each while it is held."""
+    cost_per_hour: float
+    """Price of both pools for one hour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDecision:
+    """What was chosen and what came next."""
+
+    chosen: Candidate
+    """The plan."""
+    other_training: Candidate | None
+    """Best plan with another training pool, None when there is no other."""
+    other_preprocessing: Candidate | None
+    """Best plan with the same training pool and another preprocessing pool."""
+    thrifty: Candidate | None = None
+    """What time x cost would choose, None where that is chosen or a deadline decides."""
+    num_candidates: int
+    """Plans that were compared."""
+    models: Models
+    """What predicted all this."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "store"), counted(0, "store"), counted(1200, "plan")
+        ('1 store', '0 stores', '1,200 plans')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def preprocessing_words(candidate: Candidate) -> str:
+    """Return the size of the preprocessing pool."""
+    jobs = counted(candidate.segment_jobs, "segment job")
+    return f"{jobs} x {counted(candidate.workers_per_job, 'worker')}"
+
+
+def training_words(candidate: Candidate) -> str:
+    """Return the size of the training pool."""
+    stores = counted(candidate.num_stores, "store")
+    return f"{counted(candidate.num_replicas, 'replica')} and {stores}"
+
+
+# Choose the sizes of both pools among all candidates, on one snapshot.
+#
+# With a deadline, the cheapest plan that meets it. Without one, the plan with the smallest
+# time^haste x cost: `haste` per cent more cost are paid where they save at least one per cent of
+# time. At haste 1, for one pool, that is the knee where efficiency per execution time is largest
+# (Eager, Zahorjan and Lazowska 1989, Speedup versus efficiency in parallel systems). Cost counts
+# a pool while it is held, and training is held while it waits for segments, so a plan in which
+# one pool waits for the other loses.
+
+SEED = 0
+"""Of the search among more candidates than can be enumerated."""
+TOLERANCE = 0.01
+"""Relative difference below which two plans are equally good: no prediction is better than that."""
+HASTE = 8.0
+"""What `budget.haste` is where nobody says: cores that stand idle help nobody. Measured with
+`benchmarks.policies` (`presage-live`, philly, 2026-11-22): 8 takes 17 % off the mean completion
+time of 1 where requests fill 0.3 of the cluster (200 jobs, seeds 0 to 3), 13 % at 0.8 (300 jobs,
+seeds 0 to 5; 2, 4 and 16 take 6, 13 and 16 %), and adds 4 % at 1.5. alibaba, 0.8: 1 % off."""
+
+
+def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
+    """Return the best plan of all that limits and budget allow.
+
+    Raises:
+        PlanError: nothing fits, or nothing is fast enough; the message names what would work.
+    """
+    models = fit_models(snapshot, config)
+    grid = candidates(snapshot, config, models, np.random.default_rng(SEED))
+    found = predict(grid, snapshot, config, models)
+    order = preference(grid, found, config)
+    best = int(order[0])
+    _check_deadline(found, best, config)
+    same = (grid.num_replicas[order] == grid.num_replicas[best]) & (
+        grid.num_stores[order] == grid.num_stores[best]
+    )
+    return PlanDecision(
+        chosen=candidate(grid, found, config, best),
+        other_training=_first(order[~same], grid, found, config),
+        other_preprocessing=_first(order[same][1:], grid, found, config),
+        thrifty=_thrifty(best, grid, found, config),
+        num_candidates=len(grid),
+        models=models,
+    )
+
+
+def chosen_predictions(
+    snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
+) -> tuple[Prediction, Prediction]:
+    """Return what is predicted of a chosen plan's steps and segment jobs, with intervals."""
+    models, chosen = decision.models, decision.chosen
+    sizes = (chosen.segment_jobs, chosen.workers_per_job, chosen.num_replicas, chosen.num_stores)
+    grid = Grid(*(np.array([size]) for size in sizes))
+    return (
+        predict_seconds(models.training, training_setting(snapshot, config, grid)),
+        predict_seconds(models.segments, segment_setting(models, snapshot, config, grid)),
+    )
+
+
+def preference(grid: Grid, found: Predictions, config: ScheduleConfig) -> Ints:
+    """Return the candidates from best to worst, (n,) indices; ties go to the smaller pools."""
+    wanted = objective(found, config)
+    late = np.zeros(len(grid))
+    if config.deadline is not None:
+        late = np.maximum(found.predicted_sec - config.deadline.total_seconds(), 0.0)
+    in_time = wanted[late == 0.0]
+    equal = wanted <= (1.0 + TOLERANCE) * in_time.min(initial=np.inf)
+    hourly = np.where(equal, found.cost_per_hour, 0.0)
+    sizes = [grid.num_workers, grid.num_replicas, grid.num_stores, grid.segment_jobs]
+    keys = [late, ~equal, hourly, wanted, found.predicted_sec, *sizes]
+    return np.lexsort(keys[::-1])
+
+
+def objective(found: Predictions, config: ScheduleConfig) -> Floats:
+    """Return what is to be small: the cost with a deadline, both weighed by haste without."""
+    if config.deadline is not None:
+        return found.cost
+    return weigh(found.predicted_sec, found.cost, haste_of(config.budget))
+
+
+def haste_of(budget: BudgetConfig) -> float:
+    """Return how many per cent of cost one per cent of time is worth."""
+    return HASTE if budget.haste is None else budget.haste
+
+
+@overload
+def weigh(seconds: float, cost: float, haste: float) -> float: ...
+@overload
+def weigh(seconds: Floats, cost: Floats, haste: float) -> Floats: ...
+def weigh(seconds: Any, cost: Any, haste: float) -> Any:
+    """Return what is small where time^haste x cost is: time x cost as a mean that haste weighs.
+
+    The power keeps a share of it meaning the same, whatever the haste: where time and cost
+    both shrink by 1 %, so does time x cost, by 2.
+
+    Example:
+        >>> weigh(3.0, 2.0, haste=1.0), weigh(3.0, 2.0, haste=0.0)
+        (6.0, 4.0)
+    """
+    each = 2.0 / (1.0 + haste)
+    return seconds ** (haste * each) * cost**each
+
+
+def candidate(grid: Grid, found: Predictions, config: ScheduleConfig, index: int) -> Candidate:
+    """Return one candidate as plain numbers."""
+    preprocessing = preprocessing_resources(grid, config)
+    training = training_resources(grid, config)
+    return Candidate(
+        segment_jobs=int(grid.segment_jobs[index]),
+        workers_per_job=int(grid.workers_per_job[index]),
+        num_replicas=int(grid.num_replicas[index]),
+        num_stores=int(grid.num_stores[index]),
+        preprocessing_cpus=float(preprocessing.cpus[index]),
+        preprocessing_memory_bytes=int(preprocessing.memory_bytes[index]),
+        training_cpus=float(training.cpus[index]),
+        training_memory_bytes=int(training.memory_bytes[index]),
+        rows_per_sec=float(found.rows_per_sec[index]),
+        samples_per_sec=float(found.samples_per_sec[index]),
+        waiting_sec=float(found.waiting_sec[index]),
+        predicted_sec=float(found.predicted_sec[index]),
+        cost=float(found.cost[index]),
+        cost_per_hour=float(found.cost_per_hour[index]),
+    )
+
+
+def _first(order: Ints, grid: Grid, found: Predictions, config: ScheduleConfig) -> Candidate | None:
+    return candidate(grid, found, config, int(order[0])) if len(order) else None
+
+
+def _thrifty(best: int, grid: Grid, found: Predictions, config: ScheduleConfig) -> Candidate | None:
+    """Return what time x cost would choose, None where that is chosen or a deadline decides."""
+    if config.deadline is not None or haste_of(config.budget) == 1.0:
+        return None
+    even = replace(config, budget=replace(config.budget, haste=1.0))
+    other = int(preference(grid, found, even)[0])
+    return None if other == best else candidate(grid, found, config, other)
+
+
+def _check_deadline(found: Predictions, best: int, config: ScheduleConfig) -> None:
+    if config.deadline is None:
+        return
+    wanted, fastest = config.deadline.total_seconds(), float(found.predicted_sec[best])
+    if fastest > wanted:
+        raise PlanError(
+            f"deadline must be reachable within the budget, got deadline={wanted:g}s; "
+            f"use at least {int(np.ceil(fastest))}s, or a larger budget"
+        )

@@ -1,0 +1,328 @@
+"""Why a plan was chosen, for people and for scripts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from scheduler.model.fit import Prediction
+from scheduler.model.grid import SEGMENT_BATCHES, mib
+from scheduler.model.memory import (
+    store_bytes,
+    stores_needed,
+    tables_bytes,
+    trainer_memory,
+    worker_bytes,
+)
+from scheduler.model.snapshot import Snapshot
+from scheduler.planner.policy import (
+    TOLERANCE,
+    Candidate,
+    PlanDecision,
+    chosen_predictions,
+    counted,
+    haste_of,
+    preprocessing_words,
+    training_words,
+    weigh,
+)
+from schemas.config.schedule import ScheduleConfig
+
+NAMED = 3
+"""Past jobs that are named."""
+
+
+def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
+    """Return one line per choice and one on what the prediction rests on."""
+    return [
+        preprocessing_reason(config, decision),
+        training_reason(config, decision),
+        balance_reason(snapshot, decision),
+        tables_reason(snapshot, config, decision),
+        rule_reason(config, decision),
+        trust_reason(snapshot, config, decision),
+    ]
+
+
+def confident(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> bool:
+    """Tell whether both pools were measured near the chosen sizes."""
+    return not doubts(snapshot, config, decision)
+
+
+def doubts(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
+    """Return what the prediction rests on without a measurement, empty when nothing."""
+    fit, chosen = decision.models.training, decision.chosen
+    steps, segments = chosen_predictions(snapshot, config, decision)
+    found: list[str] = []
+    if not snapshot.facts.measured:
+        found.append("sizes of the data come from the job file, not from a dataset")
+    if not snapshot.history.builds:
+        found.append("no build was measured")
+    elif not segments.confident[0]:
+        found.append(f"segment times may be {_interval(segments)} of the predicted ones")
+    if not fit.num_cells:
+        names = dict.fromkeys(name for name, _ in decision.models.neighbours)
+        like = ", ".join(list(names)[:NAMED])
+        found.append(f"no run was measured{like and f', it is taken to be like {like}'}")
+    elif not steps.confident[0]:
+        found.append(f"step times may be {_interval(steps)} of the predicted ones")
+    if chosen.num_stores:
+        found.append("transfers from stores were not measured")
+    return found
+
+
+def _interval(found: Prediction) -> str:
+    """Return the ends of an interval relative to the prediction."""
+    low, high = found.low[0] / found.seconds[0], found.high[0] / found.seconds[0]
+    return f"{low:.0%} to {high:.0%}"
+
+
+def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say why the preprocessing pool has its size."""
+    chosen, other = decision.chosen, decision.other_preprocessing
+    segments = counted(decision.models.num_segments, "segment")
+    text = (
+        f"preprocessing: {preprocessing_words(chosen)} make {chosen.rows_per_sec:,.0f} rows/s; "
+        f"the data gives {segments}, as each needs {SEGMENT_BATCHES} batches"
+        f"{_parts(decision.models.num_parts)}"
+    )
+    if other is None:
+        return f"{text}; the limits and the budget allow no other size"
+    return f"{text}; runner-up {preprocessing_words(other)}: {_why_not(chosen, other, config)}"
+
+
+def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say why the training pool has its size."""
+    chosen, other = decision.chosen, decision.other_training
+    text = f"training: {training_words(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
+    if other is None:
+        return f"{text}; the limits and the budget allow no other size"
+    return f"{text}; runner-up {training_words(other)}: {_why_not(chosen, other, config)}"
+
+
+def balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
+    """Say how the two pools keep step."""
+    chosen = decision.chosen
+    if decision.models.num_segments == 1:
+        return (
+            "balance: one segment is built, then trained, so the pools take turns; "
+            "only more data gives training something to follow"
+        )
+    share = snapshot.facts.num_train_samples / snapshot.facts.num_samples
+    return (
+        f"balance: {share * chosen.rows_per_sec:,.0f} training samples/s are made and "
+        f"{chosen.samples_per_sec:,.0f} can be trained; training waits "
+        f"{chosen.waiting_sec:,.0f} s of {chosen.predicted_sec:,.0f} s"
+    )
+
+
+def tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say where the tables lie and why."""
+    facts, train, chosen = snapshot.facts, snapshot.job.train, decision.chosen
+    base = decision.models.base_bytes
+    alone = trainer_memory(facts, train, 1, 0, base).total_bytes
+    limit = config.training.replica.memory
+    rows = sum(facts.table_rows.values())
+    kind = "touched" if facts.measured else "possible"
+    text = f"memory: {rows:,} {kind} rows take {mib(tables_bytes(facts, train))}"
+    if chosen.num_stores == 0:
+        return f"{text}; a replica with them needs {mib(alone)} of its {mib(limit)}, so no store"
+    least = stores_needed(facts, train, config.training.store.memory)
+    held = store_bytes(facts, train, chosen.num_stores)
+    return (
+        f"{text}; one replica would need {mib(alone)} and has {mib(limit)}, "
+        f"so {counted(chosen.num_stores, 'store')} with "
+        f"{mib(held)} of {mib(config.training.store.memory)} each hold them; "
+        f"{least} would be enough"
+    )
+
+
+def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say by which rule plans were compared, and what the chosen one takes of the budget."""
+    chosen, budget = decision.chosen, config.budget
+    cpus = chosen.preprocessing_cpus + chosen.training_cpus
+    memory = chosen.preprocessing_memory_bytes + chosen.training_memory_bytes
+    rule = _haste_rule(haste_of(config.budget), decision)
+    if config.deadline is not None:
+        spare = config.deadline.total_seconds() - chosen.predicted_sec
+        rule = f"the lowest cost that meets the deadline, with {spare:,.0f} s to spare"
+    return (
+        f"rule: {rule}; within {TOLERANCE:.0%} the lowest price an hour; both pools at once take "
+        f"{cpus:g} of {budget.cpus:g} cores and {mib(memory)} of {mib(budget.memory)}"
+    )
+
+
+def _haste_rule(haste: float, decision: PlanDecision) -> str:
+    """Say how time and cost were weighed, and what weighing them alike would have come to."""
+    chosen, thrifty = decision.chosen, decision.thrifty
+    if haste == 1.0:
+        return "the smallest time x cost, as no deadline is set"
+    rule = (
+        f"the smallest time^{haste:g} x cost, as no deadline is set: 1 % of time is worth "
+        f"{haste:g} % of cost"
+    )
+    if thrifty is None:
+        return f"{rule}; the smallest time x cost would be the same plan"
+    sec = _percent(thrifty.predicted_sec, chosen.predicted_sec, "more time", "less time")
+    cost = _percent(thrifty.cost, chosen.cost, "more cost", "less cost")
+    return (
+        f"{rule}; the smallest time x cost would be {preprocessing_words(thrifty)}, "
+        f"{training_words(thrifty)}: {sec} and {cost}"
+    )
+
+
+def trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
+    """Say what the prediction rests on."""
+    found = doubts(snapshot, config, decision)
+    fit, builds = decision.models.training, snapshot.history.builds
+    compared = f"{counted(decision.num_candidates, 'plan')} compared"
+    if found:
+        return f"low confidence: {'; '.join(found)}; {compared}"
+    return (
+        f"confident: {counted(len(builds), 'build')} and {counted(fit.num_measurements, 'step')} "
+        f"were measured, the fit is {fit.error:.0%} off on average; {compared}"
+    )
+
+
+def _parts(num_parts: float) -> str:
+    if num_parts == math.inf:
+        return ""
+    return f", and {counted(int(num_parts), 'part')} in each, for one worker a part"
+
+
+def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str:
+    """Say by how much another plan lost, in the terms of the rule that was used."""
+    sec = _percent(other.predicted_sec, chosen.predicted_sec, "more time", "less time")
+    cost = _percent(other.cost, chosen.cost, "more cost", "less cost")
+    if config.deadline is not None:
+        wanted = config.deadline.total_seconds()
+        if other.predicted_sec > wanted:
+            return f"{other.predicted_sec:,.0f} s misses the deadline of {wanted:,.0f} s"
+        ratio = other.cost / chosen.cost if chosen.cost else 1.0
+        text = f"also meets the deadline of {wanted:,.0f} s, {sec} and {cost}"
+    else:
+        haste = haste_of(config.budget)
+        product, base = (weigh(one.predicted_sec, one.cost, haste) for one in (other, chosen))
+        ratio = product / base if base else 1.0
+        worse = _percent(product, base, "more time x cost", "less time x cost")
+        weighed = "" if haste == 1.0 else f" where time counts {haste:g} times"
+        text = f"{sec} and {cost}, {worse}{weighed}"
+    if ratio > 1.0 + TOLERANCE or other.cost_per_hour <= chosen.cost_per_hour:
+        return text
+    hourly = _percent(other.cost_per_hour, chosen.cost_per_hour, "more", "less")
+    return f"{text}, as good within {TOLERANCE:.0%} but {hourly} an hour"
+
+
+def _percent(value: float, base: float, more: str, less: str) -> str:
+    """Return by how many percent a value differs.
+
+    Example:
+        >>> _percent(110.0, 100.0, "more time", "less time"), _percent(1.0, 1.0, "more x", "less x")
+        ('10.0 % more time', 'equal x')
+    """
+    if value == base:
+        return f"equal {more.partition(' ')[2]}"
+    if base == 0.0:
+        return more
+    change = value / base - 1.0
+    return f"{abs(change) * 100:.1f} % {more if change > 0 else less}"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """Predicted peak of one process of each kind, in bytes; 0 for a kind that is not used."""
+
+    worker_bytes: int
+    replica_bytes: int
+    store_bytes: int
+
+
+def predicted_memory(snapshot: Snapshot, decision: PlanDecision) -> ProcessMemory:
+    """Return the predicted peak of one process of each kind."""
+    facts, train, chosen = snapshot.facts, snapshot.job.train, decision.chosen
+    rows = facts.num_samples / decision.models.num_segments
+    replica = trainer_memory(
+        facts, train, chosen.num_replicas, chosen.num_stores, decision.models.base_bytes
+    )
+    stores = chosen.num_stores
+    return ProcessMemory(
+        worker_bytes(facts, rows, chosen.workers_per_job),
+        replica.total_bytes,
+        store_bytes(facts, train, stores) if stores else 0,
+    )
+
+
+def as_json(
+    snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
+) -> dict[str, object]:
+    """Return what `plan --json` prints."""
+    chosen = decision.chosen
+    memory = predicted_memory(snapshot, decision)
+    return {
+        "preprocessing": {
+            "segment_jobs": chosen.segment_jobs,
+            "workers_per_job": chosen.workers_per_job,
+            "cpus": chosen.preprocessing_cpus,
+            "memory_bytes": chosen.preprocessing_memory_bytes,
+            "predicted_worker_bytes": memory.worker_bytes,
+            "rows_per_sec": chosen.rows_per_sec,
+        },
+        "training": {
+            "num_replicas": chosen.num_replicas,
+            "num_stores": chosen.num_stores,
+            "cpus": chosen.training_cpus,
+            "memory_bytes": chosen.training_memory_bytes,
+            "predicted_replica_bytes": memory.replica_bytes,
+            "predicted_store_bytes": memory.store_bytes,
+            "samples_per_sec": chosen.samples_per_sec,
+        },
+        "predicted_sec": chosen.predicted_sec,
+        "cost": chosen.cost,
+        "cost_per_hour": chosen.cost_per_hour,
+        "confident": confident(snapshot, config, decision),
+        "reasons": reasons(snapshot, config, decision),
+    }
+
+
+def summary(decision: PlanDecision) -> str:
+    """Return the plan in one line."""
+    c = decision.chosen
+    return (
+        f"{preprocessing_words(c)}, {training_words(c)}: "
+        f"{c.predicted_sec:,.0f} s, cost {c.cost:.4g}"
+    )
+
+
+def explain(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> RenderableType:
+    """Return the plan as a table of pools and a list of reasons."""
+    chosen, memory = decision.chosen, predicted_memory(snapshot, decision)
+    table = Table(title=snapshot.job.name, title_justify="left")
+    for column in ("", "preprocessing", "training"):
+        table.add_column(column)
+    stores = f", store {mib(memory.store_bytes)}" if chosen.num_stores else ""
+    for row in (
+        (
+            "processes",
+            preprocessing_words(chosen),
+            training_words(chosen),
+        ),
+        ("cores", f"{chosen.preprocessing_cpus:g}", f"{chosen.training_cpus:g}"),
+        ("memory", mib(chosen.preprocessing_memory_bytes), mib(chosen.training_memory_bytes)),
+        (
+            "predicted",
+            f"worker {mib(memory.worker_bytes)}",
+            f"replica {mib(memory.replica_bytes)}{stores}",
+        ),
+        ("speed", f"{chosen.rows_per_sec:,.0f} rows/s", f"{chosen.samples_per_sec:,.0f} samples/s"),
+    ):
+        table.add_row(*row)
+    prices = Text(
+        f"{chosen.predicted_sec:,.0f} s from start to trained model, cost {chosen.cost:.4g} "
+        f"({chosen.cost_per_hour:.4g} an hour while both pools are held)"
+    )
+    lines = [Text(f"- {reason}") for reason in reasons(snapshot, config, decision)]
+    return Group(table, prices, *lines)

@@ -1,0 +1,506 @@
+"""Arrow columns as flat arrays, jagged tensors and their deduplication (IKJT), stable hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from schemas.errors import SchemaError
+from schemas.hashing import splitmix64
+
+# Jagged tensors and their exact deduplication (IKJT).
+#
+# A jagged tensor is a ragged table, one row per sample, kept as two flat arrays:
+#
+#     row 0 | 7 3        values  = [7 3 5 7 3]
+#     row 1 | 5          offsets = [0 2 3 3 5]
+#     row 2 |            lengths = [2 1 0 2]
+#     row 3 | 7 3
+#
+#     unique, inverse_indices = dedup(x)
+#
+#     unique 0 | 7 3     inverse_indices = [0 1 2 0]
+#     unique 1 | 5       values  = [7 3 5]
+#     unique 2 |         offsets = [0 2 3 3]
+#
+# Names are TorchRec's. Source: RecD (MLSys 2023), the section on inverse keyed jagged tensors.
+
+Array = NDArray[Any]
+
+_TABLE_POSITIONS = 64
+"""Bytes at the start of a text whose mixed values are looked up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jagged:
+    """Rows of any length in two flat arrays.
+
+    Attributes:
+        values: (num_values,), any fixed-width type.
+        offsets: (num_rows + 1,) int64, from 0 to num_values.
+    """
+
+    values: Array
+    offsets: NDArray[np.int64]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Length of each row, (num_rows,) int64."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: NDArray[np.integer]) -> Jagged:
+        """Return the named rows, in that order.
+
+        Args:
+            rows: (n,) integers in [0, num_rows).
+        """
+        lengths = self.lengths[rows]
+        offsets = offsets_of(lengths)
+        return Jagged(self.values[ranges(self.offsets[:-1][rows], lengths)], offsets)
+
+
+Column = Array | Jagged
+"""One feature of many samples: scalar or list. NaNs are told apart by their bits."""
+
+
+def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return (n + 1,) offsets of (n,) lengths."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the indices start, start + 1, ... of each range, concatenated.
+
+    Example:
+        >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
+        [5, 6, 0, 1, 2]
+    """
+    offsets = offsets_of(lengths)
+    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+
+
+def concat(parts: Sequence[Jagged]) -> Jagged:
+    """Return the rows of all parts, in order.
+
+    Args:
+        parts: at least one.
+    """
+    lengths = np.concatenate([part.lengths for part in parts])
+    return Jagged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
+
+
+def dedup(x: Jagged) -> tuple[Jagged, NDArray[np.int32]]:
+    """Keep each distinct row once, in order of first appearance.
+
+    Returns:
+        unique: num_unique_rows rows.
+        inverse_indices: (num_rows,) int32, the row of `unique` that equals each row of `x`.
+
+    Source: RecD, the section on inverse keyed jagged tensors.
+    """
+    first, inverse_indices = unique_tuples([x])
+    return x.take(first), inverse_indices
+
+
+def expand(unique: Jagged, inverse_indices: NDArray[np.integer]) -> Jagged:
+    """Repeat unique rows so that each sample has its own again.
+
+    Args:
+        unique: num_unique_rows rows, deduplicated within one batch.
+        inverse_indices: (num_samples,) integers, the row of `unique` for each sample.
+
+    Returns:
+        num_samples rows in sample order; `expand(*dedup(x)) == x`.
+
+    Raises:
+        SchemaError: an entry is outside [0, num_unique_rows).
+
+    Source: RecD, the section on inverse keyed jagged tensors.
+    """
+    check_inverse(inverse_indices, unique.num_rows)
+    return unique.take(inverse_indices)
+
+
+def check_inverse(inverse_indices: NDArray[np.integer], num_unique_rows: int) -> None:
+    """Refuse inverse indices that point outside the unique rows.
+
+    Raises:
+        SchemaError: an entry is outside [0, num_unique_rows).
+    """
+    bad = np.flatnonzero((inverse_indices < 0) | (inverse_indices >= num_unique_rows))
+    if len(bad):
+        raise SchemaError(
+            f"inverse_indices must be in [0, {num_unique_rows}), "
+            f"got inverse_indices[{bad[0]}]={inverse_indices[bad[0]]}; rebuild the dataset"
+        )
+
+
+def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Find the distinct rows of several columns taken together, exactly.
+
+    Rows are grouped by a 64-bit hash and every member is then compared with
+    the first of its group; on a collision the rows are hashed anew.
+
+    Args:
+        columns: at least one, all with num_rows rows.
+
+    Returns:
+        first: (num_unique_rows,) int64, ascending: the first row of each distinct tuple.
+        inverse_indices: (num_rows,) int32, the position in `first` for each row.
+    """
+    for seed in range(64):
+        hashes = _hash_rows(columns, seed)
+        _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
+        order = np.argsort(first, kind="stable")
+        rank = np.empty(len(order), np.int32)
+        rank[order] = np.arange(len(order), dtype=np.int32)
+        first, inverse = first[order].astype(np.int64), rank[inverse]
+        if all(_equal_to_first(column, first[inverse]) for column in columns):
+            return first, inverse
+    raise AssertionError("64 hash functions in a row cannot all collide")
+
+
+def bits(values: Array) -> NDArray[np.uint64]:
+    """Return the bits of each value, so that NaNs and signed zeros stay distinct."""
+    width = values.dtype.itemsize
+    unsigned = np.ascontiguousarray(values).view(np.dtype(f"u{width}"))
+    return unsigned.astype(np.uint64)
+
+
+def hash_keys(columns: Sequence[Column]) -> NDArray[np.uint64]:
+    """Hash the rows of several columns taken together; part of format 1, the same for ever.
+
+    Args:
+        columns: at least one, as `schemas.arrays.comparable` gives them.
+
+    Returns:
+        (num_rows,) uint64.
+    """
+    return _hash_rows(columns, 0)
+
+
+def _hash_rows(columns: Sequence[Column], seed: int) -> NDArray[np.uint64]:
+    total: NDArray[np.uint64] | None = None
+    for index, column in enumerate(columns):
+        salt = splitmix64(np.array([seed * 1_000_003 + index]))
+        part = splitmix64(_hash_column(column, salt) ^ salt)
+        total = part if total is None else splitmix64(total * np.uint64(31) + part)
+    if total is None:
+        raise ValueError("columns must name at least one column, got none; add one")
+    return total
+
+
+def _hash_column(column: Column, salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    if not isinstance(column, Jagged):
+        return splitmix64(bits(column) ^ salt)
+    lengths = column.lengths
+    positions = ranges(np.zeros_like(lengths), lengths)
+    if column.values.dtype == np.uint8 and len(column.values) >= 256 * _TABLE_POSITIONS:
+        mixed = _mixed_bytes(column.values, positions, int(salt[0]))
+    else:
+        mixed = _mixed(column.values, positions, salt)
+    sums = np.zeros(len(mixed) + 1, np.uint64)  # wraps around on purpose
+    np.cumsum(mixed, out=sums[1:])
+    return splitmix64(sums[column.offsets[1:]] - sums[column.offsets[:-1]] + bits(lengths))
+
+
+def _mixed(
+    values: Array, positions: NDArray[np.int64], salt: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    return splitmix64(bits(values) + splitmix64(positions) + salt)
+
+
+def _mixed_bytes(
+    values: NDArray[np.uint8], positions: NDArray[np.int64], salt: int
+) -> NDArray[np.uint64]:
+    """Return `_mixed` of bytes, most of them looked up: half the time for short texts."""
+    codes = np.minimum(positions, _TABLE_POSITIONS - 1) << 8 | values
+    hashes = _byte_table(salt)[codes]
+    far = np.flatnonzero(positions >= _TABLE_POSITIONS)
+    if len(far):
+        hashes[far] = _mixed(values[far], positions[far], np.array([salt], np.uint64))
+    return hashes
+
+
+@lru_cache(maxsize=64)
+def _byte_table(salt: int) -> NDArray[np.uint64]:
+    """Return `_mixed` of every byte at every one of the first positions."""
+    positions, values = np.divmod(np.arange(_TABLE_POSITIONS << 8), 256)
+    return _mixed(values.astype(np.uint8), positions, np.array([salt], np.uint64))
+
+
+def _equal_to_first(column: Column, first: NDArray[np.int64]) -> bool:
+    others = np.flatnonzero(first != np.arange(len(first)))
+    if not isinstance(column, Jagged):
+        own = bits(column)
+        return bool(np.array_equal(own[others], own[first[others]]))
+    mine, theirs = column.take(others), column.take(first[others])
+    return bool(
+        np.array_equal(mine.offsets, theirs.offsets)
+        and np.array_equal(bits(mine.values), bits(theirs.values))
+    )
+
+
+def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return the column as one array."""
+    if isinstance(column, pa.ChunkedArray):
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return column
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Tell whether a type is a list of any width."""
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def numpy_of(column: pa.Array | pa.ChunkedArray) -> Array:
+    """Return a flat column without nulls as numpy; times as int64, bools as uint8.
+
+    Raises:
+        SchemaError: the column has nulls.
+    """
+    array = _numbers(one_chunk(column))
+    if array.null_count:
+        raise SchemaError(f"column must have no nulls, got {array.null_count}; fill them before")
+    return cast(Array, array.to_numpy(zero_copy_only=False))
+
+
+def _numbers(array: pa.Array) -> pa.Array:
+    """Return an array of numbers as it is, times as int64 and bools as uint8.
+
+    Raises:
+        SchemaError: the type has no fixed-width number.
+    """
+    kind = array.type
+    if pa.types.is_temporal(kind):
+        return array.cast(pa.int32() if kind.bit_width == 32 else pa.int64()).cast(pa.int64())
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.uint8())
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return array
+    raise SchemaError(f"column must hold numbers, times or texts, got {kind}; cast it in SQL")
+
+
+def jagged_of(column: pa.Array | pa.ChunkedArray) -> Jagged:
+    """Return a list of numbers as values and offsets; a null list becomes an empty one.
+
+    Raises:
+        SchemaError: a list holds a null or no numbers, or the column is no list.
+    """
+    values, offsets = flat_list(column)
+    return Jagged(numpy_of(values), offsets)
+
+
+def flat_list(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the values of a list column, one after the other, and the offsets of its lists.
+
+    A null list becomes an empty one.
+
+    Raises:
+        SchemaError: the column is no list.
+
+    Example:
+        >>> values, offsets = flat_list(pa.array([["a", "b"], None, ["c"]]))
+        >>> values.to_pylist(), offsets.tolist()
+        (['a', 'b', 'c'], [0, 2, 2, 3])
+    """
+    array = one_chunk(column)
+    if not is_list(array.type):
+        raise SchemaError(f"column must be a list, got {array.type}; declare it as one")
+    if not pa.types.is_large_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    if array.null_count:
+        lengths = np.diff(offsets) * array.is_valid().to_numpy(zero_copy_only=False)
+        return array.flatten(), offsets_of(lengths)
+    start, end = int(offsets[0]), int(offsets[-1])
+    return array.values.slice(start, end - start), offsets - start
+
+
+def values_of(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
+    """Return the values of a column, one after the other, and the offsets of its rows.
+
+    A row has the values of its list, or its one value; none where it is null.
+    """
+    array = one_chunk(column)
+    if is_list(array.type):
+        return flat_list(array)
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    return array.drop_null(), offsets_of(valid)
+
+
+def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
+    """Return flat arrays that are equal for two rows exactly when the rows are.
+
+    Nulls differ from every value, null lists from empty ones; texts are
+    compared by their bytes.
+
+    Raises:
+        SchemaError: the type is none of numbers, times, texts, and lists of these.
+    """
+    array = one_chunk(column)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    parts: list[Column] = []
+    if array.null_count:
+        parts.append(cast(Array, array.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)))
+    if is_list(array.type):
+        parts.extend(_comparable_list(array))
+    elif is_text(array.type):
+        parts.append(_bytes_of(array))
+    else:
+        numbers = _numbers(array)
+        zero = pa.scalar(0, pa.int8()).cast(numbers.type)
+        parts.append(numpy_of(pc.fill_null(numbers, zero) if array.null_count else numbers))
+    return parts
+
+
+def _comparable_list(array: pa.Array) -> list[Column]:
+    values, offsets = flat_list(array)
+    parts: list[Column] = []
+    for part in comparable(values):
+        if isinstance(part, Jagged):  # texts: their lengths, and the bytes of all of a list
+            parts.append(Jagged(part.lengths, offsets))
+            parts.append(Jagged(part.values, part.offsets[offsets]))
+        else:
+            parts.append(Jagged(part, offsets))
+    return parts
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether a type is texts or bytes of any width."""
+    return any(
+        test(kind)
+        for test in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+            pa.types.is_string_view,
+            pa.types.is_binary_view,
+            pa.types.is_fixed_size_binary,
+        )
+    )
+
+
+def _bytes_of(array: pa.Array) -> Jagged:
+    large = (
+        pc.fill_null(array.cast(pa.large_binary()), b"")
+        if array.null_count
+        else array.cast(pa.large_binary())
+    )
+    large = one_chunk(large)
+    _, offset_buffer, data = large.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64)[large.offset : large.offset + len(large) + 1]
+    content = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return Jagged(content[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def large_list(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> pa.LargeListArray:
+    """Return an Arrow `large_list` over flat values."""
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
+
+
+def comparable_tuple(table: pa.Table, columns: Sequence[str]) -> list[Column]:
+    """Return the comparable parts of several columns of a table."""
+    return [part for name in columns for part in comparable(table[name])]
+
+
+# Stable hashes of column values: the same in every chunk, file, version, and integer width.
+#
+# `jagged.hash_keys` depends on whether a column has nulls and on its width; what is hashed here
+# stands for a value wherever it turns up.
+
+NULL = np.uint64(0x6E756C6C)
+"""Hash of a null, whatever the type."""
+
+
+def hash_values(column: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
+    """Hash each value of one column; part of format 1, the same for ever.
+
+    Integers, booleans and times are hashed as int64 (uint64 by its bits), floats as float64,
+    texts by their bytes, lists by their values in order (texts in them by their hashes); a null
+    gives `NULL`.
+
+    Args:
+        column: numbers, times, texts, or lists of numbers or texts.
+
+    Returns:
+        (num_rows,) uint64.
+
+    Example:
+        >>> a = hash_values(pa.array([7, None], pa.int8()))
+        >>> b = hash_values(pa.array([7], pa.int64()))
+        >>> bool(a[0] == b[0]), int(a[1]) == int(NULL)
+        (True, True)
+    """
+    array = _widened(one_chunk(column))
+    hashes = np.full(len(array), NULL, np.uint64)
+    present = array.drop_null() if array.null_count else array
+    if not len(present):
+        return hashes
+    if is_list(present.type) and is_text(present.type.value_type):
+        values, offsets = flat_list(present)
+        of_present = hash_keys([Jagged(hash_values(values), offsets)])
+    else:
+        of_present = hash_keys(comparable(present))
+    if not array.null_count:
+        return of_present
+    hashes[array.is_valid().to_numpy(zero_copy_only=False)] = of_present
+    return hashes
+
+
+def _widened(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if is_list(kind):
+        if is_text(kind.value_type):
+            return array
+        value = pa.int64() if pa.types.is_integer(kind.value_type) else pa.float64()
+        return array.cast(pa.large_list(value))
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.int64())
+    if pa.types.is_integer(kind) and not pa.types.is_uint64(kind):
+        return array.cast(pa.int64())
+    if pa.types.is_floating(kind):
+        return array.cast(pa.float64())
+    if pa.types.is_temporal(kind):
+        return pc.cast(array.cast(pa.timestamp("us")), pa.int64())
+    return array
+
+
+def combine_hashes(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    """Return one hash per row of several columns' hashes, in the order given.
+
+    Args:
+        hashes: at least one, each (num_rows,).
+    """
+    total = splitmix64(hashes[0])
+    for more in hashes[1:]:
+        total = splitmix64(total * np.uint64(31) + more)
+    return total
+
+
+def hash_tuples(table: pa.Table, columns: Sequence[str]) -> NDArray[np.uint64]:
+    """Return one hash per row over some columns of a table, whatever their order in it.
+
+    Args:
+        table: any rows.
+        columns: at least one; taken in the order of their names.
+    """
+    return combine_hashes([hash_values(table[name]) for name in sorted(columns)])

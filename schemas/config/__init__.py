@@ -1,0 +1,1 @@
+"""The job file: its dataclasses and its reader."""

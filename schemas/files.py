@@ -1,0 +1,374 @@
+"""Files with checksums: written once, verified when read; list columns over several files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from schemas.arrays import Array, Jagged, offsets_of
+from schemas.errors import SchemaError
+from schemas.layout import FILES_SCHEMA
+from schemas.paths import is_below
+
+# Files whose every byte is covered by a checksum that the reader verifies.
+#
+# A Parquet file is cut into regions, one per row group and one for the footer (with the four
+# magic bytes in front counted to the first region). A region is verified before anything in it is
+# used, so that a changed byte is refused by name, by every reader.
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One row of `files.parquet`.
+
+    Attributes:
+        path: relative to the directory that `files.parquet` lies in.
+        num_bytes: size of the file.
+        sha256: of the whole file, hex.
+        region_offsets: (regions + 1,) bytes, from 0 to num_bytes.
+        region_crc32: (regions,).
+    """
+
+    path: str
+    num_bytes: int
+    sha256: str
+    region_offsets: tuple[int, ...]
+    region_crc32: tuple[int, ...]
+
+
+def sync_file(path: Path) -> None:
+    """Bring the bytes of a finished file to the device, so that they outlive a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def describe_file(root: Path, path: str) -> FileEntry:
+    """Return the entry of a finished file, once it is on the disk.
+
+    Args:
+        root: directory of `files.parquet`.
+        path: the file, relative to `root`.
+    """
+    sync_file(root / path)
+    with pa.memory_map(str(root / path)) as source:
+        data = source.read_buffer()
+    offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)
+    crcs = tuple(zlib.crc32(data[a:b]) for a, b in pairwise(offsets))
+    return FileEntry(path, data.size, hashlib.sha256(data).hexdigest(), offsets, crcs)
+
+
+def _region_offsets(data: pa.Buffer) -> tuple[int, ...]:
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    ends: list[int] = []
+    for group in range(metadata.num_row_groups):
+        chunks = [metadata.row_group(group).column(c) for c in range(metadata.num_columns)]
+        starts = [
+            c.dictionary_page_offset if c.dictionary_page_offset is not None else c.data_page_offset
+            for c in chunks
+        ]
+        ends.append(max(s + c.total_compressed_size for s, c in zip(starts, chunks, strict=True)))
+    return (0, *ends, data.size)
+
+
+def write_files(path: Path, entries: Iterable[FileEntry]) -> None:
+    """Write `files.parquet`, sorted by path."""
+    ordered = sorted(entries, key=lambda e: e.path)
+    columns = {name: [getattr(e, name) for e in ordered] for name in FILES_SCHEMA.names}
+    table = pa.table(
+        {k: [list(x) if isinstance(x, tuple) else x for x in v] for k, v in columns.items()},
+        FILES_SCHEMA,
+    )
+    pq.write_table(
+        table,
+        path,
+        compression="zstd",
+        use_dictionary=False,  # every value differs
+        write_statistics=False,
+        write_page_checksum=True,
+    )
+    sync_file(path)
+
+
+def read_files(path: Path) -> dict[str, FileEntry]:
+    """Read `files.parquet` by path; its own bytes must have been verified before."""
+    rows = pq.read_table(path, memory_map=True).to_pylist()
+    for row in rows:
+        if not is_below(row["path"]):
+            raise SchemaError(
+                f"path must stay in the folder of the file, got {row['path']!r}; rebuild",
+                file=str(path),
+            )
+    return {
+        row["path"]: FileEntry(
+            row["path"],
+            row["num_bytes"],
+            row["sha256"],
+            tuple(row["region_offsets"]),
+            tuple(row["region_crc32"]),
+        )
+        for row in rows
+    }
+
+
+class CheckedFile:
+    """One Parquet file, opened at its first use, each region verified at its own.
+
+    Not safe for several threads at once: each opens its own.
+    """
+
+    def __init__(self, root: Path, entry: FileEntry, texts_as_codes: bool = False) -> None:
+        """Remember what to open; nothing is opened yet.
+
+        Args:
+            root: directory that the entry's path is relative to.
+            entry: the file.
+            texts_as_codes: read texts as Arrow dictionaries where their encoding allows it, so
+                that a reader hashes each distinct one once.
+        """
+        self._root = root
+        self._texts_as_codes = texts_as_codes
+        self._path = root / entry.path
+        self._entry = entry
+        self._data: pa.Buffer | None = None
+        self._parquet: pq.ParquetFile | None = None
+        self._verified: set[int] = set()
+
+    def __reduce__(self) -> tuple[type[CheckedFile], tuple[Path, FileEntry, bool]]:
+        """Travel to other processes as a name: each opens and verifies the file itself."""
+        return CheckedFile, (self._root, self._entry, self._texts_as_codes)
+
+    def _open(self) -> pq.ParquetFile:
+        if self._parquet is None:
+            self._data = self._map()
+            footer = len(self._entry.region_crc32) - 1
+            self._verify(footer)
+            self._parquet = pq.ParquetFile(pa.BufferReader(self._data))
+            if self._texts_as_codes and (paths := _dictionary_paths(self._parquet.metadata)):
+                self._parquet = pq.ParquetFile(
+                    pa.BufferReader(self._data),
+                    metadata=self._parquet.metadata,
+                    read_dictionary=paths,
+                )
+        return self._parquet
+
+    def _map(self) -> pa.Buffer:
+        try:
+            with pa.memory_map(str(self._path)) as source:
+                data = source.read_buffer()
+        except OSError as error:
+            raise SchemaError(
+                "file must exist, got none; restore it or rebuild the dataset", file=str(self._path)
+            ) from error
+        if data.size != self._entry.num_bytes:
+            raise SchemaError(
+                f"file must have {self._entry.num_bytes} bytes, got {data.size}; "
+                "restore it or rebuild the dataset",
+                file=str(self._path),
+            )
+        return data
+
+    def _verify(self, region: int) -> None:
+        if region in self._verified:
+            return
+        assert self._data is not None, "a region is verified after the file is mapped"
+        start, end = self._entry.region_offsets[region : region + 2]
+        found = zlib.crc32(self._data[start:end])
+        if found != self._entry.region_crc32[region]:
+            raise SchemaError(
+                f"bytes {start} to {end} must have crc32 {self._entry.region_crc32[region]}, "
+                f"got {found}; restore the file or rebuild the dataset",
+                file=str(self._path),
+            )
+        self._verified.add(region)
+
+    def close(self) -> None:
+        """Give the mapped memory back; a read opens and verifies again."""
+        self._data = self._parquet = None
+        self._verified.clear()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Arrow columns of the file."""
+        return self._open().schema_arrow
+
+    @property
+    def num_row_groups(self) -> int:
+        """Row groups of the file."""
+        return self._open().metadata.num_row_groups
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the file."""
+        return self._open().metadata.num_rows
+
+    def num_values(self, column: str) -> int:
+        """Return the entries of a list column; an empty list counts one, as it does in Parquet."""
+        metadata = self._open().metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        return sum(c.num_values for c in chunks if c.path_in_schema.split(".")[0] == column)
+
+    def read_row_group(self, row_group: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read one row group, all columns or some.
+
+        Raises:
+            SchemaError: the file is missing, cut, or a byte of it has changed.
+        """
+        parquet = self._open()
+        self._verify(row_group)
+        return parquet.read_row_group(row_group, columns=columns, use_threads=False)
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read the whole file.
+
+        Raises:
+            SchemaError: the file is missing, cut, or a byte of it has changed.
+        """
+        parquet = self._open()
+        for region in range(len(self._entry.region_crc32)):
+            self._verify(region)
+        return parquet.read(columns=columns, use_threads=False)
+
+
+def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
+    """Return the text columns that Arrow can read as dictionaries: none that is delta-encoded."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [[group.column(i) for group in groups] for i in range(metadata.num_columns)]
+    return [
+        column[0].path_in_schema
+        for column in chunks
+        if column and column[0].physical_type == "BYTE_ARRAY"
+        if not any(e.startswith("DELTA") for chunk in column for e in chunk.encodings)
+    ]
+
+
+def verify_whole(root: Path, entries: Mapping[str, FileEntry]) -> list[str]:
+    """Return one line per file that is missing, cut or changed; an empty list when all is well."""
+    problems: list[str] = []
+    for entry in entries.values():
+        path = root / entry.path
+        if not path.is_file():
+            problems.append(f"{entry.path}: missing")
+        elif path.stat().st_size != entry.num_bytes:
+            problems.append(
+                f"{entry.path}: {path.stat().st_size} bytes instead of {entry.num_bytes}"
+            )
+        elif sha256_of(path) != entry.sha256:
+            problems.append(f"{entry.path}: content has changed")
+    return problems
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Lists over consecutive Parquet files, decoded file by file as they are asked for.
+#
+# Access lists and index of a table are cut into files of some megabytes. Who goes through them in
+# order, in either direction, holds one at a time; who jumps keeps as many as a shared allowance
+# holds, and decodes the others again.
+
+
+class Kept:
+    """Decoded files of several tables, those that were used last, up to an allowance."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """Keep nothing yet.
+
+        Args:
+            most_bytes: of decoded values, over all tables.
+        """
+        self._most_bytes = most_bytes
+        self._files: OrderedDict[tuple[int, int], Jagged] = OrderedDict()
+        self._bytes = self._num_owners = 0
+
+    def owner(self) -> int:
+        """Return a number for one more user."""
+        self._num_owners += 1
+        return self._num_owners
+
+    def find(self, owner: int, file_index: int) -> Jagged | None:
+        """Return a file that is kept."""
+        found = self._files.get((owner, file_index))
+        if found is not None:
+            self._files.move_to_end((owner, file_index))
+        return found
+
+    def keep(self, owner: int, file_index: int, lists: Jagged) -> None:
+        """Keep a file; those that were not used for longest go."""
+        self._files[owner, file_index] = lists
+        self._bytes += lists.values.nbytes
+        while self._bytes > self._most_bytes:
+            _, oldest = self._files.popitem(last=False)
+            self._bytes -= oldest.values.nbytes
+
+
+class ListFiles:
+    """The lists of one table over all its files.
+
+    Not safe for several threads at once.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[CheckedFile],
+        decode: Callable[[CheckedFile], Jagged],
+        kept: Kept | None = None,
+    ) -> None:
+        """Count the lists of each file; none is decoded yet.
+
+        Args:
+            files: in order.
+            decode: returns the lists of a file.
+            kept: allowance for files besides the one that was used last.
+        """
+        self._files = files
+        self._decode = decode
+        self._kept = Kept(0) if kept is None else kept
+        self._owner = self._kept.owner()
+        self._first = offsets_of(np.array(list(map(_num_rows, files)), np.int64))
+        self._open = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))
+
+    def __len__(self) -> int:
+        """Return the number of lists."""
+        return int(self._first[-1])
+
+    def __getitem__(self, index: int) -> Array:
+        """Return a list, a part of its file's values."""
+        file_index = int(np.searchsorted(self._first, index, side="right")) - 1
+        lists = self._file(file_index)
+        place = index - int(self._first[file_index])
+        return lists.values[lists.offsets[place] : lists.offsets[place + 1]]
+
+    def lengths(self) -> Array:
+        """Return the length of each list; every file is decoded."""
+        found = [self._file(file_index).lengths for file_index in range(len(self._files))]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def _file(self, file_index: int) -> Jagged:
+        if self._open[0] != file_index:
+            found = self._kept.find(self._owner, file_index)
+            if found is None:
+                found = self._decode(self._files[file_index])
+                self._files[file_index].close()
+                self._kept.keep(self._owner, file_index, found)
+            self._open = file_index, found
+        return self._open[1]
+
+
+def _num_rows(file: CheckedFile) -> int:
+    num_rows = file.num_rows
+    file.close()
+    return num_rows

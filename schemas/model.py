@@ -1,0 +1,503 @@
+"""An exported model in one file, and the rows that changed between two checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from schemas.arrays import Array, numpy_of
+from schemas.config.job import TableConfig
+from schemas.errors import SchemaError
+from schemas.files import sha256_of
+from schemas.layout import JOB, MANIFEST, SCHEMA
+from schemas.manifest import canonical_json, hash_of, replace_bytes
+from schemas.model_inputs import ModelInputs, inputs_of
+from schemas.rows import initial_rows
+
+# Whether the program of an exported model can be loaded without running what it brings.
+#
+# `torch.export.load` unpickles tensors that were not stored as plain bytes, custom objects and
+# example inputs, and hands symbolic sizes to an evaluator. A program that has any of the first,
+# or sizes that are more than sums and products of symbols, is refused before torch sees it.
+
+_MEMBERS = re.compile(
+    r"[^/]+/(archive_format|archive_version|byteorder|version|\.data/\w+"
+    r"|\.format_version|\.storage_alignment"
+    r"|models/model\.json"
+    r"|data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)"
+    r"|data/sample_inputs/model\.pt)"
+)
+_NAMES = "Add|Mul|Integer|Max|Min|Eq|Ne|Gt|Ge|Lt|Le|FloorDiv|Mod"
+_SYMBOL = r"Symbol\('[su]\d+'(?:, (?:positive|nonnegative|integer)=True)*\)"
+_EXPRESSION = re.compile(rf"(?:{_SYMBOL}|[su]\d+|\d+|{_NAMES}|[-+*/(), <>])*")
+_TARGET = re.compile(r"torch\.ops\.aten\.\w+\.\w+|_operator\.\w+|torch\.sym_\w+|math\.\w+")
+
+
+def check_program(data: bytes, *, file: str) -> None:
+    """Refuse a program whose loading would unpickle or evaluate something.
+
+    Args:
+        data: of the program.
+        file: that it lies in, for errors.
+
+    Raises:
+        SchemaError: it is no program, or not safe to load.
+    """
+    try:
+        problem = _problem(data)
+    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        raise SchemaError(
+            f"program must hold plain tensors and torch's own operators, got {problem}; "
+            "export the run again",
+            file=file,
+        )
+
+
+def _problem(data: bytes) -> str | None:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for info in archive.infolist():
+            if _MEMBERS.fullmatch(info.filename) is None:
+                return f"member {info.filename!r}"
+            if info.filename.endswith("sample_inputs/model.pt") and info.file_size:
+                return "example inputs"
+        for name in (n for n in archive.namelist() if n.endswith("_config.json")):
+            payloads = json.loads(archive.read(name))["config"].values()
+            if any(payload["use_pickle"] is not False for payload in payloads):
+                return f"a pickle in {name!r}"
+        [graph] = [n for n in archive.namelist() if n.endswith("/models/model.json")]
+        return _of_graph(json.loads(archive.read(graph)))
+
+
+def _of_graph(graph: Any) -> str | None:
+    for key, value in _pairs(graph):
+        if key == "expr_str" and _EXPRESSION.fullmatch(str(value)) is None:
+            return f"size {str(value)[:60]!r}"
+        if key == "target" and isinstance(value, str) and _TARGET.fullmatch(value) is None:
+            return f"operator {value[:60]!r}"
+    return None
+
+
+def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every key of nested mappings and lists with its value."""
+    if isinstance(value, dict):
+        for key, inner in cast(dict[str, Any], value).items():
+            yield key, inner
+            yield from _pairs(inner)
+    elif isinstance(value, list):
+        for inner in cast(list[Any], value):
+            yield from _pairs(inner)
+
+
+# An exported model in one file: its program, its rows, and what they mean.
+#
+# A zip archive whose members are stored as they are, so that rows are mapped, not read:
+#
+#     MANIFEST.json              what is below, with sizes and hashes; written last
+#     job.yaml, schema.pbtxt     of the run
+#     program.pt2                `torch.export`: the arrays of `schemas.model_inputs` to logits
+#     rows/<table>/rows.npy      (num_rows,) int64, ascending: the rows that were ever trained
+#     rows/<table>/values.npy    (num_rows, dim)
+#
+# A row that is not there has its first values, `schemas.rows`. Nothing in the file is a pickle;
+# `check_program` refuses a program that would be unpickled or evaluated by who loads it.
+
+MODEL_FORMAT = 1
+PROGRAM = "program.pt2"
+TEXTS = (JOB, SCHEMA)
+"""Members that are copied from the run."""
+_CHECKSUM = "checksum"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_PIECE = 1 << 20
+_ADVICE = "export the run again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a member must be."""
+
+    num_bytes: int
+    """Its size."""
+    sha256: str
+    """Of its bytes, hex."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Where a model comes from."""
+
+    run: str
+    """Name of the run's folder."""
+    train_step: int
+    """Steps that were trained before its checkpoint."""
+    checkpoint_sha256: str
+    """Hash of the checkpoint's manifest, which names every byte of it."""
+    segments_sha256: tuple[str, ...]
+    """Hashes of the manifests of the dataset's segments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelManifest:
+    """What an exported model is."""
+
+    name: str
+    """Name of the job."""
+    model: str
+    """Kind of model."""
+    inputs: ModelInputs
+    """What it reads."""
+    label: str
+    """Column of the label, which it does not read."""
+    dim: int
+    """Width of a row."""
+    seed: int
+    """Of the first values of rows."""
+    batch_samples: int
+    """Samples that it was trained on at once."""
+    lineage: Lineage
+    """Where it comes from."""
+    parts: Mapping[str, Part]
+    """Every other member, by name."""
+    format: int = MODEL_FORMAT
+    """Version of this format."""
+
+
+def rows_paths(table: str) -> tuple[str, str]:
+    """Return the members with a table's row ids and values."""
+    return f"rows/{table}/rows.npy", f"rows/{table}/values.npy"
+
+
+def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path | bytes]) -> None:
+    """Write a model; it appears when it is whole.
+
+    Args:
+        path: of the file.
+        manifest: its `parts` are found here.
+        members: every other member.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    parts: dict[str, Part] = {}
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
+            for name, content in sorted(members.items()):
+                parts[name] = _add(archive, name, content)
+            body = json.loads(canonical_json({**asdict(manifest), "parts": _plain(parts)}))
+            text = canonical_json({**body, _CHECKSUM: hash_of(body)})
+            _add(archive, MANIFEST, text.encode())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _plain(parts: Mapping[str, Part]) -> dict[str, Any]:
+    return {name: asdict(part) for name, part in parts.items()}
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: Path | bytes) -> Part:
+    digest, count = hashlib.sha256(), 0
+    source: IO[bytes] = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+    info = zipfile.ZipInfo(name, _EPOCH)
+    with source, archive.open(info, "w", force_zip64=True) as to:
+        while piece := source.read(_PIECE):
+            digest.update(piece)
+            count += to.write(piece)
+    return Part(num_bytes=count, sha256=digest.hexdigest())
+
+
+class ModelFile:
+    """An exported model of which every byte has been verified."""
+
+    def __init__(self, path: Path, manifest: ModelManifest, offsets: Mapping[str, int]) -> None:
+        """Keep where the members lie; `open_model` makes one."""
+        self.path, self.manifest = path, manifest
+        self._offsets = offsets
+        self._rows = {t: self._mapped(rows_paths(t)) for t in manifest.inputs.features_of}
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a member."""
+        with self.path.open("rb") as file:
+            file.seek(self._offsets[name])
+            return file.read(self.manifest.parts[name].num_bytes)
+
+    @property
+    def program(self) -> bytes:
+        """The bytes that `torch.export.load` reads."""
+        return self.read(PROGRAM)
+
+    def stored_rows(self, table: str) -> tuple[NDArray[np.int64], Array]:
+        """Return the trained rows of a table, ascending, and their values; both are mapped."""
+        return self._rows[table]
+
+    def rows_of(self, table: str, rows: NDArray[np.int64]) -> Array:
+        """Return (num_rows, dim) values; a row that was never trained has its first ones."""
+        manifest, (known, values) = self.manifest, self._rows[table]
+        found = initial_rows(
+            rows,
+            table=table,
+            seed=manifest.seed,
+            dim=manifest.dim,
+            dtype=manifest.inputs.dtype,
+        )
+        at = np.searchsorted(known, rows)
+        inside = np.flatnonzero(at < len(known))
+        hits = inside[known[at[inside]] == rows[inside]]
+        found[hits] = values[at[hits]]
+        return found
+
+    def inputs(self, samples: pa.Table | pa.RecordBatch) -> dict[str, Array]:
+        """Return what the program reads of some samples.
+
+        Raises:
+            SchemaError: a column is missing or does not fit its role.
+        """
+        return inputs_of(self.manifest.inputs, samples, self.rows_of)
+
+    def _mapped(self, names: tuple[str, str]) -> tuple[NDArray[np.int64], Array]:
+        rows, values = (_array(self.path, self._offsets[name]) for name in names)
+        if len(rows) != len(values) or values.shape[1:] != (self.manifest.dim,):
+            raise SchemaError(
+                f"{names[1]} must have {len(rows)} rows of {self.manifest.dim} numbers, got "
+                f"{values.shape}; {_ADVICE}",
+                file=str(self.path),
+            )
+        return rows, values
+
+
+def open_model(path: Path) -> ModelFile:
+    """Open an exported model; every byte is read once, and compared with its hash.
+
+    Raises:
+        SchemaError: it is missing, cut, changed, of another format, or its program is not safe.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            manifest = _manifest(archive.read(MANIFEST), path)
+            offsets = {i.filename: _offset(file, i) for i in archive.infolist()}
+            stored = all(i.compress_type == zipfile.ZIP_STORED for i in archive.infolist())
+            if not stored or offsets.keys() != {*manifest.parts, MANIFEST}:
+                raise SchemaError(f"model must hold what it names; {_ADVICE}", file=str(path))
+            for name, part in manifest.parts.items():
+                _check(file, offsets[name], name, part, path)
+    except FileNotFoundError as error:
+        raise SchemaError(
+            "model must exist, got none; make it with python -m trainer export", file=str(path)
+        ) from error
+    except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
+        raise SchemaError(
+            f"model must be a whole archive, got {error}; {_ADVICE}", file=str(path)
+        ) from error
+    found = ModelFile(path, manifest, offsets)
+    check_program(found.program, file=str(path))
+    return found
+
+
+def _manifest(data: bytes, path: Path) -> ModelManifest:
+    try:
+        body = json.loads(data)
+        wanted = body.pop(_CHECKSUM)
+        if body["format"] != MODEL_FORMAT:
+            raise SchemaError(
+                f"model must have format {MODEL_FORMAT}, got {body['format']}; {_ADVICE} with this "
+                "release",
+                file=str(path),
+            )
+        if wanted != hash_of(body):
+            raise SchemaError(
+                f"manifest must have checksum {str(wanted)[:12]}, got {hash_of(body)[:12]}; "
+                f"{_ADVICE}",
+                file=str(path),
+            )
+        return manifest_from(body)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SchemaError(
+            f"manifest must be that of a model, got {error}; {_ADVICE}", file=str(path)
+        ) from error
+
+
+def manifest_from(body: Mapping[str, Any]) -> ModelManifest:
+    """Return the manifest of its fields as JSON has them.
+
+    Raises:
+        TypeError: a field is missing or unknown.
+        KeyError: as well.
+    """
+    lineage: dict[str, Any] = dict(body["lineage"])
+    lineage["segments_sha256"] = tuple(lineage["segments_sha256"])
+    fields: dict[str, Any] = dict(body)
+    fields["parts"] = {name: Part(**part) for name, part in body["parts"].items()}
+    fields["inputs"] = _inputs_from(body["inputs"])
+    fields["lineage"] = Lineage(**lineage)
+    return ModelManifest(**fields)
+
+
+def _inputs_from(body: Mapping[str, Any]) -> ModelInputs:
+    fields: dict[str, Any] = dict(body)
+    for name in ("dense", "weighted"):
+        fields[name] = tuple(fields[name])
+    fields["tables"] = {name: _table_from(table) for name, table in body["tables"].items()}
+    return ModelInputs(**fields)
+
+
+def _table_from(body: Mapping[str, Any]) -> TableConfig:
+    fields: dict[str, Any] = dict(body)
+    fields["features"] = tuple(fields["features"])
+    return TableConfig(**fields)
+
+
+def _offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:
+    """Return where the bytes of a member begin: after its own header."""
+    file.seek(info.header_offset + 26)
+    name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+    return info.header_offset + 30 + name + extra
+
+
+def _check(file: IO[bytes], offset: int, name: str, part: Part, path: Path) -> None:
+    file.seek(offset)
+    digest, left = hashlib.sha256(), part.num_bytes
+    while left and (piece := file.read(min(left, _PIECE))):
+        digest.update(piece)
+        left -= len(piece)
+    if left or digest.hexdigest() != part.sha256:
+        raise SchemaError(
+            f"{name} must have sha256 {part.sha256[:12]}, got {digest.hexdigest()[:12]}; {_ADVICE}",
+            file=str(path),
+        )
+
+
+def _array(path: Path, offset: int) -> Array:
+    """Map an array of an .npy member."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        begin = file.tell()
+    if not np.prod(shape):
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", offset=begin, shape=shape)
+
+
+# What changed between two checkpoints of a run, as published for those who serve its model.
+#
+# MANIFEST.json              from which model to which: the newer one's manifest, and files
+# program.pt2, job.yaml, schema.pbtxt     those of the newer model rows/<table>.parquet       row:
+# int64, vector: its new values; rows ascending dropped/<table>.parquet    row: int64; these have
+# their first values again
+
+CHANGES_FORMAT = 1
+ROW, VECTOR = "row", "vector"
+_CHANGES_HINT = "publish the rows again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangesManifest:
+    """What a folder of changed rows holds."""
+
+    since_step: int
+    """Steps that were trained before the older checkpoint."""
+    since_sha256: str
+    """Hash of the older checkpoint's manifest."""
+    model: Mapping[str, Any]
+    """The manifest of the newer model, but for its parts."""
+    files: Mapping[str, str]
+    """Every file to its sha256."""
+    num_changed: Mapping[str, int]
+    """Changed and new rows by table."""
+    num_dropped: Mapping[str, int]
+    """Dropped rows by table."""
+    format: int = CHANGES_FORMAT
+    """Version of this format."""
+
+
+def changed_path(table: str) -> str:
+    """Return the file with the changed rows of a table."""
+    return f"rows/{table}.parquet"
+
+
+def dropped_path(table: str) -> str:
+    """Return the file with the dropped rows of a table."""
+    return f"dropped/{table}.parquet"
+
+
+def changed_schema(dim: int, dtype: str) -> pa.Schema:
+    """Return the columns of changed rows."""
+    number = pa.float32() if dtype == "float32" else pa.float64()
+    return pa.schema([pa.field(ROW, pa.int64()), pa.field(VECTOR, pa.list_(number, dim))])
+
+
+def dropped_schema() -> pa.Schema:
+    """Return the column of dropped rows."""
+    return pa.schema([pa.field(ROW, pa.int64())])
+
+
+def changed_batch(rows: NDArray[np.int64], values: Array, schema: pa.Schema) -> pa.RecordBatch:
+    """Return changed rows as a record batch of `changed_schema`."""
+    kind = schema.field(VECTOR).type
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=kind)
+    return pa.record_batch([pa.array(rows), vectors], schema)
+
+
+def read_changed(path: Path) -> Iterator[tuple[NDArray[np.int64], Array]]:
+    """Yield changed rows, ascending, and their vectors, (num_rows, dim)."""
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches():
+            vectors = batch[VECTOR]
+            flat = numpy_of(vectors.flatten())
+            yield numpy_of(batch[ROW]), flat.reshape(batch.num_rows, vectors.type.list_size)
+
+
+def read_dropped(path: Path) -> NDArray[np.int64]:
+    """Return the dropped rows, ascending."""
+    return numpy_of(pq.read_table(path)[ROW])
+
+
+def write_changes_manifest(folder: Path, manifest: ChangesManifest) -> None:
+    """Write the manifest, with a checksum of itself; the folder is complete then."""
+    body = json.loads(canonical_json(asdict(manifest)))
+    text = canonical_json({**body, _CHECKSUM: hash_of(body)})
+    replace_bytes(folder / MANIFEST, text.encode())
+
+
+def open_changes(folder: Path) -> ChangesManifest:
+    """Return the manifest of a folder of which every byte has been verified.
+
+    Raises:
+        SchemaError: a file is missing or changed, or it is of another format.
+    """
+    path = folder / MANIFEST
+    try:
+        body = json.loads(path.read_bytes())
+        checksum = body.pop(_CHECKSUM)
+        manifest = ChangesManifest(**body)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SchemaError(
+            f"folder must hold published rows, got {type(error).__name__}; {_CHANGES_HINT}",
+            file=str(path),
+        ) from error
+    if manifest.format != CHANGES_FORMAT or checksum != hash_of(body):
+        raise SchemaError(
+            f"manifest must have format {CHANGES_FORMAT} and its checksum, got format "
+            f"{manifest.format} and {hash_of(body)[:12]} for {str(checksum)[:12]}; {_CHANGES_HINT}",
+            file=str(path),
+        )
+    for name, sha256 in manifest.files.items():
+        found = sha256_of(folder / name) if (folder / name).is_file() else "none"
+        if found != sha256:
+            raise SchemaError(
+                f"file must have sha256 {sha256[:12]}, got {found[:12]}; {_CHANGES_HINT}",
+                file=str(folder / name),
+            )
+    return manifest

@@ -1,0 +1,1 @@
+"""Checkpoints: copied at a step boundary, written beside training."""

@@ -1,0 +1,1 @@
+"""From stored row groups to batches."""

@@ -1,0 +1,310 @@
+"""Decode one row group of a segment to flat arrays, once, and cut them into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from schemas.arrays import Array, Jagged, comparable, hash_keys, numpy_of, offsets_of, one_chunk
+from schemas.config.job import DataConfig, TableConfig
+from schemas.dataset import Dataset
+from schemas.errors import SchemaError, nearest
+from schemas.features import FeatureSet
+from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
+from schemas.model_inputs import bags_of, factors_of, in_range, numbers_of
+
+_RANGES = {"label": (0.0, 1.0), "weight": (0.0, np.inf)}
+
+SAMPLES = "samples"
+"""Owner of the columns that are stored once per sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec:
+    """Which columns make up a batch, and where they lie."""
+
+    label: str
+    """Label column."""
+    weight: str | None
+    """Sample weight column."""
+    dense: tuple[str, ...]
+    """Dense features, schema order."""
+    sparse: tuple[str, ...]
+    """Sparse features, schema order."""
+    weighted: tuple[str, ...]
+    """Sparse features whose list entries have weights."""
+    kept: tuple[str, ...]
+    """Columns that no model reads and evaluation does: keys of samples, and times."""
+    owner: Mapping[str, str]
+    """Column to its dedup group; absent when stored per sample."""
+    tables: Mapping[str, TableConfig]
+    """Embedding tables."""
+    table_of: Mapping[str, str]
+    """Sparse feature to table."""
+    dtype: str
+    """float32 or float64, of labels, weights and dense features."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Dedup groups that some column of the batch lies in, in order of first use."""
+        found = [self.owner[c] for c in self.columns if c in self.owner]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, inverse indices left out."""
+        single = [c for c in (self.label, self.weight) if c is not None]
+        weights = [weights_column(f) for f in self.weighted]
+        return tuple(dict.fromkeys([*single, *self.kept, *self.dense, *self.sparse, *weights]))
+
+
+def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
+    """Return what a batch of a dataset is made of.
+
+    Args:
+        dataset: open dataset.
+        dtype: float32 or float64.
+        kept: further columns, for evaluation.
+
+    Raises:
+        SchemaError: a sparse feature has no table, or one of `kept` is no column.
+    """
+    data = dataset.job.data
+    return spec_of_columns(dataset.features, data, dtype, kept, data.group_of_column)
+
+
+def spec_of_columns(
+    features: FeatureSet,
+    data: DataConfig,
+    dtype: str,
+    kept: tuple[str, ...] = (),
+    owner: Mapping[str, str] | None = None,
+) -> BatchSpec:
+    """Return what a batch of some columns is made of.
+
+    Args:
+        features: declared columns.
+        data: tables, and which features look into them.
+        dtype: float32 or float64.
+        kept: further columns, for evaluation.
+        owner: column to its dedup group; None where nothing is deduplicated.
+
+    Raises:
+        SchemaError: as `spec_of`.
+    """
+    owner = owner or {}
+    sparse = features.with_role("sparse")
+    for feature in sparse:
+        if feature not in data.table_of_feature:
+            raise SchemaError(
+                f"sparse feature must belong to a table, got {feature!r}; "
+                f"{nearest(feature, data.table_of_feature)}"
+            )
+    if not sparse:
+        raise SchemaError("schema must have a sparse feature, got none; tag one")
+    for name in kept:
+        features[name]
+    weights = features.with_role("weight")
+    stored = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None  # holds the job's own, too
+    return BatchSpec(
+        label=features.label,
+        weight=stored or (weights[0] if weights else None),
+        dense=features.with_role("dense"),
+        sparse=sparse,
+        weighted=tuple(f for f in sparse if _has_weights(features, owner, f)),
+        kept=kept,
+        owner=owner,
+        tables=data.tables,
+        table_of=data.table_of_feature,
+        dtype=dtype,
+    )
+
+
+def _has_weights(features: FeatureSet, owner: Mapping[str, str], feature: str) -> bool:
+    """Tell whether the entries of a list feature have weights; these lie where the lists do."""
+    name = weights_column(feature)
+    if name not in features:
+        return False
+    found = features[name]
+    if not (found.is_list and found.type == "FLOAT" and found.role == "kept"):
+        raise SchemaError(
+            f"weights of list entries must be a FLOAT list of role kept, got {name!r} of type "
+            f"{found.type} and role {found.role}; declare it so, or rename it"
+        )
+    if owner.get(name) != owner.get(feature):
+        raise SchemaError(
+            f"weights of list entries must be in the group of their list, got {name!r} in "
+            f"{owner.get(name)} and {feature!r} in {owner.get(feature)}; put them together"
+        )
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """The blocks of one row group, in file order.
+
+    Attributes:
+        blocks: (num_blocks,) ids.
+        samples: (num_blocks,) samples of each.
+        uniques: by group, (num_blocks,) unique tuples of each.
+    """
+
+    blocks: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    uniques: Mapping[str, NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """A decoded row group.
+
+    Attributes:
+        sample_offsets: (num_blocks + 1,) where each block's samples lie.
+        unique_offsets: by group, (num_blocks + 1,) where each block's unique tuples lie.
+        labels: (num_samples,).
+        weights: (num_samples,).
+        dense: (num_samples, num_dense), nulls as 0.
+        kept: by column, (num_samples,) int64; equal where the values are, times in order.
+        inverse: by group, (num_samples,) int64, the tuple of each sample in the row group.
+        sparse: by feature, rows of its table; one bag per unique tuple, or per sample.
+        factors: by weighted feature, the weight of each entry of `sparse`.
+    """
+
+    sample_offsets: NDArray[np.int64]
+    unique_offsets: Mapping[str, NDArray[np.int64]]
+    labels: Array
+    weights: Array
+    dense: Array
+    kept: Mapping[str, NDArray[np.int64]]
+    inverse: Mapping[str, NDArray[np.int64]]
+    sparse: Mapping[str, Jagged]
+    factors: Mapping[str, Array]
+
+    def without(self, rows: NDArray[np.int64]) -> RowGroup:
+        """Return the row group with weight 0 for some samples, by their place in it."""
+        if not len(rows):
+            return self
+        weights = self.weights.copy()
+        weights[rows] = 0
+        return replace(self, weights=weights)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the arrays."""
+        flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
+        flat += self.factors.values()
+        bags = [x for j in self.sparse.values() for x in (j.values, j.offsets)]
+        return sum(x.nbytes for x in [*flat, *bags])
+
+
+ReadTable = Callable[[str, list[str]], pa.Table]
+"""(`samples` or a group, columns) to the Arrow table of the row group."""
+
+
+def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
+    """Decode one row group.
+
+    Args:
+        spec: columns to decode.
+        counts: the blocks that the row group must hold.
+        read: gives the row group's columns of one table.
+
+    Raises:
+        SchemaError: the files and `blocks.parquet` disagree, or a column does not fit its role.
+    """
+    inverse_of = {group: inverse_column(group) for group in spec.groups}
+    tables = {
+        owner: read(
+            owner,
+            [
+                BLOCK,
+                *(c for c in spec.columns if spec.owner.get(c, SAMPLES) == owner),
+                *(inverse_of.values() if owner == SAMPLES else ()),
+            ],
+        )
+        for owner in (SAMPLES, *spec.groups)
+    }
+    _check_blocks(tables[SAMPLES], counts.blocks, counts.samples, SAMPLES)
+    for group in spec.groups:
+        _check_blocks(tables[group], counts.blocks, counts.uniques[group], group)
+    inverse = {
+        group: _inverse(tables[SAMPLES][column], counts, group)
+        for group, column in inverse_of.items()
+    }
+
+    def per_sample(name: str, flat: Callable[[pa.Array], Array]) -> Array:
+        owner = spec.owner.get(name, SAMPLES)
+        values = flat(one_chunk(tables[owner][name]))
+        return values if owner == SAMPLES else values[inverse[owner]]
+
+    def numbers(name: str) -> Array:
+        values = per_sample(name, lambda column: numbers_of(column, spec.dtype))
+        return in_range(values, name, *_RANGES.get(roles.get(name, ""), (-np.inf, np.inf)))
+
+    roles = {spec.label: "label", spec.weight: "weight"}
+
+    def column_of(name: str) -> pa.Array:
+        return one_chunk(tables[spec.owner.get(name, SAMPLES)][name])
+
+    num_samples = int(counts.samples.sum())
+    table_of = {name: spec.table_of[name] for name in spec.sparse}
+    sparse = {
+        name: bags_of(column_of(name), table, spec.tables[table])
+        for name, table in table_of.items()
+    }
+    dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
+    for index, name in enumerate(spec.dense):
+        dense[:, index] = numbers(name)
+    return RowGroup(
+        sample_offsets=offsets_of(counts.samples),
+        unique_offsets={g: offsets_of(counts.uniques[g]) for g in spec.groups},
+        labels=numbers(spec.label),
+        weights=np.ones(num_samples, spec.dtype) if spec.weight is None else numbers(spec.weight),
+        dense=dense,
+        kept={name: per_sample(name, _keys) for name in spec.kept},
+        inverse=inverse,
+        sparse=sparse,
+        factors={
+            f: factors_of(column_of(weights_column(f)), f, sparse[f], spec.dtype)
+            for f in spec.weighted
+        },
+    )
+
+
+def _check_blocks(
+    table: pa.Table, blocks: NDArray[np.int64], rows: NDArray[np.int64], name: str
+) -> None:
+    found = table[BLOCK].to_numpy()
+    if not np.array_equal(found, np.repeat(blocks, rows)):
+        raise SchemaError(
+            f"row group of {name} must hold {rows.sum()} rows of the blocks that blocks.parquet "
+            f"says, got {len(found)} rows or another order; rebuild the dataset"
+        )
+
+
+def _inverse(column: pa.ChunkedArray, counts: BlockCounts, group: str) -> NDArray[np.int64]:
+    """Return inverse indices that count from the row group's first tuple, not the block's."""
+    inverse = numpy_of(column).astype(np.int64)
+    uniques = counts.uniques[group]
+    if np.any((inverse < 0) | (inverse >= np.repeat(uniques, counts.samples))):
+        raise SchemaError(
+            f"inverse_indices of {group} must be below the unique tuples of their block, got "
+            f"{inverse.max()}; rebuild the dataset"
+        )
+    return inverse + np.repeat(offsets_of(uniques)[:-1], counts.samples)
+
+
+def _keys(column: pa.Array) -> Array:
+    """Return values that are equal when the keys are; a null is a key of its own."""
+    if not column.null_count:
+        if pa.types.is_timestamp(column.type):
+            column = column.cast(pa.int64())
+        if pa.types.is_integer(column.type):
+            return numpy_of(column).astype(np.int64)
+        if pa.types.is_dictionary(column.type):  # texts: each distinct one is hashed once
+            return _keys(column.dictionary)[numpy_of(column.indices)]
+    return hash_keys(comparable(column)).view(np.int64)

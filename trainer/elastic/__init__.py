@@ -1,0 +1,1 @@
+"""Training on several replicas that may join, leave and die."""

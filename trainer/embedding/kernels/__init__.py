@@ -1,0 +1,1 @@
+"""Embedding kernels: C++ and torch operators."""

@@ -1,0 +1,54 @@
+"""Statistics of tables for TorchRec's sharding planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CacheParams, CacheStatistics
+
+from schemas.sharding_hints import TableHints
+
+
+class OracleCacheStatistics(CacheStatistics):
+    """Misses of a cache as they will be: counted over the run that is to come, not estimated."""
+
+    def __init__(self, hints: TableHints) -> None:
+        """Keep the hints of one table."""
+        self._lookups = hints.unique_rows_per_step
+        shares, misses = zip(*hints.lru_misses, strict=True)
+        self._shares, self._misses = np.array(shares), np.array(misses)
+
+    @property
+    def expected_lookups(self) -> float:
+        """Distinct rows of a global batch."""
+        return self._lookups
+
+    def expected_miss_rate(self, clf: float) -> float:
+        """Return the share of repeated accesses that a cache of a share of the table misses."""
+        return 0.0 if clf >= 1 else float(np.interp(clf, self._shares, self._misses))
+
+    @property
+    def cacheability(self) -> float:
+        """Area under the misses: 0 when a small cache answers all, 1 when none helps."""
+        beyond = self._misses[-1] * (1 - self._shares[-1])
+        return float(np.trapezoid(self._misses, self._shares) + beyond)
+
+
+def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, ParameterConstraints]:
+    """Return constraints for `EmbeddingShardingPlanner`, by table.
+
+    Args:
+        tables: from `schemas.sharding_hints.read_hints`.
+    """
+    return {
+        name: ParameterConstraints(
+            pooling_factors=list(hints.pooling_factors),
+            num_poolings=list(hints.num_poolings),
+            batch_sizes=list(hints.batch_sizes),
+            feature_names=list(hints.feature_names),
+            cache_params=CacheParams(stats=OracleCacheStatistics(hints)),
+        )
+        for name, hints in tables.items()
+    }

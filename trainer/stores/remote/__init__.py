@@ -1,0 +1,1 @@
+"""Stores in processes of their own, behind Arrow Flight."""

@@ -1,0 +1,356 @@
+"""The write-ahead log of a shard."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.arrays import Array
+from schemas.errors import SchemaError
+from schemas.manifest import sync_directory
+from trainer.stores.api import TableLayout
+from trainer.stores.remote.ownership import Control, Ranges, control_from
+from trainer.stores.remote.wire import layouts_from, record_width
+
+# An append-only file of checksummed records: what a store process replays after it died.
+#
+# A record is a header (magic, CRC-32 of all that follows, bytes of the payload) and the payload.
+# A process that is killed leaves at most one torn record, the last, which nobody was told of; it
+# is cut off. Damage before a good record is refused by name: acknowledged writes are never
+# dropped in silence.
+
+MAGIC = b"PRL1"
+_HEADER = struct.Struct("<4sI")
+_LENGTH = struct.Struct("<Q")
+_FRONT = _HEADER.size + _LENGTH.size
+
+Buffer = bytes | bytearray | memoryview
+
+
+class RedoLog:
+    """Appends records; each is whole or absent."""
+
+    def __init__(self, path: Path, *, sync: bool) -> None:
+        """Open at the end, made when missing.
+
+        Args:
+            path: the file.
+            sync: wait after each record until it lies on the device. Without, records survive the
+                death of the process at once, and that of the machine from `flush_to_disk` on.
+        """
+        self._path = path
+        self._sync = sync
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._end = os.fstat(self._file).st_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of whole records."""
+        return self._end
+
+    def append(self, parts: Sequence[Buffer]) -> None:
+        """Append one record, its payload given in parts.
+
+        Raises:
+            SchemaError: there is no room; the file is as it was.
+        """
+        length = _LENGTH.pack(sum(len(part) for part in parts))
+        crc = zlib.crc32(length)
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        try:
+            self._write([_HEADER.pack(MAGIC, crc), length, *parts])
+            if self._sync:
+                os.fdatasync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, self._end)
+            raise SchemaError(
+                f"disk must have room for a record, got {error.strerror}; free some and go on, "
+                "the record was not taken and nothing before it is lost",
+                file=str(self._path),
+            ) from error
+        self._end += _FRONT + sum(len(part) for part in parts)
+
+    def _write(self, parts: Sequence[Buffer]) -> None:
+        left = [memoryview(part) for part in parts if len(part)]
+        while left:
+            written = os.writev(self._file, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+
+    def flush_to_disk(self) -> None:
+        """Wait until all records lie on the device."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def replay(path: Path) -> Iterator[memoryview]:
+    """Yield the payload of each record, and cut a torn last one off.
+
+    Raises:
+        SchemaError: a record before a good one is damaged.
+    """
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    end = 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with memoryview(data) as view:
+            while (payload := _payload(view, end)) is not None:
+                end += _FRONT + len(payload)
+                with payload:
+                    yield payload
+            _refuse_damage(data, view, end, path)
+        size = len(data)
+    if end < size:
+        os.truncate(path, end)
+
+
+def _payload(view: memoryview, start: int) -> memoryview | None:
+    if start + _FRONT > len(view):
+        return None
+    magic, crc = _HEADER.unpack_from(view, start)
+    (length,) = _LENGTH.unpack_from(view, start + _HEADER.size)
+    end = start + _FRONT + length
+    if magic != MAGIC or end > len(view):
+        return None
+    with view[start + _HEADER.size : end] as checked:
+        return view[start + _FRONT : end] if zlib.crc32(checked) == crc else None
+
+
+def _refuse_damage(data: mmap.mmap, view: memoryview, start: int, path: Path) -> None:
+    at = data.find(MAGIC, start + 1)
+    while at >= 0:
+        if (good := _payload(view, at)) is not None:
+            good.release()
+            raise SchemaError(
+                "record must have its checksum, got other bytes before a good record; "
+                "restore the file, or go on from the run's checkpoint with an empty directory",
+                file=str(path),
+                place=f"byte {start}",
+            )
+        at = data.find(MAGIC, at + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEntry:
+    """From here on rows are of these tables; the first record of a log.
+
+    Attributes:
+        layouts: tables by name, all of one shape.
+    """
+
+    layouts: Mapping[str, TableLayout]
+
+    def parts(self) -> list[Buffer]:
+        """Return the payload in parts."""
+        return _parts({"op": "open", "layouts": [asdict(each) for each in self.layouts.values()]})
+
+
+@dataclass(frozen=True, slots=True)
+class ControlEntry:
+    """What the store is from here on.
+
+    Attributes:
+        control: whose rows it holds, and of which slots.
+        dropped: slots whose rows are forgotten.
+    """
+
+    control: Control
+    dropped: Ranges = ()
+
+    def parts(self) -> list[Buffer]:
+        """Return the payload in parts."""
+        return _parts({"op": "control", "dropped": self.dropped, **self.control.to_json()})
+
+
+@dataclass(frozen=True, slots=True)
+class RowsEntry:
+    """Rows as steps left them.
+
+    Attributes:
+        tables: table to its rows, one table after the other below.
+        steps: (n,) int64, the step that made each record.
+        block: (n, record_width).
+        counted: whether this is a message of a trainer, which `Control.sequence` counts.
+    """
+
+    tables: Mapping[str, NDArray[np.int64]]
+    steps: NDArray[np.int64]
+    block: Array
+    counted: bool = False
+
+    def parts(self) -> list[Buffer]:
+        """Return the payload in parts."""
+        counts = [[table, len(rows)] for table, rows in self.tables.items()]
+        rows = np.concatenate([*self.tables.values()])
+        header = {"op": "rows", "tables": counts, "counted": self.counted}
+        return _parts(header, rows, self.steps, self.block)
+
+
+Entry = OpenEntry | ControlEntry | RowsEntry
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Yield what a log says, in order; a torn last record is cut off.
+
+    Raises:
+        SchemaError: a record before a good one is damaged.
+    """
+    layouts: Mapping[str, TableLayout] = {}
+    for payload in replay(path):
+        size = 4 + int.from_bytes(payload[:4], "little")
+        header = json.loads(bytes(payload[4:size]))
+        if header["op"] == "open":
+            layouts = layouts_from(header["layouts"])
+            yield OpenEntry(layouts)
+        elif header["op"] == "control":
+            dropped = tuple((int(first), int(end)) for first, end in header["dropped"])
+            yield ControlEntry(control_from(header), dropped)
+        else:
+            yield _rows_entry(header, payload, size, next(iter(layouts.values())))
+
+
+def _rows_entry(
+    header: Mapping[str, Any], payload: memoryview, start: int, layout: TableLayout
+) -> RowsEntry:
+    counts = header["tables"]
+    count = sum(n for _, n in counts)
+    # copies: the file is unmapped after the replay
+    numbers = np.frombuffer(payload, np.int64, 2 * count, start).copy()
+    width = record_width(layout)
+    block = np.frombuffer(payload, layout.dtype, count * width, start + 16 * count).copy()
+    tables: dict[str, NDArray[np.int64]] = {}
+    end = 0
+    for table, n in counts:
+        tables[table] = numbers[end : end + n]
+        end += n
+    block = block.reshape(count, width)
+    return RowsEntry(tables, numbers[count:], block, bool(header["counted"]))
+
+
+def _parts(header: dict[str, Any], *arrays: Array) -> list[Buffer]:
+    text = json.dumps(header, sort_keys=True).encode()
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    return [len(text).to_bytes(4, "little") + text, *(a.view(np.uint8).data for a in flat)]
+
+
+_NAME_DIGITS = 8
+
+
+class ShardLog:
+    """The newest whole log is the state; one process at a time has the directory."""
+
+    def __init__(self, directory: Path, *, sync: bool) -> None:
+        """Keep what is needed; `load` opens the files.
+
+        Args:
+            directory: where the log lies.
+            sync: whether each record waits for the device.
+        """
+        self.directory = directory
+        self._sync = sync
+        self._generation = 0
+        self._log: RedoLog | None = None
+        self._held: int | None = None
+
+    def load(self) -> Iterator[Entry]:
+        """Take the directory, yield what its newest log says, and open that to be appended to.
+
+        Raises:
+            SchemaError: another process has the directory, or its log is damaged.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._held = _hold(self.directory)
+        for leftover in self.directory.glob("*.partial"):
+            leftover.unlink()
+        logs = sorted(self.directory.glob("log-*.bin"))
+        if not logs:
+            return
+        yield from read_entries(logs[-1])
+        for old in logs[:-1]:
+            old.unlink()
+        self._generation = int(logs[-1].stem.removeprefix("log-"))
+        self._log = RedoLog(logs[-1], sync=self._sync)
+
+    def append(self, entry: Entry) -> None:
+        """Append one record.
+
+        Raises:
+            SchemaError: there is no room; the log is as it was.
+        """
+        assert self._log is not None, "a session is only known with its log"
+        self._log.append(entry.parts())
+
+    def flush_to_disk(self) -> None:
+        """Wait until all records lie on the device."""
+        assert self._log is not None, "a session is only known with its log"
+        self._log.flush_to_disk()
+
+    def replace(self, entries: Iterable[Entry]) -> None:
+        """Write a new log and put it in the place of the old one.
+
+        Raises:
+            SchemaError: there is no room; then the old log stays.
+        """
+        generation = self._generation + 1
+        path = self.directory / f"log-{generation:0{_NAME_DIGITS}}.bin"
+        partial = path.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        log = RedoLog(partial, sync=False)
+        try:
+            for entry in entries:
+                log.append(entry.parts())
+            log.flush_to_disk()
+            partial.rename(path)
+        except (SchemaError, OSError):
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            log.close()
+        sync_directory(self.directory)
+        if self._log is not None:
+            self._log.close()
+        self._log = RedoLog(path, sync=self._sync)
+        for old in self.directory.glob("log-*.bin"):
+            if old != path:
+                old.unlink()
+        self._generation = generation
+
+    def close(self) -> None:
+        """Close the log and let the directory go."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+
+def _hold(directory: Path) -> int:
+    held = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        raise SchemaError(
+            "directory must be of one store, got one that another process holds; "
+            "end it or use another --directory",
+            file=str(directory),
+        ) from error
+    return held
