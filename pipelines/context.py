@@ -12,7 +12,7 @@ from pipelines.samples.statements import Steps
 from pipelines.shuffle import ByReference, ByValue, Crossing, InMemory
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import FOUND_SCHEMA
-from pipelines.sources.rows import FilePart, place_of, places_of_rows
+from pipelines.sources.rows import FilePart, file_and_row, files_and_rows
 from schemas.config.job import DataConfig, Job
 from schemas.features import FeatureSet
 from schemas.manifest import InputFile
@@ -125,14 +125,14 @@ class BuildContext:
 
     def rejects(self, bad: pa.Table) -> pa.Table:
         """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects, with the places that they came from."""
-        files, positions = places_of_rows(bad["origin"], self.listing)
+        files, positions = files_and_rows(bad["origin"], self.listing)
         rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
         columns = [files, positions, bad["reason"], bad["value"], rows_unknown]
         return pa.table(columns, schema=FOUND_SCHEMA)
 
     def place_text(self, origin: int) -> str:
         """Return the place of a row as errors name it."""
-        return "{}:{}".format(*place_of(origin, self.listing))
+        return "{}:{}".format(*file_and_row(origin, self.listing))
 
     def files(self) -> list[FilePart]:
         """Return one part per input file."""

@@ -26,7 +26,7 @@ from pipelines.sources.listing import (
     regex_of,
 )
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rows import ORIGIN, FilePart, word_of
+from pipelines.sources.rows import ORIGIN, FilePart, type_name
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 
@@ -154,7 +154,7 @@ def _declared(folder: Folder, alike: _Alike) -> tuple[Mapping[str, str] | None, 
     notes.update((path, f"a union of {union}") for path, union in own.unions.items())
     words: dict[str, str] = {}
     for field in own.schema:
-        word = word_of(field.type)
+        word = type_name(field.type)
         if word is not None:
             words[field.name] = word
         elif pa.types.is_struct(field.type) or pa.types.is_large_list(field.type):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipelines.partition import microseconds
 from pipelines.samples.lookups import common_type, key_column, microseconds_up
 from pipelines.sources.rejects import Reject, as_table, python_rows, sorted_rejects
-from pipelines.sources.rows import ORIGIN, place_of
+from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
 from schemas.config.job import DataConfig
 from schemas.config.sources import EventsConfig
@@ -307,6 +307,6 @@ def _late(
     late: list[Reject] = []
     for chosen, reason in kinds.values():
         for row in python_rows(events.filter(pa.array(chosen))):
-            file, position = place_of(row.pop(ORIGIN), listing)
+            file, position = file_and_row(row.pop(ORIGIN), listing)
             late.append(Reject(file, position, reason, str(row)))
     return late, {name: int(chosen.sum()) for name, (chosen, _) in kinds.items()}

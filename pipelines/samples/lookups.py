@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipelines.partition import hash_session_keys
 from pipelines.samples.sql import normalized
-from pipelines.sources.rows import ORIGIN, place_of
+from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import one_chunk
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError, nearest
@@ -172,7 +172,7 @@ def check_unique(
     if not len(twice):
         return
     row = int(twice[np.argmin(origins[twice])])
-    places = ["{}:{}".format(*place_of(int(origins[r]), listing)) for r in (row, row + 1)]
+    places = ["{}:{}".format(*file_and_row(int(origins[r]), listing)) for r in (row, row + 1)]
     raise SchemaError(
         f"side {name!r} must have one row for each {config.key}, got {keys[row].as_py()!r} in "
         f"{places[0]} and {places[1]}; remove one, or declare the time from which each holds"

@@ -21,9 +21,9 @@ from pipelines.sources.lines import (
     SHOWN_BYTES,
     TextStream,
     last_line_end,
+    long_line_reason,
     num_line_ends,
     num_lines,
-    too_long,
     utf16_reason,
 )
 from pipelines.sources.listing import Folder, codec_of, decompressed
@@ -357,7 +357,7 @@ class _CsvFile:
         shown = self._data[:SHOWN_BYTES].decode(errors="backslashreplace")
         size, self._data = self._stream.skip_line(self._data)
         value = f"line {self._line}: {shown}"
-        reject = Reject(self._part.path, self._row, too_long(size), value)
+        reject = Reject(self._part.path, self._row, long_line_reason(size), value)
         self._row += 1
         self._line += 1
         return reject

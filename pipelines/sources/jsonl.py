@@ -22,8 +22,8 @@ from pipelines.sources.lines import (
     SHOWN_BYTES,
     TextStream,
     last_line_end,
+    long_line_reason,
     num_line_ends,
-    too_long,
     utf16_reason,
 )
 from pipelines.sources.listing import Folder, codec_of, decompressed, first_line
@@ -329,7 +329,7 @@ def read_jsonl(
             elif len(data) >= lines.MAX_ROW_BYTES:
                 shown = _shown(data)
                 size, data = stream.skip_line(data)
-                yield RawRows(None, (Reject(part.path, position, too_long(size), shown),))
+                yield RawRows(None, (Reject(part.path, position, long_line_reason(size), shown),))
                 position += 1
         if stream.problem:
             yield RawRows(None, (unread(part.path, position, stream.problem),))

@@ -1,6 +1,6 @@
-r"""Lines of text files: where they end, and how they are read in blocks of bounded memory.
+r"""Read lines of text files in blocks of bounded memory.
 
-A line ends with `\n`, `\r\n` or `\r`. A line longer than `MAX_ROW_BYTES` is skipped, not kept.
+A line ends with `\n`, `\r\n` or `\r`. A line longer than `MAX_ROW_BYTES` is skipped.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pyarrow as pa
 from pipelines.sources.listing import first_line, is_transient
 
 MAX_ROW_BYTES = 16 << 20
-"""A longer row, its line end included, is rejected: it is more likely no row at all."""
+"""Maximum bytes of a row with its line end; longer ones are rejected as malformed."""
 
 SHOWN_BYTES = 4000
-"""Most bytes of a row that a reject shows."""
+"""Maximum bytes of a row that are copied into its reject."""
 
 LINE_END = re.compile(rb"\r\n?|\n")
 
@@ -25,73 +25,75 @@ _READ_BYTES = 1 << 20
 
 
 class TextStream:
-    """Text that is read in pieces, and why it ended before its end, if it did.
+    """A stream of text that records read errors instead of raising them.
 
     Attributes:
-        final: whether all has been read.
-        problem: why no more can be read, empty while it can.
+        final: whether the end has been reached.
+        problem: why reading failed; empty if it has not.
     """
 
     def __init__(self, file: BinaryIO, num_bytes: int | None) -> None:
-        """Start where a file stands.
+        """Read from the file's current position.
 
         Args:
             file: decompressed.
-            num_bytes: what it must hold from there on; None to its end.
+            num_bytes: expected number of bytes; None to read to the end.
         """
         self.final = False
         self.problem = ""
         self._file = file
-        self._left = num_bytes
+        self._bytes_left = num_bytes
 
     def read(self, size: int) -> bytes:
-        """Return `size` bytes, fewer only at the end or where no more can be read."""
-        pieces: list[bytes] = []
+        """Return `size` bytes; fewer only at the end or after a read error."""
+        chunks: list[bytes] = []
         while size > 0 and not self.final and not self.problem:
-            pieces.append(self._piece(size))
-            size -= len(pieces[-1])
-        return b"".join(pieces)
+            chunks.append(self._read_chunk(size))
+            size -= len(chunks[-1])
+        return b"".join(chunks)
 
-    def _piece(self, size: int) -> bytes:
+    def _read_chunk(self, size: int) -> bytes:
         size = min(size, _READ_BYTES)
         try:
-            data = self._file.read(size if self._left is None else min(size, self._left))
+            data = self._file.read(
+                size if self._bytes_left is None else min(size, self._bytes_left)
+            )
         except (OSError, pa.ArrowException) as error:
             if is_transient(error):
                 raise
             self.problem = first_line(error)
             return b""
-        if self._left is not None:
-            self._left -= len(data)
-            if not data and self._left:
-                self.problem = f"the file became {self._left} bytes shorter since it was listed"
+        if self._bytes_left is not None:
+            self._bytes_left -= len(data)
+            if not data and self._bytes_left:
+                self.problem = f"the file is {self._bytes_left} bytes shorter than when listed"
         self.final = not data and not self.problem
         return data
 
     def skip_line(self, data: bytes) -> tuple[int, bytes]:
-        """Read to the end of a line without keeping it.
+        r"""Read to the end of a line without keeping it.
 
         Args:
-            data: its beginning, without an end, but maybe with a return that is half of one.
+            data: start of the line, without a line end; a last `\r` may be half of one.
 
         Returns:
-            The bytes of the line without its end, and what was read behind it.
+            The length of the line in bytes without its end, and the data read after it.
         """
         size = 0
         while True:
-            half = data.endswith(b"\r") and not self.final and not self.problem
-            if not half or len(data) > 1:
-                match = LINE_END.search(data, 0, len(data) - half)
+            split_end = data.endswith(b"\r") and not self.final and not self.problem
+            if not split_end or len(data) > 1:
+                match = LINE_END.search(data, 0, len(data) - split_end)
                 if match:
                     return size + match.start(), data[match.end() :]
-            size += len(data) - half
+            size += len(data) - split_end
             if self.final or self.problem:
                 return size, b""
-            data = data[len(data) - half :] + self._piece(_READ_BYTES)
+            data = data[len(data) - split_end :] + self._read_chunk(_READ_BYTES)
 
 
 def last_line_end(data: bytes, final: bool) -> int:
-    r"""Return the byte behind the last line that is whole; a `\r` at the end may be half an end."""
+    r"""Return the end offset of the last complete line; a trailing `\r` may be half a line end."""
     if final:
         return len(data)
     limit = len(data) - data.endswith(b"\r")
@@ -99,7 +101,7 @@ def last_line_end(data: bytes, final: bool) -> int:
 
 
 def num_line_ends(data: bytes, start: int = 0, end: int | None = None) -> int:
-    """Return the line ends in a range of bytes."""
+    """Count the line ends in a byte range."""
     end = len(data) if end is None else end
     count = data.count(b"\n", start, end)
     if data.find(b"\r", start, end) >= 0:
@@ -108,7 +110,7 @@ def num_line_ends(data: bytes, start: int = 0, end: int | None = None) -> int:
 
 
 def num_lines(data: bytes, start: int, end: int) -> int:
-    """Return the lines in a range of bytes that are not empty."""
+    """Count the lines in a byte range that are not empty."""
     if start == end:
         return 0
     if data[start] in b"\r\n" or any(
@@ -118,13 +120,13 @@ def num_lines(data: bytes, start: int, end: int) -> int:
     return num_line_ends(data, start, end) + (data[end - 1] not in b"\r\n")
 
 
-def too_long(num_bytes: int) -> str:
-    """Return why a line is rejected that was skipped."""
+def long_line_reason(num_bytes: int) -> str:
+    """Return the reject reason of a line that was skipped for its length."""
     return f"row must be at most {MAX_ROW_BYTES >> 20} MiB, got a line of {num_bytes} bytes"
 
 
 def utf16_reason(data: bytes) -> str:
-    """Return why a text that begins with these bytes cannot be read, empty when it can."""
+    """Return the reject reason of a text with a UTF-16 byte order mark; empty for others."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
     return ""

@@ -43,10 +43,10 @@ def cut_parquet(folder: Folder, part: FilePart) -> Cut:
 def read_parquet(
     folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a row group; what cannot be read rejects itself and what is behind it."""
+    """Yield the rows of a row group; after a read error, a reject stands for the remaining ones."""
     columns = [name for name in schema.names if name != ORIGIN]
-    words = config.columns or {n: str(schema.field(n).type) for n in columns}
-    done = 0
+    type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
+    num_read = 0
     try:
         with folder.arrow_file(part.path) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
@@ -55,23 +55,23 @@ def read_parquet(
                 yield without_column(part, missing[0], file.schema_arrow)
                 return
             for table in _tables(file, part, columns):
-                first = part.first_row + done
+                first = part.first_row + num_read
                 positions = np.arange(first, first + table.num_rows, dtype=np.int64)
                 rows = with_origins(table.select(columns), part.file_index, positions)
-                done += table.num_rows
-                yield from typed_chunks(rows, part, schema, words)
+                num_read += table.num_rows
+                yield from typed_chunks(rows, part, schema, type_names)
     except FileNotFoundError:
         raise
     except (OSError, pa.ArrowException) as error:
         if is_transient(error):
             raise
-        place = f"row group {part.row_group}" + (f" from its row {done}" if done else "")
-        reason = f"{place} must be readable, got {first_line(error)}"
+        rows = f" from its row {num_read}" if num_read else ""
+        reason = f"row group {part.row_group}{rows} could not be read, got {first_line(error)}"
         yield RawRows(None, (file_reject(part.path, reason),))
 
 
 def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield a row group at once, or in pieces when it is so large that memory would suffer."""
+    """Yield a row group at once, a large one in chunks to bound memory."""
     assert part.row_group is not None, "Parquet parts are row groups"
     if file.metadata.row_group(part.row_group).num_rows <= 2 * CHUNK_ROWS:
         yield file.read_row_group(part.row_group, columns=columns, use_threads=False)
@@ -84,7 +84,7 @@ def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterato
 
 def without_column(part: FilePart, name: str, schema: pa.Schema) -> RawRows:
     """Return the reject of a file that lacks a column."""
-    reason = f"column must exist, got none named {name!r}; {nearest(name, schema.names)}"
+    reason = f"column {name!r} is missing; {nearest(name, schema.names)}"
     return RawRows(None, (file_reject(part.path, reason),))
 
 
@@ -92,7 +92,7 @@ def parquet_schema(folder: Folder, path: str) -> pa.Schema:
     """Return the columns of a file.
 
     Raises:
-        OSError, pa.ArrowException: it is no Parquet file.
+        OSError, pa.ArrowException: it is not a Parquet file.
     """
     with folder.arrow_file(path) as file:
         return pq.read_schema(file).remove_metadata()

@@ -1,4 +1,4 @@
-"""Read raw files of any format: how they are split into work, and their rows with origins."""
+"""Read raw files of any format: the columns of a source, files cut into parts, rows of a part."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from schemas.errors import SchemaError
 
 
 def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:
-    """Cut a file into parts that can be read apart.
+    """Cut a file into parts that can be read independently.
 
-    Parquet is cut by row group, JSON lines at ends of lines, Avro at sync markers; a CSV file,
-    whose quotes may hold ends of lines, and compressed texts stay whole.
+    Parquet is cut at row groups, JSON lines at line ends, Avro at sync markers. CSV files, whose
+    quoted fields may hold line ends, and compressed text files are one part.
 
     Args:
         folder: input directory.
-        part: the whole file; `num_bytes` is its size when it was listed.
-        config: how it is read.
+        part: the whole file; `num_bytes` is its size in the listing.
+        config: of its source.
     """
     try:
         size = folder.size(part.path)
         if part.num_bytes not in (None, size):
-            reason = f"file must stay as it was listed, got {size} bytes for {part.num_bytes}"
+            reason = f"file changed after it was listed, got {size} bytes for {part.num_bytes}"
             return [], [file_reject(part.path, reason)]
         if config.format == "parquet":
             return cut_parquet(folder, part)
@@ -47,33 +47,33 @@ def parts_of_file(folder: Folder, part: FilePart, config: SourceConfig) -> Cut:
         if config.format == "avro":
             return cut_avro(folder, part)
     except FileNotFoundError:
-        return [], [_gone(part)]
+        return [], [_missing_file(part)]
     return [part], []
 
 
-def _gone(part: FilePart) -> Reject:
-    return file_reject(part.path, "file must stay until it is read, got none")
+def _missing_file(part: FilePart) -> Reject:
+    return file_reject(part.path, "file was removed after it was listed")
 
 
 def read_part(
     folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a part in chunks, each row with its origin; never raises for bad data.
+    """Yield the rows of a part in chunks with their origins; bad data becomes rejects.
 
     Args:
         folder: input directory.
-        part: what to read.
-        config: how it is read.
+        part: from `parts_of_file`.
+        config: of its source.
         schema: columns of the source, the same for all its files; from `empty_rows`.
     """
-    wanted = {n: word for n, word in config.partitions.items() if n in schema.names}
-    values = typed_partitions(part.path, wanted)
-    in_files = pa.schema([field for field in schema if field.name not in values])
+    partitions = {n: kind for n, kind in config.partitions.items() if n in schema.names}
+    values = typed_partitions(part.path, partitions)
+    file_schema = pa.schema([field for field in schema if field.name not in values])
     try:
-        for rows in _read_file(folder, part, config, in_files):
+        for rows in _read_file(folder, part, config, file_schema):
             yield with_partitions(rows, values, schema.names)
     except FileNotFoundError:
-        yield RawRows(None, (_gone(part),))
+        yield RawRows(None, (_missing_file(part),))
 
 
 def _read_file(
@@ -86,41 +86,34 @@ def _read_file(
 
 
 def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:
-    """Return a table without rows that has the columns of a source, those of its folders last.
+    """Return an empty table with the columns of a source: its files', its partitions', `ORIGIN`.
 
     Args:
         folder: input directory.
         name: name of the source.
-        config: how it is read.
-        paths: its files; the first readable one names undeclared columns, each as wide as in the
-            file where it is widest.
+        config: of the source.
+        paths: its files. Undeclared columns are those of the first readable file, each in the
+            widest type that it has in any file.
 
     Raises:
-        SchemaError: no file is readable, or files have a column that their folders name, too.
+        SchemaError: no file is readable, or a partition column is in the files, too.
     """
     schema = _columns_of_files(folder, name, config, paths)
     for field in partition_fields(config.partitions):
         if field.name in schema.names:
             raise SchemaError(
                 f"column {field.name!r} of source {name!r} is in its files and in `partitions`; "
-                "remove it from `partitions` to read that of the files"
+                "remove it from `partitions` to read the column of the files"
             )
         schema = schema.append(field)
     return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
-
-
-def _declared(source: str, column: str, word: str) -> pa.Field:
-    try:
-        return pa.field(column, arrow_type(word))
-    except ValueError as error:
-        raise SchemaError(f"data.sources.{source}.columns.{column}: {error}") from error
 
 
 def _columns_of_files(
     folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]
 ) -> pa.Schema:
     if config.columns:
-        return pa.schema([_declared(name, k, v) for k, v in config.columns.items()])
+        return pa.schema([_declared_field(name, k, v) for k, v in config.columns.items()])
     schema_of = avro_schema if config.format == "avro" else parquet_schema
     problem = ""
     columns: pa.Schema | None = None
@@ -134,18 +127,25 @@ def _columns_of_files(
             continue
         columns = schema if columns is None else _widened(columns, schema)
     if columns is None:
-        raise SchemaError(f"source {name!r} must have a readable file, got {problem}; replace it")
+        raise SchemaError(f"no file of source {name!r} can be read: {problem}; replace it")
     return columns
 
 
+def _declared_field(source: str, column: str, type_name: str) -> pa.Field:
+    try:
+        return pa.field(column, arrow_type(type_name))
+    except ValueError as error:
+        raise SchemaError(f"data.sources.{source}.columns.{column}: {error}") from error
+
+
 def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Return the schema with each type widened to hold the other's values, where one can."""
+    """Return the schema with types widened to hold the other schema's values, where possible."""
     for index, field in enumerate(schema):
         if field.name in other.names and other.field(field.name).type != field.type:
             pair = [pa.schema([field]), pa.schema([other.field(field.name)])]
             try:
-                wide = pa.unify_schemas(pair, promote_options="permissive").field(0)
+                widened = pa.unify_schemas(pair, promote_options="permissive").field(0)
             except (pa.ArrowInvalid, pa.ArrowTypeError):
                 continue  # rows of one of the files will be rejected
-            schema = schema.set(index, wide)
+            schema = schema.set(index, widened)
     return schema

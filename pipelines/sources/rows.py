@@ -1,4 +1,8 @@
-"""Raw rows as Arrow tables, each with its origin, and how values become the declared types."""
+"""Raw rows as Arrow tables, each with its origin, and their conversion to the declared types.
+
+A row's origin is one integer: the index of its file in the sorted listing, and its row in the
+file. Origins break ties in the order of samples and locate the row of a reject.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,9 @@ from schemas.arrays import is_list, one_chunk
 from schemas.errors import nearest
 from schemas.manifest import InputFile
 
-_WORDS = {
+# Names of types in a job file.
+
+_TYPES = {
     "int8": pa.int8(), "int16": pa.int16(), "int32": pa.int32(), "int64": pa.int64(),
     "uint8": pa.uint8(), "uint16": pa.uint16(), "uint32": pa.uint32(), "uint64": pa.uint64(),
     "float32": pa.float32(), "float64": pa.float64(), "bool": pa.bool_(), "string": pa.string(),
@@ -32,7 +38,7 @@ _WORDS = {
 
 
 def arrow_type(text: str) -> pa.DataType:
-    """Return the Arrow type that a word such as `int64` or `list<int64>` names.
+    """Return the Arrow type of a name such as `int64` or `list<int64>`.
 
     Raises:
         ValueError: no type has that name.
@@ -43,64 +49,53 @@ def arrow_type(text: str) -> pa.DataType:
         >>> arrow_type("struct<id: int64, tags: list<string>>")
         StructType(struct<id: int64, tags: large_list<item: string>>)
     """
-    word = text.strip()
-    if word.startswith("list<") and word.endswith(">"):
-        return pa.large_list(arrow_type(word[5:-1]))
-    if word.startswith("struct<") and word.endswith(">"):
-        fields = [part.partition(":") for part in _parts(word[7:-1])]
+    name = text.strip()
+    if name.startswith("list<") and name.endswith(">"):
+        return pa.large_list(arrow_type(name[5:-1]))
+    if name.startswith("struct<") and name.endswith(">"):
+        fields = [field.partition(":") for field in _split_fields(name[7:-1])]
         return pa.struct([pa.field(name.strip(), arrow_type(kind)) for name, _, kind in fields])
-    if word not in _WORDS:
-        raise ValueError(f"type must be known, got {text!r}; {nearest(word, _WORDS)}")
-    return _WORDS[word]
+    if name not in _TYPES:
+        raise ValueError(f"unknown type {text!r}; {nearest(name, _TYPES)}")
+    return _TYPES[name]
 
 
-def word_of(kind: pa.DataType) -> str | None:
-    """Return the word that names a type, None when there is none.
-
-    Example:
-        >>> word_of(arrow_type("struct<id: int64, tags: list<string>>"))
-        'struct<id: int64, tags: list<string>>'
-    """
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        inner = word_of(kind.value_type)
-        return inner and f"list<{inner}>"
-    if pa.types.is_struct(kind):
-        fields = [(field.name, word_of(field.type)) for field in kind]
-        known = all(word for _, word in fields)
-        return f"struct<{', '.join(f'{n}: {word}' for n, word in fields)}>" if known else None
-    return next((word for word, known in _WORDS.items() if known == kind), None)
-
-
-def type_text(kind: pa.DataType) -> str:
-    """Return the word that names a type, or what Arrow calls one without."""
-    return word_of(kind) or str(kind)
-
-
-def _parts(text: str) -> list[str]:
-    """Split at the commas that stand in no brackets."""
-    found, depth = [""], 0
+def _split_fields(text: str) -> list[str]:
+    """Split at the commas outside of brackets."""
+    fields, depth = [""], 0
     for character in text:
         depth += (character == "<") - (character == ">")
         if character == "," and not depth:
-            found.append("")
+            fields.append("")
         else:
-            found[-1] += character
-    return found
+            fields[-1] += character
+    return fields
 
 
-def arrow_schema(columns: dict[str, str]) -> pa.Schema:
-    """Return the schema of declared columns.
+def type_name(kind: pa.DataType) -> str | None:
+    """Return the name of a type, None if it has none.
 
-    Raises:
-        ValueError: a type has no such name.
+    Example:
+        >>> type_name(arrow_type("struct<id: int64, tags: list<string>>"))
+        'struct<id: int64, tags: list<string>>'
     """
-    return pa.schema([pa.field(name, arrow_type(kind)) for name, kind in columns.items()])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        inner = type_name(kind.value_type)
+        return inner and f"list<{inner}>"
+    if pa.types.is_struct(kind):
+        names = {field.name: type_name(field.type) for field in kind}
+        if not all(names.values()):
+            return None
+        return f"struct<{', '.join(f'{field}: {name}' for field, name in names.items())}>"
+    return next((name for name, other in _TYPES.items() if other == kind), None)
 
 
-# Raw rows as Arrow tables, each with its origin, and how values become the declared types.
-#
-# A row's origin is the position of its file in the sorted listing and its row in that file, in
-# one integer. Origins break ties in the order of samples and lead a reject back to its row.
+def type_text(kind: pa.DataType) -> str:
+    """Return the name of a type, Arrow's where a job file has none."""
+    return type_name(kind) or str(kind)
+
+
+# Parts of files, and raw rows with their origins.
 
 ORIGIN = "_origin"
 """Column added to every raw row: file index << POSITION_BITS | row in the file."""
@@ -108,14 +103,13 @@ ORIGIN = "_origin"
 POSITION_BITS = 40
 
 CHUNK_ROWS = 1 << 16
-"""Most raw rows that pass through SQL at once."""
+"""Maximum raw rows in one run of the SQL."""
 
 PART_BYTES = 32 << 20
-"""Bytes of one part of a file that can be cut anywhere."""
-
+"""Target bytes of a part in formats that can be cut at any row."""
 
 _WRONG_TYPE_ROWS = 1000
-"""Rows from which on a column of a part without one good value is of another type."""
+"""A column with this many values in a part, none of which can be cast, has the wrong type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +119,11 @@ class FilePart:
     Attributes:
         source: name of the source.
         path: relative to the input directory.
-        file_index: position of the file in the sorted listing.
+        file_index: index of the file in the sorted listing.
         row_group: Parquet row group, or None.
-        first_row: position in the file of the part's first row.
-        offset: byte at which the part begins, where it is a range of bytes.
-        num_bytes: bytes of that range; None to the end.
+        first_row: row in the file of the part's first row.
+        offset: first byte of the part, if it is a byte range.
+        num_bytes: length of that range; None to the end of the file.
     """
 
     source: str
@@ -143,12 +137,12 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """Rows of one part, or the reasons why there are none.
+    """A chunk of rows of one part, and its rejects.
 
     Attributes:
-        table: rows.
-        rejects: what cannot be read.
-        bad_rows: rows that cannot become the declared types (`FOUND_SCHEMA`).
+        table: rows; None if the chunk has rejects only.
+        rejects: of rows, or of the file, that cannot be read.
+        bad_rows: rejects of rows that cannot be cast to the declared types (`FOUND_SCHEMA`).
     """
 
     table: pa.Table | None
@@ -156,7 +150,7 @@ class RawRows:
     bad_rows: pa.Table | None = None
 
     def all_rejects(self) -> Iterator[pa.Table]:
-        """Yield rejects and bad rows as tables of `FOUND_SCHEMA`."""
+        """Yield all rejects as tables of `FOUND_SCHEMA`."""
         if self.rejects:
             yield as_table(self.rejects)
         if self.bad_rows is not None:
@@ -164,138 +158,112 @@ class RawRows:
 
 
 Cut = tuple[list[FilePart], list[Reject]]
-"""Parts of a file that can be read apart, and what of it cannot be read."""
+"""Parts of a file that can be read independently, and rejects of what cannot be read."""
 
 
 def with_origins(table: pa.Table, file_index: int, positions: np.ndarray) -> pa.Table:
-    """Add the origins of rows.
-
-    Args:
-        table: rows of one file.
-        file_index: position of the file in the listing.
-        positions: (num_rows,) int64, rows in the file.
-    """
+    """Append the origins of rows of one file; `positions` is (num_rows,) int64."""
     return table.append_column(ORIGIN, pa.array(positions + (file_index << POSITION_BITS)))
 
 
-def place_of(origin: int, listing: Sequence[InputFile]) -> tuple[str, int]:
-    """Return the file and the row of an origin."""
+def file_and_row(origin: int, listing: Sequence[InputFile]) -> tuple[str, int]:
+    """Return the path and the row in the file of an origin."""
     index, position = origin >> POSITION_BITS, origin & ((1 << POSITION_BITS) - 1)
     return listing[index].path, position
 
 
-def places_of_rows(
+def files_and_rows(
     origins: pa.ChunkedArray, listing: Sequence[InputFile]
 ) -> tuple[pa.Array, pa.Array]:
-    """Return the files and the rows in them of origins."""
+    """Return the paths and the rows in these files of a column of origins."""
     numbers = origins.to_numpy()
     paths = pa.array([file.path for file in listing], pa.string())
     files = paths.take(pa.array(numbers >> POSITION_BITS))
     return files, pa.array(numbers & ((1 << POSITION_BITS) - 1))
 
 
+# Conversion to the declared types.
+
+
 def typed_chunks(
-    table: pa.Table, part: FilePart, schema: pa.Schema, words: Mapping[str, str]
+    table: pa.Table, part: FilePart, schema: pa.Schema, type_names: Mapping[str, str]
 ) -> Iterator[RawRows]:
-    """Yield rows as the declared types, in chunks; a value that does not fit rejects its row.
+    """Yield rows cast to the declared types, in chunks; a value that does not fit rejects its row.
 
     Args:
-        table: rows of a part with their origins, as the file has them.
-        part: where they are from.
-        schema: the types that they must have.
-        words: column to its type as the user knows it.
+        table: rows of a part with their origins, in the types of the file.
+        part: their part.
+        schema: the declared types.
+        type_names: column to the name of its type, for messages.
     """
     rejects: list[pa.Table] = []
-    for name, text in words.items():
-        wanted = schema.field(name).type
-        if table.schema.field(name).type == wanted:
+    for name, text in type_names.items():
+        target = schema.field(name).type
+        if table.schema.field(name).type == target:
             continue
-        castable = _castable(table[name].type, wanted)
-        bad = list(_not_castable(table[name], wanted)) if castable else []
-        narrow = pa.types.is_integer(wanted) and pa.types.is_integer(table[name].type)
+        castable = _castable(table[name].type, target)
+        bad = list(_not_castable(table[name], target)) if castable else []
+        narrowed = pa.types.is_integer(target) and pa.types.is_integer(table[name].type)
         all_bad = len(bad) >= _WRONG_TYPE_ROWS and len(bad) == len(table[name].drop_null())
-        if not castable or (all_bad and not narrow):
+        if not castable or (all_bad and not narrowed):
             reason = f"column {name!r} must be {text}, got {table[name].type}; declare or repair it"
             bad_rows = pa.concat_tables(rejects) if rejects else None
             yield RawRows(None, (file_reject(part.path, reason),), bad_rows)
             return
         if bad:
-            rejects.append(_bad_values(table.take(pa.array(bad)), part, name, wanted, text))
+            rejects.append(_value_rejects(table.take(pa.array(bad)), part, name, target, text))
             table = table.take(pa.array(np.delete(np.arange(table.num_rows), bad)))
-        cast = table[name].cast(wanted)
+        cast = table[name].cast(target)
         table = table.set_column(table.column_names.index(name), name, cast)
     if rejects:
         yield RawRows(None, bad_rows=pa.concat_tables(rejects))
     yield from in_chunks(table)
 
 
-def _castable(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Tell whether any value of a type can become one of another."""
+def in_chunks(table: pa.Table) -> Iterator[RawRows]:
+    """Yield rows in chunks of at most `CHUNK_ROWS`."""
+    for start in range(0, table.num_rows, CHUNK_ROWS):
+        yield RawRows(table.slice(start, CHUNK_ROWS))
+
+
+def _castable(kind: pa.DataType, target: pa.DataType) -> bool:
+    """Return whether Arrow has a cast between two types."""
     try:
-        pa.array([], kind).cast(wanted)
+        pa.array([], kind).cast(target)
     except pa.ArrowNotImplementedError:
         return False
     return True
 
 
-def in_chunks(table: pa.Table) -> Iterator[RawRows]:
-    """Yield rows in chunks that are small enough for SQL."""
-    for start in range(0, table.num_rows, CHUNK_ROWS):
-        yield RawRows(table.slice(start, CHUNK_ROWS))
-
-
-def _not_castable(column: pa.ChunkedArray, wanted: pa.DataType, first: int = 0) -> Iterator[int]:
-    """Yield the rows that cannot become the wanted type, ascending, found by bisection."""
+def _not_castable(column: pa.ChunkedArray, target: pa.DataType, first: int = 0) -> Iterator[int]:
+    """Yield the rows that cannot be cast, ascending, found by bisection."""
     try:
-        column.cast(wanted)
+        column.cast(target)
     except pa.ArrowException:
         if len(column) == 1:
             yield first
             return
-        rows = np.arange(len(column))  # taken, since a slice of lists is cast with all their values
-        for part in np.array_split(rows, 2):
-            yield from _not_castable(column.take(pa.array(part)), wanted, first + int(part[0]))
+        rows = np.arange(len(column))  # take: a cast of a slice of lists casts all their values
+        for half in np.array_split(rows, 2):
+            yield from _not_castable(column.take(pa.array(half)), target, first + int(half[0]))
 
 
-def _misfit(value: pa.Array, wanted: pa.DataType, path: str) -> tuple[str, pa.DataType, pa.Array]:
-    """Return the innermost field of a value that cannot become its type, and that type.
-
-    Args:
-        value: (1,), which cannot become the wanted type; no slice, since lists are cast with all
-            values of what they are sliced from.
-        wanted: the type.
-        path: of the value in its row.
-    """
-    if pa.types.is_struct(wanted) and pa.types.is_struct(value.type):
-        for field in wanted:
-            if value.type.get_field_index(field.name) >= 0:
-                inner = pc.struct_field(value, field.name)
-                if next(_not_castable(pa.chunked_array([inner]), field.type), None) is not None:
-                    return _misfit(inner, field.type, f"{path}.{field.name}")
-    elif is_list(wanted) and is_list(value.type):
-        inner = pc.list_flatten(value)
-        row = next(_not_castable(pa.chunked_array([inner]), wanted.value_type), None)
-        if row is not None:
-            return _misfit(inner.take(pa.array([row])), wanted.value_type, f"{path}[]")
-    return path, wanted, value
-
-
-def _bad_values(
-    rows: pa.Table, part: FilePart, name: str, wanted: pa.DataType, text: str
+def _value_rejects(
+    rows: pa.Table, part: FilePart, name: str, target: pa.DataType, text: str
 ) -> pa.Table:
-    """Return rows whose value of a column does not fit as rejects."""
-    if pa.types.is_nested(wanted):
+    """Return the rejects of rows whose value of one column cannot be cast."""
+    if pa.types.is_nested(target):
         column = one_chunk(rows[name])
-        each = (column.take(pa.array([row])) for row in range(rows.num_rows))
-        misfits = [_misfit(value, wanted, name) for value in each]
+        values = (column.take(pa.array([row])) for row in range(rows.num_rows))
+        misfits = [_innermost_misfit(value, target, name) for value in values]
         shown = [python_rows(pa.table({"": value}))[0][""] for _, _, value in misfits]
-        named = [(path, text if kind is wanted else type_text(kind)) for path, kind, _ in misfits]
+        fields = [(path, text if kind is target else type_text(kind)) for path, kind, _ in misfits]
     else:
         shown = [value[name] for value in python_rows(rows.select([name]))]
-        named = [(name, text)] * rows.num_rows
+        fields = [(name, text)] * rows.num_rows
     reasons = [
-        f"column {path!r} must be {word}, got {value!r}"
-        for (path, word), value in zip(named, shown, strict=True)
+        f"column {path!r} must be {kind}, got {value!r}"
+        for (path, kind), value in zip(fields, shown, strict=True)
     ]
     positions = rows[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
     files = pa.repeat(pa.scalar(part.path, pa.string()), rows.num_rows)
@@ -303,3 +271,27 @@ def _bad_values(
     rows_unknown = pa.repeat(pa.scalar(False), rows.num_rows)
     columns = [files, pa.array(positions), pa.array(reasons, pa.string()), texts, rows_unknown]
     return pa.table(columns, schema=FOUND_SCHEMA)
+
+
+def _innermost_misfit(
+    value: pa.Array, target: pa.DataType, path: str
+) -> tuple[str, pa.DataType, pa.Array]:
+    """Return the path, target type and value of the innermost field that cannot be cast.
+
+    Args:
+        value: (1,), cannot be cast; not a slice, as Arrow casts all values of a sliced list array.
+        target: declared type of the value.
+        path: of the value in its row.
+    """
+    if pa.types.is_struct(target) and pa.types.is_struct(value.type):
+        for field in target:
+            if value.type.get_field_index(field.name) >= 0:
+                inner = pc.struct_field(value, field.name)
+                if next(_not_castable(pa.chunked_array([inner]), field.type), None) is not None:
+                    return _innermost_misfit(inner, field.type, f"{path}.{field.name}")
+    elif is_list(target) and is_list(value.type):
+        inner = pc.list_flatten(value)
+        row = next(_not_castable(pa.chunked_array([inner]), target.value_type), None)
+        if row is not None:
+            return _innermost_misfit(inner.take(pa.array([row])), target.value_type, f"{path}[]")
+    return path, target, value

@@ -127,7 +127,7 @@ FILE_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "an empty file": (emptied, "file must be Parquet, got "),
     "a missing column": (
         without_column,
-        "column must exist, got none named 'history'; use one of clicked, items, session, time, user",
+        "column 'history' is missing; use one of clicked, items, session, time, user",
     ),
     "a list that is not a list": (
         with_text_for_a_list,
@@ -161,7 +161,7 @@ def test_file_with_one_byte_changed_ends_the_build_or_loses_a_row_group(tmp_path
     write_rows(tmp_path / "log", raw_rows(30, seed=9), "log-1.parquet")
     (tmp_path / "a.parquet").rename(tmp_path / "log" / "log-0.parquet")
     message = (
-        "^1 files or parts of files could not be read, first: row group [012] must be readable"
+        "^1 files or parts of files could not be read, first: row group [012] could not be read"
     )
     with pytest.raises(SchemaError, match=message):
         build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
@@ -254,7 +254,7 @@ JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "one value for a list": ("user, history,", "user, 1 AS history,", "feature 'history' must be a list, got int32"),
     "a time that is a number": ("session, time,", "session, epoch_us(time) AS time,", "session.time must be a timestamp, got int64"),
     "a group of an unknown column": ("[session, user, history]", "[session, usr, history]", "data.groups.user must name columns of schema.pbtxt, got 'usr' in "),
-    "an unknown type": ("user: int64", "user: int46", "data.sources.log.columns.user: type must be known, got 'int46'"),
+    "an unknown type": ("user: int64", "user: int46", "data.sources.log.columns.user: unknown type 'int46'"),
     "a table of an unknown feature": ("features: [user]", "features: [usr]", "data.tables.users.features must name columns of schema.pbtxt, got 'usr' in "),
     "a block size that is no power of two": ("block_samples: 16", "block_samples: 17", "data.block_samples must be a power of two"),
     "no file that matches": ('"*.parquet"', '"*.parq"', "source 'log' must have files, got none for '*.parq'"),

@@ -105,7 +105,7 @@ def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) 
     ]
     tables = [rows.table.drop_columns(["_origin"]) for rows in found if rows.table is not None]
     assert pa.concat_tables(tables).to_pylist() == [{"x": 1, "y": "a"}, {"x": 2**40, "y": "b"}]
-    reason = "column must exist, got none named 'y'; use one of x"
+    reason = "column 'y' is missing; use one of x"
     assert [r for rows in found for r in rows.rejects] == [file_reject("c.parquet", reason)]
 
 
