@@ -18,7 +18,7 @@ from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult, unpacked
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.prepare import check_map, context_of, num_parts_of, prepare
+from pipelines.prepare import check_map, build_context, count_parts, prepare
 from pipelines.progress import counted_rows, is_stopped, watched
 from pipelines.quality.gate import GateError
 from pipelines.quality.gate_files import keep_rejects
@@ -167,7 +167,7 @@ def _times(segment: Segment, time: str) -> Iterator[pa.ChunkedArray]:
 _KEPT = ("segment", "num_samples", "startup_sec", "rows_per_sec")
 
 
-def keep_measurement(dataset: Path, result: Mapping[str, Any], beam_args: Sequence[str]) -> None:
+def record_build_speed(dataset: Path, result: Mapping[str, Any], beam_args: Sequence[str]) -> None:
     """Add a line for a build, unless it found its segment there or ran on a cluster.
 
     Args:
@@ -176,7 +176,7 @@ def keep_measurement(dataset: Path, result: Mapping[str, Any], beam_args: Sequen
         beam_args: Beam options of the build.
     """
     workers = 1
-    bundles = num_parts_of(result["input_bytes"])
+    bundles = count_parts(result["input_bytes"])
     if not in_process(beam_args, is_small=bundles == 1):
         workers = runner_module("runner").local_processes(beam_args, bundles)
     if not result["built"] or workers is None:
@@ -193,7 +193,7 @@ def keep_measurement(dataset: Path, result: Mapping[str, Any], beam_args: Sequen
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuildResult:
     """What a build left.
 
     Attributes:
@@ -209,7 +209,7 @@ class Built:
     rejects: RejectCounts | None = None
 
 
-def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Built:
+def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> BuildResult:
     """Build one segment and make it part of the dataset; one that is already there is kept.
 
     Args:
@@ -223,37 +223,37 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     prepared = prepare(request, job, features)
     listing = prepared.listing
     size = sum(f.num_bytes for f in listing)
-    request.say(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
+    request.progress(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
     if request.check_sql:
         rows = check_map(request, job.data, prepared)
-        request.say(f"check-sql: equal samples from {rows} rows cut three ways")
-    hashes, key = hashes_of(job, features, listing)
+        request.progress(f"check-sql: equal samples from {rows} rows cut three ways")
+    hashes, key = segment_hashes(job, features, listing)
     there = admit(request, job, features, key, listing)
     if there is not None:
         settle(request.dataset)
-        request.say(f"segment {there.id}: already there, nothing to do")
-        return Built(there, built=False)
+        request.progress(f"segment {there.id}: already there, nothing to do")
+        return BuildResult(there, built=False)
     building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
-    context = context_of(request, job, features, prepared, building)
+    context = build_context(request, job, features, prepared, building)
     with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
         if (building / MANIFEST).exists():
-            request.say("segment finished by an attempt that died: taken over")
+            request.progress("segment finished by an attempt that died: taken over")
         else:
             write_segment(request, context, key, hashes)
         rejects, manifest = counts_of(building), read_segment(building)
         position = request.position if request.in_order else None
-        waited_sec = wait_for_turn(request.dataset, position or 0, request.say)
+        waited_sec = wait_for_turn(request.dataset, position or 0, request.progress)
         try:
             reference = publish(proposal_of(request, job, features, key, building))
         except GateError:
             _say_rejects(request, rejects, manifest, refused_place(request.dataset, key))
             raise
     _say_rejects(request, rejects, manifest, request.dataset / SEGMENTS / reference.id)
-    request.say(f"segment {reference.id} committed")
-    return Built(reference, True, waited_sec, rejects)
+    request.progress(f"segment {reference.id} committed")
+    return BuildResult(reference, True, waited_sec, rejects)
 
 
-def hashes_of(
+def segment_hashes(
     job: Job, features: FeatureSet, listing: tuple[InputFile, ...]
 ) -> tuple[tuple[str, str], str]:
     """Return the hashes of job and schema, and the one in the segment's id."""
@@ -267,14 +267,14 @@ def write_segment(
     """Run the pipeline and finish the segment in its hidden directory."""
     building = context.segment_root
     stage_learned(request.dataset, context.learned, building)
-    with watched(building, context.num_parts, request.say), in_job_file(request.job_path):
+    with watched(building, context.num_parts, request.progress), in_job_file(request.job_path):
         if context.shuffle_by == "memory":
             values = executor.run_segment(context)
         else:
             values = runner_module("build").run_segment(context, request.beam_args)
         if is_stopped(building):
             raise stopped(request, context, key, merged(values["rejects"]))
-    finish_written(request, context, key, hashes, values)
+    finish_segment_files(request, context, key, hashes, values)
 
 
 def stopped(
@@ -306,7 +306,7 @@ def in_job_file(path: Path) -> Iterator[None]:
         raise
 
 
-def finish_written(
+def finish_segment_files(
     request: BuildRequest,
     context: BuildContext,
     key: str,
@@ -388,10 +388,10 @@ def build(request: BuildRequest) -> dict[str, Any]:
     made = build_segment(request, job, features)
     if request.last:
         finish(request.dataset)
-        request.say("dataset finished: no segment follows")
+        request.progress("dataset finished: no segment follows")
     wall_sec, opened = time.perf_counter() - started, open_dataset(request.dataset)
     for line in warnings_of(opened, made.reference.id, job.data.split):
-        request.say(f"warning: {line}")
+        request.progress(f"warning: {line}")
     return summary(opened, made, wall_sec - made.waited_sec)
 
 
@@ -399,10 +399,10 @@ def _say_rejects(
     request: BuildRequest, rejects: RejectCounts, manifest: SegmentManifest, folder: Path
 ) -> None:
     for line in lines_of(rejects, manifest.num_rows, f"{folder}/rejects"):
-        request.say(line)
+        request.progress(line)
 
 
-def summary(opened: Dataset, made: Built, wall_sec: float) -> dict[str, Any]:
+def summary(opened: Dataset, made: BuildResult, wall_sec: float) -> dict[str, Any]:
     """Return what `build --json` prints, but for the start-up."""
     place = opened.directory / SEGMENTS / made.reference.id
     manifest = read_segment(place, made.reference)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.build import build, keep_measurement
+from pipelines.build import build, record_build_speed
 from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
@@ -270,16 +270,16 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         allow_outside=arguments.allow_outside,
         last=arguments.last,
         day=_text_of(arguments.day),
-        say=_progress,
+        progress=_progress,
     )
     result = {**build(request), "startup_sec": round(startup, 3)}
-    keep_measurement(request.dataset, result, beam_args)
+    record_build_speed(request.dataset, result, beam_args)
     _say(arguments, result)
     return 0
 
 
 def _init(arguments: argparse.Namespace, _: list[str]) -> int:
-    request = InitRequest(input_root=arguments.folder, output=arguments.output, say=_progress)
+    request = InitRequest(input_root=arguments.folder, output=arguments.output, progress=_progress)
     _say(arguments, init(request))
     return 0
 
@@ -292,7 +292,7 @@ def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
             rows=arguments.rows,
             day=_text_of(arguments.day),
             allow_outside=arguments.allow_outside,
-            say=_progress,
+            progress=_progress,
         )
     )
     if arguments.json:
@@ -333,10 +333,10 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         replaces=arguments.replace,
         in_order=arguments.in_order,
         last=arguments.last,
-        say=_progress,
+        progress=_progress,
     )
     result = {**build(request), "startup_sec": round(startup, 3)}
-    keep_measurement(request.dataset, result, beam_args)
+    record_build_speed(request.dataset, result, beam_args)
     _say(arguments, result)
     return 0
 
@@ -367,7 +367,7 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         label=arguments.label,
         beam_args=beam_args,
         attempt=uuid.uuid4().hex[:12],
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
     _say(arguments, module.rewrite(request))
     return 0
@@ -406,7 +406,7 @@ def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             at=now,
             beam_args=beam_args,
             attempt=uuid.uuid4().hex[:12],
-            say=_progress,
+            progress=_progress,
         )
         found["rewritten"] = module.rewrite(rewriting)
     _say(arguments, found)

@@ -36,7 +36,7 @@ class BuildRequest:
         replaces: whether it may take the place of another version of its day.
         in_order: whether it enters the dataset only behind all segments before its position.
         last: whether no segment follows: the dataset is finished with this one.
-        say: told what is going on, one line at a time.
+        progress: called with each progress message, one line.
         listing: input files, where they are known already.
         job_bytes: what becomes the dataset's job file, where that is not the job file as it is.
         allow_outside: whether the job's schema may lie outside the folder of the job file.
@@ -54,7 +54,7 @@ class BuildRequest:
     replaces: bool = False
     in_order: bool = False
     last: bool = False
-    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
     listing: tuple[InputFile, ...] | None = None
     job_bytes: bytes | None = None
     allow_outside: bool = False

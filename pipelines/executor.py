@@ -41,14 +41,14 @@ from pipelines.transforms.fit import (
     with_partial,
 )
 
-Rows = tuple[str, pa.Table]
+SourceRows = tuple[str, pa.Table]
 """Source, and raw rows of it."""
 
-RowsOfLookUp = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
+LookupRows = Callable[[int, list[pa.Table]], Iterable[pa.Table]]
 """From the index of a look-up, and its samples, to rows of its side table: all with their keys."""
 
 
-class Collected:
+class OutputCollector:
     """What the stages give beside samples: rejects, counts, and what transforms learn from."""
 
     def __init__(self, keep: bool = True) -> None:
@@ -86,7 +86,7 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
         transforms learn.
     """
     keep_freed_memory()
-    collected = Collected()
+    collected = OutputCollector()
     samples = make_samples(context, read_all(context, collected), collected)
     learned = learn(context, collected)
     parts = write_parts(context, samples, learned[0] if learned else {})
@@ -100,8 +100,8 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
 
 
 def read_all(
-    context: BuildContext, collected: Collected, sources: Container[str] | None = None
-) -> Iterator[Rows]:
+    context: BuildContext, collected: OutputCollector, sources: Container[str] | None = None
+) -> Iterator[SourceRows]:
     """Yield the raw rows of all files, side tables first.
 
     Args:
@@ -119,7 +119,7 @@ def read_all(
 
 
 def make_samples(
-    context: BuildContext, rows: Iterable[Rows], collected: Collected
+    context: BuildContext, rows: Iterable[SourceRows], collected: OutputCollector
 ) -> dict[int, list[Any]]:
     """Return the samples of each part, as `context.crossing` sends them.
 
@@ -136,9 +136,9 @@ def make_samples(
 
 def iter_samples(
     context: BuildContext,
-    rows: Iterable[Rows],
-    collected: Collected,
-    rows_of_look_up: RowsOfLookUp | None = None,
+    rows: Iterable[SourceRows],
+    collected: OutputCollector,
+    rows_of_look_up: LookupRows | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield samples with the numbers of their parts, as `context.crossing` sends them.
 
@@ -163,9 +163,9 @@ def iter_samples(
 def _from_sources(
     context: BuildContext,
     stage: SampleStage,
-    rows: Iterable[Rows],
+    rows: Iterable[SourceRows],
     side_rows: defaultdict[str, list[pa.Table]],
-    collected: Collected,
+    collected: OutputCollector,
 ) -> Iterator[Output]:
     """Yield what SQL makes of the rows of sources; those of side tables are put aside."""
     keyed: defaultdict[int, defaultdict[str, list[pa.Table]]] = defaultdict(
@@ -193,7 +193,7 @@ def _joined_by_key(
     context: BuildContext,
     stage: SampleStage,
     samples: list[pa.Table],
-    rows_of_look_up: RowsOfLookUp,
+    rows_of_look_up: LookupRows,
 ) -> list[pa.Table]:
     """Return samples after all look-ups, one after the other."""
     for index, join in enumerate(context.data.samples.joins):
@@ -204,7 +204,7 @@ def _joined_by_key(
     return samples
 
 
-def learn(context: BuildContext, collected: Collected) -> list[dict[str, str]]:
+def learn(context: BuildContext, collected: OutputCollector) -> list[dict[str, str]]:
     """Write what transforms learn; return its files, path to sha256, none where nothing learns."""
     root, data = context.segment_root, context.data
     if not learned_inputs(data):

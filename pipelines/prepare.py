@@ -50,7 +50,7 @@ they are 20 times larger in memory, large enough for row groups of 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedInput:
     """What is known before the work starts.
 
     Attributes:
@@ -78,7 +78,7 @@ class Prepared:
         return self.steps.map or self.steps.per or ""
 
 
-def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
+def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedInput:
     """List the input and check the SQL against the declared columns.
 
     Raises:
@@ -103,7 +103,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
             columns = empty[name].column_names
             note = undeclared_partitions(name, paths, config.partitions, columns)
             if note is not None:
-                request.say(note)
+                request.progress(note)
         check_repeatable(data, empty)
         broadcast = broadcast_sides(data, listing)
         sources = {name: empty[name] for name in data.sources}
@@ -127,11 +127,11 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> Prepared:
     if steps.map is not None and steps.per is None and not data.samples.joins:
         lists = passed_lists(steps.map, data.sample_source, empty[data.sample_source].schema)
     passed = Passed(lists, tuple(samples.column_names))
-    return Prepared(listing, last_hashed(steps, data, passed), empty, broadcast, kinds)
+    return PreparedInput(listing, last_hashed(steps, data, passed), empty, broadcast, kinds)
 
 
-def context_of(
-    request: BuildRequest, job: Job, features: FeatureSet, prepared: Prepared, building: Path
+def build_context(
+    request: BuildRequest, job: Job, features: FeatureSet, prepared: PreparedInput, building: Path
 ) -> BuildContext:
     """Return what every stage of a build must know.
 
@@ -153,27 +153,27 @@ def context_of(
         empty_rows=prepared.empty_rows,
         broadcast=prepared.broadcast,
         key_types=prepared.key_types,
-        num_parts=num_parts_of(size),
+        num_parts=count_parts(size),
         learned=learned_so_far(request.dataset),
-        shuffle_by=shuffle_by(request.beam_args, prepared.listing),
+        shuffle_by=choose_shuffle(request.beam_args, prepared.listing),
     )
 
 
-def shuffle_by(beam_args: list[str], listing: Sequence[InputFile]) -> str:
+def choose_shuffle(beam_args: list[str], listing: Sequence[InputFile]) -> str:
     """Return how samples cross the shuffle of the runner; `memory`: the build needs no runner."""
     size = sum(f.num_bytes for f in listing)  # side tables are in memory, too
-    if in_process(beam_args, is_small=num_parts_of(size) == 1):
+    if in_process(beam_args, is_small=count_parts(size) == 1):
         return "memory"
     runner = runner_module("runner")
     return runner.shuffle_of(runner.pipeline_options(beam_args))
 
 
-def num_parts_of(num_bytes: int) -> int:
+def count_parts(num_bytes: int) -> int:
     """Return the parts of a segment, by the bytes that become samples, so without side tables."""
     return max(1, -(-num_bytes // PART_INPUT_BYTES))
 
 
-def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> int:
+def check_map(request: BuildRequest, data: DataConfig, prepared: PreparedInput) -> int:
     """Compare what `samples.map` makes of the same rows cut three ways.
 
     Raises:
@@ -195,7 +195,7 @@ def check_map(request: BuildRequest, data: DataConfig, prepared: Prepared) -> in
 
 
 def _chunks(
-    request: BuildRequest, data: DataConfig, prepared: Prepared, source: str
+    request: BuildRequest, data: DataConfig, prepared: PreparedInput, source: str
 ) -> Iterator[pa.Table]:
     """Yield the rows of a source, or of a side table."""
     folder, config = folder_of(request.input_root), data.inputs[source]
@@ -213,7 +213,7 @@ def _per_key(
     connection: Connection,
     request: BuildRequest,
     data: DataConfig,
-    prepared: Prepared,
+    prepared: PreparedInput,
 ) -> Iterator[pa.Table]:
     """Yield what `samples.per` makes of the first rows of each source."""
     assert data.samples.per is not None, "asked only then"

@@ -151,13 +151,13 @@ def counting(building: Path) -> Iterator[None]:
 
 
 @contextmanager
-def watched(building: Path, num_parts: int, say: Callable[[str], None]) -> Iterator[None]:
+def watched(building: Path, num_parts: int, progress: Callable[[str], None]) -> Iterator[None]:
     """Say how many rows were read and rejected and how many parts written, while the body runs.
 
     Args:
         building: directory of the segment being built, which workers share.
         num_parts: parts of the segment; some may stay empty.
-        say: told one line at a time.
+        progress: called with each line.
     """
     done = threading.Event()
 
@@ -167,7 +167,7 @@ def watched(building: Path, num_parts: int, say: Callable[[str], None]) -> Itera
             written = len(list((building / "samples").glob("*.parquet")))
             line = f"{counted_rows(building)}; parts written: {written} of {num_parts}"
             if line != before:
-                say(line)
+                progress(line)
                 before = line
 
     watcher = threading.Thread(target=watch, name="progress", daemon=True)

@@ -22,9 +22,9 @@ from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
 from pipelines.clustering.order import cluster
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.executor import Collected, Rows, iter_samples, read_all
+from pipelines.executor import OutputCollector, SourceRows, iter_samples, read_all
 from pipelines.partition import hash_session_keys, microseconds
-from pipelines.prepare import context_of, num_parts_of, prepare
+from pipelines.prepare import build_context, count_parts, prepare
 from pipelines.progress import counted_rows, counting
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import separate
@@ -136,12 +136,12 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
         context: of a build without groups.
     """
     data = context.data
-    num_parts = min(context.num_parts, num_parts_of(INPUT_BYTES))
+    num_parts = min(context.num_parts, count_parts(INPUT_BYTES))
     context = replace(context, num_parts=num_parts, shuffle_by="memory")
     kept = SmallestHashes(MAX_CELLS)
     edge: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     edge_keys: list[NDArray[np.uint64]] = []
-    collected = Collected(keep=False)
+    collected = OutputCollector(keep=False)
     sides = read_all(context, collected, context.broadcast)
     rows = _first_rows(context, edge) if data.samples.per is None else _rows_of_keys(context)
     looked_up = partial(_rows_looked_up, context)
@@ -179,7 +179,7 @@ def _rows_looked_up(
     config, kind = context.data.sides[join.side], context.key_types[join.side]
     keys = [key_column(table, join.key or config.key, kind) for table in samples]
     wanted = pc.unique(pa.chunked_array(keys, kind)).drop_null()
-    collected = Collected(keep=False)
+    collected = OutputCollector(keep=False)
     for _, table in read_all(context, collected, {join.side}):
         for rows in collected.samples(good_side_rows(context, join.side, table)):
             yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=wanted))
@@ -189,17 +189,17 @@ def _parts(context: BuildContext, source: str) -> Iterator[tuple[FilePart, int]]
     """Yield every part of a source's readable files with its bytes, in the listing's order."""
     for file in context.files():
         if file.source == source:
-            parts = list(Collected(keep=False).samples(cut_file(context, file)))
+            parts = list(OutputCollector(keep=False).samples(cut_file(context, file)))
             for part in parts:
                 yield part, max(1, (file.num_bytes or 0) // len(parts))
 
 
 def _tables(context: BuildContext, part: FilePart) -> Iterator[pa.Table]:
     """Yield the rows of a part that can be read."""
-    return Collected(keep=False).samples(read_rows(context, part))
+    return OutputCollector(keep=False).samples(read_rows(context, part))
 
 
-def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterator[Rows]:
+def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterator[SourceRows]:
     """Yield the first rows of each source: of all sources the same share, `INPUT_BYTES` in all.
 
     Args:
@@ -221,7 +221,7 @@ def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterato
                 yield source, table
 
 
-def _rows_of_keys(context: BuildContext) -> Iterator[Rows]:
+def _rows_of_keys(context: BuildContext) -> Iterator[SourceRows]:
     """Yield the rows of some keys in all sources."""
     chosen, parts = choose_keys(_key_index(context), context.data.sample_source)
     for part in parts:
@@ -351,7 +351,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
     ungrouped = replace(job, data=replace(job.data, groups={}))
     prepared = prepare(request, ungrouped, features)
     with TemporaryDirectory(prefix="presage-") as scratch, counting(Path(scratch)):
-        context = context_of(request, ungrouped, features, prepared, Path(scratch))
+        context = build_context(request, ungrouped, features, prepared, Path(scratch))
         sample = sample_sessions(context)
         counts = counted_rows(Path(scratch))
     if sample is None:
@@ -363,10 +363,10 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
             file=str(request.job_path),
         )
     size = sum(f.num_bytes for f in prepared.listing)
-    fixed = BYTES_PER_GROUP * sample.share * num_parts_of(size)
+    fixed = BYTES_PER_GROUP * sample.share * count_parts(size)
     choice = choose_from(sample.rows, ungrouped.data, features, fixed)
     for line in explained(choice):
-        request.say(line)
+        request.progress(line)
     named = named_groups(job, choice.mapping())
     reasons = {g.name: reason(g) for g in choice.groups}
     found = _bytes(text, named, reasons)

@@ -23,7 +23,7 @@ from pipelines.beam.transforms import (
     ReadRows,
     WriteRejects,
 )
-from pipelines.build import finish_written, hashes_of
+from pipelines.build import finish_segment_files, segment_hashes
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.oracle.index import TableTotals
 from pipelines.samples.event_join import add_counts
@@ -45,7 +45,7 @@ SEGMENT = "segment"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class CommitRequest:
     """A segment that a pipeline makes."""
 
     request: BuildRequest
@@ -57,14 +57,14 @@ class Wanted:
 class _Commit(beam.DoFn):
     """Finishes the segment when all of it is there; done twice, it is there once."""
 
-    def __init__(self, wanted: Wanted, names: tuple[str, ...]) -> None:
+    def __init__(self, wanted: CommitRequest, names: tuple[str, ...]) -> None:
         self.wanted, self.names = wanted, names
 
     def process(self, listing: tuple[InputFile, ...], *values: list[Any]) -> Iterator[str]:
         yield commit(self.wanted, listing, dict(zip(self.names, values, strict=True)))
 
 
-def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, list[Any]]) -> str:
+def commit(wanted: CommitRequest, listing: tuple[InputFile, ...], values: Mapping[str, list[Any]]) -> str:
     """Make what a pipeline wrote part of the dataset.
 
     Returns:
@@ -75,7 +75,7 @@ def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, 
     """
     request, job, features = wanted.request, wanted.job, wanted.features
     incoming = wanted.context.segment_root
-    hashes, key = hashes_of(job, features, listing)
+    hashes, key = segment_hashes(job, features, listing)
     reference = admit(request, job, features, key, listing)
     if reference is None:
         building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
@@ -86,7 +86,7 @@ def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, 
             if not (building / MANIFEST).exists():
                 held.enter_context(locked(_parts_of(wanted)))
                 if not (incoming / MANIFEST).exists():
-                    finish_written(request, wanted.context, key, hashes, values)
+                    finish_segment_files(request, wanted.context, key, hashes, values)
                 # One call: all of it moves, with the lock, or nothing does.
                 incoming.rename(building)
             reference = publish(proposal_of(request, job, features, key, building))
@@ -94,7 +94,7 @@ def commit(wanted: Wanted, listing: tuple[InputFile, ...], values: Mapping[str, 
     return reference.id
 
 
-def _parts_of(wanted: Wanted) -> Path:
+def _parts_of(wanted: CommitRequest) -> Path:
     """Return the directory that the pipeline wrote to.
 
     Raises:
@@ -109,7 +109,7 @@ def _parts_of(wanted: Wanted) -> Path:
     return incoming
 
 
-def committed(listing: Any, made: Mapping[str, Any], wanted: Wanted) -> dict[str, beam.PCollection]:
+def add_commit(listing: Any, made: Mapping[str, Any], wanted: CommitRequest) -> dict[str, beam.PCollection]:
     """Add the commit to a pipeline.
 
     Args:

@@ -15,13 +15,13 @@ import apache_beam as beam
 import pyarrow as pa
 
 from pipelines.autogroup.job import with_groups
-from pipelines.beam.build import SEGMENT, Wanted, committed, segment_of_rows, segment_pipeline
+from pipelines.beam.build import SEGMENT, CommitRequest, add_commit, segment_of_rows, segment_pipeline
 from pipelines.beam.coders import SourceRows
 from pipelines.beam.given_rows import CONTENT, GivenContext, TypeRows, listing_of, sum_content
 from pipelines.beam.runner import shuffle_of
 from pipelines.beam.transforms import EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
-from pipelines.build import hashes_of
+from pipelines.build import segment_hashes
 from pipelines.clustering.reader import (
     expanded_tables,
     remembered_row_group,
@@ -29,7 +29,7 @@ from pipelines.clustering.reader import (
     sample_columns,
 )
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.prepare import context_of, prepare
+from pipelines.prepare import build_context, prepare
 from pipelines.samples.statements import steps_of
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import Crossing
@@ -141,8 +141,8 @@ class WriteDataset(beam.PTransform):
             | "sum content" >> beam.CombineGlobally(sum_content)
             | "name rows" >> beam.Map(listing_of, file)
         )
-        wanted = Wanted(request, self._parsed, self._features, context)
-        return committed(listing, made, wanted)
+        wanted = CommitRequest(request, self._parsed, self._features, context)
+        return add_commit(listing, made, wanted)
 
 
 def check_one_source(job: Job, path: Path) -> None:
@@ -473,7 +473,7 @@ class BuildDataset(beam.PTransform):
         pipeline, features = input_or_inputs.pipeline, self._features
         request, job = with_groups(self._request, self._parsed, features)
         prepared = prepare(request, job, features)
-        _, key = hashes_of(job, features, prepared.listing)
+        _, key = segment_hashes(job, features, prepared.listing)
         reference = admit(request, job, features, key, prepared.listing)
         if reference is not None:
             nothing = pipeline | "no rejects" >> beam.Create([])
@@ -484,14 +484,14 @@ class BuildDataset(beam.PTransform):
         request.dataset.mkdir(parents=True, exist_ok=True)
         building = request.dataset / f"{INCOMING}.{request.attempt}"
         context = replace(
-            context_of(request, job, features, prepared, building),
+            build_context(request, job, features, prepared, building),
             shuffle_by=shuffle_of(pipeline.options),
         )
         context.segment_root.mkdir()
         stage_learned(request.dataset, context.learned, context.segment_root)
         made = segment_pipeline(pipeline, context)
         listing = pipeline | "listing" >> beam.Create([prepared.listing])
-        return committed(listing, made, Wanted(request, job, features, context))
+        return add_commit(listing, made, CommitRequest(request, job, features, context))
 
 
 def _as_is(reject: Reject) -> Reject:

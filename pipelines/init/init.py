@@ -302,7 +302,7 @@ def is_unique(folder: Folder, kind: Kind, column: str) -> bool:
 
 
 def evaluation_from(
-    folder: Folder, kind: Kind, expr: str, scratch: Path, say: Callable[[str], None]
+    folder: Folder, kind: Kind, expr: str, scratch: Path, progress: Callable[[str], None]
 ) -> datetime | None:
     """Return a time that leaves about a tenth of the rows behind it; None when it is not known.
 
@@ -314,13 +314,13 @@ def evaluation_from(
         kind: files that samples are made of.
         expr: SQL of the time.
         scratch: a directory for copies of the windows.
-        say: told of files that cannot be read to their end.
+        progress: called with a warning for each file that cannot be read to its end.
     """
     figures = f"quantile_disc(TRY({expr}), 0.9), min(TRY({expr})), max(TRY({expr}))"
     if kind.config.format == "parquet" and not kind.is_whole:
         found = _query(folder, kind, figures)
     else:
-        rows = kind.rows if kind.is_whole else _rows_all_over(folder, kind, scratch, say)
+        rows = kind.rows if kind.is_whole else _rows_all_over(folder, kind, scratch, progress)
         connection = duckdb.connect()
         connection.register(kind.name, rows)
         try:
@@ -333,7 +333,7 @@ def evaluation_from(
 
 
 def _rows_all_over(
-    folder: Folder, kind: Kind, scratch: Path, say: Callable[[str], None]
+    folder: Folder, kind: Kind, scratch: Path, progress: Callable[[str], None]
 ) -> pa.Table:
     """Return rows from windows at equal distances in all files of a kind."""
     config = replace(kind.config, header=False) if kind.config.format == "csv" else kind.config
@@ -353,7 +353,7 @@ def _rows_all_over(
                     tables.append(rows.table)
                     break
         for lost in (reject for reject in rejects if reject.rows_unknown):
-            say(f"WARNING: {lost.file}: {lost.reason}; a build would end there")
+            progress(f"WARNING: {lost.file}: {lost.reason}; a build would end there")
     return pa.concat_tables(tables, promote_options="permissive") if tables else kind.rows
 
 
@@ -411,12 +411,12 @@ class InitRequest:
     Attributes:
         input_root: directory of raw files, or its URL.
         output: directory for `job.yaml` and `schema.pbtxt`.
-        say: told what is going on, one line at a time.
+        progress: called with each progress message, one line.
     """
 
     input_root: Path | str
     output: Path
-    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
 
 
 def init(request: InitRequest) -> dict[str, Any]:
@@ -454,7 +454,7 @@ def init(request: InitRequest) -> dict[str, Any]:
     split = None
     if plan.is_timed:
         with TemporaryDirectory(prefix="presage-init-") as scratch:
-            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), request.say)
+            split = evaluation_from(folder, plan.kind, time.expr, Path(scratch), request.progress)
     root = Path(str(request.input_root).rstrip("/"))
     request.output.mkdir(parents=True, exist_ok=True)
     name = plain_name(root.name or "log")
@@ -462,13 +462,13 @@ def init(request: InitRequest) -> dict[str, Any]:
     job.write_text(job_text(plan, name, str(request.input_root), split), encoding="utf-8")
     (request.output / SCHEMA).write_text(schema_text(plan), encoding="utf-8")
     for line in summary(plan):
-        request.say(line)
+        request.progress(line)
     look = PreviewRequest(job_path=job, input_root=request.input_root)
     seen = preview(look)
     rejects = seen["rejects"]
     if rejects["share"] > MANY_REJECTS:
         reason = rejects["reasons"][0]
-        request.say(
+        request.progress(
             f"WARNING: {rejects['share']:.0%} of the first rows are rejected, {reason['num']} of "
             f"{rejects['num']} by: {reason['reason']}; correct {job} before you build"
         )

@@ -26,8 +26,8 @@ from pipelines.autogroup.job import with_groups
 from pipelines.build import check_usable, load_request
 from pipelines.clustering.part import PartResult
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.executor import Collected, Rows
-from pipelines.prepare import context_of, prepare
+from pipelines.executor import OutputCollector, SourceRows
+from pipelines.prepare import build_context, prepare
 from pipelines.preview.estimates import SampleTable, estimates, notes_of, python_values
 from pipelines.quality.gate import reject_findings
 from pipelines.runners import IN_PROCESS
@@ -383,7 +383,7 @@ class PreviewRequest:
         rows: rows that are read of the source that samples are made of.
         day: label of the segment, for a job whose split needs one.
         allow_outside: whether the job's schema may lie outside the folder of the job file.
-        say: told what is going on, one line at a time.
+        progress: called with each progress message, one line.
     """
 
     job_path: Path
@@ -391,7 +391,7 @@ class PreviewRequest:
     rows: int = 1000
     day: str | None = None
     allow_outside: bool = False
-    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         """Refuse to look at nothing."""
@@ -418,7 +418,7 @@ def preview(request: PreviewRequest) -> dict[str, Any]:
             attempt="preview",
             day=request.day,
             allow_outside=request.allow_outside,
-            say=request.say,
+            progress=request.progress,
         )
         found = _previewed(request, building)
     return {**found, "wall_sec": round(time.perf_counter() - started, 3)}
@@ -442,7 +442,7 @@ def _previewed(request: PreviewRequest, building: BuildRequest) -> dict[str, Any
     building, job = with_groups(building, job, features)
     prepared = prepare(building, job, features)
     building.dataset.mkdir()
-    context = context_of(building, job, features, prepared, building.dataset / "segment")
+    context = build_context(building, job, features, prepared, building.dataset / "segment")
     return _run(context, job, copied, request)
 
 
@@ -450,9 +450,9 @@ def _run(
     context: BuildContext, job: Job, copied: Mapping[str, Excerpt], request: PreviewRequest
 ) -> dict[str, Any]:
     """Run the stages, and say what came of each."""
-    found, counted, side_rows = Collected(), Counter[str](), dict[str, list[pa.Table]]()
+    found, counted, side_rows = OutputCollector(), Counter[str](), dict[str, list[pa.Table]]()
 
-    def rows() -> Iterator[Rows]:
+    def rows() -> Iterator[SourceRows]:
         read, rejects = executor.read_all(context, found), found.values[REJECTS]
         while True:
             known = len(rejects)

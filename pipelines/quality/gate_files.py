@@ -30,7 +30,7 @@ def pass_gate(
     schema: schema_pb2.Schema,
     gate: GateConfig | None,
     aside: Path,
-    say: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> str:
     """Judge a finished segment.
 
@@ -40,7 +40,7 @@ def pass_gate(
         schema: declared columns with their constraints.
         gate: the job's `data.gate`; without one, only too many rejects keep the segment out.
         aside: where statistics, anomalies and rejects of a refused segment are kept.
-        say: told of findings that do not keep the segment out.
+        progress: called with each finding that does not keep the segment out.
 
     Returns:
         The text of `anomalies.pbtxt`.
@@ -66,7 +66,7 @@ def pass_gate(
             f"the limits{_NO_GATE if gate is None else ''}, see {aside}\n{lines}"
         )
     for finding in verdict.findings:
-        say(f"warning: {finding}")
+        progress(f"warning: {finding}")
     shutil.rmtree(aside, ignore_errors=True)
     return text
 

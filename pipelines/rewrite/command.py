@@ -21,9 +21,9 @@ from pipelines.clustering.order import cluster
 from pipelines.clustering.reader import row_groups
 from pipelines.clustering.writer import ROW_GROUP_BYTES
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.executor import Collected, read_all
+from pipelines.executor import OutputCollector, read_all
 from pipelines.partition import hash_session_keys, part_of_key
-from pipelines.prepare import num_parts_of, shuffle_by
+from pipelines.prepare import count_parts, choose_shuffle
 from pipelines.rewrite.input import (
     FILES,
     SOURCE,
@@ -108,7 +108,7 @@ class FlatStage:
 
 def run_flat(stage: FlatStage) -> Mapping[str, list[Any]]:
     """Rewrite all rows in this process; return `parts` and `rejects`."""
-    collected = Collected()
+    collected = OutputCollector()
     sent: defaultdict[int, list[Any]] = defaultdict(list)
     for _, table in read_all(stage.context, collected):
         for part, rows in stage.hand_over(table):
@@ -212,7 +212,7 @@ class RewriteRequest:
         label: the label, which makes the star schema one that can be trained on.
         beam_args: Beam options.
         attempt: name of this attempt, unique among those that may run at once.
-        say: told what is going on, one line at a time.
+        progress: called with each progress message, one line.
     """
 
     folder: Path
@@ -223,7 +223,7 @@ class RewriteRequest:
     label: str | None
     beam_args: list[str]
     attempt: str
-    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
 
 
 def rewrite(request: RewriteRequest) -> dict[str, Any]:
@@ -255,13 +255,13 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
         raise SchemaError("input must have rows, got none", file=str(rows.folder))
     if rows.partitions:
         columns = ", ".join(f"{name} ({kind})" for name, kind in rows.partitions.items())
-        request.say(f"columns from folder names: {columns}")
+        request.progress(f"columns from folder names: {columns}")
     if rows.num_ignored:
-        request.say(
+        request.progress(
             f"files that are not Parquet, not read: {rows.num_ignored}, such as {rows.ignored}"
         )
     order = f"by {rows.time}" if rows.time else "as they lie"
-    request.say(f"session key: {rows.session}; rows of a session {order}")
+    request.progress(f"session key: {rows.session}; rows of a session {order}")
     building = request.output.parent / f".{request.output.name}.{request.attempt}"
     with workplace(building, f".{request.output.name}.*"):
         make = _star if request.layout == "star" else _flat
@@ -324,9 +324,9 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         data=data,
         features=FeatureSet(()),
         steps=Steps(None, None),
-        num_parts=num_parts_of(rows.num_bytes),
+        num_parts=count_parts(rows.num_bytes),
         empty_rows={SOURCE: schema.empty_table()},
-        shuffle_by=shuffle_by(request.beam_args, rows.listing),
+        shuffle_by=choose_shuffle(request.beam_args, rows.listing),
     )
     schema = pa.ipc.read_schema(rows.schema.serialize())  # as it is after it went to a worker
     stage = FlatStage(context, schema, rows.session, rows.time)
@@ -341,7 +341,7 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         raise SchemaError("input must have rows, got none", file=str(rows.folder))
     shutil.rmtree(written / SHUFFLE, ignore_errors=True)
     content = sum((p.content for p in parts), ContentHash())
-    request.say("comparing all rows with the input")
+    request.progress("comparing all rows with the input")
     _check_equal(content_hash(decoded(b) for b in rows.batches()), content)
     num_bytes = sum(p.num_bytes for p in parts)
     return _result(request, rows, content, num_bytes, sum(p.num_sessions for p in parts))
@@ -361,12 +361,12 @@ def _star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
             dataset=building / ROWS,
             beam_args=request.beam_args,
             attempt=request.attempt,
-            say=request.say,
+            progress=request.progress,
         )
     )
     dataset = open_dataset(building / ROWS)
     names = rows.schema.names
-    request.say("comparing all rows with the input")
+    request.progress("comparing all rows with the input")
     content = sum(star_hashes(dataset, names), ContentHash())
     _check_equal(content_hash(b.cast(_star_schema(b, words)) for b in rows.batches()), content)
     found = _result(request, rows, content, summary["dataset_bytes"], summary["num_sessions"])

@@ -501,7 +501,7 @@ class RewriteRequest:
         at: now, UTC.
         beam_args: Beam options.
         attempt: name of this attempt, unique among those that may run at once.
-        say: told what is going on, one line at a time.
+        progress: called with each progress message, one line.
     """
 
     dataset: Path
@@ -512,7 +512,7 @@ class RewriteRequest:
     at: datetime
     beam_args: list[str]
     attempt: str
-    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[str], None] = lambda _: None
 
 
 def rewrite(request: RewriteRequest) -> dict[str, Any]:
@@ -644,7 +644,7 @@ def _segments(
         before, building = segment.manifest, place / segment.manifest.id
         learned = versions.renamed(before.learned)
         if before.id in names:
-            request.say(f"segment {before.id}: writing it again")
+            request.progress(f"segment {before.id}: writing it again")
             said = given | forgotten_texts(dataset, segment)
             texts = None if before.id in expired else said
             rewriting = Rewriting(segment, building, texts, learned, request.beam_args)
@@ -660,7 +660,7 @@ def _segments(
             drop_rejects(building)
         if before.id in expired | names:
             aside = place / "refused"
-            text = pass_gate(building, earlier, schema, gate, aside, request.say)
+            text = pass_gate(building, earlier, schema, gate, aside, request.progress)
             relabel(building, before.id, text)
         made = named_anew(before, building, learned)
         building.rename(place / made.id)

@@ -284,13 +284,13 @@ WAIT_SEC = 0.2
 """Time between two looks."""
 
 
-def wait_for_turn(dataset: Path, position: int, say: Callable[[str], None]) -> float:
+def wait_for_turn(dataset: Path, position: int, progress: Callable[[str], None]) -> float:
     """Wait until every position before this one has a segment.
 
     Args:
         dataset: directory of the dataset.
         position: of the segment that is to enter it.
-        say: told once what is waited for.
+        progress: called once with what the build waits for.
 
     Returns:
         Seconds that it took.
@@ -299,7 +299,7 @@ def wait_for_turn(dataset: Path, position: int, say: Callable[[str], None]) -> f
     missing = first_missing(root_of(dataset), position)
     if missing is None:
         return 0.0
-    say(f"built, waiting for the segment at position {missing}")
+    progress(f"built, waiting for the segment at position {missing}")
     while first_missing(root_of(dataset), position) is not None:
         time.sleep(WAIT_SEC)
     return time.perf_counter() - began

@@ -178,12 +178,12 @@ def test_append_in_order_is_built_beside_others_and_enters_behind_those_before(
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     waits, results = threading.Event(), list[dict[str, object]]()
 
-    def say(line: str) -> None:
+    def progress(line: str) -> None:
         if line == "built, waiting for the segment at position 1":
             waits.set()
 
     later = replace(
-        addition(job, one / "log-2", dataset, 2, "later"), in_order=True, last=True, say=say
+        addition(job, one / "log-2", dataset, 2, "later"), in_order=True, last=True, progress=say
     )
     thread = threading.Thread(target=lambda: results.append(build(later)))
     thread.start()

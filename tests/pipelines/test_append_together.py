@@ -95,7 +95,7 @@ def test_segment_that_was_renamed_but_not_named_by_the_root_is_taken_over(
             build(addition(job, one / "log-1", dataset))
     assert open_dataset(dataset).manifest == before
     said: list[str] = []
-    build(replace(addition(job, one / "log-1", dataset), say=said.append))
+    build(replace(addition(job, one / "log-1", dataset), progress=said.append))
     assert verify(dataset)["problems"] == []
     assert "segment finished by an attempt that died: taken over" in said
     other = copy_of(one / "dataset", tmp_path / "other")

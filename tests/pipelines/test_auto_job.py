@@ -29,7 +29,7 @@ from pipelines.autogroup.job import (
 from pipelines.autogroup.search import GroupChoice
 from pipelines.build import build
 from pipelines.clustering.reader import expand
-from pipelines.prepare import context_of, prepare
+from pipelines.prepare import build_context, prepare
 from pipelines.samples import check_sql as check_joins
 from pipelines.sources.rows import ORIGIN, FilePart
 from pipelines.table.verify import verify
@@ -181,7 +181,7 @@ def test_job_with_sql_per_key_sees_whole_keys(tmp_path: Path) -> None:
     schema = schema.replace('type: FLOAT annotation { tag: "dense" }', "type: INT ANN")
     (tmp_path / "schema.pbtxt").write_text(schema.replace("ANN", 'annotation { tag: "kept" }'))
     said: list[str] = []
-    asked = dataclasses.replace(request(job, tmp_path / "log", tmp_path / "data"), say=said.append)
+    asked = dataclasses.replace(request(job, tmp_path / "log", tmp_path / "data"), progress=said.append)
     build(asked)
     groups = open_dataset(tmp_path / "data").job.data.groups
     assert groups == {"session": ("session", "user", "history", "num_plays")}
@@ -436,7 +436,7 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     asked = request(path, tmp_path / "input", tmp_path / "dataset")
     ungrouped = dataclasses.replace(job, data=data)
     prepared = prepare(asked, ungrouped, features)
-    context = context_of(asked, ungrouped, features, prepared, tmp_path / "scratch")
+    context = build_context(asked, ungrouped, features, prepared, tmp_path / "scratch")
     sample = sample_sessions(context)
     assert sample is not None
     build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))

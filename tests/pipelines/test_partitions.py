@@ -12,7 +12,7 @@ import yaml
 from pipelines.cli import main
 from pipelines.clustering.reader import expand
 from pipelines.context import BuildRequest
-from pipelines.prepare import Prepared, prepare
+from pipelines.prepare import PreparedInput, prepare
 from pipelines.preview.preview import PreviewRequest, preview
 from pipelines.sources.listing import (
     folder_of,
@@ -179,11 +179,11 @@ def job_of(directory: Path, more: str, columns: dict[str, str]) -> Path:
     return directory / "job.yaml"
 
 
-def prepared(job_path: Path, log: Path) -> tuple[Prepared, list[str]]:
+def prepared(job_path: Path, log: Path) -> tuple[PreparedInput, list[str]]:
     said: list[str] = []
     request = BuildRequest(
         job_path=job_path, input_root=log, dataset=job_path.parent / "out", beam_args=[],
-        attempt="a", say=said.append,
+        attempt="a", progress=said.append,
     )  # fmt: skip
     job = load_job(job_path)
     return prepare(request, job, load_features(job_path.parent / job.data.schema)), said
