@@ -18,7 +18,7 @@ from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult, unpacked
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.prepare import check_map, build_context, count_parts, prepare
+from pipelines.prepare import build_context, check_map, count_parts, prepare
 from pipelines.progress import counted_rows, is_stopped, watched
 from pipelines.quality.gate import GateError
 from pipelines.quality.gate_files import keep_rejects

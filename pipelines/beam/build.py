@@ -64,7 +64,9 @@ class _Commit(beam.DoFn):
         yield commit(self.wanted, listing, dict(zip(self.names, values, strict=True)))
 
 
-def commit(wanted: CommitRequest, listing: tuple[InputFile, ...], values: Mapping[str, list[Any]]) -> str:
+def commit(
+    wanted: CommitRequest, listing: tuple[InputFile, ...], values: Mapping[str, list[Any]]
+) -> str:
     """Make what a pipeline wrote part of the dataset.
 
     Returns:
@@ -109,7 +111,9 @@ def _parts_of(wanted: CommitRequest) -> Path:
     return incoming
 
 
-def add_commit(listing: Any, made: Mapping[str, Any], wanted: CommitRequest) -> dict[str, beam.PCollection]:
+def add_commit(
+    listing: Any, made: Mapping[str, Any], wanted: CommitRequest
+) -> dict[str, beam.PCollection]:
     """Add the commit to a pipeline.
 
     Args:

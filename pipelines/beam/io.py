@@ -15,7 +15,13 @@ import apache_beam as beam
 import pyarrow as pa
 
 from pipelines.autogroup.job import with_groups
-from pipelines.beam.build import SEGMENT, CommitRequest, add_commit, segment_of_rows, segment_pipeline
+from pipelines.beam.build import (
+    SEGMENT,
+    CommitRequest,
+    add_commit,
+    segment_of_rows,
+    segment_pipeline,
+)
 from pipelines.beam.coders import SourceRows
 from pipelines.beam.given_rows import CONTENT, GivenContext, TypeRows, listing_of, sum_content
 from pipelines.beam.runner import shuffle_of

@@ -23,7 +23,7 @@ from pipelines.clustering.writer import ROW_GROUP_BYTES
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.executor import OutputCollector, read_all
 from pipelines.partition import hash_session_keys, part_of_key
-from pipelines.prepare import count_parts, choose_shuffle
+from pipelines.prepare import choose_shuffle, count_parts
 from pipelines.rewrite.input import (
     FILES,
     SOURCE,

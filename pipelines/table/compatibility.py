@@ -327,7 +327,9 @@ def proposal_of(
             check_fits(manifest.learned, request.dataset)
         earlier = dataset.segments[before - 1].directory if dataset and before else None
         aside = refused_place(request.dataset, key)
-        return pass_gate(building, earlier, schema_of(schema), job.data.gate, aside, request.progress)
+        return pass_gate(
+            building, earlier, schema_of(schema), job.data.gate, aside, request.progress
+        )
 
     return Proposal(
         dataset=request.dataset,

@@ -181,7 +181,9 @@ def test_job_with_sql_per_key_sees_whole_keys(tmp_path: Path) -> None:
     schema = schema.replace('type: FLOAT annotation { tag: "dense" }', "type: INT ANN")
     (tmp_path / "schema.pbtxt").write_text(schema.replace("ANN", 'annotation { tag: "kept" }'))
     said: list[str] = []
-    asked = dataclasses.replace(request(job, tmp_path / "log", tmp_path / "data"), progress=said.append)
+    asked = dataclasses.replace(
+        request(job, tmp_path / "log", tmp_path / "data"), progress=said.append
+    )
     build(asked)
     groups = open_dataset(tmp_path / "data").job.data.groups
     assert groups == {"session": ("session", "user", "history", "num_plays")}

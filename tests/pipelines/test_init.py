@@ -334,7 +334,9 @@ def test_split_of_avro_is_of_all_files_and_one_that_is_cut_is_said(
     whole = (tmp_path / "log" / "plays.avro").read_bytes()
     (tmp_path / "log" / "plays-2.avro").write_bytes(whole[:-20])
     said: list[str] = []
-    request = InitRequest(input_root=tmp_path / "log", output=tmp_path / "job", progress=said.append)
+    request = InitRequest(
+        input_root=tmp_path / "log", output=tmp_path / "job", progress=said.append
+    )
     assert "2026-01-01T02:20" <= init(request)["evaluation_from"] <= "2026-01-01T03:19"
     assert [line.split(" must")[0] for line in said if "WARNING" in line] == [
         "WARNING: plays-2.avro: block from row 312 on"
