@@ -51,12 +51,12 @@ WRITTEN = {
     "score": "output",
     "oracle": "dataset",
 }
-"""Commands to the argument with the folder that they write to, where others may write, too."""
+"""For each command that writes to a shared directory: the argument that names the directory."""
 _WITHOUT_JSON = ("generate", "expand", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; what those of `_WITH_BEAM` do not know goes there."""
+    """Return the parser of all commands; commands in `_WITH_BEAM` pass unknown options to Beam."""
     parser = ArgumentParser(prog="python -m pipelines", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("folder", metavar="DIR", help="a directory or a URL")
     command.add_argument("--output", type=Path, required=True, metavar="JOBDIR")
 
-    command = commands.add_parser("preview", help="what a build would see, in seconds")
+    command = commands.add_parser("preview", help="check a job on the first rows of its input")
     _add_log_options(command)
     command.add_argument("--rows", type=int, default=1000, metavar="N", help="rows to read")
 
@@ -81,13 +81,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_segment_options(command)
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
     command.add_argument(
-        "--replace", action="store_true", help="put a new version of the day in the place of it"
+        "--replace", action="store_true", help="replace the current version of the day"
     )
-    command.add_argument("--position", type=int, metavar="N", help="place; the last by default")
+    command.add_argument(
+        "--position", type=int, metavar="N", help="position of the segment; default: last"
+    )
     command.add_argument(
         "--in-order",
         action="store_true",
-        help="build at once, enter the dataset when all segments before --position are there",
+        help="build now, commit when all segments before --position are committed",
     )
 
     command = commands.add_parser("finish", help="say that no segment follows")
@@ -97,13 +99,21 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("prune", help="remove segments and indexes that were replaced")
     command.add_argument("dataset", type=Path, metavar="DATASET")
 
-    command = commands.add_parser("rewrite", help="make a Parquet dataset smaller, every row kept")
+    command = commands.add_parser(
+        "rewrite", help="rewrite a Parquet dataset smaller, with every row"
+    )
     command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("--output", type=Path, required=True, metavar="DATASET")
     command.add_argument("--layout", choices=("star", "flat"), default="star")
-    command.add_argument("--session", metavar="COLUMN", help="session key; guessed by its name")
-    command.add_argument("--time", metavar="COLUMN", help="order in a session; guessed by its name")
-    command.add_argument("--label", metavar="COLUMN", help="make a star schema to train on")
+    command.add_argument(
+        "--session", metavar="COLUMN", help="session key; default: guessed by name"
+    )
+    command.add_argument(
+        "--time", metavar="COLUMN", help="order within a session; default: guessed by name"
+    )
+    command.add_argument(
+        "--label", metavar="COLUMN", help="label column; the result can be trained on"
+    )
 
     command = commands.add_parser("forget", help="give samples weight 0, or write them out")
     command.add_argument("dataset", type=Path, metavar="DATASET")
@@ -142,20 +152,24 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
     command.add_argument("--output", type=Path, required=True, metavar="DIR")
     command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
-    command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days; all")
+    command.add_argument(
+        "--segments", type=_names, metavar="ID,...", help="ids or days; default: all"
+    )
 
-    command = commands.add_parser("oracle", help="what the cache will do, and other indexes")
+    command = commands.add_parser("oracle", help="predict the cache, and build other indexes")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--reindex", action="store_true", help="build an index for these settings")
     command.add_argument(
-        "--segments", type=_names, metavar="ID,...", help="ids or days; all by default"
+        "--segments", type=_names, metavar="ID,...", help="ids or days; default: all"
     )
     command.add_argument("--batch-samples", type=int, metavar="N")
     command.add_argument("--epochs", type=int, metavar="N")
     command.add_argument("--shuffle", choices=("none", "blocks"), help="order of the blocks")
-    command.add_argument("--seed", type=int, metavar="N", help="of the shuffle")
-    command.add_argument("--lookahead", type=int, metavar="N", help="steps; train.cache by default")
-    command.add_argument("--cache-rows", type=int, metavar="N", help="most rows of each table")
+    command.add_argument("--seed", type=int, metavar="N", help="seed of the shuffle")
+    command.add_argument("--lookahead", type=int, metavar="N", help="steps; default: train.cache")
+    command.add_argument(
+        "--cache-rows", type=int, metavar="N", help="cache capacity per table, in rows"
+    )
     command.add_argument(
         "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
     )
@@ -169,25 +183,28 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_log_options(command: argparse.ArgumentParser) -> None:
-    """Add what every command takes that runs a job over a log."""
     command.add_argument("job", type=Path, metavar="JOB")
     command.add_argument("--input", required=True, metavar="DIR", help="a directory or a URL")
     command.add_argument(
-        "--day", type=_day, metavar="DATE", help="label and place, such as 2026-04-09"
+        "--day",
+        type=_day,
+        metavar="DATE",
+        help="day and position of the segment, such as 2026-04-09",
     )
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
 
 
 def _add_segment_options(command: argparse.ArgumentParser) -> None:
-    """Add what the commands take that build a segment."""
     _add_log_options(command)
-    command.add_argument("--last", action="store_true", help="no segment follows this one")
-    command.add_argument("--check-sql", action="store_true", help="compare three cuts of the rows")
+    command.add_argument("--last", action="store_true", help="seal the dataset after this segment")
+    command.add_argument(
+        "--check-sql", action="store_true", help="compare the SQL on three batchings of the rows"
+    )
 
 
-def _day(text: str) -> date:
+def _day(text: str) -> str:
     try:
-        return date.fromisoformat(text)
+        return date.fromisoformat(text).isoformat()
     except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"must be a date, got {text!r}; write 2026-04-09"
@@ -197,24 +214,22 @@ def _day(text: str) -> date:
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
     if not names:
-        raise argparse.ArgumentTypeError("must name at least one segment, got none")
+        raise argparse.ArgumentTypeError("no segment named")
     return names
 
 
-# Which function each command of the data pipelines calls.
-#
-# Modules that import Beam, which takes seconds, are loaded by the commands that run on it.
+# Commands. Modules that import Beam or torch, which takes seconds, are imported where needed.
 
 REFUSED = 3
-"""Exit code of a build whose segment did not pass the gate."""
+"""Exit code of a build whose segment the quality gate refused."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0, or 1 when something does not fit; the one line that says what is on stderr. 3 when a
-        segment was built, but did not pass the gate; stderr has a line for each finding.
+        0; 1 after an error, printed to stderr as one line; 3 when the quality gate refused the
+        segment that was built, with a line for each finding on stderr.
     """
     parser = build_parser()
     arguments, beam_args = parser.parse_known_args(argv)
@@ -222,8 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(beam_args)}")
     try:
         if arguments.command in WRITTEN and getattr(arguments, "reindex", True):
-            place = getattr(arguments, WRITTEN[arguments.command])
-            check_writable(place, single_writer=arguments.single_writer)
+            directory = getattr(arguments, WRITTEN[arguments.command])
+            check_writable(directory, single_writer=arguments.single_writer)
         return _COMMANDS[arguments.command](arguments, beam_args)
     except GateError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -233,11 +248,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _say(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        print(json.dumps(result, indent=1))
+def _print_result(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    print(json.dumps(result, indent=None if arguments.json else 1))
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _new_attempt() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -245,104 +265,57 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
     if config is None:
         raise SchemaError("job must have data.generate, got none; use schemas/demo/job.yaml")
     num_samples = arguments.num_samples
-    files = write_log(
-        GeneratorConfig(
-            num_samples=config.num_samples if num_samples is None else num_samples,
-            seed=config.seed,
-            start=config.start,
-            span=config.span,
-        ),
-        arguments.output,
+    generator = GeneratorConfig(
+        num_samples=config.num_samples if num_samples is None else num_samples,
+        seed=config.seed,
+        start=config.start,
+        span=config.span,
     )
+    files = write_log(generator, arguments.output)
     print(f"wrote {len(files)} files to {arguments.output}", file=sys.stderr)
     return 0
 
 
 def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    startup = time.time() - _process_start()
-    request = BuildRequest(
-        job_path=arguments.job,
-        input_root=arguments.input,
-        dataset=arguments.output,
-        beam_args=beam_args,
-        attempt=uuid.uuid4().hex[:12],
-        check_sql=arguments.check_sql,
-        allow_outside=arguments.allow_outside,
-        last=arguments.last,
-        day=_text_of(arguments.day),
-        progress=_progress,
-    )
-    result = {**build(request), "startup_sec": round(startup, 3)}
-    record_build_speed(request.dataset, result, beam_args)
-    _say(arguments, result)
-    return 0
-
-
-def _init(arguments: argparse.Namespace, _: list[str]) -> int:
-    request = InitRequest(input_root=arguments.folder, output=arguments.output, progress=_progress)
-    _say(arguments, init(request))
-    return 0
-
-
-def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
-    result = preview(
-        PreviewRequest(
-            job_path=arguments.job,
-            input_root=arguments.input,
-            rows=arguments.rows,
-            day=_text_of(arguments.day),
-            allow_outside=arguments.allow_outside,
-            progress=_progress,
-        )
-    )
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        show(result, Console(width=WIDTH))
-    return 0
-
-
-def _text_of(day: date | None) -> str | None:
-    return None if day is None else day.isoformat()
-
-
-def _check_place(arguments: argparse.Namespace) -> None:
-    """Refuse two ways of saying where a segment stands."""
-    if arguments.in_order and arguments.position is None:
-        raise ValueError("--in-order must come with --position, got none; name the place")
-    if arguments.day is not None and arguments.position is not None:
-        raise ValueError("--day must come without --position, got both; the day is the place")
-    if arguments.replace and arguments.day is None:
-        raise ValueError("--replace must come with --day, got none; name the day")
+    return _build_segment(arguments, beam_args, dataset=arguments.output)
 
 
 def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    _check_place(arguments)
+    if arguments.in_order and arguments.position is None:
+        raise ValueError("--in-order must come with --position, got none; name the position")
+    if arguments.day is not None and arguments.position is not None:
+        raise ValueError("--day and --position exclude each other; the day is the position")
+    if arguments.replace and arguments.day is None:
+        raise ValueError("--replace must come with --day, got none; name the day")
+    return _build_segment(
+        arguments,
+        beam_args,
+        dataset=arguments.dataset,
+        append=True,
+        position=arguments.position,
+        replaces=arguments.replace,
+        in_order=arguments.in_order,
+    )
+
+
+def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settings: Any) -> int:
     startup = time.time() - _process_start()
     request = BuildRequest(
         job_path=arguments.job,
         input_root=arguments.input,
-        dataset=arguments.dataset,
         beam_args=beam_args,
-        attempt=uuid.uuid4().hex[:12],
+        attempt=_new_attempt(),
         check_sql=arguments.check_sql,
         allow_outside=arguments.allow_outside,
-        append=True,
-        position=arguments.position,
-        day=_text_of(arguments.day),
-        replaces=arguments.replace,
-        in_order=arguments.in_order,
         last=arguments.last,
+        day=arguments.day,
         progress=_progress,
+        **settings,
     )
     result = {**build(request), "startup_sec": round(startup, 3)}
     record_build_speed(request.dataset, result, beam_args)
-    _say(arguments, result)
+    _print_result(arguments, result)
     return 0
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _process_start() -> float:
@@ -356,8 +329,32 @@ def _process_start() -> float:
     return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _init(arguments: argparse.Namespace, _: list[str]) -> int:
+    request = InitRequest(input_root=arguments.folder, output=arguments.output, progress=_progress)
+    _print_result(arguments, init(request))
+    return 0
+
+
+def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
+    result = preview(
+        PreviewRequest(
+            job_path=arguments.job,
+            input_root=arguments.input,
+            rows=arguments.rows,
+            day=arguments.day,
+            allow_outside=arguments.allow_outside,
+            progress=_progress,
+        )
+    )
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        show(result, Console(width=WIDTH))
+    return 0
+
+
 def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    module = importlib.import_module("pipelines.rewrite.command")  # brings Beam
+    module = importlib.import_module("pipelines.rewrite.command")  # imports Beam
     request = module.RewriteRequest(
         folder=arguments.folder,
         output=arguments.output,
@@ -366,21 +363,23 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         time=arguments.time,
         label=arguments.label,
         beam_args=beam_args,
-        attempt=uuid.uuid4().hex[:12],
-        progress=lambda text: print(text, file=sys.stderr, flush=True),
+        attempt=_new_attempt(),
+        progress=_progress,
     )
-    _say(arguments, module.rewrite(request))
+    _print_result(arguments, module.rewrite(request))
     return 0
 
 
 def _finish(arguments: argparse.Namespace, _: list[str]) -> int:
     manifest = finish(arguments.dataset, finished=not arguments.reopen)
-    _say(arguments, {"num_segments": len(manifest.segments), "finished": manifest.finished})
+    _print_result(
+        arguments, {"num_segments": len(manifest.segments), "finished": manifest.finished}
+    )
     return 0
 
 
 def _prune(arguments: argparse.Namespace, _: list[str]) -> int:
-    _say(arguments, prune(arguments.dataset))
+    _print_result(arguments, prune(arguments.dataset))
     return 0
 
 
@@ -389,14 +388,14 @@ def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     if arguments.ids is None and not rewrites:
         raise ValueError("forget must have --ids or --rewrite, got neither; name a file of ids")
     now = datetime.now(UTC)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if arguments.ids is not None:
         request = ForgetRequest(
             dataset=arguments.dataset, ids=arguments.ids, column=arguments.column, at=now
         )
-        found["forgotten"] = forget(request)
+        result["forgotten"] = forget(request)
     if rewrites:
-        module = importlib.import_module("pipelines.table.compact")  # brings Beam
+        module = importlib.import_module("pipelines.table.compact")  # imports Beam
         rewriting = module.RewriteRequest(
             dataset=arguments.dataset,
             older_than=arguments.older_than if arguments.rewrite else None,
@@ -405,17 +404,17 @@ def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             column=arguments.column,
             at=now,
             beam_args=beam_args,
-            attempt=uuid.uuid4().hex[:12],
+            attempt=_new_attempt(),
             progress=_progress,
         )
-        found["rewritten"] = module.rewrite(rewriting)
-    _say(arguments, found)
+        result["rewritten"] = module.rewrite(rewriting)
+    _print_result(arguments, result)
     return 0
 
 
 def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     result = verify(arguments.dataset)
-    _say(arguments, result)
+    _print_result(arguments, result)
     for problem in result["problems"]:
         print(f"error: {problem}", file=sys.stderr)
     if result["problems"]:
@@ -434,7 +433,7 @@ def _expand(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
-    page = importlib.import_module("pipelines.report.page")  # brings matplotlib, 1.5 s: only here
+    page = importlib.import_module("pipelines.report.page")  # imports matplotlib: 1.5 s
     page.write_report(arguments.dataset, arguments.html, arguments.runs)
     print(f"wrote {arguments.html}", file=sys.stderr)
     return 0
@@ -442,10 +441,10 @@ def _report(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     try:
-        module = importlib.import_module("pipelines.beam.score")  # brings torch: only here
+        module = importlib.import_module("pipelines.beam.score")  # imports torch
     except ModuleNotFoundError as error:
         raise SchemaError(
-            f"extra `score` must be installed, got no {error.name}; use requirements.lock"
+            f"extra `score` is not installed: no module {error.name}; use requirements.lock"
         ) from error
     request = module.ScoreRequest(
         model=arguments.model,
@@ -455,12 +454,12 @@ def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         segments=arguments.segments,
         beam_args=beam_args,
     )
-    _say(arguments, module.score(request))
+    _print_result(arguments, module.score(request))
     return 0
 
 
 def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    _say(arguments, oracle(arguments, beam_args, uuid.uuid4().hex[:12]))
+    _print_result(arguments, oracle(arguments, beam_args, _new_attempt()))
     return 0
 
 
@@ -481,4 +480,4 @@ _COMMANDS = {
     "oracle": _oracle,
 }
 _WITH_BEAM = ("build", "append", "rewrite", "forget", "score", "oracle")
-"""Commands that hand options which they do not know to Beam."""
+"""Commands that pass options they do not define to Beam."""
