@@ -7,18 +7,18 @@ from importlib.abc import MetaPathFinder
 
 
 class _NoPandas(MetaPathFinder):
-    """Hides pandas, which pyarrow imports where it is (a second); in `score` torch needs it."""
+    """Hides pandas, which pyarrow imports if it is installed, in a second; torch needs it."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname == "pandas":
             raise ModuleNotFoundError("pandas is not used by these commands", name=fullname)
 
 
-if __name__ == "__main__" and sys.argv[1:2] != ["score"]:  # not where another program imports it
+if __name__ == "__main__" and sys.argv[1:2] != ["score"]:
     sys.meta_path.insert(0, _NoPandas())
 
-# Before Beam is imported, which warns of every optional part that is not installed, and logs
-# the whole trace of an error that `main` says in one line.
+# Set before Beam is imported: Beam warns of each optional package that is not installed, and logs
+# tracebacks of errors that `main` reports in one line.
 logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 
 from pipelines.cli import build_parser, main  # noqa: E402

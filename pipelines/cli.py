@@ -83,9 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--replace", action="store_true", help="replace the current version of the day"
     )
-    command.add_argument(
-        "--position", type=int, metavar="N", help="position of the segment; default: last"
-    )
+    command.add_argument("--position", type=int, metavar="N", help="position; default: last")
     command.add_argument(
         "--in-order",
         action="store_true",
@@ -99,21 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("prune", help="remove segments and indexes that were replaced")
     command.add_argument("dataset", type=Path, metavar="DATASET")
 
-    command = commands.add_parser(
-        "rewrite", help="rewrite a Parquet dataset smaller, with every row"
-    )
+    command = commands.add_parser("rewrite", help="make a Parquet dataset smaller; keep all rows")
     command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("--output", type=Path, required=True, metavar="DATASET")
     command.add_argument("--layout", choices=("star", "flat"), default="star")
-    command.add_argument(
-        "--session", metavar="COLUMN", help="session key; default: guessed by name"
-    )
-    command.add_argument(
-        "--time", metavar="COLUMN", help="order within a session; default: guessed by name"
-    )
-    command.add_argument(
-        "--label", metavar="COLUMN", help="label column; the result can be trained on"
-    )
+    command.add_argument("--session", metavar="COLUMN", help="session key; default: by name")
+    command.add_argument("--time", metavar="COLUMN", help="session order; default: by name")
+    command.add_argument("--label", metavar="COLUMN", help="label, to train on the result")
 
     command = commands.add_parser("forget", help="give samples weight 0, or write them out")
     command.add_argument("dataset", type=Path, metavar="DATASET")
@@ -152,24 +142,18 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--dataset", type=Path, required=True, metavar="DATASET")
     command.add_argument("--output", type=Path, required=True, metavar="DIR")
     command.add_argument("--split", choices=("all", "evaluation", "train"), default="all")
-    command.add_argument(
-        "--segments", type=_names, metavar="ID,...", help="ids or days; default: all"
-    )
+    command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days")
 
     command = commands.add_parser("oracle", help="predict the cache, and build other indexes")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--reindex", action="store_true", help="build an index for these settings")
-    command.add_argument(
-        "--segments", type=_names, metavar="ID,...", help="ids or days; default: all"
-    )
+    command.add_argument("--segments", type=_names, metavar="ID,...", help="ids or days")
     command.add_argument("--batch-samples", type=int, metavar="N")
     command.add_argument("--epochs", type=int, metavar="N")
     command.add_argument("--shuffle", choices=("none", "blocks"), help="order of the blocks")
     command.add_argument("--seed", type=int, metavar="N", help="seed of the shuffle")
     command.add_argument("--lookahead", type=int, metavar="N", help="steps; default: train.cache")
-    command.add_argument(
-        "--cache-rows", type=int, metavar="N", help="cache capacity per table, in rows"
-    )
+    command.add_argument("--cache-rows", type=int, metavar="N", help="cache capacity per table")
     command.add_argument(
         "--hints", type=Path, metavar="FILE", help="write TorchRec's planner hints"
     )
@@ -189,7 +173,7 @@ def _add_log_options(command: argparse.ArgumentParser) -> None:
         "--day",
         type=_day,
         metavar="DATE",
-        help="day and position of the segment, such as 2026-04-09",
+        help="day of the segment, such as 2026-04-09",
     )
     command.add_argument(ALLOW_OUTSIDE, action="store_true", help=ALLOW_OUTSIDE_HELP)
 
@@ -197,9 +181,7 @@ def _add_log_options(command: argparse.ArgumentParser) -> None:
 def _add_segment_options(command: argparse.ArgumentParser) -> None:
     _add_log_options(command)
     command.add_argument("--last", action="store_true", help="seal the dataset after this segment")
-    command.add_argument(
-        "--check-sql", action="store_true", help="compare the SQL on three batchings of the rows"
-    )
+    command.add_argument("--check-sql", action="store_true", help="compare three batchings of rows")
 
 
 def _day(text: str) -> str:
@@ -372,9 +354,8 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 def _finish(arguments: argparse.Namespace, _: list[str]) -> int:
     manifest = finish(arguments.dataset, finished=not arguments.reopen)
-    _print_result(
-        arguments, {"num_segments": len(manifest.segments), "finished": manifest.finished}
-    )
+    result = {"num_segments": len(manifest.segments), "finished": manifest.finished}
+    _print_result(arguments, result)
     return 0
 
 

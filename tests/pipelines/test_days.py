@@ -95,7 +95,7 @@ def test_same_day_of_the_same_files_is_there_already(
     [
         (LATE, f"{LATE}-corrected", [], "use --replace to put a new version in its place"),
         ("2026-01-03", LATE, [], f"day must be {LATE} as of segment"),
-        (LATE, LATE, ["--position", "3"], "the day is the place"),
+        (LATE, LATE, ["--position", "3"], "the day is the position"),
     ],
 )
 def test_other_files_or_another_day_are_refused(
