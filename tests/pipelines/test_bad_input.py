@@ -176,7 +176,7 @@ def test_file_with_one_byte_changed_ends_the_build_or_loses_a_row_group(tmp_path
 def test_log_without_a_usable_file_is_refused_with_the_first_reason(tmp_path: Path) -> None:
     write_rows(tmp_path / "log", good_rows())
     emptied(tmp_path / "log" / "log-0.parquet")
-    with pytest.raises(SchemaError, match=r"^samples must not be empty, got none; first reject: "):
+    with pytest.raises(SchemaError, match=r"^the input yields no samples; first reject: "):
         build(request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset"))
 
 

@@ -113,10 +113,8 @@ def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     words = ["build", str(job), "--input", str(tmp_path / "log"), "--runner=InProcess"]
     assert main([*words, "--output", str(tmp_path / "d")]) == 3
     error = capsys.readouterr().err.split("error: ")[1]
-    assert error.startswith(
-        "every one of the first 100 rows was rejected, and the build has stopped: "
-    )
-    assert f"(it had begun with {first.stat().st_size:,} of " in error
+    assert error.startswith("every one of the first 100 rows was rejected; the build stopped ")
+    assert f"after it had opened {first.stat().st_size:,} of " in error
     assert "  100: column 'user' must be int64, got '...'; such as log-0.parquet:0 {" in error
     (kept,) = (tmp_path / "d").glob(".refused-*/rejects/*.parquet")
     assert pq.read_metadata(kept).num_rows == 100
