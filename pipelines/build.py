@@ -29,7 +29,14 @@ from pipelines.quality.gate_files import keep_rejects
 from pipelines.quality.statistics_files import segment_statistics
 from pipelines.runners import in_process, runner_module
 from pipelines.samples.event_join import read_counts, write_counts
-from pipelines.sources.rejects import RejectCounts, counts_of, lines_of, merged, number_files, shown
+from pipelines.sources.rejects import (
+    RejectCounts,
+    count_segment_rejects,
+    merge_counts,
+    number_reject_files,
+    rejects_summary,
+    summary_lines,
+)
 from pipelines.table.commit import finish_segment
 from pipelines.table.compatibility import (
     admit,
@@ -144,7 +151,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
             request.progress("segment finished by an attempt that died: taken over")
         else:
             _write_segment(request, context, key, hashes)
-        rejects, manifest = counts_of(building), read_segment(building)
+        rejects, manifest = count_segment_rejects(building), read_segment(building)
         position = request.position if request.in_order else None
         waited_sec = wait_for_turn(request.dataset, position or 0, request.progress)
         try:
@@ -177,7 +184,7 @@ def _write_segment(
         else:
             values = runner_module("build").run_segment(context, request.beam_args)
         if is_stopped(building):
-            raise _stopped_error(request, context, key, merged(values["rejects"]))
+            raise _stopped_error(request, context, key, merge_counts(values["rejects"]))
     finish_segment_files(request, context, key, hashes, values)
 
 
@@ -199,9 +206,9 @@ def _stopped_error(
     started_bytes = counted_rows(context.segment_root).num_bytes
     size = sum(file.num_bytes for file in context.listing)
     refused = refused_place(request.dataset, key)
-    number_files(context.segment_root)
+    number_reject_files(context.segment_root)
     keep_rejects(context.segment_root, refused)
-    lines = "\n".join(lines_of(rejects, 0, f"{refused}/rejects"))
+    lines = "\n".join(summary_lines(rejects, 0, f"{refused}/rejects"))
     return GateError(
         f"every one of the first {rejects.num_rejects:,} rows was rejected; the build stopped "
         f"after it had opened {started_bytes:,} of {size:,} bytes. Correct the job or the rows, or "
@@ -218,7 +225,7 @@ def finish_segment_files(
 ) -> None:
     """Write the segment's manifest and metadata from the outputs of its pipeline; idempotent."""
     building, parts = context.segment_root, unpacked(values["parts"])
-    rejects = merged(values["rejects"])
+    rejects = merge_counts(values["rejects"])
     check_usable(parts, rejects, context.data)
     learned = returned_files(values, context.learned)
     place_learned(building, request.dataset, learned)
@@ -260,7 +267,7 @@ def check_usable(parts: list[PartResult], rejects: RejectCounts, data: DataConfi
 def _report_rejects(
     request: BuildRequest, rejects: RejectCounts, manifest: SegmentManifest, folder: Path
 ) -> None:
-    for line in lines_of(rejects, manifest.num_rows, f"{folder}/rejects"):
+    for line in summary_lines(rejects, manifest.num_rows, f"{folder}/rejects"):
         request.progress(line)
 
 
@@ -290,7 +297,11 @@ def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str
             for name, g in manifest.groups.items()
         },
         **({"events": events} if events else {}),
-        **({"rejects": shown(result.rejects, manifest.num_rows, path)} if result.rejects else {}),
+        **(
+            {"rejects": rejects_summary(result.rejects, manifest.num_rows, path)}
+            if result.rejects
+            else {}
+        ),
     }
 
 

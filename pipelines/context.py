@@ -11,7 +11,7 @@ import pyarrow as pa
 from pipelines.samples.statements import Steps
 from pipelines.shuffle import ByReference, ByValue, Crossing, InMemory
 from pipelines.sources.listing import Folder
-from pipelines.sources.rejects import FOUND_SCHEMA
+from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import FilePart, file_and_row, files_and_rows
 from schemas.config.job import DataConfig, Job
 from schemas.features import FeatureSet
@@ -128,7 +128,7 @@ class BuildContext:
         files, positions = files_and_rows(bad["origin"], self.listing)
         rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
         columns = [files, positions, bad["reason"], bad["value"], rows_unknown]
-        return pa.table(columns, schema=FOUND_SCHEMA)
+        return pa.table(columns, schema=BUILD_REJECTS_SCHEMA)
 
     def place_text(self, origin: int) -> str:
         """Return the place of a row as errors name it."""

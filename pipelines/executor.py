@@ -16,7 +16,7 @@ from pipelines.oracle.files import run_rounds
 from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
 from pipelines.samples.event_join import add_counts
 from pipelines.shuffle import cut_by
-from pipelines.sources.rejects import RejectCounts, places_of, write_rejects
+from pipelines.sources.rejects import RejectCounts, range_keys, write_rejects
 from pipelines.stages import (
     EVENTS,
     REJECTS,
@@ -235,7 +235,7 @@ def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectC
     """Write the rejects; return their counts by range of places."""
     places: defaultdict[int, list[pa.Table]] = defaultdict(list)
     for table in tables:
-        for place, rows in cut_by(table, places_of(table, context.listing)):
+        for place, rows in cut_by(table, range_keys(table, context.listing)):
             places[place].append(rows)
     return [write_rejects(context.segment_root, p, places[p]) for p in sorted(places)]
 

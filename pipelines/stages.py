@@ -29,7 +29,7 @@ from pipelines.samples.statements import PER, hashed, mapped
 from pipelines.samples.tuples import Tuples, separate, split
 from pipelines.samples.validate import usable_samples
 from pipelines.sources.read import parts_of_file, read_part
-from pipelines.sources.rejects import as_table, from_table
+from pipelines.sources.rejects import rejects_from_table, rejects_table
 from pipelines.sources.rows import FilePart
 from pipelines.transforms.apply import learned_inputs
 from pipelines.transforms.fit import LEARNED, load_building, partials
@@ -62,7 +62,7 @@ def rejected(context: BuildContext, source: str, table: pa.Table, *, by_reader: 
         table: rejects.
         by_reader: whether the rows could not be read.
     """
-    for first in from_table(table.slice(0, 1)):
+    for first in rejects_from_table(table.slice(0, 1)):
         num = table.num_rows - pc.sum(table["rows_unknown"].cast(pa.int64())).as_py()
         more = Counts(read=num if by_reader else 0, rejected=num, example=str(first))
         if source == context.data.sample_source:
@@ -79,7 +79,7 @@ def cut_file(context: BuildContext, part: FilePart) -> Iterator[Output]:
     """Yield the parts of a file that can be read apart, as samples, and rejects."""
     parts, rejects = parts_of_file(context.folder, part, context.data.inputs[part.source])
     if rejects:
-        yield rejected(context, part.source, as_table(rejects), by_reader=True)
+        yield rejected(context, part.source, rejects_table(rejects), by_reader=True)
     for each in parts:
         yield SAMPLES, each
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from apache_beam import pvalue
 
 from pipelines.context import BuildContext
-from pipelines.sources.rejects import FOUND_SCHEMA
+from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import ORIGIN, FilePart, typed_chunks
 from pipelines.table.content_hash import ContentHash, content_hash, row_hashes
 from schemas.errors import SchemaError, similar_or
@@ -39,7 +39,7 @@ class GivenContext(BuildContext):
         none = pa.nulls(bad.num_rows, pa.int64())
         rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
         columns = [name, none, bad["reason"], bad["value"], rows_unknown]
-        return pa.table(columns, schema=FOUND_SCHEMA)
+        return pa.table(columns, schema=BUILD_REJECTS_SCHEMA)
 
 
 class TypeRows(beam.DoFn):
@@ -69,7 +69,7 @@ class TypeRows(beam.DoFn):
         for rows in typed_chunks(numbered, part, schema, words):
             for rejects in rows.all_rejects():
                 none = pa.nulls(rejects.num_rows, pa.int64())
-                placed = rejects.set_column(1, FOUND_SCHEMA.field("position"), none)
+                placed = rejects.set_column(1, BUILD_REJECTS_SCHEMA.field("position"), none)
                 yield pvalue.TaggedOutput(self.rejects, placed)
             if rows.table is not None and rows.table.num_rows:
                 yield file.source, rows.table

@@ -29,7 +29,13 @@ from pipelines.lookup_stages import (
 )
 from pipelines.memory import keep_freed_memory
 from pipelines.shuffle import contents, from_bytes, spread, to_bytes
-from pipelines.sources.rejects import Reject, RejectCounts, from_table, places_of, write_rejects
+from pipelines.sources.rejects import (
+    Reject,
+    RejectCounts,
+    range_keys,
+    rejects_from_table,
+    write_rejects,
+)
 from pipelines.sources.rows import FilePart
 from pipelines.stages import (
     BLOCKS,
@@ -448,7 +454,7 @@ class _SpreadRejects(beam.DoFn):
         self.context = context
 
     def process(self, table: pa.Table) -> Iterator[tuple[int, bytes]]:
-        return spread(table, places_of(table, self.context.listing))
+        return spread(table, range_keys(table, self.context.listing))
 
 
 class _WriteRejects(beam.DoFn):
@@ -482,7 +488,7 @@ class EachReject(beam.PTransform):
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Take the tables apart."""
-        return input_or_inputs | beam.FlatMap(from_table).with_output_types(Reject)
+        return input_or_inputs | beam.FlatMap(rejects_from_table).with_output_types(Reject)
 
 
 class _Pin(beam.DoFn):

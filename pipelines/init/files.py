@@ -19,11 +19,11 @@ from pipelines.preview.preview import excerpts
 from pipelines.sources.avro import columns_of_avro
 from pipelines.sources.listing import (
     Folder,
-    FoundFile,
+    SourceFile,
     decompressed,
     folder_of,
+    glob_regex,
     infer_partitions,
-    regex_of,
 )
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
 from pipelines.sources.rows import ORIGIN, FilePart, type_name
@@ -67,7 +67,7 @@ class Kind:
     """
 
     name: str
-    files: tuple[FoundFile, ...]
+    files: tuple[SourceFile, ...]
     config: SourceConfig
     rows: pa.Table
     num_rows: int
@@ -91,7 +91,7 @@ def kinds_of(folder: Folder, scratch: Path) -> tuple[list[Kind], list[str]]:
         SchemaError: there is no file that can be read.
     """
     sizes = folder.files()
-    files = [FoundFile(path, folder.size(path) if n is None else n) for path, n in sizes.items()]
+    files = [SourceFile(path, folder.size(path) if n is None else n) for path, n in sizes.items()]
     found: dict[tuple[str, ...], _Alike] = {}
     left: list[str] = []
     for file in files:
@@ -139,7 +139,7 @@ class _Alike:
     """Files that are read alike, and first lines of those of JSON."""
 
     config: SourceConfig
-    files: list[FoundFile]
+    files: list[SourceFile]
     lines: list[dict[str, Any]]
 
 
@@ -361,7 +361,7 @@ def _columns(folder: Folder, path: str, config: SourceConfig) -> dict[str, str]:
 
 
 def _first_rows(
-    folder: Folder, name: str, config: SourceConfig, files: Sequence[FoundFile], scratch: Path
+    folder: Folder, name: str, config: SourceConfig, files: Sequence[SourceFile], scratch: Path
 ) -> tuple[pa.Table, int, bool]:
     """Return the first rows of a kind, read as a build reads them, how many it has, and if all."""
     place = scratch / name
@@ -402,7 +402,7 @@ def glob_of(paths: Sequence[str], others: Sequence[str]) -> str | None:
     if len(paths) == 1:
         return re.sub(r"([\[*?])", r"[\1]", paths[0])
     for pattern in _patterns(paths):
-        matches = regex_of(pattern)
+        matches = glob_regex(pattern)
         if all(map(matches.fullmatch, paths)) and not any(map(matches.fullmatch, others)):
             return pattern
     return None

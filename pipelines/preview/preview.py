@@ -35,7 +35,7 @@ from pipelines.samples.check_sql import broadcast_sides
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.listing import (
     Folder,
-    FoundFile,
+    SourceFile,
     codec_of,
     decompressed,
     find_files,
@@ -43,8 +43,7 @@ from pipelines.sources.listing import (
     is_transient,
     undeclared_partitions,
 )
-from pipelines.sources.rejects import RejectCounts, sorted_rejects
-from pipelines.sources.rejects import counted as count_rejects
+from pipelines.sources.rejects import RejectCounts, count_rejects, sorted_rejects
 from pipelines.sources.rows import ORIGIN, type_text
 from pipelines.stages import REJECTS
 from pipelines.transforms.apply import with_transforms
@@ -81,7 +80,7 @@ class Excerpt:
         is_whole: whether nothing was left out.
     """
 
-    files: tuple[FoundFile, ...]
+    files: tuple[SourceFile, ...]
     listing: tuple[InputFile, ...]
     is_whole: bool
 
@@ -94,7 +93,7 @@ class Excerpt:
 def excerpts(
     folder: Folder,
     sources: Mapping[str, SourceConfig],
-    files: Mapping[str, Iterable[FoundFile]],
+    files: Mapping[str, Iterable[SourceFile]],
     rows: Mapping[str, int],
     target: Path,
 ) -> dict[str, Excerpt]:

@@ -11,7 +11,7 @@ from tensorflow_metadata.proto.v0 import schema_pb2
 
 from pipelines.quality.gate import MANY_REJECTS, GateError, anomalies_text, judge
 from pipelines.quality.statistics_files import read_statistics, statistics_in
-from pipelines.sources.rejects import counts_of, reject_files
+from pipelines.sources.rejects import count_segment_rejects, reject_files
 from schemas.config.job import GateConfig
 from schemas.layout import ANOMALIES
 from schemas.manifest import read_segment
@@ -48,7 +48,7 @@ def pass_gate(
     Raises:
         GateError: the segment breaks a limit, and the job says that it must not.
     """
-    rejects = counts_of(building)
+    rejects = count_segment_rejects(building)
     before = read_statistics(statistics_in(earlier)) if earlier else None
     here, num_rows = read_statistics(statistics_in(building)), read_segment(building).num_rows
     verdict = judge(schema, gate, here, before, rejects, num_rows)

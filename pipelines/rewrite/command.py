@@ -39,7 +39,7 @@ from pipelines.samples.statements import Steps
 from pipelines.samples.tuples import Tuples, join, split
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.listing import folder_of
-from pipelines.sources.rejects import from_table, sorted_rejects
+from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, arrow_type
 from pipelines.stages import REJECTS
 from pipelines.table.content_hash import ContentHash, content_hash, hash_of_values, value_hashes
@@ -334,7 +334,7 @@ def _flat(request: RewriteRequest, rows: Rows, building: Path) -> dict[str, Any]
         values = run_flat(stage)
     else:
         values = runner_module("flat").run_flat(stage, request.beam_args)
-    for reject in from_table(sorted_rejects(values["rejects"]).slice(0, 1)):
+    for reject in rejects_from_table(sorted_rejects(values["rejects"]).slice(0, 1)):
         raise SchemaError(f"{reject}; replace or remove the file")
     parts: list[FlatPart] = values["parts"]
     if not parts:

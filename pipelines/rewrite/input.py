@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from pipelines.sources.listing import (
     Folder,
     folder_of,
+    glob_regex,
     infer_partitions,
     list_inputs,
     partition_fields,
     partition_values,
-    regex_of,
     typed_partitions,
     with_partitions,
 )
@@ -153,7 +153,7 @@ def _ignored_files(folder: Folder) -> list[str]:
             "or rename the folder",
             file=unfinished,
         )
-    matches = regex_of(FILES)
+    matches = glob_regex(FILES)
     others = [p for p in paths if not matches.fullmatch(p)]
     for path in others:
         if path.rpartition("/")[2].startswith("_"):

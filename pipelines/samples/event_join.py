@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipelines.partition import microseconds
 from pipelines.samples.lookups import common_type, key_column, microseconds_up
-from pipelines.sources.rejects import Reject, as_table, python_rows, sorted_rejects
+from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
 from schemas.config.job import DataConfig
@@ -39,7 +39,7 @@ def write_late(root: Path, part: int, late: Sequence[Reject]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     pq.write_table(
-        sorted_rejects([as_table(late)]).select(REJECTS_SCHEMA.names),
+        sorted_rejects([rejects_table(late)]).select(REJECTS_SCHEMA.names),
         partial,
         compression="zstd",
         write_page_checksum=True,

@@ -27,7 +27,7 @@ from pipelines.sources.lines import (
     utf16_reason,
 )
 from pipelines.sources.listing import Folder, codec_of, decompressed
-from pipelines.sources.rejects import Reject, file_reject, sort_key, unread
+from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
 from pipelines.sources.rows import FilePart, RawRows, arrow_type, with_origins
 from schemas.config.sources import SourceConfig
 
@@ -207,7 +207,9 @@ class _CsvFile:
             elif size >= lines.MAX_ROW_BYTES:
                 yield self._rejected([self._skip_line()])
             if stream.problem and len(self._data) == size:
-                yield self._rejected([unread(self._part.path, self._row, stream.problem)])
+                yield self._rejected(
+                    [rest_of_file_reject(self._part.path, self._row, stream.problem)]
+                )
                 return
             self._fill()
 

@@ -27,7 +27,7 @@ from pipelines.sources.lines import (
     utf16_reason,
 )
 from pipelines.sources.listing import Folder, codec_of, decompressed, first_line
-from pipelines.sources.rejects import Reject, file_reject, sort_key, unread
+from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
 from pipelines.sources.rows import (
     PART_BYTES,
     Cut,
@@ -332,7 +332,7 @@ def read_jsonl(
                 yield RawRows(None, (Reject(part.path, position, long_line_reason(size), shown),))
                 position += 1
         if stream.problem:
-            yield RawRows(None, (unread(part.path, position, stream.problem),))
+            yield RawRows(None, (rest_of_file_reject(part.path, position, stream.problem),))
 
 
 def _all_good(data: bytes, words: Mapping[str, str], schema: pa.Schema) -> pa.Table | None:

@@ -1,4 +1,4 @@
-"""The input files of a build: globs, Hive partitions, sizes and hashes, local or behind a URL."""
+"""The input files of a build, local or remote: opening, Hive partitions, globs, the listing."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ class Folder:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path of this machine."""
+        """Whether the root is a local path."""
         return "://" not in self.root
 
-    def place(self, path: str) -> str:
-        """Return the full name of a file."""
+    def full_path(self, path: str) -> str:
+        """Return the path or the URL of a file."""
         return str(Path(self.root) / path) if self.is_local else f"{self.root.rstrip('/')}/{path}"
 
     def files(self) -> Mapping[str, int | None]:
-        """Return the files below, at any depth, with their sizes where the listing tells them.
+        """Return all files in the directory tree, with their sizes if the listing has them.
 
         Names that begin with a dot are left out: tools keep unfinished files under them.
 
         Raises:
             SchemaError: it cannot be listed.
         """
-        listed = dict(self._local_files() if self.is_local else _remote().files(self.root))
+        sizes = dict(self._local_files() if self.is_local else _remote().files(self.root))
         return {
-            path: listed[path]
-            for path in sorted(listed)
+            path: sizes[path]
+            for path in sorted(sizes)
             if not any(part.startswith(".") for part in path.split("/"))
         }
 
@@ -66,54 +66,53 @@ class Folder:
         root = Path(self.root)
         if not root.is_dir():
             raise SchemaError("input must be a directory, got none; check --input", file=self.root)
-        for directory, folders, names in os.walk(root, followlinks=True):
-            here = Path(directory)
-            above = {p.resolve() for p in (here, *here.parents) if p.is_relative_to(root)}
-            folders[:] = [f for f in folders if (here / f).resolve() not in above]  # no circles
-            for name in names:
-                if (here / name).is_file():
-                    yield (here / name).relative_to(root).as_posix(), None
+        for name, subfolders, files in os.walk(root, followlinks=True):
+            folder = Path(name)
+            parents = {p.resolve() for p in (folder, *folder.parents) if p.is_relative_to(root)}
+            subfolders[:] = [s for s in subfolders if (folder / s).resolve() not in parents]
+            for file in files:
+                if (folder / file).is_file():
+                    yield (folder / file).relative_to(root).as_posix(), None
 
     def is_link(self, path: str) -> bool:
-        """Tell whether the file is reached through a link."""
+        """Return whether the path of a file contains a symbolic link."""
         root = Path(self.root)
         return self.is_local and (root / path).resolve() != root.resolve() / path
 
-    def real(self, path: str) -> str:
-        """Return what a link stands for; the file itself where there are no links."""
+    def real_path(self, path: str) -> str:
+        """Return the path with symbolic links resolved."""
         return str(Path(self.root, path).resolve()) if self.is_local else path
 
     def size(self, path: str) -> int:
-        """Return the bytes of a file.
+        """Return the size of a file in bytes.
 
         Raises:
-            OSError: it is not there.
+            OSError: the file does not exist.
         """
         if self.is_local:
             return Path(self.root, path).stat().st_size
-        return _remote().size(self.place(path), path)
+        return _remote().size(self.full_path(path), path)
 
     def open(self, path: str) -> BinaryIO:
-        """Return a file to read from anywhere; bytes as they are stored.
+        """Open a file for random reads, without decompression.
 
         Raises:
-            OSError: it is not there.
+            OSError: the file does not exist.
         """
         if self.is_local:
             return Path(self.root, path).open("rb")
-        self.size(path)  # some filesystems only say when they are read that there is no file
-        return _remote().open_stored(self.place(path))
+        self.size(path)  # some filesystems report a missing file at the first read only
+        return _remote().open_stored(self.full_path(path))
 
     def arrow_file(self, path: str) -> pa.NativeFile:
-        """Return a file for Arrow's readers, mapped into memory where it is local.
+        """Open a file for Arrow's readers, memory-mapped if it is local.
 
         Raises:
-            OSError: it is not there.
+            OSError: the file does not exist.
         """
         if not self.is_local:
             return pa.PythonFile(self.open(path), mode="r")
-        place = str(Path(self.root, path))
-        return pa.memory_map(place) if self.size(path) else pa.BufferReader(b"")
+        return pa.memory_map(self.full_path(path)) if self.size(path) else pa.BufferReader(b"")
 
     def sha256(self, path: str) -> str:
         """Return the hash of a file's bytes, hex.
@@ -129,22 +128,22 @@ class Folder:
 
 
 def _remote() -> ModuleType:
-    return importlib.import_module("pipelines.beam.filesystem")  # brings Beam: only for URLs
+    return importlib.import_module("pipelines.beam.filesystem")  # imports Beam: for URLs only
 
 
 def folder_of(root: str | Path) -> Folder:
-    """Return the folder that a command line names; a `file://` URL is a local one."""
+    """Return the folder of a path or a URL; a `file://` URL becomes a local path."""
     text = str(root)
     return Folder(str(local_path(text)) if text.startswith("file:") else text)
 
 
 def codec_of(path: str) -> str | None:
-    """Return how the name of a text file says that it is compressed, None when it does not."""
-    return next((codec for end, codec in _CODECS.items() if path.endswith(end)), None)
+    """Return the compression of a text file by its suffix, None if it has none."""
+    return next((codec for suffix, codec in _CODECS.items() if path.endswith(suffix)), None)
 
 
 def decompressed(stored: BinaryIO, path: str) -> BinaryIO:
-    """Return the text of a file that is open."""
+    """Return a stream of the decompressed bytes of an open file."""
     codec = codec_of(path)
     if codec is None:
         return stored
@@ -152,34 +151,36 @@ def decompressed(stored: BinaryIO, path: str) -> BinaryIO:
 
 
 def first_line(error: BaseException) -> str:
-    """Return one line of what an error says, its name when it says nothing."""
+    """Return the first line of an error's message, the name of its type if it has none."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether reading failed, rather than found something wrong with the file.
+    """Return whether an error comes from the system, so that a retry may help.
 
-    Arrow says both by OSError; only one that comes from the system has a number. A file that is
-    gone will not come back, everything else may: the runner tries again.
+    Arrow raises OSError for damaged files, too, but without an error number. A missing file is
+    permanent.
     """
     return isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
 
 
+# Columns from folder names such as `day=2026-03-01` (Hive partitions).
+
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-"""The value that Hive and Spark write for null."""
+"""Folder value of null in Hive and Spark."""
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 def partition_values(path: str) -> dict[str, str | None]:
-    """Return the values that the folders of a path name, percent-decoded, the outermost first.
+    """Return the partition values of a path, percent-decoded, outermost folder first.
 
     Args:
         path: relative to the input directory.
 
     Raises:
-        SchemaError: two folders name the same column.
+        SchemaError: two folders have values of one column.
 
     Example:
         >>> partition_values("day=2026-03-01/city=A%2FB/a.parquet")
@@ -200,34 +201,34 @@ def partition_values(path: str) -> dict[str, str | None]:
 
 
 def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
-    """Return the columns that the folder names of all files give, with their types.
+    """Return the partition columns of a source's files, with their types.
 
     A column is `int64` if all its values are integers without leading zeros, `date` if all are
-    dates such as 2026-03-01, else `string`; two different texts never become one value.
+    dates such as 2026-03-01, else `string`; different texts are different values.
 
     Args:
         paths: all files of a source, relative to the input directory.
 
     Raises:
-        SchemaError: files differ in the columns that their folders name.
+        SchemaError: files differ in their partition columns.
     """
     values = {path: partition_values(path) for path in paths}
     first = next(iter(values), None)
     if first is None:
         return {}
-    for path, own in values.items():
-        different = sorted(values[first].keys() ^ own.keys())
+    for path, path_values in values.items():
+        different = sorted(values[first].keys() ^ path_values.keys())
         if different:
-            given, lacking = (first, path) if different[0] in values[first] else (path, first)
+            inside, outside = (first, path) if different[0] in values[first] else (path, first)
             raise SchemaError(
-                f"all files must lie in a folder {different[0]}=..., as {given} does, got one "
-                "that does not; move it, or process these files on their own",
-                file=lacking,
+                f"all files must be in a folder {different[0]}=..., like {inside}, got another "
+                "one; move it, or process such files separately",
+                file=outside,
             )
-    return {name: _type_of(own[name] for own in values.values()) for name in values[first]}
+    return {name: _infer_type(v[name] for v in values.values()) for name in values[first]}
 
 
-def _type_of(texts: Iterable[str | None]) -> str:
+def _infer_type(texts: Iterable[str | None]) -> str:
     values = {text for text in texts if text is not None}
     if values and all(_INTEGER.fullmatch(t) and -(2**63) <= int(t) < 2**63 for t in values):
         return "int64"
@@ -245,31 +246,31 @@ def _is_date(text: str) -> bool:
 
 
 def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar]:
-    """Return the values of declared partition columns for the rows of one file.
+    """Return the values of declared partition columns for one file.
 
     Args:
         path: relative to the input directory.
-        types: column to its type, in the words of a job file.
+        types: column to the name of its type in a job file.
 
     Raises:
-        SchemaError: no folder names the column, or its value is not of the type.
+        SchemaError: a column has no folder, or its value is not of the type.
     """
     values = partition_values(path) if types else {}
     scalars: dict[str, pa.Scalar] = {}
-    for name, word in types.items():
+    for name, kind in types.items():
         if name not in values:
             raise SchemaError(
-                f"file must lie in a folder {name}=... as `partitions` says, got none; move it, "
-                "or narrow `files` to the others",
+                f"file is not in a folder {name}=..., which `partitions` declares; move it, or "
+                "narrow `files` to the others",
                 file=path,
             )
         text = values[name]
         try:
-            scalars[name] = pa.scalar(text, pa.string()).cast(arrow_type(word))
+            scalars[name] = pa.scalar(text, pa.string()).cast(arrow_type(kind))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise SchemaError(
-                f"folder {name}={text} must hold {word} as `partitions` says; correct the type, "
-                "or rename the folder",
+                f"folder {name}={text} is not of type {kind}, which `partitions` declares; correct "
+                "the type, or rename the folder",
                 file=path,
             ) from error
     return scalars
@@ -277,17 +278,11 @@ def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar
 
 def partition_fields(types: Mapping[str, str]) -> list[pa.Field]:
     """Return the fields of declared partition columns."""
-    return [pa.field(name, arrow_type(word)) for name, word in types.items()]
+    return [pa.field(name, arrow_type(kind)) for name, kind in types.items()]
 
 
 def with_partitions(rows: RawRows, values: Mapping[str, pa.Scalar], names: list[str]) -> RawRows:
-    """Add constant columns to rows.
-
-    Args:
-        rows: of one file.
-        values: column to the value of all these rows.
-        names: all columns, in the order that the rows will have.
-    """
+    """Add the partition values of a file to its rows; `names` are all columns in their order."""
     table = rows.table
     if table is None or not values:
         return rows
@@ -299,21 +294,21 @@ def with_partitions(rows: RawRows, values: Mapping[str, pa.Scalar], names: list[
 def undeclared_partitions(
     name: str, paths: Sequence[str], types: Mapping[str, str], columns: Iterable[str]
 ) -> str | None:
-    """Return a note about columns that folder names give and the SQL does not see, if any.
+    """Return a note about partition columns that the job does not declare, if there are any.
 
     Args:
         name: of the source.
         paths: all its files, relative to the input directory.
         types: its `partitions`.
-        columns: all columns that the SQL sees.
+        columns: all columns that the SQL can read.
     """
     try:
         inferred = infer_partitions(paths)
     except SchemaError:
-        return None  # not a partitioned source: its folders differ in what they name
+        return None  # folders differ in their columns: not a partitioned source
     declared = {*types, *columns}
     undeclared = ", ".join(
-        f"{column}: {word}" for column, word in inferred.items() if column not in declared
+        f"{column}: {kind}" for column, kind in inferred.items() if column not in declared
     )
     if not undeclared:
         return None
@@ -323,9 +318,12 @@ def undeclared_partitions(
     )
 
 
+# The listing.
+
+
 @dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A file of a source: its path below the input directory, and its size."""
+class SourceFile:
+    """A file of a source: its path relative to the input directory, and its size."""
 
     path: str
     num_bytes: int
@@ -333,102 +331,102 @@ class FoundFile:
 
 def find_files(
     folder: Folder, sources: Mapping[str, SourceConfig]
-) -> dict[str, tuple[FoundFile, ...]]:
-    """Find the files of every source, sorted by source and path; reads none of them.
+) -> dict[str, tuple[SourceFile, ...]]:
+    """Return the files of every source, sorted by source and path, without reading them.
 
     Raises:
-        SchemaError: the directory is missing, a source has no file, its folders do not give the
-            columns of `partitions`, or a file goes meanwhile.
+        SchemaError: the directory is missing, a source has no file, a file lacks a column of
+            `partitions`, or a file is removed while it is listed.
     """
-    files = folder.files()
-    files_of: dict[str, tuple[FoundFile, ...]] = {}
+    sizes = folder.files()
+    files: dict[str, tuple[SourceFile, ...]] = {}
     for name in sorted(sources):
         pattern = sources[name].files
-        matches = regex_of(pattern)
-        matching = once(folder, (path for path in files if matches.fullmatch(path)))
-        if not matching:
+        regex = glob_regex(pattern)
+        paths = without_duplicates(folder, (path for path in sizes if regex.fullmatch(path)))
+        if not paths:
             raise SchemaError(
-                f"source {name!r} must have files, got none for {pattern!r}; "
-                f"{nearest(pattern, files)}",
+                f"no file of source {name!r} matches {pattern!r}; {nearest(pattern, sizes)}",
                 file=folder.root,
             )
-        for path in matching:
+        for path in paths:
             typed_partitions(path, sources[name].partitions)
-        files_of[name] = tuple(_sized(folder, path, files[path]) for path in matching)
-    return files_of
+        files[name] = tuple(_with_size(folder, path, sizes[path]) for path in paths)
+    return files
 
 
 def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[InputFile, ...]:
-    """Find the files of every source, sorted by source and path, with sizes and content hashes.
+    """Return the files of every source, sorted by source and path, with sizes and content hashes.
 
     Raises:
         SchemaError: as `find_files`.
     """
     return tuple(
-        _described(folder, name, file)
+        _with_hash(folder, name, file)
         for name, files in find_files(folder, sources).items()
         for file in files
     )
 
 
-def _sized(folder: Folder, path: str, size: int | None) -> FoundFile:
+def _with_size(folder: Folder, path: str, size: int | None) -> SourceFile:
     try:
-        return FoundFile(path, folder.size(path) if size is None else size)
+        return SourceFile(path, folder.size(path) if size is None else size)
     except FileNotFoundError as error:
-        raise _gone(path) from error
+        raise _removed(path) from error
 
 
-def _described(folder: Folder, source: str, file: FoundFile) -> InputFile:
+def _with_hash(folder: Folder, source: str, file: SourceFile) -> InputFile:
     try:
         sha256 = folder.sha256(file.path)
     except FileNotFoundError as error:
-        raise _gone(file.path) from error
+        raise _removed(file.path) from error
     return InputFile(source=source, path=file.path, num_bytes=file.num_bytes, sha256=sha256)
 
 
-def _gone(path: str) -> SchemaError:
+def _removed(path: str) -> SchemaError:
     return SchemaError(
-        "file must stay while it is listed, got none; wait until the log is complete", file=path
+        "file was removed while it was listed; wait until the log is complete", file=path
     )
 
 
-def regex_of(pattern: str) -> re.Pattern[str]:
-    """Return what a glob means: `*` and `?` stay in one folder, `**` stands for any folders.
+def glob_regex(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a glob: `*` and `?` match in one folder, `**` any folders.
 
     Example:
-        >>> [bool(regex_of("day/*.json").fullmatch(p)) for p in ("day/a.json", "day/b/a.json")]
+        >>> [bool(glob_regex("day/*.json").fullmatch(p)) for p in ("day/a.json", "day/b/a.json")]
         [True, False]
-        >>> [bool(regex_of("**/*.json").fullmatch(p)) for p in ("a.json", "day/b/a.json")]
+        >>> [bool(glob_regex("**/*.json").fullmatch(p)) for p in ("a.json", "day/b/a.json")]
         [True, True]
     """
     text = ""
-    for part in pattern.split("/"):
-        if part == "**":
+    for name in pattern.split("/"):
+        if name == "**":
             text += r"(?:[^/]+/)*"
         else:
-            text += _regex_of_name(part) + "/"
+            text += _name_regex(name) + "/"
     return re.compile(text.removesuffix("/") if pattern.split("/")[-1] != "**" else text + "[^/]+")
 
 
-def _regex_of_name(pattern: str) -> str:
+def _name_regex(pattern: str) -> str:
     text, rest = "", pattern
     while rest:
-        found = re.match(r"\[(!?)(\]?[^\]]*)\]", rest)
+        character_set = re.match(r"\[(!?)(\]?[^\]]*)\]", rest)
         if rest[0] == "*":
             text, rest = text + "[^/]*", rest.lstrip("*")
         elif rest[0] == "?":
             text, rest = text + "[^/]", rest[1:]
-        elif found:
-            members = re.sub(r"([\\\[\]^])", r"\\\1", found[2])
-            text, rest = f"{text}(?!/)[{'^' * bool(found[1])}{members}]", rest[found.end() :]
+        elif character_set:
+            members = re.sub(r"([\\\[\]^])", r"\\\1", character_set[2])
+            text += f"(?!/)[{'^' * bool(character_set[1])}{members}]"
+            rest = rest[character_set.end() :]
         else:
             text, rest = text + re.escape(rest[0]), rest[1:]
     return text
 
 
-def once(folder: Folder, paths: Iterable[str]) -> list[str]:
-    """Return paths without those that are links to the file of another one, sorted."""
+def without_duplicates(folder: Folder, paths: Iterable[str]) -> list[str]:
+    """Return paths without links to the files of other ones, sorted."""
     chosen: dict[str, str] = {}
     for path in sorted(paths, key=lambda p: (folder.is_link(p), p)):
-        chosen.setdefault(folder.real(path), path)
+        chosen.setdefault(folder.real_path(path), path)
     return sorted(chosen.values())

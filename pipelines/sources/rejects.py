@@ -1,4 +1,9 @@
-"""Rejected rows: the reason, the place and the text of each, and the files of `rejects/`."""
+"""Rejected rows: their reasons, positions and texts, their counts, and the files in `rejects/`.
+
+The stages of a build pass rejects on as tables of `BUILD_REJECTS_SCHEMA`. A worker writes those of
+one range of input positions (`range_keys`), so that the files have the same bytes for any number of
+workers and any order. The launcher gets counts by kind of reason and a few examples.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +26,8 @@ from schemas.manifest import InputFile
 #
 # Stages hand them on as tables of `FOUND_SCHEMA`; `pipelines/sources/rejects.py` writes them.
 
-FOUND_SCHEMA = REJECTS_SCHEMA.append(pa.field("rows_unknown", pa.bool_()))
-"""Rejects on their way: the columns of the files, and whether a reject stands for unread rows."""
+BUILD_REJECTS_SCHEMA = REJECTS_SCHEMA.append(pa.field("rows_unknown", pa.bool_()))
+"""Columns of `rejects/*.parquet`, and whether a reject stands for an unknown number of rows."""
 
 MAX_TEXT = 1000
 """Characters kept of a rejected row."""
@@ -30,15 +35,14 @@ MAX_TEXT = 1000
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """One unusable row, or one unusable file.
+    """One row that cannot be used, or a file or the rest of a file that cannot be read.
 
     Attributes:
         file: relative to the input directory.
-        position: row in the file from 0, or None when the file as a whole is unusable.
-        reason: one line, what must hold and what was found.
+        position: row in the file from 0; None for a file.
+        reason: one line, with the value after `, got `.
         value: the row as text.
-        rows_unknown: whether it stands for an unknown number of rows: those of a file, or of the
-            rest of a file, that could not be read.
+        rows_unknown: whether it stands for an unknown number of rows that could not be read.
     """
 
     file: str
@@ -48,43 +52,42 @@ class Reject:
     rows_unknown: bool = False
 
     def __str__(self) -> str:
-        """Return the reject as one line of an error."""
-        place = self.file if self.position is None else f"{self.file}:{self.position}"
-        return f"{self.reason} in {place}"
+        """Return the reason and the location."""
+        location = self.file if self.position is None else f"{self.file}:{self.position}"
+        return f"{self.reason} in {location}"
 
 
 def file_reject(file: str, reason: str) -> Reject:
-    """Return the reject of a file, or of a part of one, of which no row can be read."""
+    """Return the reject of a file, or of a part of a file, that cannot be read."""
     return Reject(file, None, reason, rows_unknown=True)
 
 
-def unread(file: str, row: int, problem: str) -> Reject:
-    """Return the reject of what stands in a file from some row on."""
-    reason = f"file must be readable to its end, got none from row {row} on: {problem}"
-    return file_reject(file, reason)
+def rest_of_file_reject(file: str, row: int, problem: str) -> Reject:
+    """Return the reject of the rows of a file from `row` on, which cannot be read."""
+    return file_reject(file, f"file could not be read from row {row} on: {problem}")
 
 
 def sort_key(reject: Reject) -> tuple[str, int, str, str]:
-    """Order rejects by place, whatever worker found them."""
+    """Order rejects by file, position, reason and value."""
     position = -1 if reject.position is None else reject.position
     return reject.file, position, reject.reason, reject.value
 
 
-def as_table(rejects: Iterable[Reject]) -> pa.Table:
+def rejects_table(rejects: Iterable[Reject]) -> pa.Table:
     """Return rejects as a table, in their order."""
     rows = [{**asdict(reject), "value": reject.value[:MAX_TEXT]} for reject in rejects]
-    return pa.Table.from_pylist(rows, schema=FOUND_SCHEMA)
+    return pa.Table.from_pylist(rows, schema=BUILD_REJECTS_SCHEMA)
 
 
-def from_table(table: pa.Table) -> Iterator[Reject]:
+def rejects_from_table(table: pa.Table) -> Iterator[Reject]:
     """Undo `as_table`."""
     for row in table.to_pylist():
         yield Reject(**row)
 
 
 def sorted_rejects(tables: Iterable[pa.Table]) -> pa.Table:
-    """Return rejects sorted by place, without repetition."""
-    table = pa.concat_tables([FOUND_SCHEMA.empty_table(), *tables]).combine_chunks()
+    """Return rejects sorted by file and position, without duplicates."""
+    table = pa.concat_tables([BUILD_REJECTS_SCHEMA.empty_table(), *tables]).combine_chunks()
     keys = [(name, "ascending", "at_start") for name in table.column_names]
     table = table.take(pc.sort_indices(table, sort_keys=keys))
     if table.num_rows < 2:
@@ -98,12 +101,12 @@ def sorted_rejects(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 def row_texts(rows: pa.Table) -> pa.Array:
-    """Return each row as text, at most `MAX_TEXT` characters of it."""
+    """Return the first `MAX_TEXT` characters of each row as text."""
     return pa.array([str(row)[:MAX_TEXT] for row in python_rows(rows)], pa.string())
 
 
 def python_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """Return rows as Python values, times that Python cannot hold as their numbers.
+    """Return rows as Python values; times outside of Python's range become integers.
 
     Example:
         >>> python_rows(pa.table({"time": pa.array([2**62], pa.timestamp("us"))}))
@@ -111,7 +114,7 @@ def python_rows(table: pa.Table) -> list[dict[str, Any]]:
     """
     for index, name in enumerate(table.column_names):
         kind = table[name].type
-        if pa.types.is_timestamp(kind) and kind.unit == "ns":  # else another with pandas installed
+        if pa.types.is_timestamp(kind) and kind.unit == "ns":  # pandas, if installed, changes these
             try:
                 times = table[name].cast(pa.timestamp("us", kind.tz))
             except pa.ArrowInvalid:
@@ -119,47 +122,43 @@ def python_rows(table: pa.Table) -> list[dict[str, Any]]:
             table = table.set_column(index, name, times)
     try:
         return table.to_pylist()
-    except (OverflowError, ValueError):  # before year 1, after 9999, or parts of a microsecond
+    except (OverflowError, ValueError):  # before year 1, or after year 9999
         for index, name in enumerate(table.column_names):
             if pa.types.is_timestamp(table[name].type):
                 table = table.set_column(index, name, table[name].cast(pa.int64()))
         return table.to_pylist()
 
 
-# The files of `rejects/`: written by workers, counted by kind of reason, numbered at the end.
-#
-# A worker writes the rejects of one range of places (`places_of`), so that the files hold the
-# same bytes whoever found them and in whatever order. The launcher gets counts and a few
-# examples.
+# Counts of rejects by kind of reason.
 
 SHOWN_ROWS = 3
-"""Rejects that are kept as examples of a kind of reason."""
+"""Examples kept for each kind of reason."""
 MAX_KINDS = 100
-"""Kinds of reasons that are counted apart; the rarest others together."""
+"""Kinds of reasons with their own count; rarer ones share the count of `OTHERS`."""
 OTHERS = "other reasons"
 SHOWN_REASONS = 3
-"""Reasons that are said at the end of a build."""
+"""Reasons printed at the end of a build."""
 SHOWN_CHARACTERS = 200
-"""Characters of a row that are shown."""
+"""Characters printed of a row."""
 WARNING_SHARE = 0.01
-"""Share of rejected rows above which their report is a warning."""
+"""Share of rejected rows above which the summary is a warning."""
 
 _GROUP_BYTES = 32 << 20
-"""Input bytes of the files whose rejects go into one file."""
+"""Input bytes of the small files whose rejects share one file."""
 _RANGE_ROWS = 1 << 18
-"""Rows of a larger file whose rejects go into one file."""
+"""Input rows of a larger file whose rejects go into one file."""
 _DIRECTORY = "rejects"
 _UNNUMBERED = "place-"
 
 
 @dataclass(frozen=True, slots=True)
 class KindCount:
-    """Rejects of one kind: equal reasons but for the values in them.
+    """Count of the rejects whose reasons are equal except for the values in them.
 
     Attributes:
-        count: how many.
-        first: the first ones by place, at most `SHOWN_ROWS`.
-        reason: of all of them, None when they differ.
+        count: number of rejects.
+        first: the first ones by position, at most `SHOWN_ROWS`.
+        reason: if they all have the same, else None.
     """
 
     count: int
@@ -167,116 +166,112 @@ class KindCount:
     reason: str | None
 
     def __add__(self, other: KindCount) -> KindCount:
-        """Return both together."""
+        """Return the sum."""
         first = sorted((*self.first, *other.first), key=sort_key)[:SHOWN_ROWS]
-        same = self.reason if self.reason == other.reason else None
-        return KindCount(self.count + other.count, tuple(first), same)
+        reason = self.reason if self.reason == other.reason else None
+        return KindCount(self.count + other.count, tuple(first), reason)
 
 
 @dataclass(frozen=True, slots=True)
 class RejectCounts:
-    """How many rejects there are, by kind of reason."""
+    """Counts of rejects by kind of reason."""
 
     num_rejects: int = 0
-    """Rows that could not be used, and single samples of rows that give several."""
+    """Rejected rows, and rejected samples of rows that yield several."""
     num_rows: int = 0
-    """Rows of files that they come from."""
+    """Raw rows that the rejects come from."""
     kinds: Mapping[str, KindCount] = field(default_factory=dict[str, KindCount])
     unread: KindCount | None = None
-    """Files, and ends of files, that were not read; the files of `rejects/` do not tell."""
+    """Files and rests of files that could not be read; `rejects/*.parquet` does not record it."""
 
     def __add__(self, other: RejectCounts) -> RejectCounts:
-        """Return both together."""
+        """Return the sum."""
         kinds = dict(self.kinds)
         for kind, count in other.kinds.items():
             kinds[kind] = kinds[kind] + count if kind in kinds else count
-        unread = self.unread + other.unread if self.unread and other.unread else None
-        unread = unread or self.unread or other.unread
+        both = self.unread + other.unread if self.unread and other.unread else None
         return RejectCounts(
-            self.num_rejects + other.num_rejects, self.num_rows + other.num_rows, kinds, unread
+            self.num_rejects + other.num_rejects,
+            self.num_rows + other.num_rows,
+            kinds,
+            both or self.unread or other.unread,
         )
 
     def share(self, num_rows: int) -> float:
-        """Return the share of rejected rows.
-
-        Args:
-            num_rows: rows that gave samples.
-        """
+        """Return the share of rejected rows, where `num_rows` others yielded samples."""
         return self.num_rows / max(1, self.num_rows + num_rows)
 
     def by_count(self) -> list[tuple[str, KindCount]]:
-        """Return (reason, or its kind where the values differ, count), the commonest first."""
-        named = [(count.reason or kind, count) for kind, count in self.kinds.items()]
-        return sorted(named, key=lambda pair: (-pair[1].count, pair[0]))
+        """Return (reason, or kind where reasons differ; count), the most frequent first."""
+        pairs = [(count.reason or kind, count) for kind, count in self.kinds.items()]
+        return sorted(pairs, key=lambda pair: (-pair[1].count, pair[0]))
 
     @property
     def first(self) -> tuple[Reject, ...]:
-        """The first rejects by place."""
-        shown = (reject for count in self.kinds.values() for reject in count.first)
-        return tuple(sorted(shown, key=sort_key)[:SHOWN_ROWS])
+        """The first rejects by position."""
+        examples = (reject for count in self.kinds.values() for reject in count.first)
+        return tuple(sorted(examples, key=sort_key)[:SHOWN_ROWS])
 
 
-def shown(counts: RejectCounts, num_rows: int, path: str) -> dict[str, Any]:
-    """Return what is said of rejects at the end of a build: share, commonest reasons, the path.
+def rejects_summary(counts: RejectCounts, num_rows: int, path: str) -> dict[str, Any]:
+    """Return the summary of a build's rejects: share, most frequent reasons, path.
 
     Args:
         counts: of the rejects.
-        num_rows: rows that gave samples.
-        path: where the rejects are.
+        num_rows: rows that yielded samples.
+        path: directory of the rejects.
     """
     reasons = [
         {
             "reason": reason,
-            "count": counted.count,
-            "file": counted.first[0].file,
-            "row": counted.first[0].position,
-            "value": counted.first[0].value[:SHOWN_CHARACTERS],
+            "count": kind.count,
+            "file": kind.first[0].file,
+            "row": kind.first[0].position,
+            "value": kind.first[0].value[:SHOWN_CHARACTERS],
         }
-        for reason, counted in counts.by_count()[:SHOWN_REASONS]
+        for reason, kind in counts.by_count()[:SHOWN_REASONS]
     ]
     return {"share": round(counts.share(num_rows), 6), "reasons": reasons, "path": path}
 
 
-def lines_of(counts: RejectCounts, num_rows: int, path: str) -> Iterator[str]:
-    """Yield the same as lines; a warning above a share of `WARNING_SHARE`."""
+def summary_lines(counts: RejectCounts, num_rows: int, path: str) -> Iterator[str]:
+    """Yield the summary as lines; it is a warning above `WARNING_SHARE`."""
     if not counts.num_rejects:
         return
-    summary = shown(counts, num_rows, path)
+    summary = rejects_summary(counts, num_rows, path)
     warning = "warning: " if summary["share"] > WARNING_SHARE else ""
-    of = "" if counts.num_rejects == counts.num_rows else f"{counts.num_rejects:,} samples of "
+    samples = "" if counts.num_rejects == counts.num_rows else f"{counts.num_rejects:,} samples of "
     rows = "1 row" if counts.num_rows == 1 else f"{counts.num_rows:,} rows"
-    yield (
-        f"{warning}rejected: {of}{rows}, {summary['share']:.2%} of those that samples are made "
-        f"from; see {path}"
-    )
+    share = f"{summary['share']:.2%} of those that samples are made from"
+    yield f"{warning}rejected: {samples}{rows}, {share}; see {path}"
     for reason in summary["reasons"]:
-        place = reason["file"] if reason["row"] is None else f"{reason['file']}:{reason['row']}"
-        text = f"  {reason['count']:,}: {reason['reason']}; such as {place} {reason['value']}"
+        location = reason["file"] if reason["row"] is None else f"{reason['file']}:{reason['row']}"
+        text = f"  {reason['count']:,}: {reason['reason']}; such as {location} {reason['value']}"
         yield text.rstrip()
 
 
-def counted(table: pa.Table) -> RejectCounts:
-    """Count rejects that are sorted by place."""
+def count_rejects(table: pa.Table) -> RejectCounts:
+    """Count rejects that are sorted by position."""
     if not table.num_rows:
         return RejectCounts()
     reasons = table["reason"].combine_chunks().dictionary_encode()
-    kinds = kinds_of(reasons.dictionary).dictionary_encode()
+    kinds = reason_kinds(reasons.dictionary).dictionary_encode()
     codes = kinds.indices.to_numpy()[reasons.indices.to_numpy()]
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
-    several = np.bincount(kinds.indices.to_numpy()) > 1
-    kinds_counted: dict[str, KindCount] = {}
+    reasons_differ = np.bincount(kinds.indices.to_numpy()) > 1
+    counts: dict[str, KindCount] = {}
     for start, end in zip(starts, [*starts[1:], len(codes)], strict=True):
         kind = int(codes[order[start]])
         rows = table.take(pa.array(order[start : min(end, start + SHOWN_ROWS)]))
-        first = tuple(from_table(rows))
-        reason = None if several[kind] else first[0].reason
-        kinds_counted[kinds.dictionary[kind].as_py()] = KindCount(int(end - start), first, reason)
-    return few(RejectCounts(table.num_rows, _num_rows(table), kinds_counted, _unread(table)))
+        first = tuple(rejects_from_table(rows))
+        reason = None if reasons_differ[kind] else first[0].reason
+        counts[kinds.dictionary[kind].as_py()] = KindCount(int(end - start), first, reason)
+    return _limit_kinds(RejectCounts(table.num_rows, _num_rows(table), counts, _unread(table)))
 
 
 def _num_rows(table: pa.Table) -> int:
-    """Return the rows that rejects come from; one without a position is a row of its own."""
+    """Count the distinct rows of rejects; a reject without a position counts as one."""
     positions = table["position"].combine_chunks()
     valid = positions.is_valid()
     files = table["file"].combine_chunks().filter(valid).dictionary_encode().indices
@@ -286,27 +281,28 @@ def _num_rows(table: pa.Table) -> int:
 
 
 def _unread(table: pa.Table) -> KindCount | None:
-    """Count the rejects that stand for rows that were not read."""
-    rows = table.filter(table["rows_unknown"]) if "rows_unknown" in table.column_names else table
-    if rows is table or not rows.num_rows:
+    if "rows_unknown" not in table.column_names:
         return None
-    return KindCount(rows.num_rows, tuple(from_table(rows.slice(0, SHOWN_ROWS))), None)
+    rows = table.filter(table["rows_unknown"])
+    if not rows.num_rows:
+        return None
+    return KindCount(rows.num_rows, tuple(rejects_from_table(rows.slice(0, SHOWN_ROWS))), None)
 
 
-def few(counts: RejectCounts) -> RejectCounts:
-    """Return counts of `MAX_KINDS` kinds at most, the rarest ones together."""
-    named = sorted(
+def _limit_kinds(counts: RejectCounts) -> RejectCounts:
+    """Add the counts of all but the `MAX_KINDS` most frequent kinds to that of `OTHERS`."""
+    ordered = sorted(
         counts.kinds.items(), key=lambda pair: (pair[0] == OTHERS, -pair[1].count, pair[0])
     )
-    kept, rest = dict(named[:MAX_KINDS]), [count for _, count in named[MAX_KINDS:]]
+    kinds, rest = dict(ordered[:MAX_KINDS]), [count for _, count in ordered[MAX_KINDS:]]
     if rest:
-        together = reduce(KindCount.__add__, rest)
-        kept[OTHERS] = KindCount(together.count, together.first, None)
-    return RejectCounts(counts.num_rejects, counts.num_rows, kept, counts.unread)
+        total = reduce(KindCount.__add__, rest)
+        kinds[OTHERS] = KindCount(total.count, total.first, None)
+    return RejectCounts(counts.num_rejects, counts.num_rows, kinds, counts.unread)
 
 
-def kinds_of(reasons: pa.Array) -> pa.Array:
-    """Return reasons without the values that were found.
+def reason_kinds(reasons: pa.Array) -> pa.Array:
+    """Return reasons with placeholders for the values after `, got `.
 
     Example:
         >>> kinds_of(pa.array(["row must have 6 fields, got 5", "x must be int64, got 'a'"]))[1]
@@ -322,22 +318,25 @@ def kinds_of(reasons: pa.Array) -> pa.Array:
     return pc.if_else(has_value, pc.binary_join_element_wise(heads, tails, ", got "), heads)
 
 
-def merged(counts: Iterable[RejectCounts]) -> RejectCounts:
-    """Return the counts of several files together, in whatever order they come."""
-    return few(reduce(RejectCounts.__add__, counts, RejectCounts()))
+def merge_counts(counts: Iterable[RejectCounts]) -> RejectCounts:
+    """Return the sum of counts; it does not depend on their order."""
+    return _limit_kinds(reduce(RejectCounts.__add__, counts, RejectCounts()))
 
 
-def places_of(table: pa.Table, listing: Sequence[InputFile]) -> np.ndarray:
-    """Return for each reject the range of places that it belongs to, ascending by place.
+# Files in `rejects/`: written by range of positions, numbered when all are written.
 
-    Neighbouring small files share a range; a large file has one for every `_RANGE_ROWS` rows.
+
+def range_keys(table: pa.Table, listing: Sequence[InputFile]) -> np.ndarray:
+    """Return the key of each reject's range of input positions; keys ascend by position.
+
+    Consecutive small files share a range; a large file has one per `_RANGE_ROWS` rows.
 
     Args:
-        table: of rejects.
+        table: rejects.
         listing: all input files.
     """
     files = table["file"].combine_chunks().dictionary_encode()
-    groups = _groups(listing)
+    groups = _file_groups(listing)
     names = files.dictionary.to_pylist()
     group, is_large = (np.array([groups[n][i] for n in names], np.int64) for i in (0, 1))
     codes = files.indices.to_numpy()
@@ -345,8 +344,8 @@ def places_of(table: pa.Table, listing: Sequence[InputFile]) -> np.ndarray:
     return (group[codes] << 32) + rows * is_large[codes]
 
 
-def _groups(listing: Sequence[InputFile]) -> dict[str, tuple[int, bool]]:
-    """Return for each file the number of its group, and whether it is alone and large."""
+def _file_groups(listing: Sequence[InputFile]) -> dict[str, tuple[int, bool]]:
+    """Return the group of each file, and whether the file is large and has its own group."""
     groups: dict[str, tuple[int, bool]] = {}
     group, size = 0, 0
     for file in sorted(listing, key=lambda f: f.path):
@@ -358,35 +357,35 @@ def _groups(listing: Sequence[InputFile]) -> dict[str, tuple[int, bool]]:
     return groups
 
 
-def write_rejects(root: Path, place: int, tables: Iterable[pa.Table]) -> RejectCounts:
-    """Write the rejects of one range of places; done again, the file is the same.
+def write_rejects(root: Path, range_key: int, tables: Iterable[pa.Table]) -> RejectCounts:
+    """Write the rejects of one range; a retry writes the same bytes.
 
     Args:
         root: directory of the segment being built.
-        place: from `places_of`.
-        tables: all its rejects, in any order.
+        range_key: from `range_keys`.
+        tables: all rejects of the range, in any order.
     """
     rows = sorted_rejects(tables)
     if rows.num_rows:
-        with whole(root / _DIRECTORY / f"{_UNNUMBERED}{place:020}.parquet") as partial:
+        with whole(root / _DIRECTORY / f"{_UNNUMBERED}{range_key:020}.parquet") as partial:
             stored = rows.select(REJECTS_SCHEMA.names)
             pq.write_table(stored, partial, compression="zstd", write_page_checksum=True)
-    return counted(rows)
+    return count_rejects(rows)
 
 
-def number_files(root: Path) -> None:
-    """Number the files of `write_rejects`; after a crash, a second call completes the work."""
+def number_reject_files(root: Path) -> None:
+    """Rename the files of `write_rejects` to their numbers; can be repeated after a crash."""
     files = list(reject_files(root))
-    left = [path for path in files if path.name.startswith(_UNNUMBERED)]
-    for number, path in enumerate(left, len(files) - len(left)):
+    unnumbered = [path for path in files if path.name.startswith(_UNNUMBERED)]
+    for number, path in enumerate(unnumbered, len(files) - len(unnumbered)):
         path.rename(root / rejects_path(number))
 
 
 def reject_files(root: Path) -> Iterator[Path]:
-    """Yield the files of a segment's rejects in order."""
+    """Yield the files of a segment's rejects, sorted."""
     yield from sorted((root / _DIRECTORY).glob("*.parquet"))
 
 
-def counts_of(root: Path) -> RejectCounts:
-    """Count the rejects of a segment, file by file."""
-    return merged(counted(pq.read_table(path)) for path in reject_files(root))
+def count_segment_rejects(root: Path) -> RejectCounts:
+    """Count the rejects of a segment from its files."""
+    return merge_counts(count_rejects(pq.read_table(path)) for path in reject_files(root))

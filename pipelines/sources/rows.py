@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.sources.rejects import (
-    FOUND_SCHEMA,
+    BUILD_REJECTS_SCHEMA,
     Reject,
-    as_table,
     file_reject,
     python_rows,
+    rejects_table,
     row_texts,
 )
 from schemas.arrays import is_list, one_chunk
@@ -152,7 +152,7 @@ class RawRows:
     def all_rejects(self) -> Iterator[pa.Table]:
         """Yield all rejects as tables of `FOUND_SCHEMA`."""
         if self.rejects:
-            yield as_table(self.rejects)
+            yield rejects_table(self.rejects)
         if self.bad_rows is not None:
             yield self.bad_rows
 
@@ -270,7 +270,7 @@ def _value_rejects(
     texts = row_texts(rows.drop_columns([ORIGIN]))
     rows_unknown = pa.repeat(pa.scalar(False), rows.num_rows)
     columns = [files, pa.array(positions), pa.array(reasons, pa.string()), texts, rows_unknown]
-    return pa.table(columns, schema=FOUND_SCHEMA)
+    return pa.table(columns, schema=BUILD_REJECTS_SCHEMA)
 
 
 def _innermost_misfit(

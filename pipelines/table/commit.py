@@ -19,7 +19,7 @@ from pipelines.quality.gate import anomalies_text
 from pipelines.quality.splits import slices_of
 from pipelines.quality.statistics_files import statistics_text, write_statistics
 from pipelines.shuffle import SHUFFLE
-from pipelines.sources.rejects import RejectCounts, number_files
+from pipelines.sources.rejects import RejectCounts, number_reject_files
 from schemas.config.job import DataConfig
 from schemas.dataset import type_name, version_of
 from schemas.features import FeatureSet
@@ -136,7 +136,7 @@ def finish_segment(
     with open_writer(str(root / BLOCKS), blocks.schema, Encodings(encodings)) as writer:
         writer.write_table(blocks)
     sync_file(root / BLOCKS)
-    number_files(root)
+    number_reject_files(root)
     text = statistics_text(slices_of([r.slices for r in results], data, features))
     write_statistics(root, text)
     (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")

@@ -29,9 +29,9 @@ from pipelines.samples.tuples import Tuples, compact, distinct, hash_column
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
-    as_table,
-    from_table,
-    merged,
+    merge_counts,
+    rejects_from_table,
+    rejects_table,
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
@@ -419,15 +419,15 @@ def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
 def _write_rejects(segment: Segment, building: Path, texts: frozenset[str] | None) -> RejectCounts:
     """Write the rejects in which no forgotten id stands, file by file."""
     paths = sorted(path for path in segment.files if path.startswith("rejects/"))
-    tables = (as_table(_left(segment, path, texts)) for path in paths)
-    return merged(write_rejects(building, n, [table]) for n, table in enumerate(tables))
+    tables = (rejects_table(_left(segment, path, texts)) for path in paths)
+    return merge_counts(write_rejects(building, n, [table]) for n, table in enumerate(tables))
 
 
 def _left(segment: Segment, path: str, texts: frozenset[str] | None) -> list[Reject]:
     """Return the lines of a file of rejects or late events in which no forgotten id stands."""
     if texts is None:
         return []
-    rows = from_table(segment.file(path).read())
+    rows = rejects_from_table(segment.file(path).read())
     return [r for r in rows if not any(t in r.value or t in r.reason for t in texts)]
 
 

@@ -257,7 +257,7 @@ JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "an unknown type": ("user: int64", "user: int46", "data.sources.log.columns.user: unknown type 'int46'"),
     "a table of an unknown feature": ("features: [user]", "features: [usr]", "data.tables.users.features must name columns of schema.pbtxt, got 'usr' in "),
     "a block size that is no power of two": ("block_samples: 16", "block_samples: 17", "data.block_samples must be a power of two"),
-    "no file that matches": ('"*.parquet"', '"*.parq"', "source 'log' must have files, got none for '*.parq'"),
+    "no file that matches": ('"*.parquet"', '"*.parq"', "no file of source 'log' matches '*.parq'"),
     "a wrong transform": ("ln(1 + len(history))", "CAST(unnest(history) AS DOUBLE)", "transforms must give one value per row"),
     "a transform of another group": ("ln(1 + len(history))", "ln(1 + item)", "transforms.user.num_history must run on the columns of its group, got Binder Error"),
     "a transform that some rows break": ("ln(1 + len(history))", "CAST(error(CAST(user AS VARCHAR)) AS DOUBLE)", "transforms.user must run on every row, got Invalid Input Error: "),

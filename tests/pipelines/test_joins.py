@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a column that is there already": ("{side: items}", "{side: items, columns: {label: price}}", "data.samples.joins[0].columns must be new to the samples, got 'label'"),
     "an unknown column": ("{side: items}", "{side: items, columns: [prize]}", "data.samples.joins[0].columns must be a column, got 'prize' in "),
     "the name of a source": ("    items: {files", "    log: {files", "sides must not have the name of a source, got 'log'"),
-    "no file": ("items.jsonl", "item.jsonl", "source 'items' must have files, got none for 'item.jsonl'"),
+    "no file": ("items.jsonl", "item.jsonl", "no file of source 'items' matches 'item.jsonl'"),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 from apache_beam.io.filesystem import BeamIOError, CompressionTypes, FileMetadata, FileSystem
 
 from pipelines.build import build
-from pipelines.sources.listing import Folder, folder_of, list_inputs, regex_of
+from pipelines.sources.listing import Folder, folder_of, glob_regex, list_inputs
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
@@ -32,7 +32,7 @@ GLOBS: dict[str, tuple[str, list[str], list[str]]] = {
 
 @pytest.mark.parametrize(("pattern", "inside", "outside"), GLOBS.values(), ids=GLOBS)
 def test_star_stays_in_its_folder(pattern: str, inside: list[str], outside: list[str]) -> None:
-    regex = regex_of(pattern)
+    regex = glob_regex(pattern)
     assert [p for p in inside if not regex.fullmatch(p)] == []
     assert [p for p in outside if regex.fullmatch(p)] == []
 
@@ -66,7 +66,7 @@ def test_file_that_goes_while_it_is_listed_is_one_clear_line(
 ) -> None:
     (tmp_path / "a").write_text("a")
     monkeypatch.setattr(Folder, "files", lambda _: {"a": None, "b": None})
-    message = "file must stay while it is listed, got none in b; wait until the log is complete"
+    message = "file was removed while it was listed in b; wait until the log is complete"
     with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
         names(folder_of(tmp_path), "*")
 

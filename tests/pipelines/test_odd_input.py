@@ -20,7 +20,7 @@ from pipelines.sources.lines import MAX_ROW_BYTES
 from pipelines.sources.listing import folder_of
 from pipelines.sources.parquet import read_parquet
 from pipelines.sources.read import empty_rows, read_part
-from pipelines.sources.rejects import Reject, file_reject, from_table
+from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, FilePart, RawRows
 from schemas.config.job import DataConfig, SourceConfig, load_job
 from schemas.errors import SchemaError
@@ -70,7 +70,7 @@ def test_value_that_does_not_fit_its_declared_type_rejects_its_row_only(
     part = FilePart("log", "a.parquet", 0, row_group=0, first_row=100)
     schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
     found = list(read_part(folder_of(tmp_path), part, config, schema))
-    (reject,) = [r for rows in found for t in rows.all_rejects() for r in from_table(t)]
+    (reject,) = [r for rows in found for t in rows.all_rejects() for r in rejects_from_table(t)]
     assert (reject.file, reject.position, reject.reason) == ("a.parquet", 101, reason)
     assert [t["y"].to_pylist() for t in (rows.table for rows in found) if t is not None] == [[0, 2]]
 
@@ -85,7 +85,9 @@ def test_inner_field_of_a_reject_is_of_its_own_row(tmp_path: Path) -> None:
     part = FilePart("log", "a.parquet", 0, row_group=0)
     schema = empty_rows(folder_of(tmp_path), "log", config, ["a.parquet"]).schema
     found = list(read_part(folder_of(tmp_path), part, config, schema))
-    assert [r.reason for rows in found for t in rows.all_rejects() for r in from_table(t)] == [
+    assert [
+        r.reason for rows in found for t in rows.all_rejects() for r in rejects_from_table(t)
+    ] == [
         "column 'x.price' must be float64, got 'free'",
         "column 'x.tags[]' must be int64, got 9223372036854775808",
     ]
@@ -285,9 +287,7 @@ def test_compressed_file_that_is_cut_short_says_from_where_it_is_lost(tmp_path: 
     assert num_rows > 100_000
     (reject,) = found.rejects
     assert reject.position is None
-    assert reject.reason.startswith(
-        f"file must be readable to its end, got none from row {num_rows} on: "
-    )
+    assert reject.reason.startswith(f"file could not be read from row {num_rows} on: ")
 
 
 def test_file_with_its_columns_in_another_order_is_rejected(tmp_path: Path) -> None:

@@ -62,13 +62,13 @@ def test_values_that_would_lose_something_stay_texts(values: list[str]) -> None:
 REFUSED = {
     "a file outside the folders": (
         ["k=1/a", "b"],
-        "all files must lie in a folder k=..., as k=1/a does, got one that does not in b; "
-        "move it, or process these files on their own",
+        "all files must be in a folder k=..., like k=1/a, got another one in b; "
+        "move it, or process such files separately",
     ),
     "a file in one folder more": (
         ["k=1/a", "k=1/l=2/b"],
-        "all files must lie in a folder l=..., as k=1/l=2/b does, got one that does not in k=1/a; "
-        "move it, or process these files on their own",
+        "all files must be in a folder l=..., like k=1/l=2/b, got another one in k=1/a; "
+        "move it, or process such files separately",
     ),
     "a name twice": (
         ["k=1/k=2/a"],
@@ -91,9 +91,9 @@ def test_declared_columns_have_the_declared_types_or_are_refused() -> None:
     assert typed["hour"].as_py() == 3
     assert typed["hour"].type == pa.int8()
     assert typed["day"].type == pa.timestamp("us")
-    with pytest.raises(SchemaError, match="folder hour=x must hold int8 as `partitions` says in h"):
+    with pytest.raises(SchemaError, match="folder hour=x is not of type int8, which `partitions`"):
         typed_partitions("hour=x/a", {"hour": "int8"})
-    with pytest.raises(SchemaError, match=r"file must lie in a folder day=\.\.\. as `partitions`"):
+    with pytest.raises(SchemaError, match=r"file is not in a folder day=\.\.\., which"):
         typed_partitions("hour=1/a", {"hour": "int8", "day": "date"})
 
 
@@ -143,7 +143,7 @@ def test_rows_of_every_format_carry_the_columns_of_their_folders(kind: str, log:
 
 def test_listing_refuses_a_folder_that_lacks_a_declared_column(log: Path) -> None:
     config = SourceConfig(files="parquet/**/*", format="parquet", partitions={"hour": "int64"})
-    with pytest.raises(SchemaError, match=r"file must lie in a folder hour=\.\.\. as `partitions`"):
+    with pytest.raises(SchemaError, match=r"file is not in a folder hour=\.\.\., which"):
         list_inputs(folder_of(log), {"log": config})
 
 

@@ -18,7 +18,7 @@ from pipelines.sources.avro import cut_avro
 from pipelines.sources.jsonl import cut_jsonl
 from pipelines.sources.listing import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rejects import Reject, from_table
+from pipelines.sources.rejects import Reject, rejects_from_table
 from pipelines.sources.rows import ORIGIN, PART_BYTES, FilePart
 from schemas.config.sources import SourceConfig
 from tests.pipelines.csv_reference import Reference
@@ -38,7 +38,9 @@ def read_all(
     found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
     tables = [rows.table for rows in found if rows.table is not None]
     assert all(table.schema == schema for table in tables)
-    rejects += [reject for rows in found for t in rows.all_rejects() for reject in from_table(t)]
+    rejects += [
+        reject for rows in found for t in rows.all_rejects() for reject in rejects_from_table(t)
+    ]
     return pa.concat_tables([schema.empty_table(), *tables]), rejects
 
 

@@ -21,16 +21,16 @@ from pipelines.sources.rejects import (
     MAX_KINDS,
     OTHERS,
     Reject,
-    as_table,
-    counted,
-    counts_of,
-    from_table,
-    lines_of,
-    merged,
-    number_files,
-    places_of,
+    count_rejects,
+    count_segment_rejects,
+    merge_counts,
+    number_reject_files,
+    range_keys,
+    rejects_from_table,
+    rejects_table,
     sort_key,
     sorted_rejects,
+    summary_lines,
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
@@ -71,40 +71,40 @@ def written(root: Path, tables: Sequence[pa.Table]) -> None:
     """Write rejects as workers do."""
     places: dict[int, list[pa.Table]] = {}
     for table in tables:
-        targets = places_of(table, listing())
+        targets = range_keys(table, listing())
         for place in np.unique(targets).tolist():
             places.setdefault(place, []).append(table.filter(pa.array(targets == place)))
     for place, rows in [*places.items(), *places.items()]:  # the second time is a retry
         write_rejects(root, place, rows)
-    number_files(root)
-    number_files(root)
+    number_reject_files(root)
+    number_reject_files(root)
 
 
 def test_sorted_rejects_are_those_of_plain_python() -> None:
     rejects = some_rejects(1, 500)
-    table = sorted_rejects([as_table(rejects[:200]), as_table(rejects[200:])])
-    assert list(from_table(table)) == sorted(set(rejects), key=sort_key)
+    table = sorted_rejects([rejects_table(rejects[:200]), rejects_table(rejects[200:])])
+    assert list(rejects_from_table(table)) == sorted(set(rejects), key=sort_key)
     assert sorted_rejects([]).num_rows == 0
 
 
 def test_files_are_the_same_however_rejects_are_found_and_hold_each_once(tmp_path: Path) -> None:
     rejects = some_rejects(2, 600)
-    written(tmp_path / "one", [as_table(rejects)])
+    written(tmp_path / "one", [rejects_table(rejects)])
     shuffled = [rejects[i] for i in np.random.default_rng(0).permutation(len(rejects))]
-    many = [as_table(shuffled[i : i + 7]) for i in range(0, len(shuffled), 7)]
+    many = [rejects_table(shuffled[i : i + 7]) for i in range(0, len(shuffled), 7)]
     written(tmp_path / "many", many)
     files = bytes_of(tmp_path / "one")
     assert files == bytes_of(tmp_path / "many")
     assert list(files) == [f"rejects/{n:05}.parquet" for n in range(len(files))]
     assert len(files) == 6  # two small ones together, three ranges of the large one, c, d
     rows = [pq.read_table(tmp_path / "one" / name) for name in files]
-    assert list(from_table(pa.concat_tables(rows))) == sorted(set(rejects), key=sort_key)
+    assert list(rejects_from_table(pa.concat_tables(rows))) == sorted(set(rejects), key=sort_key)
 
 
 def test_counts_by_kind_are_those_of_plain_python(tmp_path: Path) -> None:
     rejects = some_rejects(3, 400)
-    written(tmp_path, [as_table(rejects)])
-    counts, distinct = counts_of(tmp_path), sorted(set(rejects), key=sort_key)
+    written(tmp_path, [rejects_table(rejects)])
+    counts, distinct = count_segment_rejects(tmp_path), sorted(set(rejects), key=sort_key)
     assert counts.num_rejects == len(distinct)
     places = [(r.file, r.position) for r in distinct]
     unknown = sum(position is None for _, position in places)
@@ -124,7 +124,7 @@ def test_counts_by_kind_are_those_of_plain_python(tmp_path: Path) -> None:
 
 def test_kinds_without_end_are_counted_together() -> None:
     rejects = [Reject("f", i, f"column 'c{i}' must not be null") for i in range(300)]
-    counts = merged(counted(as_table(rejects[start::2])) for start in (0, 1))
+    counts = merge_counts(count_rejects(rejects_table(rejects[start::2])) for start in (0, 1))
     assert len(counts.kinds) == MAX_KINDS + 1
     assert counts.num_rejects == sum(k.count for k in counts.kinds.values()) == 300
     assert counts.kinds[OTHERS].count > 150
@@ -133,23 +133,25 @@ def test_kinds_without_end_are_counted_together() -> None:
 def test_report_says_share_reasons_with_an_example_and_path() -> None:
     rows = [Reject("log.csv", i, f"x must be int64, got 'a{i}'", f"a{i}") for i in range(4)]
     rows += [Reject("log.csv", None, "file must end in a line end, got none")]
-    counts = counted(sorted_rejects([as_table(rows)]))
-    assert list(lines_of(counts, 95, "out/rejects")) == [
+    counts = count_rejects(sorted_rejects([rejects_table(rows)]))
+    assert list(summary_lines(counts, 95, "out/rejects")) == [
         "warning: rejected: 5 rows, 5.00% of those that samples are made from; see out/rejects",
         "  4: x must be int64, got '...'; such as log.csv:0 a0",
         "  1: file must end in a line end, got none; such as log.csv",
     ]
-    (first, *_) = lines_of(counts, 5000, "out/rejects")
+    (first, *_) = summary_lines(counts, 5000, "out/rejects")
     assert first == "rejected: 5 rows, 0.10% of those that samples are made from; see out/rejects"
-    assert list(lines_of(counted(REJECTS_SCHEMA.empty_table()), 10, "")) == []
+    assert list(summary_lines(count_rejects(REJECTS_SCHEMA.empty_table()), 10, "")) == []
 
 
 def test_rows_that_several_samples_come_from_count_once() -> None:
     rows = [Reject("a.csv", i // 3, "x must not be null", str(i)) for i in range(9)]
     rows += [Reject("b.csv", 2, "x must not be null"), Reject("b.csv", None, "y")]
-    counts = counted(sorted_rejects([as_table(rows)]))
+    counts = count_rejects(sorted_rejects([rejects_table(rows)]))
     assert (counts.num_rejects, counts.num_rows, counts.share(15)) == (11, 5, 0.25)
-    assert next(lines_of(counts, 15, "x")).startswith("warning: rejected: 11 samples of 5 rows, 25")
+    assert next(summary_lines(counts, 15, "x")).startswith(
+        "warning: rejected: 11 samples of 5 rows, 25"
+    )
 
 
 def bad_log(directory: Path, every: int) -> Path:
@@ -177,7 +179,7 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     )
     assert "data.gate.max_reject_fraction" in errors
     (refused,) = (tmp_path / "dataset").rglob(".refused-*")
-    counts = counts_of(refused)
+    counts = count_segment_rejects(refused)
     assert counts.num_rows == 24 < counts.num_rejects
     assert f"see {refused}/rejects" in errors
     job.write_text(job.read_text().replace("  on_error:", "  gate: {action: warn}\n  on_error:"))

@@ -467,7 +467,7 @@ def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(
 ) -> None:
     folder = folder_of(tmp_path, columns())
     (tmp_path / "empty").mkdir()
-    assert "must have files, got none" in refused(capsys, tmp_path / "empty", tmp_path / "out")
+    assert "no file of source" in refused(capsys, tmp_path / "empty", tmp_path / "out")
     for layout in ("star", "flat"):
         none = folder_of(tmp_path / layout, {n: c.slice(0, 0) for n, c in columns().items()})
         args = (capsys, none, tmp_path / "out", "--layout", layout)

@@ -19,7 +19,7 @@ from pipelines.sources.avro import cut_avro
 from pipelines.sources.jsonl import cut_jsonl
 from pipelines.sources.listing import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rejects import Reject, file_reject, from_table
+from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from pipelines.sources.rows import ORIGIN, FilePart
 from schemas.config.sources import SourceConfig
 
@@ -33,7 +33,7 @@ def read(directory: Path, name: str, config: SourceConfig, parts: list[FilePart]
     found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
     tables = [rows.table for rows in found if rows.table is not None]
     assert all(table.schema == schema for table in tables)
-    rejects = [reject for f in found for t in f.all_rejects() for reject in from_table(t)]
+    rejects = [reject for f in found for t in f.all_rejects() for reject in rejects_from_table(t)]
     return [r for t in tables for r in t.to_pylist()], rejects
 
 
@@ -198,7 +198,7 @@ def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
     assert [r["id"] for r in rows] == list(range(len(rows)))
     assert len(rows) > 1000
     assert rejects[-1].rows_unknown
-    reason = f"file must be readable to its end, got none from row {len(rows)} on: "
+    reason = f"file could not be read from row {len(rows)} on: "
     assert rejects[-1].reason.startswith(reason)
 
 

@@ -11,7 +11,7 @@ from pipelines.samples.connection import connect
 from pipelines.samples.sql import run
 from pipelines.sources.listing import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
-from pipelines.sources.rejects import from_table
+from pipelines.sources.rejects import rejects_from_table
 from pipelines.sources.rows import FilePart
 from schemas.config.sources import SourceConfig
 
@@ -36,7 +36,7 @@ def read(directory: Path, name: str, config: SourceConfig) -> tuple[pa.Table, li
     parts, _ = parts_of_file(folder, FilePart("log", name, 0), config)
     found = [rows for part in parts for rows in read_part(folder, part, config, schema)]
     tables = [schema.empty_table(), *(rows.table for rows in found if rows.table is not None)]
-    rejects = [r.reason for f in found for t in f.all_rejects() for r in from_table(t)]
+    rejects = [r.reason for f in found for t in f.all_rejects() for r in rejects_from_table(t)]
     return pa.concat_tables(tables), rejects
 
 
