@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scheduler.controller.log import jobs_as_json, pools_in_words, recover, replayed
+from scheduler.controller.log import describe_job, jobs_summary, recover, replay_summary
 from scheduler.doctor import command as doctor
 from scheduler.doctor.checks import as_json as findings_as_json
 from scheduler.doctor.checks import line_of
@@ -28,9 +28,14 @@ from scheduler.drivers.platforms import check_driver
 from scheduler.drivers.run import RunRequest, inputs_of, plan_jobs, run_jobs
 from scheduler.model.measurements import fit_file, fit_summary
 from scheduler.model.snapshot import Snapshot, take_snapshot
-from scheduler.planner.machine_sizes import machine_budget, named_or, on_cluster, on_machine
+from scheduler.planner.machine_sizes import (
+    cluster_schedule,
+    fill_budget,
+    machine_budget,
+    machine_schedule,
+)
 from scheduler.planner.policy import plan
-from scheduler.planner.reasons import as_json, explain, summary
+from scheduler.planner.reasons import explain_plan, plan_summary, plan_to_json
 from scheduler.retrain import command as retraining
 from scheduler.retrain.command import rows_of, table_of
 from scheduler.simulator import command as simulation
@@ -185,21 +190,21 @@ def _plan(arguments: argparse.Namespace) -> None:
         _say(line)
     decision = plan(snapshot, config)
     if arguments.json:
-        print(json.dumps(as_json(snapshot, config, decision)))
+        print(json.dumps(plan_to_json(snapshot, config, decision)))
     if arguments.explain:
         # Beside --json the table is progress: stdout holds the object alone.
-        Console(stderr=arguments.json).print(explain(snapshot, config, decision))
+        Console(stderr=arguments.json).print(explain_plan(snapshot, config, decision))
     elif not arguments.json:
-        print(summary(decision))
+        print(plan_summary(decision))
 
 
 def _limits_of(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
     """Return the schedule that is planned for, and what of it was changed to fit this machine."""
     declared = snapshot.job.schedule
     if declared.driver == "kubernetes":
-        return on_cluster(declared), ()
-    budget = named_or(declared.budget, machine_budget())
-    return on_machine(snapshot, budget, shares_cores=budget.cpus != declared.budget.cpus)
+        return cluster_schedule(declared), ()
+    budget = fill_budget(declared.budget, machine_budget())
+    return machine_schedule(snapshot, budget, shares_cores=budget.cpus != declared.budget.cpus)
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
@@ -239,10 +244,10 @@ def _run(arguments: argparse.Namespace) -> None:
     with watching(arguments.output, arguments.status, Console(stderr=True), _say) as say:
         state = run_jobs(replace(request, driver=replace(request.driver, say=say)))
     if arguments.json:
-        print(json.dumps(jobs_as_json(state)))
+        print(json.dumps(jobs_summary(state)))
     else:
         for job in state.jobs.values():
-            print(f"{job.name}: {pools_in_words(job)}")
+            print(f"{job.name}: {describe_job(job)}")
     if failed := [job.name for job in state.jobs.values() if job.phase == "failed"]:
         raise PlanError(f"jobs must finish, got {', '.join(failed)} that failed; see the reasons")
 
@@ -291,14 +296,14 @@ def _status(arguments: argparse.Namespace) -> None:
 def _replay(arguments: argparse.Namespace) -> None:
     found = recover(arguments.log)
     if arguments.json:
-        print(json.dumps(replayed(found)))
+        print(json.dumps(replay_summary(found)))
         return
     print(
         f"{found.num_events:,} events lead to the same {found.num_decisions:,} decisions"
         f"{', ' + str(len(found.missing)) + ' of them not logged' if found.missing else ''}"
     )
     for job in found.state.jobs.values():
-        print(f"{job.name}: {pools_in_words(job)}")
+        print(f"{job.name}: {describe_job(job)}")
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

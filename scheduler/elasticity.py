@@ -22,29 +22,29 @@ import numpy as np
 
 HEADROOM = 1.3
 """Cores that are given over the mean of those kept busy, while no more is known of bursts."""
-SPARE = 1.08
+NEED_MARGIN = 1.08
 """Cores that are given over those below which steps were seen to get longer."""
-DOUBT = 1.05
+DOUBT_MARGIN = 1.05
 """Headroom of a kind over cores for each busy one, above which there may be too few."""
-MORE = 1.2
+GROWTH = 1.2
 """Cores over the most that were tried, to see whether steps get shorter."""
-APART = 1.05
+MIN_RATIO = 1.05
 """Cores, or steps, that are told apart; less is noise, and changes nothing."""
-LOOSE = 1.15
+KEEP_RATIO = 1.15
 """Cores over those wanted that are left to a process which was slower with fewer."""
-HELPED = 0.87
+GROWTH_HELPED = 0.87
 """Need over the most cores that were tried, above which even more may help."""
-SPINS = 0.9
+SPIN_SHARE = 0.9
 """Share of its cores that a process keeps busy which waits with them, where more of them changed
 nothing."""
-LOWEST = 0.1
+LOW_QUANTILE = 0.1
 """Share of the readings of many processes that may lie below what is called fewest."""
 NUM_NEEDS = 65
 """Needs that are compared, evenly in their logarithm."""
 MIN_GROUPS = 4
 """Processes that were seen with more and with fewer cores, before they tell of others."""
 
-Why = Literal["kept", "few are busy", "fewer were slower", "more may help"]
+FitReason = Literal["kept", "few are busy", "fewer were slower", "more may help"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class CoreNeed:
     """What readings say that a process needs.
 
     Attributes:
@@ -94,12 +94,12 @@ class Headroom:
     """
 
     give: float = HEADROOM
-    doubted: float = HEADROOM * APART
+    suspect_below: float = HEADROOM * MIN_RATIO
     known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class CoreFit:
     """What a process is to get.
 
     Attributes:
@@ -109,11 +109,11 @@ class Fitted:
     """
 
     cpus: float
-    why: Why
-    need: Need
+    why: FitReason
+    need: CoreNeed
 
 
-def need_of(readings: Sequence[Reading], lowest: float = 0.0) -> Need:
+def estimate_need(readings: Sequence[Reading], lowest: float = 0.0) -> CoreNeed:
     """Return the cores below which steps got longer: those that explain the readings best.
 
     Absolute errors of logarithms, so that a straggler among many readings counts for little.
@@ -123,7 +123,7 @@ def need_of(readings: Sequence[Reading], lowest: float = 0.0) -> Need:
         lowest: share of them that may lie below the fewest cores that are thought of.
     """
     if len(readings) == 1:
-        return Need(readings[0].cpus, slower=False)
+        return CoreNeed(readings[0].cpus, slower=False)
     cpus = np.log([reading.cpus for reading in readings])
     steps = np.log([reading.step_sec for reading in readings])
     fewest = float(np.quantile(cpus, lowest, method="lower"))
@@ -132,10 +132,10 @@ def need_of(readings: Sequence[Reading], lowest: float = 0.0) -> Need:
     errors = steps - np.maximum(0.0, needs[:, None] - cpus)
     errors -= np.median(errors, axis=1, keepdims=True)
     best = float(needs[np.abs(errors).sum(axis=1).argmin()])
-    return Need(float(np.exp(best)), bool(best > fewest + np.log(APART)))
+    return CoreNeed(float(np.exp(best)), bool(best > fewest + np.log(MIN_RATIO)))
 
 
-def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> Fitted:
+def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> CoreFit:
     """Return the cores that a process is to get.
 
     Cores that are not busy are taken away once; what then made steps longer is given back,
@@ -153,24 +153,24 @@ def fit_cores(readings: Sequence[Reading], headroom: Headroom | None = None) -> 
         >>> fit_cores([Reading(4.0, 1.0, 0.5), Reading(1.3, 0.8, 0.6)]).why
         'fewer were slower'
     """
-    known, need, had = headroom or Headroom(), need_of(readings), readings[-1].cpus
+    known, need, had = headroom or Headroom(), estimate_need(readings), readings[-1].cpus
     most = max(reading.cpus for reading in readings)
-    top = [reading for reading in readings if APART * reading.cpus > most]
+    top = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
     share = median(reading.busy / reading.cpus for reading in top)
-    tried = most * APART > min(reading.cpus for reading in readings) * MORE
-    spins = tried and not need.slower and share > SPINS
-    lacks = not spins and share * known.doubted > 1.0
-    if lacks or (need.slower and need.cpus > HELPED * most):
-        return Fitted(MORE * most, "more may help", need)
-    ample = [reading.busy for reading in readings if APART * reading.cpus > need.cpus]
-    usual, floor = known.give * median(ample), SPARE * need.cpus * need.slower
-    wanted = SPARE * need.cpus if spins else max(usual, floor)
-    if had / (LOOSE if need.slower else APART) < wanted < had * APART:
-        return Fitted(had, "kept", need)
-    return Fitted(wanted, "fewer were slower" if floor > usual else "few are busy", need)
+    tried = most * MIN_RATIO > min(reading.cpus for reading in readings) * GROWTH
+    spins = tried and not need.slower and share > SPIN_SHARE
+    lacks = not spins and share * known.suspect_below > 1.0
+    if lacks or (need.slower and need.cpus > GROWTH_HELPED * most):
+        return CoreFit(GROWTH * most, "more may help", need)
+    ample = [reading.busy for reading in readings if MIN_RATIO * reading.cpus > need.cpus]
+    usual, floor = known.give * median(ample), NEED_MARGIN * need.cpus * need.slower
+    wanted = NEED_MARGIN * need.cpus if spins else max(usual, floor)
+    if had / (KEEP_RATIO if need.slower else MIN_RATIO) < wanted < had * MIN_RATIO:
+        return CoreFit(had, "kept", need)
+    return CoreFit(wanted, "fewer were slower" if floor > usual else "few are busy", need)
 
 
-def headroom_of(groups: Sequence[Sequence[Reading]]) -> Headroom:
+def estimate_headroom(groups: Sequence[Sequence[Reading]]) -> Headroom:
     """Return what processes of one kind say of the bursts of the others.
 
     Args:
@@ -178,13 +178,15 @@ def headroom_of(groups: Sequence[Sequence[Reading]]) -> Headroom:
     """
     if len(groups) < MIN_GROUPS:
         return Headroom()
-    need = need_of([reading for group in groups for reading in group], LOWEST)
+    need = estimate_need([reading for group in groups for reading in group], LOW_QUANTILE)
     if not need.slower:
-        return Headroom(doubted=min(need.cpus, HEADROOM / DOUBT), known=True)
-    return Headroom(max(HEADROOM, SPARE * need.cpus), SPARE / DOUBT * need.cpus, known=True)
+        return Headroom(suspect_below=min(need.cpus, HEADROOM / DOUBT_MARGIN), known=True)
+    return Headroom(
+        max(HEADROOM, NEED_MARGIN * need.cpus), NEED_MARGIN / DOUBT_MARGIN * need.cpus, known=True
+    )
 
 
-def relative(readings: Sequence[Reading]) -> list[Reading]:
+def relative_to_largest(readings: Sequence[Reading]) -> list[Reading]:
     """Return readings over the busy cores, and the step, of those with most cores.
 
     Example:
@@ -192,7 +194,7 @@ def relative(readings: Sequence[Reading]) -> list[Reading]:
         Reading(cpus=1.5, busy=0.5, step_sec=2.0)
     """
     most = max(reading.cpus for reading in readings)
-    top = [reading for reading in readings if APART * reading.cpus > most]
+    top = [reading for reading in readings if MIN_RATIO * reading.cpus > most]
     busy = median(reading.busy for reading in top)
     step_sec = median(reading.step_sec for reading in top)
     return [Reading(r.cpus / busy, r.busy / busy, r.step_sec / step_sec) for r in readings]
@@ -204,14 +206,14 @@ def relative(readings: Sequence[Reading]) -> list[Reading]:
 # that has the least of what it needs, so both grow together, and what processes say of the others
 # of their kind is the headroom of the pool that has the smaller one.
 
-Place = tuple[int, int]
+PoolSizes = tuple[int, int]
 """Replicas and stores."""
-Both = tuple[Reading, ...]
+PoolReadings = tuple[Reading, ...]
 """Of one replica and, where there are stores, of one of them, at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cores:
+class CoreReadings:
     """What was measured of one job.
 
     Attributes:
@@ -219,18 +221,18 @@ class Cores:
         readings: at all of its sizes, the latest one last.
     """
 
-    at: Place = (0, 0)
-    readings: Mapping[Place, tuple[Both, ...]] = field(
-        default_factory=dict[Place, tuple[Both, ...]]
+    at: PoolSizes = (0, 0)
+    readings: Mapping[PoolSizes, tuple[PoolReadings, ...]] = field(
+        default_factory=dict[PoolSizes, tuple[PoolReadings, ...]]
     )
 
-    def here(self) -> tuple[Both, ...]:
+    def here(self) -> tuple[PoolReadings, ...]:
         """Return the readings at its latest sizes."""
         return self.readings.get(self.at, ())
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CoreGrant:
     """What a job is to get at the sizes where it was measured.
 
     Attributes:
@@ -246,7 +248,7 @@ class Given:
     limited: bool
 
 
-def heard(known: Cores, at: Place, both: Both) -> Cores:
+def add_readings(known: CoreReadings, at: PoolSizes, both: PoolReadings) -> CoreReadings:
     """Return what was measured of a job, with one measurement more.
 
     Args:
@@ -255,10 +257,10 @@ def heard(known: Cores, at: Place, both: Both) -> Cores:
         both: of its pools.
     """
     here = (*known.readings.get(at, ()), both)
-    return Cores(at, {**known.readings, at: here})
+    return CoreReadings(at, {**known.readings, at: here})
 
 
-def fitted(known: Cores, headroom: Headroom) -> Given | None:
+def fit_pool_cores(known: CoreReadings, headroom: Headroom) -> CoreGrant | None:
     """Return what a job is to get where it was measured last; None before any measurement."""
     here = known.here()
     if not here:
@@ -266,25 +268,25 @@ def fitted(known: Cores, headroom: Headroom) -> Given | None:
     pools = [fit_cores([both[pool] for both in here], headroom) for pool in range(len(here[-1]))]
     trying = [pool.why == "more may help" for pool in pools]
     cpus = tuple(
-        pool.cpus * (MORE if any(trying) and not mine else 1.0)
+        pool.cpus * (GROWTH if any(trying) and not mine else 1.0)
         for pool, mine in zip(pools, trying, strict=True)
     )
     needs = [pool.need for pool in pools]
     slower = [
-        need.slower and APART * both.cpus < need.cpus
+        need.slower and MIN_RATIO * both.cpus < need.cpus
         for need, both in zip(needs, here[-1], strict=True)
     ]
     limited = any(need.slower for need in needs)
-    return Given(cpus, any(trying), any(slower), limited)
+    return CoreGrant(cpus, any(trying), any(slower), limited)
 
 
-def bursts(here: Sequence[Both]) -> list[Reading]:
+def burst_readings(here: Sequence[PoolReadings]) -> list[Reading]:
     """Return readings of one job for others of its kind; none where its cores hardly differed.
 
     Of each the pool with less headroom counts, as the step is that one's.
     """
     count = len(here[-1]) if here else 0
-    pools = [relative([both[pool] for both in here]) for pool in range(count)]
+    pools = [relative_to_largest([both[pool] for both in here]) for pool in range(count)]
     found = [min(both, key=lambda reading: reading.cpus) for both in zip(*pools, strict=True)]
     cpus = [reading.cpus for reading in found]
-    return found if max(cpus) > APART * APART * min(cpus) else []
+    return found if max(cpus) > MIN_RATIO * MIN_RATIO * min(cpus) else []

@@ -14,7 +14,7 @@ from schemas.errors import SchemaError
 from schemas.manifest import canonical_json, sync_directory
 
 
-class Lines:
+class AppendLog:
     """Lines that are appended; a context."""
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ LOCK = "lock"
 
 
 @contextmanager
-def alone(folder: Path, must: str, way_out: str) -> Generator[None]:
+def directory_lock(folder: Path, must: str, way_out: str) -> Generator[None]:
     """Hold a folder, which is made if need be.
 
     Args:
@@ -103,7 +103,7 @@ def alone(folder: Path, must: str, way_out: str) -> Generator[None]:
         yield
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Tell whether somebody holds a folder."""
     try:
         with (folder / LOCK).open("rb") as file:

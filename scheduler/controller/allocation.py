@@ -8,33 +8,33 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from scheduler.controller.events import FIRST_RULES
-from scheduler.controller.remaining import left_of, sizes_at, values_of, words
+from scheduler.controller.remaining import describe_sizes, remaining_work, sizes_as_values, sizes_at
 from scheduler.controller.state import (
     Action,
-    Bound,
     JobState,
     PoolName,
     Process,
     Runner,
     State,
-    bound,
+    WorkerBound,
+    bound_workers,
 )
 from scheduler.model.grid import mib
-from scheduler.planner.candidates import candidates, predict
-from scheduler.planner.correction import ENOUGH, HEADROOM, Change, Correction, Sizes
+from scheduler.planner.candidates import find_candidates, predict_candidates
+from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, Change, Correction, Sizes
 from scheduler.planner.policy import SEED, preference
-from scheduler.planner.share import WAITING, Options, options, share, urgency_of
+from scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
 from schemas.errors import PlanError
 
 # Which sizes each job begins with: all jobs that run share the budget anew.
 #
 # Done when a job comes or goes, or the budget changes; in between each job is corrected alone.
 
-Asking = tuple[JobState, list[Sizes], list[float], Options]
+Contender = tuple[JobState, list[Sizes], list[float], Options]
 """A job, sizes that it may get, their predicted seconds (its own choice last), what they take."""
 
 
-def allot(state: State) -> tuple[State, list[Action]]:
+def allocate(state: State) -> tuple[State, list[Action]]:
     """Share the budget among all jobs that are to run.
 
     Returns:
@@ -42,12 +42,12 @@ def allot(state: State) -> tuple[State, list[Action]]:
     """
     jobs = dict(state.jobs)
     actions: list[Action] = []
-    asking: list[Asking] = []
+    asking: list[Contender] = []
     for job in state.by_priority:
         if job.phase == "draining":
             continue
         try:
-            asking.append((job, *plans_of(job, state)))
+            asking.append((job, *candidate_sizes(job, state)))
         except PlanError as error:
             new = job.phase == "submitted"
             if new or job.sizes is not None:
@@ -55,7 +55,7 @@ def allot(state: State) -> tuple[State, list[Action]]:
                     Action(verb="fail" if new else "wait", job=job.name, reason=str(error))
                 )
             jobs[job.name] = replace(job, phase="failed" if new else "waiting", sizes=None)
-    chosen = share(_asked(asking, state), state.budget)
+    chosen = share_budget(_asked(asking, state), state.budget)
     for (job, sizes, times, _), choice in zip(asking, chosen, strict=True):
         wanted = None if choice == WAITING else sizes[choice]
         predicted = 0.0 if choice == WAITING else times[choice]
@@ -69,15 +69,15 @@ def allot(state: State) -> tuple[State, list[Action]]:
     return replace(state, jobs=jobs), actions
 
 
-def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Options]:
+def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[float], Options]:
     """Return the sizes that a job may get, their predicted seconds, and what they take and give.
 
     Raises:
         PlanError: not even its smallest pools fit into the whole budget.
     """
-    left = left_of(job, state.now_sec, state.budget, state.runner)
+    left = remaining_work(job, state.now_sec, state.budget, state.runner)
     rng = np.random.default_rng(SEED)
-    grid = candidates(left.snapshot, left.config, left.models, rng, left.largest_job)
+    grid = find_candidates(left.snapshot, left.config, left.models, rng, left.largest_job)
     if job.num_stores is not None:
         some = grid.num_stores > 0
         same = some if job.stores else grid.num_stores == job.num_stores
@@ -88,22 +88,22 @@ def plans_of(job: JobState, state: State) -> tuple[list[Sizes], list[float], Opt
                 f"got cpus={has.cpus:g} and memory={mib(has.memory)}; raise it"
             )
         grid = grid[same] if same.any() else grid
-    found = predict(grid, left.snapshot, left.config, left.models)
+    found = predict_candidates(grid, left.snapshot, left.config, left.models)
     preferred = int(preference(grid, found, left.config)[0])
-    indices, opts = options(grid, found, left.config, preferred)
+    indices, opts = job_options(grid, found, left.config, preferred)
     sizes = [sizes_at(grid, int(index)) for index in indices]
     return sizes, found.predicted_sec[indices].tolist(), opts
 
 
-def _asked(asking: Sequence[Asking], state: State) -> list[Options]:
+def _asked(asking: Sequence[Contender], state: State) -> list[Options]:
     """Return what each job takes and gives, the more urgent the less of it is left."""
     asked = [ask[3] for ask in asking]
     if state.rules == FIRST_RULES:
         return asked
     left = np.array([ask[2][-1] for ask in asking])
     runs = np.array([ask[0].sizes is not None for ask in asking], bool)
-    urgencies = urgency_of(left, runs).tolist()
-    return [replace(one, urgency=u) for one, u in zip(asked, urgencies, strict=True)]
+    weights = urgencies(left, runs).tolist()
+    return [replace(one, urgency=u) for one, u in zip(asked, weights, strict=True)]
 
 
 def _with_sizes(
@@ -125,8 +125,8 @@ def _with_sizes(
     action = Action(
         verb="admit" if job.sizes is None else "scale",
         job=job.name,
-        reason=f"{words(wanted)}: {predicted:,.0f} s predicted, within {budget}{others}",
-        values={**values_of(wanted), "predicted_sec": predicted},
+        reason=f"{describe_sizes(wanted)}: {predicted:,.0f} s predicted, within {budget}{others}",
+        values={**sizes_as_values(wanted), "predicted_sec": predicted},
     )
     return after, action
 
@@ -147,13 +147,13 @@ def _first(state: State) -> str:
     return f"jobs of higher priority{shorter}"
 
 
-_ONE = Bound(1)
-REFUSED_SEC = 300.0
+_ONE = WorkerBound(1)
+RESIZE_RETRY_SEC = 300.0
 """Time after which a node that refused other cores is asked again."""
 
 
 @dataclass(slots=True)
-class Pass:
+class Reconciler:
     """One pass over all jobs: what is free, and what is done."""
 
     now_sec: float
@@ -176,10 +176,10 @@ class Pass:
         self.lacks_memory |= not found and self.fits(cpus, 0)
         return found
 
-    def bound(self, job: JobState) -> Bound:
+    def bound_workers(self, job: JobState) -> WorkerBound:
         """Return the workers that the next segment job of a job gets where it runs."""
         wanted = 1 if job.sizes is None else job.sizes.workers_per_job
-        return bound(self.runner, wanted, self.booked_workers, self.now_sec)
+        return bound_workers(self.runner, wanted, self.booked_workers, self.now_sec)
 
     def leave(
         self, job: JobState, process: Process, reason: str, *, stop: bool = False
@@ -210,10 +210,12 @@ class Pass:
 
         What it gives is free for others once its node has taken it.
         """
-        refused = process.unspared_sec
-        early = refused is not None and self.now_sec < refused + REFUSED_SEC
+        refused = process.mem_shrink_refused_at
+        early = refused is not None and self.now_sec < refused + RESIZE_RETRY_SEC
         has = process.readings[-1][1] if process.readings else 0
-        enough = int(HEADROOM * has) <= memory_bytes <= (1.0 - ENOUGH) * process.memory_bytes
+        enough = (
+            int(MEMORY_HEADROOM * has) <= memory_bytes <= (1.0 - MIN_GAIN) * process.memory_bytes
+        )
         can = self.elastic and self.resizes and process.status == "running" and not early
         if not can or not enough or process.memory_before is not None:
             return job
@@ -226,11 +228,11 @@ class Pass:
 
         Where cores are limits, fewer are free for others once its node has taken them.
         """
-        refused = process.refused_sec
-        early = refused is not None and self.now_sec < refused + REFUSED_SEC
+        refused = process.cpu_resize_refused_at
+        early = refused is not None and self.now_sec < refused + RESIZE_RETRY_SEC
         if process.status != "running" or cpus == process.cpus or early:
             return job
-        fitted = replace(process, cpus=cpus, refused_sec=None)
+        fitted = replace(process, cpus=cpus, cpu_resize_refused_at=None)
         if self.resizes:  # elsewhere cores are no limit, but what is booked
             before = process.cpus if process.cpus_before is None else process.cpus_before
             fitted = replace(fitted, cpus_before=before)
@@ -259,13 +261,13 @@ class Pass:
         pool: PoolName,
         number: int,
         reason: str,
-        found: Bound = _ONE,
+        found: WorkerBound = _ONE,
     ) -> JobState:
         """Start a process, unless its place has one, it just failed, or there is no room."""
         place = f"{pool}-{number}"
-        trouble = job.troubles.get(place)
-        taken = any(p.place == place for p in job.processes.values())
-        cpus, memory_bytes = needs(job, pool, found.workers)
+        trouble = job.backoffs.get(place)
+        taken = any(p.task_id == place for p in job.processes.values())
+        cpus, memory_bytes = required_resources(job, pool, found.workers)
         early = trouble is not None and self.now_sec < trouble.retry_sec
         if taken or early or not self.has_room(cpus, memory_bytes):
             return job
@@ -304,7 +306,7 @@ class Pass:
         )
 
 
-def needs(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
+def required_resources(job: JobState, pool: PoolName, workers: int = 1) -> tuple[float, int]:
     """Return the cores and bytes of one process.
 
     A lead with replicas beside it computes nothing, so nothing is booked for it.

@@ -38,7 +38,7 @@ class BudgetSet(Event):
     """Memory."""
     resizes: bool = False
     """Whether cores and memory of a process are limits, which may be changed while it runs."""
-    haste: float | None = None
+    time_cost_exponent: float | None = None
     """Of `schedule.budget`, for all jobs; what each of them says when None."""
     rules: int = RULES
     """By which is decided from now on; 1 in a log that does not say."""
@@ -218,5 +218,5 @@ class Moved(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked(Event):
+class Tick(Event):
     """Time has passed: the machine looks at everything."""

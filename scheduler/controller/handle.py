@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.controller.allocation import allot
+from scheduler.controller.allocation import allocate
 from scheduler.controller.events import (
     FIRST_RULES,
     BudgetSet,
@@ -29,32 +29,32 @@ from scheduler.controller.events import (
     Started,
     Stepped,
     Submitted,
-    Ticked,
+    Tick,
 )
 from scheduler.controller.reconcile import reconcile
-from scheduler.controller.remaining import booked, left_of, room_of
-from scheduler.controller.slots import first_owners
+from scheduler.controller.remaining import available_budget, booked_resources, remaining_work
+from scheduler.controller.slots import initial_owners
 from scheduler.controller.state import (
-    ENDED,
+    ENDED_PHASES,
     Action,
+    BackoffState,
     JobState,
     PoolName,
     Process,
-    Seen,
     State,
-    Trouble,
-    on_runner,
+    UsageWindow,
+    update_runner,
 )
-from scheduler.controller.tick import look
-from scheduler.controller.watch import foreseen, segment_sec, with_steps
-from scheduler.elasticity import Cores
+from scheduler.controller.tick import run_tick
+from scheduler.controller.watch import add_steps, forecast_memory, predict_segment_sec
+from scheduler.elasticity import CoreReadings
 from scheduler.model.fit import observe
 from scheduler.model.grid import Grid
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.model.terms import SegmentSetting
-from scheduler.planner.correction import after_oom
-from scheduler.planner.machine_sizes import on_cluster
+from scheduler.planner.correction import memory_after_oom
+from scheduler.planner.machine_sizes import cluster_schedule
 from schemas.config.job import parse_job
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
@@ -71,8 +71,8 @@ def on_started(job: JobState, event: Started, state: State) -> Handled:
         process = replace(process, status="running", began_sec=event.time_sec)
     job = replace(job, processes={**job.processes, process.name: process})
     if process.pool == "store" and not job.owners and job.num_stores:
-        homes = first_owners(job.num_homes or job.num_stores)
-        job = replace(job, owners=tuple(job.first_home + number for number in homes))
+        homes = initial_owners(job.num_initial_stores or job.num_stores)
+        job = replace(job, owners=tuple(job.first_initial_store + number for number in homes))
     return job, []
 
 
@@ -100,14 +100,14 @@ def on_resized(job: JobState, event: Resized, state: State) -> Handled:
     if not event.resized and process.is_changing:
         memory, cpus = process.memory_before, process.cpus_before
         less = memory is not None and process.memory_bytes < memory
-        refused_sec = process.refused_sec if less else None
+        refused_sec = process.cpu_resize_refused_at if less else None
         process = replace(
             process,
             memory_bytes=process.memory_bytes if memory is None else memory,
             cpus=process.cpus if cpus is None else cpus,
             fixed=process.fixed or (memory is not None and not less),
-            refused_sec=refused_sec if cpus is None else event.time_sec,
-            unspared_sec=event.time_sec if less else process.unspared_sec,
+            cpu_resize_refused_at=refused_sec if cpus is None else event.time_sec,
+            mem_shrink_refused_at=event.time_sec if less else process.mem_shrink_refused_at,
         )
     process = replace(process, memory_before=None, cpus_before=None)
     return replace(job, processes={**job.processes, process.name: process}), []
@@ -117,19 +117,19 @@ def on_stepped(job: JobState, event: Stepped, state: State) -> Handled:
     """Steps were committed: whoever trained is not in trouble."""
     config: ScheduleConfig = job.snapshot.job.schedule
     stores, steps = job.num_serving, job.steps
-    if event.seconds and not job.doubted:
+    if event.seconds and not job.steps_suspect:
         grid = Grid.of_rows(np.array([(1, 1, event.num_replicas, stores)] * len(event.seconds)))
         setting = training_setting(job.snapshot, config, grid)
-        steps = observe(steps, setting, event.seconds, event.time_sec - job.since_sec)
+        steps = observe(steps, setting, event.seconds, event.time_sec - job.submitted_sec)
     trains = ("lead", "replica", "store")
-    troubles = {k: v for k, v in job.troubles.items() if not k.startswith(trains)}
+    troubles = {k: v for k, v in job.backoffs.items() if not k.startswith(trains)}
     after = replace(
         job,
         steps=steps,
         next_step=event.next_step,
         num_trained=event.num_samples,
-        troubles=troubles if event.next_step > job.next_step else job.troubles,
-        seen=with_steps(job.seen, event),
+        backoffs=troubles if event.next_step > job.next_step else job.backoffs,
+        usage=add_steps(job.usage, event),
     )
     return after, []
 
@@ -145,13 +145,15 @@ def on_moved(job: JobState, event: Moved, state: State) -> Handled:
     for number in job.moving or (event.slots,):
         if event.moved and number < len(owners):
             owners[number] = event.target
-    unsure = tuple(n for n in job.unsure if not event.moved or n != job.emptied)
+    unsure = tuple(n for n in job.maybe_owners if not event.moved or n != job.emptying_store)
     if not event.moved and event.target >= 0 and job.stores:
         unsure = (*(n for n in unsure if n != event.target), event.target)
     unmoved_sec = None if event.moved else event.time_sec
-    job = replace(job, moving=(), emptied=None, owners=tuple(owners))
-    num_unmoved = 0 if event.moved else job.num_unmoved + 1
-    return replace(job, unsure=unsure, unmoved_sec=unmoved_sec, num_unmoved=num_unmoved), []
+    job = replace(job, moving=(), emptying_store=None, owners=tuple(owners))
+    num_unmoved = 0 if event.moved else job.num_failed_moves + 1
+    return replace(
+        job, maybe_owners=unsure, move_failed_sec=unmoved_sec, num_failed_moves=num_unmoved
+    ), []
 
 
 def larger(job: JobState, process: Process, state: State) -> tuple[JobState, bool, str]:
@@ -168,9 +170,9 @@ def larger(job: JobState, process: Process, state: State) -> tuple[JobState, boo
     had = (process.memory_before or process.memory_bytes) // process.workers
     if had >= memory_of(job, process.pool):
         most = _most(job, process.pool, state)
-        given = int(after_oom(had, _wanted(job, process, state), most))
+        given = int(memory_after_oom(had, _wanted(job, process, state), most))
         job = _with_memory(job, process.pool, given)
-        job = replace(job, outgrown=job.outgrown + _outgrows(job, state))
+        job = replace(job, num_outgrown=job.num_outgrown + _outgrows(job, state))
     given = memory_of(job, process.pool)
     each = "each of its workers" if process.pool == "segment" else "it"
     words = f"was killed for memory when {each} had {had:,} bytes"
@@ -200,9 +202,9 @@ def _wanted(job: JobState, process: Process, state: State) -> int:
         return 0
     end = job.num_steps
     if process.pool == "segment":
-        left = left_of(job, state.now_sec, state.budget, state.runner)
-        end = int(segment_sec(job, left, process)[0])
-    seen = foreseen(None if process.pool == "segment" else job, process, end)
+        left = remaining_work(job, state.now_sec, state.budget, state.runner)
+        end = int(predict_segment_sec(job, left, process)[0])
+    seen = forecast_memory(None if process.pool == "segment" else job, process, end)
     return -(-seen.needed_bytes // process.workers) if seen.confident else 0
 
 
@@ -210,7 +212,7 @@ def _most(job: JobState, pool: PoolName, state: State) -> int:
     """Return the bytes that each process of a pool may have beside the smallest other pools."""
     config: ScheduleConfig = job.snapshot.job.schedule
     numbers: dict[PoolName, int] = {
-        "segment": max(1, config.preprocessing.min_workers) if job.left_segments else 0,
+        "segment": max(1, config.preprocessing.min_workers) if job.remaining_segments else 0,
         "replica": max(1, config.training.min_replicas),
         "store": _num_stores(job),
     }
@@ -228,7 +230,7 @@ def _num_stores(job: JobState) -> int:
 
 def _outgrows(job: JobState, state: State) -> bool:
     """Tell whether its sizes need more memory now than it has a share of."""
-    return booked(job, job.sizes)[1] > room_of(state, job).memory
+    return booked_resources(job, job.sizes)[1] > available_budget(state, job).memory
 
 
 MAX_FAILED = 3
@@ -267,14 +269,14 @@ def _built(job: JobState, process: Process, event: Ended, beside: int) -> JobSta
             worker_cpus=found.worker_cpus,
             segment_jobs=found.segment_jobs,
         )
-        builds = observe(builds, setting, [event.work_sec], event.time_sec - job.since_sec)
-    troubles = {k: v for k, v in job.troubles.items() if k != process.place}
-    return replace(job, built=job.built | {process.number}, builds=builds, troubles=troubles)
+        builds = observe(builds, setting, [event.work_sec], event.time_sec - job.submitted_sec)
+    troubles = {k: v for k, v in job.backoffs.items() if k != process.task_id}
+    return replace(job, built=job.built | {process.number}, builds=builds, backoffs=troubles)
 
 
 def _finished(job: JobState, event: Ended) -> Handled:
     job = replace(job, phase="finished", sizes=None)
-    seconds = event.time_sec - job.since_sec
+    seconds = event.time_sec - job.submitted_sec
     action = Action(
         verb="finish",
         job=job.name,
@@ -298,13 +300,13 @@ def _how(job: JobState, process: Process, event: Ended, state: State) -> tuple[J
 
 def _in_trouble(job: JobState, process: Process, event: Ended, state: State) -> Handled:
     """Start it again later, or give the job up when it says again and again that it cannot."""
-    place = process.place
-    old = job.troubles.get(place, Trouble())
+    place = process.task_id
+    old = job.backoffs.get(place, BackoffState())
     job, cannot, how = _how(job, process, event, state)
     failed, lost = old.failed + cannot, old.lost + (not cannot)
     wait = min(MAX_RETRY_SEC, FIRST_RETRY_SEC * 2.0 ** min(failed + lost - 1, MAX_DOUBLINGS))
-    trouble = Trouble(failed=failed, lost=lost, retry_sec=event.time_sec + wait)
-    job = replace(job, troubles={**job.troubles, place: trouble})
+    trouble = BackoffState(failed=failed, lost=lost, retry_sec=event.time_sec + wait)
+    job = replace(job, backoffs={**job.backoffs, place: trouble})
     if failed >= MAX_FAILED:
         said = how.removeprefix("failed") if event.outcome == "failed" else f": it {how}"
         reason = f"{place} cannot do its work, {failed} times{said}"
@@ -327,8 +329,8 @@ def on_preempted(job: JobState, event: Preempted, state: State) -> Handled:
     if process.pool == "lead" and job.grouped:
         why = "its replicas go on from their checkpoint with another one"
     if process.pool == "segment":
-        left = left_of(job, event.time_sec, state.budget, state.runner)
-        ends = process.began_sec + segment_sec(job, left, process)[1] - event.time_sec
+        left = remaining_work(job, event.time_sec, state.budget, state.runner)
+        ends = process.began_sec + predict_segment_sec(job, left, process)[1] - event.time_sec
         if 0.0 < ends <= event.grace_sec:
             reason = f"to be taken in {event.grace_sec:g} s; it is done in {ends:.0f} s at most"
             return job, [_said(job, process.name, reason)]
@@ -371,11 +373,11 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
     event = replace(event, time_sec=max(event.time_sec, state.now_sec))
     before = _claims(state)
     state, actions = _take_in(replace(state, now_sec=event.time_sec), event)
-    if isinstance(event, Ticked):
-        state, found = look(state)
+    if isinstance(event, Tick):
+        state, found = run_tick(state)
         actions += found
     if _claims(state) != before:
-        state, found = allot(state)
+        state, found = allocate(state)
         actions += found
     state, found = reconcile(state)
     return state, [*actions, *found]
@@ -384,7 +386,7 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
 def _claims(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
     """Return the budget and the jobs among which it is shared."""
     asking = [job for job in state.by_priority if job.phase != "draining"]
-    return state.budget, [(job.name, job.outgrown + job.spared) for job in asking]
+    return state.budget, [(job.name, job.num_outgrown + job.num_returns) for job in asking]
 
 
 def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
@@ -393,7 +395,7 @@ def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
     if isinstance(event, Submitted):
         return _submit(state, event), []
     if isinstance(event, RunnerSet | SlotsRead | SlotsUnread):
-        return replace(state, runner=on_runner(state.runner, event)), []
+        return replace(state, runner=update_runner(state.runner, event)), []
     if not isinstance(event, JobEvent):
         return state, []
     job = state.jobs.get(event.job)
@@ -404,8 +406,8 @@ def _take_in(state: State, event: Event) -> tuple[State, list[Action]]:
 
 
 def _with_budget(state: State, event: BudgetSet) -> State:
-    haste = event.haste if event.rules > FIRST_RULES else 1.0
-    budget = replace(state.budget, cpus=event.cpus, memory=event.memory_bytes, haste=haste)
+    exponent = event.time_cost_exponent if event.rules > FIRST_RULES else 1.0
+    budget = replace(state.budget, cpus=event.cpus, memory=event.memory_bytes, haste=exponent)
     return replace(state, budget=budget, resizes=event.resizes, rules=event.rules)
 
 
@@ -416,7 +418,9 @@ def _submit(state: State, event: Submitted) -> State:
         return state
     job = parse_job(event.document, event.job)
     declared = job.schedule
-    settled = on_cluster(declared) if event.sizes is None else event.sizes.applied_to(declared)
+    settled = (
+        cluster_schedule(declared) if event.sizes is None else event.sizes.applied_to(declared)
+    )
     job = replace(job, schedule=settled)
     snapshot = Snapshot(job=job, facts=event.facts, history=event.history)
     config = job.schedule
@@ -427,18 +431,18 @@ def _submit(state: State, event: Submitted) -> State:
             snapshot=snapshot,
             phase="submitted",
             sizes=None,
-            troubles={},
-            lacks_slots=False,
+            backoffs={},
+            waits_for_slots=False,
             replica_cpus=config.training.replica.cpus,
             store_cpus=config.training.store.cpus,
-            seen=Seen(),
-            cores=Cores(),
-            doubted=False,
+            usage=UsageWindow(),
+            cores=CoreReadings(),
+            steps_suspect=False,
         )
         return replace(state, jobs={**state.jobs, event.job: again})
     fresh = JobState(
         name=event.job,
-        since_sec=event.time_sec,
+        submitted_sec=event.time_sec,
         document=event.document,
         snapshot=snapshot,
         num_segments=event.num_segments,
@@ -452,7 +456,7 @@ def _submit(state: State, event: Submitted) -> State:
 
 
 def _drain(job: JobState, _event: Drained, _state: State) -> tuple[JobState, list[Action]]:
-    ended = job.phase in ENDED
+    ended = job.phase in ENDED_PHASES
     return job if ended else replace(job, phase="draining", sizes=None), []
 
 

@@ -25,64 +25,67 @@ from scheduler.controller.events import (
     Started,
     Stepped,
     Submitted,
-    Ticked,
+    Tick,
 )
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, JobState, State
-from scheduler.files import Lines
-from scheduler.model.history import BuildRecord, History, RunRecord, past_job_of
+from scheduler.files import AppendLog
+from scheduler.model.history import BuildRecord, History, RunRecord, parse_past_job
 from scheduler.model.snapshot import DataFacts
 from scheduler.planner.machine_sizes import MachineSizes
 from scheduler.planner.policy import counted
 from schemas.errors import SchemaError
 from schemas.run_log import Decision, RunSummary, StepMetric, read_lines
 
-KINDS: Mapping[str, type[Event]] = MappingProxyType(
+EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
     {
-        kind.__name__: kind
-        for kind in (
-            BudgetSet,
-            RunnerSet,
-            SlotsRead,
-            SlotsUnread,
-            Submitted,
-            Drained,
-            Started,
-            Ended,
-            Preempted,
-            Read,
-            Resized,
-            Stepped,
-            LoadKnown,
-            Moved,
-            Ticked,
-        )
+        "BudgetSet": BudgetSet,
+        "RunnerSet": RunnerSet,
+        "SlotsRead": SlotsRead,
+        "SlotsUnread": SlotsUnread,
+        "Submitted": Submitted,
+        "Drained": Drained,
+        "Started": Started,
+        "Ended": Ended,
+        "Preempted": Preempted,
+        "Read": Read,
+        "Resized": Resized,
+        "Stepped": Stepped,
+        "LoadKnown": LoadKnown,
+        "Moved": Moved,
+        "Ticked": Tick,
     }
 )
+"""Event classes by their names in the log, which stay when a class is renamed."""
+_NAMES: Mapping[type[Event], str] = MappingProxyType({kind: n for n, kind in EVENT_TYPES.items()})
+_LOGGED_FIELDS: Mapping[str, str] = MappingProxyType({"time_cost_exponent": "haste"})
+"""Fields of events that the log has under an older name."""
+_FIELDS_OF_LOG = {logged: name for name, logged in _LOGGED_FIELDS.items()}
 
 
-def body_of(event: Event) -> dict[str, Any]:
+def event_to_json(event: Event) -> dict[str, Any]:
     """Return an event as an object of JSON."""
-    return {"event": type(event).__name__, **asdict(event)}
+    fields = {_LOGGED_FIELDS.get(name, name): value for name, value in asdict(event).items()}
+    return {"event": _NAMES[type(event)], **fields}
 
 
-def event_of(body: Mapping[str, Any]) -> Event:
-    """Return the event of an object.
+def event_from_json(body: Mapping[str, Any]) -> Event:
+    """Return the event of an object of JSON.
 
     Raises:
-        KeyError: it has no kind, or one that nothing is known of.
-        TypeError: fields lack, or are too many.
-        ValueError: a field is not what it should be.
+        KeyError: the event is missing or unknown.
+        TypeError: fields are missing or unknown.
+        ValueError: the value of a field is out of range.
     """
-    fields = {name: value for name, value in body.items() if name != "event"}
-    if body["event"] == BudgetSet.__name__:
+    fields = {_FIELDS_OF_LOG.get(n, n): value for n, value in body.items() if n != "event"}
+    if body["event"] == "BudgetSet":
         fields = {"rules": FIRST_RULES, **fields}
     for name in fields.keys() & _FIELDS.keys():
         fields[name] = _FIELDS[name](fields[name])
-    return KINDS[body["event"]](**fields)
+    return EVENT_TYPES[body["event"]](**fields)
 
 
-def decision_of(action: Action, time_sec: float) -> Decision:
+def to_decision(action: Action, time_sec: float) -> Decision:
     """Return an action as it stands in the log."""
     return Decision(
         time_sec=time_sec,
@@ -105,7 +108,7 @@ def _history_of(body: Mapping[str, Any]) -> History:
             )
             for run in body["runs"]
         ),
-        jobs=tuple(map(past_job_of, body["jobs"])),
+        jobs=tuple(map(parse_past_job, body["jobs"])),
     )
 
 
@@ -189,7 +192,7 @@ class Replay:
     difference: str | None
 
 
-class Log(Lines):
+class Log(AppendLog):
     """A log that is written; a context."""
 
     def append(self, event: Event | None, decisions: Iterable[Decision]) -> None:
@@ -199,7 +202,7 @@ class Log(Lines):
             event: what happened; None where it is there already.
             decisions: in order.
         """
-        bodies: list[Any] = [] if event is None else [body_of(event)]
+        bodies: list[Any] = [] if event is None else [event_to_json(event)]
         bodies += [{"decision": asdict(decision)} for decision in decisions]
         self.write(bodies)
 
@@ -213,7 +216,7 @@ def read_log(path: Path) -> list[Entry]:
     try:
         records = read_lines(
             path,
-            record_of,
+            parse_record,
             lambda line, error: (
                 f"line must be an event or a decision, got {line!r} ({error!r}); restore the file"
             ),
@@ -251,7 +254,7 @@ def replay(entries: Sequence[Entry]) -> Replay:
     difference: str | None = None
     for place, entry in enumerate(entries):
         state, actions = handle(state, entry.event)
-        follow = tuple(decision_of(action, state.now_sec) for action in actions)
+        follow = tuple(to_decision(action, state.now_sec) for action in actions)
         num_decisions += len(follow)
         cut = place + 1 == len(entries) and entry.decisions == follow[: len(entry.decisions)]
         if cut:
@@ -280,7 +283,7 @@ def recover(path: Path) -> Replay:
     return found
 
 
-def record_of(body: Any) -> Event | Decision:
+def parse_record(body: Any) -> Event | Decision:
     """Return what the object of one line says.
 
     Raises:
@@ -290,7 +293,7 @@ def record_of(body: Any) -> Event | Decision:
     """
     if "decision" in body:
         return Decision(**body["decision"])
-    return event_of(body)
+    return event_from_json(body)
 
 
 def _difference(entry: Entry, follow: Sequence[Decision]) -> str:
@@ -310,7 +313,7 @@ def _words(decision: Decision | None) -> str:
     return f"{decision.action!r} of {whose} ({decision.reason})"
 
 
-def pools_in_words(job: JobState) -> str:
+def describe_job(job: JobState) -> str:
     """Return what a job is at in one line."""
     live = job.processes.values()
     pools = {pool: sum(p.pool == pool for p in live) for pool in ("segment", "replica", "store")}
@@ -323,17 +326,17 @@ def pools_in_words(job: JobState) -> str:
     )
 
 
-def replayed(found: Replay) -> dict[str, Any]:
+def replay_summary(found: Replay) -> dict[str, Any]:
     """Return what `replay --json` prints."""
     return {
         "num_events": found.num_events,
         "num_decisions": found.num_decisions,
         "num_missing": len(found.missing),
-        "jobs": jobs_as_json(found.state),
+        "jobs": jobs_summary(found.state),
     }
 
 
-def jobs_as_json(state: State) -> dict[str, Any]:
+def jobs_summary(state: State) -> dict[str, Any]:
     """Return what every job is at."""
     return {
         job.name: {

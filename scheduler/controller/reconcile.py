@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from scheduler.controller.allocation import Pass, needs
+from scheduler.controller.allocation import Reconciler, required_resources
 from scheduler.controller.events import THIRD_RULES
 from scheduler.controller.slots import (
     NUM_RANGES,
-    Move,
-    emptying,
-    levelling,
-    loads_of,
-    shared_out,
-    spans,
+    SlotMove,
+    format_spans,
+    plan_emptying,
+    plan_levelling,
+    redistribute,
+    store_loads,
 )
-from scheduler.controller.state import Action, Bound, JobState, Process, State
-from scheduler.controller.watch import accesses_at, step_in
+from scheduler.controller.state import Action, JobState, Process, State, WorkerBound
+from scheduler.controller.watch import accesses_at, future_step
 from scheduler.model.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
-from scheduler.planner.correction import Sizes, ended
+from scheduler.planner.correction import Sizes, end_change
 from scheduler.planner.policy import counted
 
 # Stores that become more and fewer while a job trains: who belongs, and what moves between them.
@@ -37,12 +37,12 @@ long each time."""
 MAX_RETRY_SEC = 960.0
 
 
-def wanted_stores(sizes: Sizes) -> int:
+def target_stores(sizes: Sizes) -> int:
     """Return how many stores a job that has some is to have."""
     return max(1, min(NUM_RANGES, sizes.num_stores))
 
 
-def with_members(job: JobState, sizes: Sizes) -> JobState:
+def update_members(job: JobState, sizes: Sizes) -> JobState:
     """Return a job with the stores that belong to it at its sizes.
 
     Those that are too many belong to it until they have no range, and for sure none that a move
@@ -52,15 +52,15 @@ def with_members(job: JobState, sizes: Sizes) -> JobState:
     if not job.num_stores:
         return job
     if not job.stores:
-        job = replace(job, stores=tuple(range(job.num_stores)), num_homes=job.num_stores)
-    wanted = wanted_stores(sizes)
+        job = replace(job, stores=tuple(range(job.num_stores)), num_initial_stores=job.num_stores)
+    wanted = target_stores(sizes)
     if not job.of_pool("lead") and not job.of_pool("replica"):
         job = _untrained(job, wanted)
     stores = list(job.stores)
     while len(stores) < wanted:
         stores.append(_fresh(job, stores))
     if job.owners and not job.moving:
-        has = {*job.owners, *job.unsure}
+        has = {*job.owners, *job.maybe_owners}
         stores = stores[:wanted] + [n for n in stores[wanted:] if n in has]
     return replace(job, stores=tuple(stores), num_stores=len(stores))
 
@@ -77,12 +77,19 @@ def _untrained(job: JobState, wanted: int) -> JobState:
         return job
     if job.next_step:
         kept = job.stores[:wanted]
-        owners = shared_out(job.owners, kept)  # whoever begins may give them to others
-        unsure = tuple(n for n in kept if n in job.unsure or n not in owners)
-        return replace(job, stores=kept, owners=owners, unsure=unsure)
+        owners = redistribute(job.owners, kept)  # whoever begins may give them to others
+        unsure = tuple(n for n in kept if n in job.maybe_owners or n not in owners)
+        return replace(job, stores=kept, owners=owners, maybe_owners=unsure)
     first = _fresh(job, job.stores) if _numbers(job) else 0
     stores = tuple(range(first, first + wanted))
-    return replace(job, stores=stores, first_home=first, num_homes=wanted, owners=(), unsure=())
+    return replace(
+        job,
+        stores=stores,
+        first_initial_store=first,
+        num_initial_stores=wanted,
+        owners=(),
+        maybe_owners=(),
+    )
 
 
 def _fresh(job: JobState, stores: Sequence[int]) -> int:
@@ -95,20 +102,20 @@ def _numbers(job: JobState) -> list[int]:
     return [int(p.removeprefix("store-")) for p in job.attempts if p.startswith("store-")]
 
 
-def is_served(job: JobState) -> bool:
+def stores_ready(job: JobState) -> bool:
     """Tell whether all stores run that have slots, and those that are too many are gone."""
     gone = all(p.number in job.stores for p in job.of_pool("store"))
     return gone and set(job.owners or job.stores) <= set(job.running_stores)
 
 
-def are_there(job: JobState, sizes: Sizes) -> bool:
+def stores_present(job: JobState, sizes: Sizes) -> bool:
     """Tell whether all stores are there that are to be.
 
     Nobody waits for those that are too many: they may take long to give their slots away.
     """
     there = {process.number for process in job.of_pool("store")}
-    wanted = job.stores[: wanted_stores(sizes)]
-    return len(wanted) == wanted_stores(sizes) and set(wanted) <= there
+    wanted = job.stores[: target_stores(sizes)]
+    return len(wanted) == target_stores(sizes) and set(wanted) <= there
 
 
 def move_slots(
@@ -123,28 +130,28 @@ def move_slots(
         now_sec: the time.
     """
     running = set(job.running_stores)
-    wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_unmoved - 1))
-    early = job.unmoved_sec is not None and now_sec < job.unmoved_sec + wait
+    wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_failed_moves - 1))
+    early = job.move_failed_sec is not None and now_sec < job.move_failed_sec + wait
     trains = any(p.status == "running" for p in job.of_pool("lead"))
     if job.moving or early or not trains or not set(job.owners) <= running:
         return job, []
-    counts, step = counts_of(job, ahead_steps)
-    staying = running & set(job.stores[: wanted_stores(sizes)])
-    most = most_ranges(job, len(staying))
-    move = emptying(job.owners, counts, staying, most)
+    counts, step = range_loads(job, ahead_steps)
+    staying = running & set(job.stores[: target_stores(sizes)])
+    most = max_ranges(job, len(staying))
+    move = plan_emptying(job.owners, counts, staying, most)
     if move is not None:
         whole = len(move.ranges) == job.owners.count(move.source)
         return _moved(job, move, f"{len(staying)} are enough", {"whole": float(whole)})
     if (source := _to_search(job, staying)) is not None:
         target = min(staying & set(job.owners))
-        move = Move((job.owners.index(target),), source, target)
+        move = SlotMove((job.owners.index(target),), source, target)
         why = f"store {source} is too many; a move to it that failed may have brought it slots"
         return _moved(job, move, why, {"whole": 1.0})
-    move = levelling(job.owners, counts, staying, most)
+    move = plan_levelling(job.owners, counts, staying, most)
     if move is None:
         return job, []
     mean = sum(counts) / len(staying)
-    mine = loads_of(job.owners, counts, staying)[move.source]
+    mine = store_loads(job.owners, counts, staying)[move.source]
     left = mine - sum(counts[number] for number in move.ranges)
     known = "" if step is None else f" at step {step}, as the oracle knows"
     why = (
@@ -154,7 +161,7 @@ def move_slots(
     return _moved(job, move, why, {})
 
 
-def most_ranges(job: JobState, num_stores: int) -> int:
+def max_ranges(job: JobState, num_stores: int) -> int:
     """Return how many ranges one of several stores has memory for, as far as rows lie evenly."""
     facts, train = job.snapshot.facts, job.snapshot.job.train
     room = job.store_memory - STORE_BASE_BYTES
@@ -165,28 +172,28 @@ def most_ranges(job: JobState, num_stores: int) -> int:
 def _to_search(job: JobState, staying: Collection[int]) -> int | None:
     """Return a store that is to go and may have slots that nobody knows of."""
     running = job.running_stores
-    found = [n for n in job.unsure if n in running and n not in staying and n in job.stores]
+    found = [n for n in job.maybe_owners if n in running and n not in staying and n in job.stores]
     return found[-1] if found and set(staying) & set(job.owners) else None
 
 
-def counts_of(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int | None]:
+def range_loads(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int | None]:
     """Return what each range is to be asked for, and at which step; the same where nobody knows.
 
     Args:
         job: whose load is known, or not.
         ahead_steps: steps from now.
     """
-    step = step_in(job, ahead_steps)
+    step = future_step(job, ahead_steps)
     if job.load is None or step is None:
         return [1.0] * len(job.owners), None
     return accesses_at(job.load, step).tolist(), step
 
 
 def _moved(
-    job: JobState, move: Move, why: str, values: dict[str, float]
+    job: JobState, move: SlotMove, why: str, values: dict[str, float]
 ) -> tuple[JobState, list[Action]]:
     many = len(move.ranges) > 1
-    what = f"ranges {spans(move.ranges)}" if many else f"range {move.ranges[0]}"
+    what = f"ranges {format_spans(move.ranges)}" if many else f"range {move.ranges[0]}"
     what += f" of the slots {'move' if many else 'moves'}"
     action = Action(
         verb="migrate",
@@ -200,7 +207,7 @@ def _moved(
         },
     )
     emptied = move.source if values.get("whole") else None
-    return replace(job, moving=move.ranges, emptied=emptied), [action]
+    return replace(job, moving=move.ranges, emptying_store=emptied), [action]
 
 
 # From sizes to processes: what is started and what leaves, so that pools get their sizes.
@@ -212,7 +219,7 @@ def _moved(
 def reconcile(state: State) -> tuple[State, list[Action]]:
     """Start and end processes until pools are what they are to be, as far as there is room."""
     cpus, memory = state.used
-    done = Pass(
+    done = Reconciler(
         now_sec=state.now_sec,
         cpus=state.budget.cpus - cpus,
         memory_bytes=state.budget.memory - memory,
@@ -231,7 +238,7 @@ def reconcile(state: State) -> tuple[State, list[Action]]:
     return replace(state, jobs=found), done.actions
 
 
-def _spare_given(jobs: Mapping[str, JobState], done: Pass) -> Mapping[str, JobState]:
+def _spare_given(jobs: Mapping[str, JobState], done: Reconciler) -> Mapping[str, JobState]:
     """Let one trainer that has more than it is to have leave, for one that has less.
 
     One at a time, and only where nothing leaves anyway. Segment jobs are left alone: what
@@ -249,7 +256,7 @@ def _spare_given(jobs: Mapping[str, JobState], done: Pass) -> Mapping[str, JobSt
     return jobs
 
 
-def _reconcile_job(job: JobState, done: Pass) -> JobState:
+def _reconcile_job(job: JobState, done: Reconciler) -> JobState:
     if job.phase == "draining":
         job = _end_all(job, done, "the job is asked to end")
         return job if job.processes else replace(job, phase="drained")
@@ -258,19 +265,19 @@ def _reconcile_job(job: JobState, done: Pass) -> JobState:
     return _segments(_fit(_training(job, job.sizes, done), done), job.sizes, done)
 
 
-def _fit(job: JobState, done: Pass) -> JobState:
+def _fit(job: JobState, done: Reconciler) -> JobState:
     """Book for trainers and stores what the next ones get, as far as that can be changed."""
     for process in (*job.of_pool("lead"), *job.of_pool("replica"), *job.of_pool("store")):
         computes = process.pool != "lead" or process.cpus > 0  # a lead beside replicas does not
         if computes:
-            cpus, memory_bytes = needs(job, process.pool)
+            cpus, memory_bytes = required_resources(job, process.pool)
             job = done.fit(job, process, cpus)
             if process.pool != "store":  # of whose memory nothing is foreseen
                 job = done.spare(job, job.processes[process.name], memory_bytes)
     return job
 
 
-def _end_all(job: JobState, done: Pass, reason: str) -> JobState:
+def _end_all(job: JobState, done: Reconciler, reason: str) -> JobState:
     """Let all leave: replicas save while their lead is there, and stores go when both have."""
     for process in job.of_pool("segment"):
         job = done.leave(job, process, reason, stop=True)
@@ -280,7 +287,7 @@ def _end_all(job: JobState, done: Pass, reason: str) -> JobState:
     return job
 
 
-def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
+def _segments(job: JobState, sizes: Sizes, done: Reconciler) -> JobState:
     """Build the segments in order; the first one alone, as it decides what the others must be."""
     for process in job.of_pool("segment"):
         wanted = process.workers * job.worker_memory
@@ -295,19 +302,19 @@ def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
             continue
         if len(building) >= most:
             break
-        found = done.bound(job)
+        found = done.bound_workers(job)
         if not found.workers:
             job = _lacking_slots(job, number, found, done)
             break
-        job = replace(job, lacks_slots=False)
-        if not done.has_room(*needs(job, "segment", found.workers)):
+        job = replace(job, waits_for_slots=False)
+        if not done.has_room(*required_resources(job, "segment", found.workers)):
             break
         before = len(job.processes)
         job = _build(job, number, found, done)
         if len(job.processes) == before:
             break  # it failed a moment ago; those after it wait for it anyway
         building.append(number)
-    full = len(building) >= most or job.lacks_slots
+    full = len(building) >= most or job.waits_for_slots
     if open_ones and building and open_ones[0] not in building and full:
         last = job.of_pool("segment")[-1]
         why = f"segment {open_ones[0]} is to be built first: later ones wait for it"
@@ -315,7 +322,7 @@ def _segments(job: JobState, sizes: Sizes, done: Pass) -> JobState:
     return job
 
 
-def _build(job: JobState, number: int, found: Bound, done: Pass) -> JobState:
+def _build(job: JobState, number: int, found: WorkerBound, done: Reconciler) -> JobState:
     """Start a segment job with the workers that it gets."""
     reason = f"segment {number} of {job.num_segments} is to be built"
     if found.reason:
@@ -323,16 +330,16 @@ def _build(job: JobState, number: int, found: Bound, done: Pass) -> JobState:
     return done.start(job, "segment", number, reason, found)
 
 
-def _lacking_slots(job: JobState, number: int, found: Bound, done: Pass) -> JobState:
+def _lacking_slots(job: JobState, number: int, found: WorkerBound, done: Reconciler) -> JobState:
     """Say once that the next segment job waits for a slot."""
-    if job.lacks_slots:
+    if job.waits_for_slots:
         return job
     reason = f"segment {number} of {job.num_segments} waits for a slot: {found.reason}"
     done.actions.append(Action(verb="wait", job=job.name, reason=reason, values=found.values))
-    return replace(job, lacks_slots=True)
+    return replace(job, waits_for_slots=True)
 
 
-def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
+def _training(job: JobState, sizes: Sizes, done: Reconciler) -> JobState:
     """Run the lead, its replicas and its stores, once the first segment is there."""
     if not job.built:
         return job
@@ -350,7 +357,7 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
         for process in replicas:  # they know another lead
             job = done.leave(job, process, "its lead is gone", stop=True)
         return job
-    served = is_served(job) if job.stores else job.num_stores == len(job.running_stores)
+    served = stores_ready(job) if job.stores else job.num_stores == len(job.running_stores)
     if lead is None and served:
         job = done.start(job, "lead", 0, "a segment is there to train on")
     if not job.grouped or lead is None or lead.status != "running":
@@ -367,10 +374,10 @@ def _training(job: JobState, sizes: Sizes, done: Pass) -> JobState:
     return job
 
 
-def _stores(job: JobState, sizes: Sizes, done: Pass) -> JobState:
+def _stores(job: JobState, sizes: Sizes, done: Reconciler) -> JobState:
     """Run the stores; by newer rules as many as the sizes say."""
     if done.elastic:
-        job = with_members(job, sizes)
+        job = update_members(job, sizes)
     for number in job.stores or range(job.num_stores or 0):
         job = done.start(job, "store", number, "rows need a store")
     for process in job.of_pool("store") if job.stores else ():
@@ -385,13 +392,13 @@ def is_settled(job: JobState) -> bool:
         return not job.processes
     if any(p.status != "running" or _is_short(job, p) for p in job.processes.values()):
         return False
-    wanted = min(job.sizes.segment_jobs if job.built else 1, job.left_segments)
+    wanted = min(job.sizes.segment_jobs if job.built else 1, job.remaining_segments)
     building = len(job.of_pool("segment"))
-    if building > wanted or (building < wanted and not job.lacks_slots):
+    if building > wanted or (building < wanted and not job.waits_for_slots):
         return False
     if not job.built:
         return True
-    if job.stores and not are_there(job, job.sizes):
+    if job.stores and not stores_present(job, job.sizes):
         return False
     replicas = job.sizes.num_replicas if job.grouped else 0
     return len(job.of_pool("lead")) == 1 and len(job.of_pool("replica")) == replicas
@@ -409,4 +416,4 @@ def _settle(job: JobState, now_sec: float) -> JobState:
     """End the change in flight when nothing of it is left to do."""
     if job.correction.in_flight is None or not is_settled(job):
         return job
-    return replace(job, correction=ended(job.correction, now_sec))
+    return replace(job, correction=end_change(job.correction, now_sec))

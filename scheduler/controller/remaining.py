@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from scheduler.controller.state import JobState, Runner, State
-from scheduler.model.grid import Fitted, Grid, preprocessing_resources, training_resources
+from scheduler.model.grid import BookedWorker, Grid, preprocessing_resources, training_resources
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import Sizes
@@ -18,7 +18,7 @@ from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class RemainingWork:
     """A job as the policy sees it now."""
 
     snapshot: Snapshot
@@ -31,7 +31,9 @@ class Left:
     """Workers of one segment job at most, where they run; None where nobody said."""
 
 
-def left_of(job: JobState, now_sec: float, budget: BudgetConfig, runner: Runner) -> Left:
+def remaining_work(
+    job: JobState, now_sec: float, budget: BudgetConfig, runner: Runner
+) -> RemainingWork:
     """Return what is left of a job.
 
     What was built and not trained counts as training that is left, in one pass.
@@ -43,31 +45,31 @@ def left_of(job: JobState, now_sec: float, budget: BudgetConfig, runner: Runner)
         runner: where segment jobs run.
     """
     facts, train = job.snapshot.facts, job.snapshot.job.train
-    config = _within(config_of(job, now_sec, budget), runner, max(1, job.left_segments))
+    config = _within(current_config(job, now_sec, budget), runner, max(1, job.remaining_segments))
     models = fit_models(job.snapshot, config, job.steps, job.builds)
-    built = round(facts.num_samples * job.left_segments / job.num_segments)
+    built = round(facts.num_samples * job.remaining_segments / job.num_segments)
     trained = facts.num_train_samples * train.epochs - job.num_trained
     snapshot = replace(
         job.snapshot,
         job=replace(job.snapshot.job, train=replace(train, epochs=1)),
         facts=replace(facts, num_samples=max(1, built), num_train_samples=max(1, trained)),
     )
-    return Left(
+    return RemainingWork(
         snapshot=snapshot,
         config=config,
-        models=replace(models, num_segments=max(1, job.left_segments)),
+        models=replace(models, num_segments=max(1, job.remaining_segments)),
         largest_job=runner.largest,
     )
 
 
-def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleConfig:
+def current_config(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleConfig:
     """Return the limits of a job now."""
     config = job.snapshot.job.schedule
     first, second, own = config.preprocessing, config.training, config.budget
     haste = own.haste if budget.haste is None else budget.haste
     cpus, memory = min(own.cpus, budget.cpus), min(own.memory, budget.memory)
     budget = replace(own, cpus=cpus, memory=memory, haste=haste)
-    if not job.left_segments:
+    if not job.remaining_segments:
         # Nothing is built any more, so what the smallest such pool takes is free for training.
         workers = max(1, first.min_workers)
         budget = replace(
@@ -80,7 +82,9 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
         stores = second.max_stores
     deadline = config.deadline
     if deadline is not None:
-        deadline = max(timedelta(seconds=1), deadline - timedelta(seconds=now_sec - job.since_sec))
+        deadline = max(
+            timedelta(seconds=1), deadline - timedelta(seconds=now_sec - job.submitted_sec)
+        )
     return replace(
         config,
         budget=budget,
@@ -98,7 +102,7 @@ def config_of(job: JobState, now_sec: float, budget: BudgetConfig) -> ScheduleCo
 def _booked(process: WorkerConfig, memory_bytes: int, cpus: float) -> WorkerConfig:
     if cpus == process.cpus:
         return replace(process, memory=memory_bytes)
-    return Fitted(cpus=process.cpus, memory=memory_bytes, booked=cpus)
+    return BookedWorker(cpus=process.cpus, memory=memory_bytes, booked=cpus)
 
 
 def _within(config: ScheduleConfig, runner: Runner, num_segments: int) -> ScheduleConfig:
@@ -117,22 +121,26 @@ def _within(config: ScheduleConfig, runner: Runner, num_segments: int) -> Schedu
     return replace(config, preprocessing=replace(pool, min_workers=fewest, max_workers=most))
 
 
-def booked(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
+def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
     """Return the cores and bytes that sizes take; none while the job waits."""
     if sizes is None:
         return 0.0, 0
-    config = config_of(job, job.since_sec, job.snapshot.job.schedule.budget)
+    config = current_config(job, job.submitted_sec, job.snapshot.job.schedule.budget)
     second = training_resources(sizes.grid, config)
     cpus, memory = float(second.cpus[0]), int(second.memory_bytes[0])
-    if job.left_segments:
+    if job.remaining_segments:
         first = preprocessing_resources(sizes.grid, config)
         cpus, memory = cpus + float(first.cpus[0]), memory + int(first.memory_bytes[0])
     return cpus, memory
 
 
-def room_of(state: State, job: JobState) -> BudgetConfig:
+def available_budget(state: State, job: JobState) -> BudgetConfig:
     """Return what a job may have: its own share, and what no other job has."""
-    others = [booked(other, other.sizes) for other in state.by_priority if other.name != job.name]
+    others = [
+        booked_resources(other, other.sizes)
+        for other in state.by_priority
+        if other.name != job.name
+    ]
     return replace(
         state.budget,
         cpus=state.budget.cpus - sum(cpus for cpus, _ in others),
@@ -140,7 +148,7 @@ def room_of(state: State, job: JobState) -> BudgetConfig:
     )
 
 
-def words(sizes: Sizes) -> str:
+def describe_sizes(sizes: Sizes) -> str:
     """Return sizes in words."""
     return (
         f"{counted(sizes.segment_jobs, 'segment job')} x "
@@ -149,7 +157,7 @@ def words(sizes: Sizes) -> str:
     )
 
 
-def values_of(sizes: Sizes) -> dict[str, float]:
+def sizes_as_values(sizes: Sizes) -> dict[str, float]:
     """Return sizes as numbers for a decision."""
     return {name: float(value) for name, value in asdict(sizes).items()}
 

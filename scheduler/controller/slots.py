@@ -10,14 +10,14 @@ from schemas.hashing import NUM_SLOTS
 
 NUM_RANGES = MAX_STORES
 """Ranges of the 4,096 slots; as many stores can hold some."""
-HOT = 1.25
+MAX_LOAD_RATIO = 1.25
 """Load of the busiest store over the mean, above which ranges of slots are moved."""
-WORTH = 0.1
+MIN_LOAD_REDUCTION = 0.1
 """Share of the busiest store's load that a move must take off it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class SlotMove:
     """Ranges that go from one store to another at once.
 
     Attributes:
@@ -31,7 +31,7 @@ class Move:
     target: int
 
 
-def first_owners(num_stores: int) -> tuple[int, ...]:
+def initial_owners(num_stores: int) -> tuple[int, ...]:
     """Return the store of each range when training begins.
 
     Example:
@@ -41,18 +41,18 @@ def first_owners(num_stores: int) -> tuple[int, ...]:
     return tuple(number * num_stores // NUM_RANGES for number in range(NUM_RANGES))
 
 
-def first_slots(store: int, num_stores: int) -> tuple[int, int]:
+def initial_slots(store: int, num_stores: int) -> tuple[int, int]:
     """Return the slots that a store is started with, its first and one after its last.
 
     Example:
         >>> first_slots(1, 3)
         (1536, 2816)
     """
-    owned = [i for i, owner in enumerate(first_owners(num_stores)) if owner == store]
-    return slots_of(owned[0])[0], slots_of(owned[-1])[1]
+    owned = [i for i, owner in enumerate(initial_owners(num_stores)) if owner == store]
+    return slots_of_range(owned[0])[0], slots_of_range(owned[-1])[1]
 
 
-def slots_of(number: int) -> tuple[int, int]:
+def slots_of_range(number: int) -> tuple[int, int]:
     """Return the slots of a range, its first and one after its last.
 
     Example:
@@ -63,7 +63,7 @@ def slots_of(number: int) -> tuple[int, int]:
     return number * size, (number + 1) * size
 
 
-def loads_of(
+def store_loads(
     owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
 ) -> dict[int, float]:
     """Return what each store is asked for.
@@ -79,12 +79,12 @@ def loads_of(
     return found
 
 
-def emptying(
+def plan_emptying(
     owners: Sequence[int],
     counts: Sequence[float],
     stores: Collection[int],
     most: int = NUM_RANGES,
-) -> Move | None:
+) -> SlotMove | None:
     """Return the next move by which stores lose all their ranges that are not to stay.
 
     The last such store first; the heaviest of its ranges goes to the store with the least load,
@@ -100,7 +100,7 @@ def emptying(
     if not surplus or not stores:
         return None
     source = max(surplus)
-    everywhere = loads_of(owners, counts, stores)
+    everywhere = store_loads(owners, counts, stores)
     loads = {store: load for store, load in everywhere.items() if store in stores}
     held = {store: owners.count(store) for store in loads}
     targets: dict[int, int] = {}
@@ -111,15 +111,15 @@ def emptying(
         loads[to] += counts[number]
         held[to] += 1
     target = next(iter(targets.values()))
-    return Move(tuple(n for n in mine if targets[n] == target), source, target)
+    return SlotMove(tuple(n for n in mine if targets[n] == target), source, target)
 
 
-def levelling(
+def plan_levelling(
     owners: Sequence[int],
     counts: Sequence[float],
     stores: Collection[int],
     most: int = NUM_RANGES,
-) -> Move | None:
+) -> SlotMove | None:
     """Return the move that takes most off the busiest store; None where it is hardly too busy.
 
     A store without a range gets some in any case, of the busiest that has several.
@@ -130,7 +130,7 @@ def levelling(
         stores: those that are there, also those without a range.
         most: ranges that a store has memory for.
     """
-    loads = loads_of(owners, counts, stores)
+    loads = store_loads(owners, counts, stores)
     mean = sum(loads.values()) / max(1, len(loads))
     open_ones = [store for store in loads if owners.count(store) < most]
     idlest = min(open_ones, key=lambda store: (loads[store], store), default=None)
@@ -138,7 +138,7 @@ def levelling(
     busiest = max(several, key=lambda store: (loads[store], store), default=None)
     if idlest is None or busiest is None or idlest == busiest:
         return None
-    if loads[busiest] <= HOT * mean and idlest in owners:
+    if loads[busiest] <= MAX_LOAD_RATIO * mean and idlest in owners:
         return None
     before, taken = loads[busiest], list[int]()
     mine = [number for number, owner in enumerate(owners) if owner == busiest]
@@ -155,13 +155,13 @@ def levelling(
         loads[idlest] += counts[best]
         mine.remove(best)
         taken.append(best)
-    little = max(loads[busiest], loads[idlest]) > (1.0 - WORTH) * before
+    little = max(loads[busiest], loads[idlest]) > (1.0 - MIN_LOAD_REDUCTION) * before
     if not taken or (little and idlest in owners):
         return None
-    return Move(tuple(sorted(taken)), busiest, idlest)
+    return SlotMove(tuple(sorted(taken)), busiest, idlest)
 
 
-def shared_out(owners: Sequence[int], stores: Collection[int]) -> tuple[int, ...]:
+def redistribute(owners: Sequence[int], stores: Collection[int]) -> tuple[int, ...]:
     """Return owners where all ranges of stores that are not there are dealt to those that are.
 
     Example:
@@ -169,13 +169,13 @@ def shared_out(owners: Sequence[int], stores: Collection[int]) -> tuple[int, ...
         (0, 0, 0, 2, 2, 2)
     """
     found = list(owners)
-    while (move := emptying(found, [1.0] * len(found), stores)) is not None:
+    while (move := plan_emptying(found, [1.0] * len(found), stores)) is not None:
         for number in move.ranges:
             found[number] = move.target
     return tuple(found)
 
 
-def spans(numbers: Sequence[int]) -> str:
+def format_spans(numbers: Sequence[int]) -> str:
     """Return ascending numbers, neighbours together.
 
     Example:

@@ -16,7 +16,7 @@ from scheduler.controller.events import (
     SlotsRead,
     SlotsUnread,
 )
-from scheduler.elasticity import Cores, Place
+from scheduler.elasticity import CoreReadings, PoolSizes
 from scheduler.model.fit import Window
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import Correction, Sizes
@@ -29,12 +29,12 @@ from schemas.config.schedule import BudgetConfig
 # what was started, because a job has its slots seconds after its start, and between its two
 # pipelines none; of the cluster only what others hold is believed.
 
-BELIEVED_SEC = 300.0
+SLOTS_VALID_SEC = 300.0
 """So long after a cluster fell silent its last answer counts; a segment job takes minutes, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slots:
+class ClusterSlots:
     """What a cluster last said, in slots."""
 
     total: int
@@ -53,7 +53,7 @@ class Runner:
     """Workers of one segment job at most; None where nobody said."""
     address: str | None = None
     """Of a cluster."""
-    slots: Slots | None = None
+    slots: ClusterSlots | None = None
     """Of a cluster that has answered."""
     silent_sec: float | None = None
     """Since when it answers no more."""
@@ -65,7 +65,7 @@ class Runner:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class WorkerBound:
     """What the next segment job gets.
 
     Attributes:
@@ -79,7 +79,7 @@ class Bound:
     values: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def on_runner(runner: Runner, event: Event) -> Runner:
+def update_runner(runner: Runner, event: Event) -> Runner:
     """Take in what an event tells of the place where segment jobs run."""
     if isinstance(event, RunnerSet):
         return Runner(
@@ -96,14 +96,14 @@ def on_runner(runner: Runner, event: Event) -> Runner:
     return runner
 
 
-def _slots(free: int | None, own: int | None, total: int | None) -> Slots | None:
+def _slots(free: int | None, own: int | None, total: int | None) -> ClusterSlots | None:
     if free is None or own is None or total is None:
         return None
     # What was read one after the other need not add up.
-    return Slots(total=total, others=max(0, total - free - own))
+    return ClusterSlots(total=total, others=max(0, total - free - own))
 
 
-def bound(runner: Runner, wanted: int, booked: int, now_sec: float) -> Bound:
+def bound_workers(runner: Runner, wanted: int, booked: int, now_sec: float) -> WorkerBound:
     """Return how many workers the next segment job gets.
 
     Args:
@@ -115,11 +115,11 @@ def bound(runner: Runner, wanted: int, booked: int, now_sec: float) -> Bound:
     most = wanted if runner.largest is None else min(wanted, runner.largest)
     by_file = f"the runner's file allows {counted(most, 'worker')}" if most < wanted else ""
     if runner.name != "flink":
-        return Bound(most, by_file)
+        return WorkerBound(most, by_file)
     silent = None if runner.silent_sec is None else now_sec - runner.silent_sec
     slots = runner.slots
-    if slots is None or (silent is not None and silent > BELIEVED_SEC):
-        return Bound(
+    if slots is None or (silent is not None and silent > SLOTS_VALID_SEC):
+        return WorkerBound(
             max(0, min(most, 1 - booked)), "the cluster is silent, so one worker at a time"
         )
     free = max(0, slots.total - slots.others - booked)
@@ -129,7 +129,7 @@ def bound(runner: Runner, wanted: int, booked: int, now_sec: float) -> Bound:
     if by_file and free >= most:
         said += f", {by_file}"
     values = {"free_slots": float(free), "total_slots": float(slots.total)}
-    return Bound(min(most, free), said, values)
+    return WorkerBound(min(most, free), said, values)
 
 
 PoolName = Literal["segment", "lead", "replica", "store"]
@@ -137,7 +137,7 @@ PoolName = Literal["segment", "lead", "replica", "store"]
 also trains. `replica`: those that train when there are several. `store`: embedding stores."""
 Status = Literal["starting", "running", "leaving"]
 Phase = Literal["submitted", "waiting", "running", "draining", "drained", "finished", "failed"]
-ENDED: tuple[Phase, ...] = ("drained", "finished", "failed")
+ENDED_PHASES: tuple[Phase, ...] = ("drained", "finished", "failed")
 
 
 def empty() -> Mapping[str, int]:
@@ -171,7 +171,7 @@ class Process:
     """Work per second that was read last."""
     busy_cores: float | None = None
     """Cores that it kept busy, as read last."""
-    slow_looks: int = 0
+    slow_ticks: int = 0
     """Looks in a row at which it was slow."""
     memory_before: int | None = None
     """What it had before a change of its memory that is in flight."""
@@ -180,9 +180,9 @@ class Process:
     fixed: bool = False
     """Whether its memory cannot be changed while it runs."""
 
-    refused_sec: float | None = None
+    cpu_resize_refused_at: float | None = None
     """When other cores were refused."""
-    unspared_sec: float | None = None
+    mem_shrink_refused_at: float | None = None
     """When less memory was refused."""
 
     @property
@@ -201,13 +201,13 @@ class Process:
         return self.memory_before is not None or self.cpus_before is not None
 
     @property
-    def place(self) -> str:
+    def task_id(self) -> str:
         """Return what it does without the attempt, `<pool>-<number>`."""
         return f"{self.pool}-{self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class BackoffState:
     """How often the process of one place ended without having done its work."""
 
     failed: int = 0
@@ -219,10 +219,10 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class UsageWindow:
     """What trainers and stores did since their number or their cores changed last."""
 
-    at: Place = (0, 0)
+    at: PoolSizes = (0, 0)
     """Processes that train, and stores."""
     cpus: tuple[float, ...] = ()
     """Cores of each trainer and, where there are stores, of each of them."""
@@ -240,7 +240,7 @@ class JobState:
 
     name: str
     """Of the job."""
-    since_sec: float
+    submitted_sec: float
     """When it was submitted."""
     document: str
     """Text of its job file then."""
@@ -266,27 +266,27 @@ class JobState:
     """Cores of one replica."""
     store_cpus: float
     """Cores of one store."""
-    seen: Seen = field(default_factory=Seen)
+    usage: UsageWindow = field(default_factory=UsageWindow)
     """Of the reading that is on its way."""
-    cores: Cores = field(default_factory=Cores)
+    cores: CoreReadings = field(default_factory=CoreReadings)
     """Readings of cores and steps."""
-    doubted: bool = False
+    steps_suspect: bool = False
     """Whether its steps are longer for want of cores, or may be: nothing is learned of them."""
-    outgrown: int = 0
+    num_outgrown: int = 0
     """Times that it needed more memory than its share, as a process was killed for it."""
-    spared: int = 0
+    num_returns: int = 0
     """Times that it gave memory back that others may wait for."""
-    spare: Mapping[str, int] = field(default_factory=empty)
+    spare_ticks: Mapping[str, int] = field(default_factory=empty)
     """Looks in a row at which a pool had memory to spare."""
     processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
     """Live ones, by name."""
     built: frozenset[int] = frozenset()
     """Segments that are committed."""
-    lacks_slots: bool = False
+    waits_for_slots: bool = False
     """Whether its next segment job waits for a slot of the cluster, as was said."""
     attempts: Mapping[str, int] = field(default_factory=empty)
     """Starts so far, by place."""
-    troubles: Mapping[str, Trouble] = field(default_factory=dict[str, Trouble])
+    backoffs: Mapping[str, BackoffState] = field(default_factory=dict[str, BackoffState])
     """By place."""
     replaced: frozenset[str] = frozenset()
     """Places whose process was replaced once because it was slow."""
@@ -306,25 +306,25 @@ class JobState:
     """Stores that hold its rows, from the first step on; None before training begins."""
     stores: tuple[int, ...] = ()
     """Their numbers, the first that come and the last that go first; none by older rules."""
-    first_home: int = 0
+    first_initial_store: int = 0
     """The first store that it began with: that and those after it had slots from the start."""
-    num_homes: int = 0
+    num_initial_stores: int = 0
     """How many these were."""
     owners: tuple[int, ...] = ()
     """Number of the store of each range of slots, once it is known."""
     moving: tuple[int, ...] = ()
     """Ranges of slots that are on their way, from one store to another."""
-    emptied: int | None = None
+    emptying_store: int | None = None
     """Store of these that gives all that it has."""
-    unmoved_sec: float | None = None
+    move_failed_sec: float | None = None
     """When a move of slots failed last; None where the last one did not."""
-    num_unmoved: int = 0
+    num_failed_moves: int = 0
     """Moves of slots that failed, one after the other."""
-    unsure: tuple[int, ...] = ()
+    maybe_owners: tuple[int, ...] = ()
     """Stores that were to get slots by moves that failed: they may have some."""
 
     @property
-    def left_segments(self) -> int:
+    def remaining_segments(self) -> int:
         """Segments that are not committed."""
         return self.num_segments - len(self.built)
 
@@ -370,7 +370,7 @@ class State:
     @property
     def by_priority(self) -> list[JobState]:
         """Return the jobs that have not ended, highest priority first, then the earliest."""
-        live = [job for job in self.jobs.values() if job.phase not in ENDED]
+        live = [job for job in self.jobs.values() if job.phase not in ENDED_PHASES]
         return sorted(live, key=lambda job: -job.snapshot.job.schedule.priority)
 
     @property
@@ -398,7 +398,7 @@ Verb = Literal[
     "fail",
 ]
 """The first five are carried out; the others say why."""
-CARRIED_OUT: tuple[Verb, ...] = ("start", "drain", "stop", "migrate", "resize")
+EXECUTED_VERBS: tuple[Verb, ...] = ("start", "drain", "stop", "migrate", "resize")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

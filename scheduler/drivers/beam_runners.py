@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from urllib.parse import quote, urlsplit
 
 from scheduler.controller.events import Event, RunnerName, RunnerSet, SlotsRead, SlotsUnread
-from scheduler.controller.state import BELIEVED_SEC, ENDED, State
+from scheduler.controller.state import ENDED_PHASES, SLOTS_VALID_SEC, State
 from scheduler.drivers.base import instance_of
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
@@ -350,7 +350,9 @@ class Flink:
 
         Jobs that outlived their segment job, which was ended or killed, are cancelled.
         """
-        builds = any(job.left_segments for job in state.jobs.values() if job.phase not in ENDED)
+        builds = any(
+            job.remaining_segments for job in state.jobs.values() if job.phase not in ENDED_PHASES
+        )
         if now_sec < self._next_sec or not builds:
             return []
         try:
@@ -401,7 +403,7 @@ class Flink:
             self._said_silent = True
             say(
                 f"runner: {self._config.address} does not answer ({error}); what it said last "
-                f"counts for {BELIEVED_SEC:g} s, then there is one worker at a time"
+                f"counts for {SLOTS_VALID_SEC:g} s, then there is one worker at a time"
             )
         if state.runner.silent_sec is not None:
             return []

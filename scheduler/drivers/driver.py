@@ -26,11 +26,11 @@ from scheduler.controller.events import (
     Started,
     Stepped,
     Submitted,
-    Ticked,
+    Tick,
 )
 from scheduler.controller.handle import handle
-from scheduler.controller.log import Log, Replay, decision_of
-from scheduler.controller.state import ENDED, Action, JobState, Process, State
+from scheduler.controller.log import Log, Replay, to_decision
+from scheduler.controller.state import ENDED_PHASES, Action, JobState, Process, State
 from scheduler.drivers.base import Needs, Platform, Processes, Reach
 from scheduler.drivers.beam_runners import Local, Place
 from scheduler.drivers.local.commands import (
@@ -43,8 +43,8 @@ from scheduler.drivers.local.commands import (
 from scheduler.drivers.local.job_files import Workplace, discard_stores, load_known, prepare_stores
 from scheduler.drivers.local.submit import HISTORY
 from scheduler.files import whole_bytes
-from scheduler.model.history import PAST_JOBS, to_line
-from scheduler.model.predict import fit_models, remember
+from scheduler.model.history import PAST_JOBS, format_past_job
+from scheduler.model.predict import fit_models, summarize_job
 from schemas.config.job import parse_job
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
@@ -62,7 +62,7 @@ def teach(job: JobState, folder: Path) -> None:
     models = fit_models(job.snapshot, job.snapshot.job.schedule, job.steps, job.builds)
     if not models.training.num_cells:
         return
-    line = to_line(remember(job.snapshot, models.training, models.segments)).encode()
+    line = format_past_job(summarize_job(job.snapshot, models.training, models.segments)).encode()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / PAST_JOBS).open("a+b") as file:
         file.seek(0)
@@ -288,7 +288,7 @@ class Driver:
         """
         for job in jobs:
             known = self.state.jobs.get(job.job)
-            if known is None or known.phase in ENDED:
+            if known is None or known.phase in ENDED_PHASES:
                 continue
             # The files, not the snapshot's job: its sizes were settled for this machine.
             if parse_job(known.document, job.job) != parse_job(job.document, job.job):
@@ -309,7 +309,7 @@ class Driver:
                     cpus=cpus,
                     memory_bytes=memory_bytes,
                     resizes=resizes,
-                    haste=haste,
+                    time_cost_exponent=haste,
                 )
             )
         for event in there:
@@ -331,7 +331,9 @@ class Driver:
     @property
     def is_done(self) -> bool:
         """Whether every job has ended, with all its processes."""
-        return all(job.phase in ENDED and not job.processes for job in self.state.jobs.values())
+        return all(
+            job.phase in ENDED_PHASES and not job.processes for job in self.state.jobs.values()
+        )
 
     def poll(self) -> None:
         """Look at all processes once."""
@@ -347,14 +349,18 @@ class Driver:
             for name in self._places:
                 self._read_steps(name)
                 self._read_usage(self.state.jobs[name])
-            self._tell(Ticked(time_sec=now))
+            self._tell(Tick(time_sec=now))
 
     def _look_sec(self, now: float) -> float:
         """Return the time between looks: a hundredth of the age of the youngest job, in bounds.
 
         So the log of a long run stays one that is read again in seconds.
         """
-        ages = [now - job.since_sec for job in self.state.jobs.values() if job.phase not in ENDED]
+        ages = [
+            now - job.submitted_sec
+            for job in self.state.jobs.values()
+            if job.phase not in ENDED_PHASES
+        ]
         return min(LAST_LOOK_SEC, max(self._options.look_sec, 0.01 * min(ages, default=0.0)))
 
     def _is_due(self, now: float) -> bool:
@@ -362,7 +368,7 @@ class Driver:
         return any(
             self._looked_sec < trouble.retry_sec <= now
             for job in self.state.jobs.values()
-            for trouble in job.troubles.values()
+            for trouble in job.backoffs.values()
         )
 
     def _read_steps(self, name: str) -> None:
@@ -466,7 +472,7 @@ class Driver:
     def _tell(self, event: Event) -> None:
         """Handle an event; what follows is on disk before it is done."""
         self.state, actions = handle(self.state, event)
-        decisions = [decision_of(action, self.state.now_sec) for action in actions]
+        decisions = [to_decision(action, self.state.now_sec) for action in actions]
         self._log.append(event, decisions)
         for action in actions:
             self._options.say(f"{action.job}: {action.verb} {action.process}: {action.reason}")
@@ -532,8 +538,8 @@ class Driver:
             command = lead_command(place, grouped=grouped, served=served, reach=reach)
         elif process.pool == "store":
             self._prepare_stores(job, reach)
-            count = job.num_homes or job.num_stores or 0
-            command = store_command(place, process.number, count, reach, job.first_home)
+            count = job.num_initial_stores or job.num_stores or 0
+            command = store_command(place, process.number, count, reach, job.first_initial_store)
         else:
             # As many threads as its peers, whatever is booked for it by now.
             threads = max(1, int(job.snapshot.job.schedule.training.replica.cpus))
@@ -557,5 +563,5 @@ def unnamed_jobs(state: State, places: Mapping[str, Workplace]) -> list[str]:
     return [
         job.name
         for job in state.jobs.values()
-        if job.name not in places and (job.phase not in ENDED or job.processes)
+        if job.name not in places and (job.phase not in ENDED_PHASES or job.processes)
     ]

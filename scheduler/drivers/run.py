@@ -19,8 +19,8 @@ from scheduler.drivers.local.commands import segment_command
 from scheduler.drivers.local.job_files import Workplace
 from scheduler.drivers.local.submit import submit
 from scheduler.drivers.platforms import open_platform
-from scheduler.files import alone
-from scheduler.planner.machine_sizes import machine_budget, named_or, on_cluster
+from scheduler.files import directory_lock
+from scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_budget
 from schemas.config.job import load_job
 from schemas.config.parse import read_yaml
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
@@ -161,7 +161,12 @@ def plan_jobs(request: RunRequest) -> list[Planned]:
     state, planned = State(), list[Planned]()
     first: list[Event] = [
         *request.driver.runner.begin(state, now),
-        BudgetSet(time_sec=now, cpus=budget.cpus, memory_bytes=budget.memory, haste=budget.haste),
+        BudgetSet(
+            time_sec=now,
+            cpus=budget.cpus,
+            memory_bytes=budget.memory,
+            time_cost_exponent=budget.haste,
+        ),
         *jobs,
     ]
     for event in first:
@@ -190,14 +195,14 @@ def budget_of(request: RunRequest) -> BudgetConfig:
         SchemaError: the file is none.
     """
     if request.budget is None and request.cluster is not None:
-        own = [on_cluster(load_job(path).schedule).budget for path in request.job_files]
+        own = [cluster_schedule(load_job(path).schedule).budget for path in request.job_files]
         return BudgetConfig(cpus=sum(b.cpus for b in own), memory=sum(b.memory for b in own))
     if request.budget is None:
         return machine_budget()
     named = read_yaml(request.budget, BudgetConfig)
     if request.cluster is not None:
-        return on_cluster(ScheduleConfig(budget=named)).budget
-    return named_or(named, machine_budget())
+        return cluster_schedule(ScheduleConfig(budget=named)).budget
+    return fill_budget(named, machine_budget())
 
 
 def _submissions(
@@ -229,4 +234,6 @@ def _submissions(
 
 
 def _alone(output: Path) -> AbstractContextManager[None]:
-    return alone(output, "folder must have one scheduler", "end it, or use another --output")
+    return directory_lock(
+        output, "folder must have one scheduler", "end it, or use another --output"
+    )

@@ -18,7 +18,7 @@ from scheduler.model.terms import Floats, Setting
 # and old settings fade. When a setting takes another time than it did, nothing that is older says
 # anything of the job, and only the later measurements stay.
 
-LATEST = 32
+MAX_PER_CELL = 32
 """Measurements that a cell keeps: their median outlives a straggler."""
 MAX_CELLS = 1024
 """Settings that are kept, the latest ones."""
@@ -28,7 +28,7 @@ becomes lighter is not held back for long by what it took before."""
 DRIFT = 0.3
 """Log ratio of the later half of a cell's measurements to the earlier one, above which the job has
 become another: a third more, or a quarter less."""
-FORGOTTEN = 5.0
+MAX_HALF_LIVES = 5.0
 """Half lives after which a setting is forgotten."""
 
 Key = tuple[float, ...]
@@ -99,30 +99,30 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
             continue
         count = len(old.seconds)
         mean = tuple((a * count + b) / (count + 1) for a, b in zip(old.columns, row, strict=True))
-        cells[key] = Cell(mean, (*old.seconds, taken)[-LATEST:], max(tick, old.tick))
-        if drifted(cells[key]):
-            cells = {key: Cell(tuple(row), cells[key].seconds[LATEST // 2 :], tick)}
+        cells[key] = Cell(mean, (*old.seconds, taken)[-MAX_PER_CELL:], max(tick, old.tick))
+        if has_drifted(cells[key]):
+            cells = {key: Cell(tuple(row), cells[key].seconds[MAX_PER_CELL // 2 :], tick)}
     for key in list(cells)[: max(0, len(cells) - MAX_CELLS)]:
         del cells[key]
-    oldest = tick - FORGOTTEN * HALF_LIFE
+    oldest = tick - MAX_HALF_LIVES * HALF_LIFE
     cells = {key: cell for key, cell in cells.items() if cell.tick >= oldest}
     return Window(MappingProxyType(cells))
 
 
-def over(older: Window, newer: Window) -> Window:
+def merge_windows(older: Window, newer: Window) -> Window:
     """Return the cells of both; where both measured a setting, those of the newer one."""
     return Window(MappingProxyType({**older.cells, **newer.cells}))
 
 
-def drifted(cell: Cell) -> bool:
+def has_drifted(cell: Cell) -> bool:
     """Tell whether a full cell's later measurements are of another job than its earlier ones.
 
     The middle halves of both must lie apart, so that neither noise nor stragglers count.
     """
-    if len(cell.seconds) < LATEST:
+    if len(cell.seconds) < MAX_PER_CELL:
         return False
     earlier, later = np.sort(np.log(cell.seconds).reshape(2, -1), axis=1)
-    quarter = LATEST // 8
+    quarter = MAX_PER_CELL // 8
     rise, fall = later[quarter] - earlier[~quarter], earlier[quarter] - later[~quarter]
     return bool(max(rise, fall) > DRIFT)
 
@@ -146,14 +146,14 @@ FOLDS = 10
 """Parts in which cells are held back, one after the other."""
 MIN_CELLS = 5
 """Fewer settings cannot be held back: the spread is that of repeated measurements."""
-LEAST_GROWTH = 0.4
+MIN_GROWTH = 0.4
 """Log error of a doubling, at least: a small half of a curve rarely tells how it goes on. Eight
 models of a published testbed (DL2) needed 0.0 to 0.5 for 90 % of their points when their workers
 were doubled (benchmarks/model.md)."""
 ASSUMED_SPREAD = 0.7
 """Log error before anything was measured: half to twice. It fades with the root of the number of
 measurements, until there are MIN_CELLS settings."""
-NOTHING = 1e-6
+MIN_SHARE = 1e-6
 """A prediction below this share of the measurement counts as this share, to stay finite."""
 MAX_SPREAD = 0.5
 """A prediction whose interval is wider, to either side, is not acted upon: one that is off by
@@ -174,7 +174,7 @@ class Fit:
     """Mean relative error at the measured settings."""
     spread: float = ASSUMED_SPREAD
     """Log error that LEVEL of all measurements stay below, at measured sizes."""
-    growth: float = LEAST_GROWTH
+    growth: float = MIN_GROWTH
     """Further log error for each doubling beyond them."""
     lowest: tuple[float, ...] = ()
     """Smallest value measured of each field of a setting."""
@@ -260,7 +260,7 @@ def fit_window(
     columns, medians, weights = window.columns(), window.medians(), window.weights()
     design = kind.of_columns(columns).design()
     start = even_prior(design, medians) if prior is None else np.array(prior, np.float64)
-    found = multiples(design * start, medians, weights)
+    found = fit_multiples(design * start, medians, weights)
     predicted = design @ (found * start)
     errors = _log_error(medians, predicted)
     spread = _spread(window, design * start, medians, weights, errors, prior_spread)
@@ -289,7 +289,7 @@ def even_prior(design: Floats, seconds: Floats) -> Floats:
     return np.where(means > 0, seconds.mean() / used / np.where(means > 0, means, 1.0), 0.0)
 
 
-def multiples(terms: Floats, seconds: Floats, weights: Floats) -> Floats:
+def fit_multiples(terms: Floats, seconds: Floats, weights: Floats) -> Floats:
     """Return the x >= 0 with the smallest relative errors of terms x, near a common multiple.
 
     Args:
@@ -326,7 +326,7 @@ def _spread(
     held = np.empty(len(seconds))
     for fold in range(min(FOLDS, len(seconds))):
         out = np.arange(len(seconds)) % FOLDS == fold
-        found = multiples(terms[~out], seconds[~out], weights[~out])
+        found = fit_multiples(terms[~out], seconds[~out], weights[~out])
         held[out] = _log_error(seconds[out], terms[out] @ found)
     return max(noise, _quantile(np.abs(held), weights))
 
@@ -346,19 +346,19 @@ def _growth(sizes: Floats, terms: Floats, seconds: Floats, weights: Floats, spre
             beyond = ~below & (axis <= 2.0 * cut)
             if below.sum() < MIN_CELLS or not beyond.any():
                 continue
-            model = multiples(terms[below], seconds[below], weights[below])
+            model = fit_multiples(terms[below], seconds[below], weights[below])
             errors = np.abs(_log_error(seconds[beyond], terms[beyond] @ model))
             steps = np.log2((1.0 + axis[beyond]) / (1.0 + cut))
             found.append(np.maximum(errors - spread, 0.0) / steps)
             counted.append(weights[beyond])
     if not found:
-        return LEAST_GROWTH
-    return max(LEAST_GROWTH, _quantile(np.concatenate(found), np.concatenate(counted)))
+        return MIN_GROWTH
+    return max(MIN_GROWTH, _quantile(np.concatenate(found), np.concatenate(counted)))
 
 
 def _log_error(seconds: Floats, predicted: Floats) -> Floats:
     """Return log errors; a part of the sizes may leave nothing but terms that vanish elsewhere."""
-    return np.log(seconds / np.maximum(predicted, seconds * NOTHING))
+    return np.log(seconds / np.maximum(predicted, seconds * MIN_SHARE))
 
 
 def _quantile(errors: Floats, weights: Floats) -> float:

@@ -59,7 +59,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted(WorkerConfig):
+class BookedWorker(WorkerConfig):
     """A process that is booked with fewer cores than its file says, as its steps need no more.
 
     Predictions go on by `cpus`, at which its steps are as long.
@@ -71,7 +71,7 @@ class Fitted(WorkerConfig):
 
 def booked_cpus(process: WorkerConfig) -> float:
     """Return the cores that are booked for a process."""
-    return process.booked if isinstance(process, Fitted) else process.cpus
+    return process.booked if isinstance(process, BookedWorker) else process.cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def num_segments(num_samples: int, batch_samples: int) -> int:
     return max(1, num_samples // (SEGMENT_BATCHES * batch_samples))
 
 
-def overdraft(grid: Grid, config: ScheduleConfig) -> Floats:
+def budget_excess(grid: Grid, config: ScheduleConfig) -> Floats:
     """Return by what share of the budget candidates exceed it, 0 for those that it holds.
 
     Both pools count at once, because they run at once when training follows. Cores are
@@ -123,7 +123,7 @@ def overdraft(grid: Grid, config: ScheduleConfig) -> Floats:
     return np.maximum(np.maximum(cpus, memory) - 1.0, 0.0)
 
 
-def pairs(first: Ints, second: Ints) -> Grid:
+def cross(first: Ints, second: Ints) -> Grid:
     """Return each row of the one with each of the other."""
     left = np.repeat(first, len(second), axis=0)
     right = np.tile(second, (len(first), 1))
@@ -205,7 +205,7 @@ def training_sizes(
     return np.array(sorted(sizes, key=sum), np.int64)
 
 
-def over_budget(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError:
+def budget_error(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError:
     """Return the error that names the smallest budget that works.
 
     Args:
@@ -214,7 +214,7 @@ def over_budget(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError:
             smallest in cores and in memory alike, unless a store takes the place of a replica.
         config: limits.
     """
-    grid = pairs(first, second)
+    grid = cross(first, second)
     pools = preprocessing_resources(grid, config), training_resources(grid, config)
     cpus = math.ceil((pools[0].cpus + pools[1].cpus)[0] * 1000 - 1e-6) / 1000
     memory = int((pools[0].memory_bytes + pools[1].memory_bytes)[0])

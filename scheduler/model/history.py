@@ -63,12 +63,12 @@ class PastJob:
             raise ValueError("a feature or step ratio that is not positive")
 
 
-def to_line(job: PastJob) -> str:
+def format_past_job(job: PastJob) -> str:
     """Return a job as one line of JSON, without the newline."""
     return canonical_json(asdict(job))
 
 
-def past_job_of(body: dict[str, Any]) -> PastJob:
+def parse_past_job(body: dict[str, Any]) -> PastJob:
     """Return the job of an object of JSON.
 
     Raises:
@@ -82,7 +82,7 @@ def past_job_of(body: dict[str, Any]) -> PastJob:
     return PastJob(**{**body, **numbers})
 
 
-def read_past(path: Path) -> tuple[PastJob, ...]:
+def read_past_jobs(path: Path) -> tuple[PastJob, ...]:
     """Read a file of past jobs; a torn last line is left out.
 
     Raises:
@@ -91,7 +91,7 @@ def read_past(path: Path) -> tuple[PastJob, ...]:
     return tuple(
         read_lines(
             path,
-            past_job_of,
+            parse_past_job,
             lambda line, error: f"line must be a past job, got {line!r} ({error}); remove it",
         )
     )
@@ -162,11 +162,13 @@ def read_history(directory: Path) -> History:
     folders = [path.parent for path in sorted(directory.rglob(SUMMARY))]
     files = sorted(directory.rglob(PAST_JOBS))
     return History(
-        builds, _runs(folders, directory), tuple(job for path in files for job in read_past(path))
+        builds,
+        _runs(folders, directory),
+        tuple(job for path in files for job in read_past_jobs(path)),
     )
 
 
-def history_beside(dataset: Dataset) -> History:
+def read_history_beside(dataset: Dataset) -> History:
     """Read the builds of a dataset on this machine, and the finished runs beside it.
 
     Runs are looked for two folders deep below the one that holds the dataset; those count that

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.model.fit import ASSUMED_SPREAD, Fit, Window, fit_window, observe, over
+from scheduler.model.fit import ASSUMED_SPREAD, Fit, Window, fit_window, merge_windows, observe
 from scheduler.model.grid import Grid, num_segments
 from scheduler.model.history import BuildRecord, PastJob, RunRecord
 from scheduler.model.memory import (
@@ -136,7 +136,7 @@ class WarmStart:
     """Of a segment job."""
     spread: float
     """Log error that they may have."""
-    neighbours: tuple[tuple[str, float], ...]
+    similar_jobs: tuple[tuple[str, float], ...]
     """Names and weights of the jobs that decided them, the heaviest first."""
 
 
@@ -174,7 +174,7 @@ def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
         training=_scaled(training, [job.training for job in past], weights),
         segments=_scaled(default_segments(), segments, weights[built]),
         spread=_spread(steps, weights),
-        neighbours=tuple(
+        similar_jobs=tuple(
             (past[i].name, float(weights[i])) for i in order if weights[i] >= MIN_WEIGHT
         ),
     )
@@ -190,7 +190,7 @@ def similarity(snapshot: Snapshot, job: PastJob) -> float:
     return float(np.exp(-0.5 * np.sum(np.square(away)) / WIDTH**2))
 
 
-def remember(snapshot: Snapshot, training: Fit, segments: Fit) -> PastJob:
+def summarize_job(snapshot: Snapshot, training: Fit, segments: Fit) -> PastJob:
     """Return what a finished job teaches.
 
     Raises:
@@ -250,17 +250,20 @@ class Models:
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
     """Segments that the data is cut into."""
-    neighbours: tuple[tuple[str, float], ...] = ()
+    similar_jobs: tuple[tuple[str, float], ...] = ()
     """Past jobs that decided what was assumed, with their weights."""
     num_parts: float
     """Parts of a segment, each written by one worker: further workers idle; inf when unknown."""
 
 
-NOTHING = Window()
+EMPTY_WINDOW = Window()
 
 
 def fit_models(
-    snapshot: Snapshot, config: ScheduleConfig, steps: Window = NOTHING, built: Window = NOTHING
+    snapshot: Snapshot,
+    config: ScheduleConfig,
+    steps: Window = EMPTY_WINDOW,
+    built: Window = EMPTY_WINDOW,
 ) -> Models:
     """Return the models that measurements support, defaults for the rest.
 
@@ -280,9 +283,11 @@ def fit_models(
     start = warm_start(snapshot, history.jobs)
     cores = config.preprocessing.worker.cpus
     return Models(
-        training=fit_window(over(past, steps), TrainingSetting, start.training, start.spread),
+        training=fit_window(
+            merge_windows(past, steps), TrainingSetting, start.training, start.spread
+        ),
         segments=fit_segments(built, history.builds, cores, start.segments, start.spread),
-        neighbours=start.neighbours,
+        similar_jobs=start.similar_jobs,
         base_bytes=max(TRAINER_BASE_BYTES, peak - held),
         num_segments=segments,
         num_parts=math.inf
@@ -308,7 +313,7 @@ def observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float)
     """
     steps = [m for run in runs for m in run.metrics[1:] if m.samples_per_sec > 0]
     if not steps:
-        return NOTHING
+        return EMPTY_WINDOW
     samples = np.array([m.num_samples for m in steps], np.float64)
     setting = TrainingSetting(
         num_replicas=[m.num_replicas for m in steps],
@@ -316,7 +321,7 @@ def observe_runs(runs: Sequence[RunRecord], cpus: float, rows_per_sample: float)
         batch_samples=samples,
         unique_rows=rows_per_sample * samples,
     )
-    return observe(NOTHING, setting, samples / [m.samples_per_sec for m in steps], 0.0)
+    return observe(EMPTY_WINDOW, setting, samples / [m.samples_per_sec for m in steps], 0.0)
 
 
 def fit_segments(
@@ -347,8 +352,8 @@ def fit_segments(
     known = assumed * per_row / (assumed[1] + assumed[2])
     known[0] = float(np.median(startups))
     setting = SegmentSetting(rows=rows, workers=workers, worker_cpus=cpus)
-    past = observe(NOTHING, setting, startups + rows / rates, 0.0)
-    return fit_window(over(past, window), SegmentSetting, known.tolist(), prior_spread)
+    past = observe(EMPTY_WINDOW, setting, startups + rows / rates, 0.0)
+    return fit_window(merge_windows(past, window), SegmentSetting, known.tolist(), prior_spread)
 
 
 def training_setting(snapshot: Snapshot, config: ScheduleConfig, grid: Grid) -> TrainingSetting:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.model.history import History, history_beside, read_history
+from scheduler.model.history import History, read_history, read_history_beside
 from schemas.cache_plan import required_rows
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig
@@ -37,17 +37,19 @@ class Lookahead:
     touched_rows: Ints
 
 
-def look_ahead(tables: Iterable[Iterable[NDArray[np.integer]]], cache: CacheConfig) -> Lookahead:
+def compute_lookahead(
+    tables: Iterable[Iterable[NDArray[np.integer]]], cache: CacheConfig
+) -> Lookahead:
     """Return what a run needs, over all its tables.
 
     Args:
         tables: for each table, for each step the next-use distances of its entries.
         cache: policy and limits.
     """
-    return added([_of_table(distances, cache) for distances in tables])
+    return sum_lookaheads([_of_table(distances, cache) for distances in tables])
 
 
-def added(parts: Sequence[Lookahead]) -> Lookahead:
+def sum_lookaheads(parts: Sequence[Lookahead]) -> Lookahead:
     """Return the sums over tables, of which the shorter ones touch nothing more at their end.
 
     Raises:
@@ -167,7 +169,7 @@ def take_snapshot(
         opened = open_dataset(dataset)
         facts = facts_of_dataset(read, opened)
         if history is None:
-            return Snapshot(job=read, facts=facts, history=history_beside(opened))
+            return Snapshot(job=read, facts=facts, history=read_history_beside(opened))
     past = History() if history is None else read_history(history)
     return Snapshot(job=read, facts=facts, history=past)
 
@@ -276,7 +278,7 @@ def _ahead(job: Job, index: Index | None) -> Lookahead | None:
     """Return what the oracle tells of the run, when there is an index of the job's batch."""
     if index is None or index.manifest.batch_samples != job.train.batch_samples:
         return None
-    return look_ahead(
+    return compute_lookahead(
         (map(steps.__getitem__, range(len(steps))) for steps in map(index.steps, job.data.tables)),
         job.train.cache,
     )

@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from scheduler.model.grid import (
     Grid,
     Ints,
-    over_budget,
-    overdraft,
-    pairs,
+    budget_error,
+    budget_excess,
+    cross,
     preprocessing_resources,
     preprocessing_sizes,
     training_resources,
@@ -50,7 +50,7 @@ class Timeline:
     waiting_sec: Floats
 
 
-def timeline(
+def build_timeline(
     segment: Floats,
     num_segments: int,
     segment_jobs: ArrayLike,
@@ -98,14 +98,18 @@ class Predictions:
     cost_per_hour: Floats
 
 
-def predict(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> Predictions:
+def predict_candidates(
+    grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models
+) -> Predictions:
     """Return time and cost of each candidate."""
     facts, segments = snapshot.facts, models.num_segments
     segment = models.segments.seconds(segment_setting(models, snapshot, config, grid))
     step = models.training.seconds(training_setting(snapshot, config, grid))
     speed = snapshot.job.train.batch_samples / step
     train_segment = facts.num_train_samples / segments / speed
-    times = timeline(segment, segments, grid.segment_jobs, train_segment, snapshot.job.train.epochs)
+    times = build_timeline(
+        segment, segments, grid.segment_jobs, train_segment, snapshot.job.train.epochs
+    )
     prices = (
         preprocessing_resources(grid, config).hour_price(config.budget),
         training_resources(grid, config).hour_price(config.budget),
@@ -124,7 +128,7 @@ def predict(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Mode
 IntArray = NDArray[np.int64]
 
 
-def front(objectives: Floats) -> IntArray:
+def pareto_front(objectives: Floats) -> IntArray:
     """Return the points that are not dominated, by the first objective ascending.
 
     A point is dominated when another is at least as small in both objectives; of equal
@@ -143,7 +147,7 @@ def front(objectives: Floats) -> IntArray:
     return order[second < before]
 
 
-def ranks(objectives: Floats, violations: Floats) -> IntArray:
+def nondominated_ranks(objectives: Floats, violations: Floats) -> IntArray:
     """Return the front that each point is in, 0 for the best one.
 
     Points that break a limit come after all others, by how much they break it.
@@ -156,7 +160,7 @@ def ranks(objectives: Floats, violations: Floats) -> IntArray:
     left = np.flatnonzero(violations <= 0)
     rank = 0
     while len(left):
-        best = front(objectives[left])
+        best = pareto_front(objectives[left])
         found[left[best]] = rank
         left = np.delete(left, best)
         rank += 1
@@ -165,7 +169,7 @@ def ranks(objectives: Floats, violations: Floats) -> IntArray:
     return found
 
 
-def crowding(objectives: Floats) -> Floats:
+def crowding_distances(objectives: Floats) -> Floats:
     """Return how far the neighbours of each point of one front are apart; its ends are infinite.
 
     Example:
@@ -190,7 +194,7 @@ def hypervolume(objectives: Floats, reference: tuple[float, float]) -> float:
         3.0
     """
     inside = objectives[(objectives < np.array(reference)).all(axis=1)]
-    best = inside[front(inside)]
+    best = inside[pareto_front(inside)]
     if not len(best):
         return 0.0
     widths = np.diff(np.append(best[:, 0], reference[0]))
@@ -218,7 +222,7 @@ Evaluate = Callable[[IntArray], tuple[Floats, Floats]]
 """(n, k) points to (n, 2) objectives, to be small, and (n,) broken limits, 0 for none."""
 
 
-def search(
+def nsga2(
     evaluate: Evaluate,
     lowest: IntArray,
     highest: IntArray,
@@ -259,10 +263,10 @@ def search(
 
 def _fitness(objectives: Floats, violations: Floats) -> IntArray:
     """Return the place of each point, 0 for the best: by front, then by room around it."""
-    rank = ranks(objectives, violations)
+    rank = nondominated_ranks(objectives, violations)
     room = np.zeros(len(rank))
     for value in np.unique(rank):
-        room[rank == value] = crowding(objectives[rank == value])
+        room[rank == value] = crowding_distances(objectives[rank == value])
     places = np.empty(len(rank), np.int64)
     places[np.lexsort((-room, rank))] = np.arange(len(rank))
     return places
@@ -275,8 +279,8 @@ def _children(
     highest: IntArray,
     rng: np.random.Generator,
 ) -> IntArray:
-    pairs = rng.integers(len(points), size=(2, 2, POPULATION))
-    mothers, fathers = np.where(places[pairs[:, 0]] < places[pairs[:, 1]], pairs[:, 0], pairs[:, 1])
+    cross = rng.integers(len(points), size=(2, 2, POPULATION))
+    mothers, fathers = np.where(places[cross[:, 0]] < places[cross[:, 1]], cross[:, 0], cross[:, 1])
     mother, father = points[mothers], points[fathers]
     # shares: (children, coordinates), 0 is the mother's value and 1 the father's
     shares = rng.uniform(-BLEND, 1.0 + BLEND, mother.shape)
@@ -307,7 +311,7 @@ def _merge(
     allowed = violations <= 0
     every = np.concatenate([kept, points[allowed]])
     values = np.concatenate([kept_objectives, objectives[allowed]])
-    best = front(values)
+    best = pareto_front(values)
     return every[best], values[best]
 
 
@@ -315,7 +319,7 @@ EXACT_POINTS = 1_000_000
 """Largest grid that is enumerated; a larger one is searched."""
 
 
-def candidates(
+def find_candidates(
     snapshot: Snapshot,
     config: ScheduleConfig,
     models: Models,
@@ -346,15 +350,15 @@ def candidates(
     second = training_sizes(facts, train, config, models.base_bytes)
     smallest = first[:1], second[:1]
     # The smallest pool of the other kind must fit beside each: that alone makes the grid small.
-    first = first[overdraft(pairs(first, second[:1]), config) == 0]
+    first = first[budget_excess(cross(first, second[:1]), config) == 0]
     if len(first):
-        second = second[overdraft(pairs(first[:1], second), config) == 0]
+        second = second[budget_excess(cross(first[:1], second), config) == 0]
     if not len(first) or not len(second):
-        raise over_budget(*smallest, config)
+        raise budget_error(*smallest, config)
     if len(first) * len(second) > EXACT_POINTS:
         return _searched(first, second, snapshot, config, models, rng)
-    grid = pairs(first, second)
-    return grid[overdraft(grid, config) == 0]
+    grid = cross(first, second)
+    return grid[budget_excess(grid, config) == 0]
 
 
 def _searched(
@@ -374,13 +378,13 @@ def _searched(
             allowed[0][grid.segment_jobs, grid.workers_per_job]
             & allowed[1][grid.num_replicas, grid.num_stores]
         )
-        found = predict(grid, snapshot, config, models)
+        found = predict_candidates(grid, snapshot, config, models)
         objectives = np.stack([found.cost_per_hour, found.predicted_sec], axis=1)
-        return objectives, overdraft(grid, config) + ~known
+        return objectives, budget_excess(grid, config) + ~known
 
     lowest = np.concatenate([first.min(axis=0), second.min(axis=0)])
     highest = np.concatenate([first.max(axis=0), second.max(axis=0)])
-    points, _ = search(evaluate, lowest, highest, np.concatenate([first[0], second[0]]), rng)
+    points, _ = nsga2(evaluate, lowest, highest, np.concatenate([first[0], second[0]]), rng)
     return Grid.of_rows(points)
 
 

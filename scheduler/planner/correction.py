@@ -13,11 +13,18 @@ from scheduler.model.grid import Grid
 from scheduler.model.memory import Forecast
 from scheduler.model.predict import Models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
-from scheduler.planner.candidates import SEC_PER_HOUR, candidates, predict
-from scheduler.planner.policy import SEED, Candidate, candidate, haste_of, preference, weigh
+from scheduler.planner.candidates import SEC_PER_HOUR, find_candidates, predict_candidates
+from scheduler.planner.policy import (
+    SEED,
+    Candidate,
+    candidate_at,
+    preference,
+    resolve_time_cost_exponent,
+    weighted_cost,
+)
 from schemas.config.schedule import ScheduleConfig
 
-REACH = 2
+MAX_GROWTH = 2
 """Times that a size may grow in one change: what lies further is not known well."""
 
 
@@ -42,7 +49,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class SizeComparison:
     """What is left of a job, with and without a change."""
 
     current: Candidate
@@ -65,7 +72,7 @@ def sizes_of(found: Candidate) -> Sizes:
     )
 
 
-def outlook(
+def compare_sizes(
     snapshot: Snapshot,
     config: ScheduleConfig,
     models: Models,
@@ -74,7 +81,7 @@ def outlook(
     largest_job: int | None = None,
     *,
     served: bool = False,
-) -> Outlook:
+) -> SizeComparison:
     """Compare a job's sizes with all others whose prediction is narrow enough to act upon.
 
     Args:
@@ -90,27 +97,27 @@ def outlook(
         PlanError: no size fits.
     """
     near = _within_reach(config, current)
-    grid = candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
+    grid = find_candidates(snapshot, near, models, np.random.default_rng(SEED), largest_job)
     if served:
         grid = grid[grid.num_stores > 0]
     grid = grid[_trusted(grid, snapshot, config, models)]
     now = _of(current.grid, snapshot, config, models)
     known = bool(_trusted(current.grid, snapshot, config, models)[0])
     if not len(grid):
-        return Outlook(current=now, best=now, gain=0.0, confident=known)
-    found = predict(grid, snapshot, config, models)
-    best = candidate(grid, found, config, int(preference(grid, found, config)[0]))
+        return SizeComparison(current=now, best=now, gain=0.0, confident=known)
+    found = predict_candidates(grid, snapshot, config, models)
+    best = candidate_at(grid, found, config, int(preference(grid, found, config)[0]))
     if sizes_of(best) != current:
         paid = best.cost_per_hour * pause_sec / SEC_PER_HOUR
         best = replace(best, predicted_sec=best.predicted_sec + pause_sec, cost=best.cost + paid)
-    return Outlook(current=now, best=best, gain=gain(now, best, config), confident=known)
+    return SizeComparison(current=now, best=best, gain=gain(now, best, config), confident=known)
 
 
 def gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
     """Return what is saved as a share: of the delay while late, else of what `plan` makes small."""
     if config.deadline is None:
-        haste = haste_of(config.budget)
-        now, then = (weigh(one.predicted_sec, one.cost, haste) for one in (current, best))
+        haste = resolve_time_cost_exponent(config.budget)
+        now, then = (weighted_cost(one.predicted_sec, one.cost, haste) for one in (current, best))
         return 1.0 - then / max(now, 1e-12)
     wanted = config.deadline.total_seconds()
     late = max(0.0, current.predicted_sec - wanted), max(0.0, best.predicted_sec - wanted)
@@ -122,7 +129,7 @@ def gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
 def _within_reach(config: ScheduleConfig, current: Sizes) -> ScheduleConfig:
     """Return limits with which no size is more than doubled at once."""
     first, second = config.preprocessing, config.training
-    workers = REACH * current.segment_jobs * current.workers_per_job
+    workers = MAX_GROWTH * current.segment_jobs * current.workers_per_job
     return replace(
         config,
         preprocessing=replace(
@@ -131,15 +138,15 @@ def _within_reach(config: ScheduleConfig, current: Sizes) -> ScheduleConfig:
         training=replace(
             second,
             max_replicas=min(
-                second.max_replicas, max(second.min_replicas, REACH * current.num_replicas)
+                second.max_replicas, max(second.min_replicas, MAX_GROWTH * current.num_replicas)
             ),
-            max_stores=min(second.max_stores, REACH * max(1, current.num_stores)),
+            max_stores=min(second.max_stores, MAX_GROWTH * max(1, current.num_stores)),
         ),
     )
 
 
 def _of(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> Candidate:
-    return candidate(grid, predict(grid, snapshot, config, models), config, 0)
+    return candidate_at(grid, predict_candidates(grid, snapshot, config, models), config, 0)
 
 
 def _trusted(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models) -> np.ndarray:
@@ -162,17 +169,17 @@ def _trusted(grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Mod
 #    neither acts nor begins anew (hysteresis).
 # 6. A change that takes back the last one must gain twice as much.
 
-ENOUGH = 0.10
+MIN_GAIN = 0.10
 """Share that a change must save to be begun."""
-LASTING = 0.05
+MIN_LASTING_GAIN = 0.05
 """Share below which a wish is forgotten."""
-NUM_LOOKS = 3
+NUM_TICKS = 3
 """Looks in a row that must wish for a change."""
 COOL_DOWN_SEC = 60.0
 """Seconds after the end of a change in which there is no other."""
-HEADROOM = 1.1
+MEMORY_HEADROOM = 1.1
 """Memory that is given over what is foreseen."""
-AGAIN = 1.5
+OOM_GROWTH = 1.5
 """Memory after running out of it over that before, at least."""
 
 Pool = Literal["preprocessing", "training"]
@@ -188,7 +195,7 @@ class MemoryWatch:
     """Of the process that meets its limit first."""
     now_step: int
     """Its last step."""
-    lead_steps: int
+    lookahead_steps: int
     """Steps that it makes while a larger one is started."""
     limit_bytes: int
     """What each process has."""
@@ -218,7 +225,7 @@ class Correction:
     """When the last change ended."""
     last_direction: int = 0
     """1 when it was to larger pools, -1 to smaller ones, 0 when there was none."""
-    wished: int = 0
+    num_agreeing_ticks: int = 0
     """Looks in a row that wished for a change."""
     direction: int = 0
     """Of these."""
@@ -239,8 +246,8 @@ class Verdict:
     reason: str
 
 
-def correct(
-    state: Correction, now_sec: float, seen: Outlook, memory: Sequence[MemoryWatch] = ()
+def decide_correction(
+    state: Correction, now_sec: float, seen: SizeComparison, memory: Sequence[MemoryWatch] = ()
 ) -> Verdict:
     """Decide whether a job is changed now.
 
@@ -256,35 +263,35 @@ def correct(
     for watch in memory:
         if is_urgent(watch) and _needed(watch) > watch.limit_bytes:
             return _more_memory(state, current, watch)
-    calm = replace(state, wished=0, direction=0)
+    calm = replace(state, num_agreeing_ticks=0, direction=0)
     since = now_sec - state.ended_sec
     if since < COOL_DOWN_SEC:
         return Verdict(calm, None, f"the last change ended {since:.0f} s ago")
     if not seen.confident:
         return Verdict(calm, None, "step or segment times cannot be predicted well enough to act")
     wanted = sizes_of(seen.best)
-    if wanted == current or seen.gain < LASTING:
-        return Verdict(calm, None, f"no change would save {LASTING:.0%}")
+    if wanted == current or seen.gain < MIN_LASTING_GAIN:
+        return Verdict(calm, None, f"no change would save {MIN_LASTING_GAIN:.0%}")
     direction = 1 if seen.best.cost_per_hour > seen.current.cost_per_hour else -1
-    begun = state.wished > 0 and state.direction == direction
-    enough = ENOUGH * (2 if direction == -state.last_direction else 1)
+    begun = state.num_agreeing_ticks > 0 and state.direction == direction
+    enough = MIN_GAIN * (2 if direction == -state.last_direction else 1)
     if not begun and seen.gain < enough:
         return Verdict(calm, None, f"{seen.gain:.0%} saved, {enough:.0%} would be enough")
-    wished = state.wished + 1 if begun else 1
-    if wished < NUM_LOOKS or seen.gain < enough:
-        waiting = replace(state, wished=wished, direction=direction)
-        return Verdict(waiting, None, f"{seen.gain:.0%} saved in look {wished} of {NUM_LOOKS}")
+    wished = state.num_agreeing_ticks + 1 if begun else 1
+    if wished < NUM_TICKS or seen.gain < enough:
+        waiting = replace(state, num_agreeing_ticks=wished, direction=direction)
+        return Verdict(waiting, None, f"{seen.gain:.0%} saved in look {wished} of {NUM_TICKS}")
     change = Change(sizes=wanted)
     after = replace(calm, in_flight=change, last_direction=direction)
     return Verdict(after, change, f"{seen.gain:.0%} saved in {wished} looks")
 
 
-def ended(state: Correction, now_sec: float) -> Correction:
+def end_change(state: Correction, now_sec: float) -> Correction:
     """Return the state after the change in flight was made, or has failed."""
     return replace(state, in_flight=None, ended_sec=now_sec)
 
 
-def after_oom(had_bytes: float, needed_bytes: float, most_bytes: float) -> float:
+def memory_after_oom(had_bytes: float, needed_bytes: float, most_bytes: float) -> float:
     """Return the bytes that a process gets whose like was killed for memory.
 
     Args:
@@ -295,19 +302,19 @@ def after_oom(had_bytes: float, needed_bytes: float, most_bytes: float) -> float
     Returns:
         What it had where there is no more.
     """
-    wanted = max(AGAIN * had_bytes, HEADROOM * needed_bytes)
+    wanted = max(OOM_GROWTH * had_bytes, MEMORY_HEADROOM * needed_bytes)
     return max(had_bytes, min(wanted, most_bytes))
 
 
 def is_urgent(watch: MemoryWatch) -> bool:
     """Tell whether a process may meet its limit before a larger one could take over."""
     step = watch.forecast.earliest_step
-    return step is not None and step <= watch.now_step + watch.lead_steps
+    return step is not None and step <= watch.now_step + watch.lookahead_steps
 
 
 def _needed(watch: MemoryWatch) -> int:
     """Return the bytes that a process is to get; no more than it has where only a line alarms."""
-    return int(HEADROOM * watch.forecast.needed_bytes)
+    return int(MEMORY_HEADROOM * watch.forecast.needed_bytes)
 
 
 def _more_memory(state: Correction, current: Sizes, watch: MemoryWatch) -> Verdict:
@@ -319,5 +326,5 @@ def _more_memory(state: Correction, current: Sizes, watch: MemoryWatch) -> Verdi
         return Verdict(state, None, f"{why}, and the budget has no more")
     change = Change(sizes=current, pool=watch.pool, memory_bytes=given)
     short = "" if given == needed else f" of the {needed:,} it will need"
-    after = replace(state, in_flight=change, wished=0, direction=0)
+    after = replace(state, in_flight=change, num_agreeing_ticks=0, direction=0)
     return Verdict(after, change, f"{why}: {given:,} bytes{short}")

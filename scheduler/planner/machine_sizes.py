@@ -15,7 +15,7 @@ from scheduler.model.grid import MIB, mib
 from scheduler.model.memory import trainer_memory, worker_bytes
 from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
-from scheduler.planner.candidates import candidates
+from scheduler.planner.candidates import find_candidates
 from scheduler.planner.policy import SEED
 from schemas.config.schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
@@ -133,20 +133,20 @@ def _words(path: Path) -> list[str]:
         return []
 
 
-def named_or(budget: BudgetConfig, machine: BudgetConfig) -> BudgetConfig:
+def fill_budget(budget: BudgetConfig, machine: BudgetConfig) -> BudgetConfig:
     """Return a budget with the cores and the memory of a machine, where it names none."""
     cpus = machine.cpus if budget.cpus == UNNAMED_CPUS else budget.cpus
     memory = machine.memory if budget.memory == UNNAMED_MEMORY else budget.memory
     return replace(budget, cpus=cpus, memory=memory)
 
 
-def on_cluster(config: ScheduleConfig) -> ScheduleConfig:
+def cluster_schedule(config: ScheduleConfig) -> ScheduleConfig:
     """Return a schedule with the budget that it has in Pods, where it names none."""
     default = BudgetConfig(cpus=CLUSTER_CPUS, memory=CLUSTER_MEMORY)
-    return replace(config, budget=named_or(config.budget, default))
+    return replace(config, budget=fill_budget(config.budget, default))
 
 
-def on_machine(
+def machine_schedule(
     snapshot: Snapshot,
     budget: BudgetConfig,
     *,
@@ -179,7 +179,7 @@ def on_machine(
 
 def _fits(snapshot: Snapshot, config: ScheduleConfig, models: Models) -> bool:
     try:
-        candidates(snapshot, config, models, np.random.default_rng(SEED))
+        find_candidates(snapshot, config, models, np.random.default_rng(SEED))
     except PlanError:
         return False
     return True

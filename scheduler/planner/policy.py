@@ -12,7 +12,7 @@ from scheduler.model.grid import Grid, Ints, preprocessing_resources, training_r
 from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.model.terms import Floats
-from scheduler.planner.candidates import Predictions, candidates, predict
+from scheduler.planner.candidates import Predictions, find_candidates, predict_candidates
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
 
@@ -61,7 +61,7 @@ class PlanDecision:
     """Best plan with another training pool, None when there is no other."""
     other_preprocessing: Candidate | None
     """Best plan with the same training pool and another preprocessing pool."""
-    thrifty: Candidate | None = None
+    unweighted: Candidate | None = None
     """What time x cost would choose, None where that is chosen or a deadline decides."""
     num_candidates: int
     """Plans that were compared."""
@@ -79,16 +79,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def preprocessing_words(candidate: Candidate) -> str:
+def describe_preprocessing(candidate_at: Candidate) -> str:
     """Return the size of the preprocessing pool."""
-    jobs = counted(candidate.segment_jobs, "segment job")
-    return f"{jobs} x {counted(candidate.workers_per_job, 'worker')}"
+    jobs = counted(candidate_at.segment_jobs, "segment job")
+    return f"{jobs} x {counted(candidate_at.workers_per_job, 'worker')}"
 
 
-def training_words(candidate: Candidate) -> str:
+def describe_training(candidate_at: Candidate) -> str:
     """Return the size of the training pool."""
-    stores = counted(candidate.num_stores, "store")
-    return f"{counted(candidate.num_replicas, 'replica')} and {stores}"
+    stores = counted(candidate_at.num_stores, "store")
+    return f"{counted(candidate_at.num_replicas, 'replica')} and {stores}"
 
 
 # Choose the sizes of both pools among all candidates, on one snapshot.
@@ -104,7 +104,7 @@ SEED = 0
 """Of the search among more candidates than can be enumerated."""
 TOLERANCE = 0.01
 """Relative difference below which two plans are equally good: no prediction is better than that."""
-HASTE = 8.0
+TIME_COST_EXPONENT = 8.0
 """What `budget.haste` is where nobody says: cores that stand idle help nobody. Measured with
 `benchmarks.policies` (`presage-live`, philly, 2026-11-22): 8 takes 17 % off the mean completion
 time of 1 where requests fill 0.3 of the cluster (200 jobs, seeds 0 to 3), 13 % at 0.8 (300 jobs,
@@ -118,8 +118,8 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
         PlanError: nothing fits, or nothing is fast enough; the message names what would work.
     """
     models = fit_models(snapshot, config)
-    grid = candidates(snapshot, config, models, np.random.default_rng(SEED))
-    found = predict(grid, snapshot, config, models)
+    grid = find_candidates(snapshot, config, models, np.random.default_rng(SEED))
+    found = predict_candidates(grid, snapshot, config, models)
     order = preference(grid, found, config)
     best = int(order[0])
     _check_deadline(found, best, config)
@@ -127,16 +127,16 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
         grid.num_stores[order] == grid.num_stores[best]
     )
     return PlanDecision(
-        chosen=candidate(grid, found, config, best),
+        chosen=candidate_at(grid, found, config, best),
         other_training=_first(order[~same], grid, found, config),
         other_preprocessing=_first(order[same][1:], grid, found, config),
-        thrifty=_thrifty(best, grid, found, config),
+        unweighted=_thrifty(best, grid, found, config),
         num_candidates=len(grid),
         models=models,
     )
 
 
-def chosen_predictions(
+def predict_chosen(
     snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
 ) -> tuple[Prediction, Prediction]:
     """Return what is predicted of a chosen plan's steps and segment jobs, with intervals."""
@@ -167,19 +167,19 @@ def objective(found: Predictions, config: ScheduleConfig) -> Floats:
     """Return what is to be small: the cost with a deadline, both weighed by haste without."""
     if config.deadline is not None:
         return found.cost
-    return weigh(found.predicted_sec, found.cost, haste_of(config.budget))
+    return weighted_cost(found.predicted_sec, found.cost, resolve_time_cost_exponent(config.budget))
 
 
-def haste_of(budget: BudgetConfig) -> float:
+def resolve_time_cost_exponent(budget: BudgetConfig) -> float:
     """Return how many per cent of cost one per cent of time is worth."""
-    return HASTE if budget.haste is None else budget.haste
+    return TIME_COST_EXPONENT if budget.haste is None else budget.haste
 
 
 @overload
-def weigh(seconds: float, cost: float, haste: float) -> float: ...
+def weighted_cost(seconds: float, cost: float, haste: float) -> float: ...
 @overload
-def weigh(seconds: Floats, cost: Floats, haste: float) -> Floats: ...
-def weigh(seconds: Any, cost: Any, haste: float) -> Any:
+def weighted_cost(seconds: Floats, cost: Floats, haste: float) -> Floats: ...
+def weighted_cost(seconds: Any, cost: Any, haste: float) -> Any:
     """Return what is small where time^haste x cost is: time x cost as a mean that haste weighs.
 
     The power keeps a share of it meaning the same, whatever the haste: where time and cost
@@ -193,7 +193,7 @@ def weigh(seconds: Any, cost: Any, haste: float) -> Any:
     return seconds ** (haste * each) * cost**each
 
 
-def candidate(grid: Grid, found: Predictions, config: ScheduleConfig, index: int) -> Candidate:
+def candidate_at(grid: Grid, found: Predictions, config: ScheduleConfig, index: int) -> Candidate:
     """Return one candidate as plain numbers."""
     preprocessing = preprocessing_resources(grid, config)
     training = training_resources(grid, config)
@@ -216,16 +216,16 @@ def candidate(grid: Grid, found: Predictions, config: ScheduleConfig, index: int
 
 
 def _first(order: Ints, grid: Grid, found: Predictions, config: ScheduleConfig) -> Candidate | None:
-    return candidate(grid, found, config, int(order[0])) if len(order) else None
+    return candidate_at(grid, found, config, int(order[0])) if len(order) else None
 
 
 def _thrifty(best: int, grid: Grid, found: Predictions, config: ScheduleConfig) -> Candidate | None:
     """Return what time x cost would choose, None where that is chosen or a deadline decides."""
-    if config.deadline is not None or haste_of(config.budget) == 1.0:
+    if config.deadline is not None or resolve_time_cost_exponent(config.budget) == 1.0:
         return None
     even = replace(config, budget=replace(config.budget, haste=1.0))
     other = int(preference(grid, found, even)[0])
-    return None if other == best else candidate(grid, found, config, other)
+    return None if other == best else candidate_at(grid, found, config, other)
 
 
 def _check_deadline(found: Predictions, best: int, config: ScheduleConfig) -> None:

@@ -23,12 +23,12 @@ from scheduler.planner.policy import (
     TOLERANCE,
     Candidate,
     PlanDecision,
-    chosen_predictions,
     counted,
-    haste_of,
-    preprocessing_words,
-    training_words,
-    weigh,
+    describe_preprocessing,
+    describe_training,
+    predict_chosen,
+    resolve_time_cost_exponent,
+    weighted_cost,
 )
 from schemas.config.schedule import ScheduleConfig
 
@@ -50,13 +50,13 @@ def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
 
 def confident(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> bool:
     """Tell whether both pools were measured near the chosen sizes."""
-    return not doubts(snapshot, config, decision)
+    return not caveats(snapshot, config, decision)
 
 
-def doubts(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
+def caveats(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
     """Return what the prediction rests on without a measurement, empty when nothing."""
     fit, chosen = decision.models.training, decision.chosen
-    steps, segments = chosen_predictions(snapshot, config, decision)
+    steps, segments = predict_chosen(snapshot, config, decision)
     found: list[str] = []
     if not snapshot.facts.measured:
         found.append("sizes of the data come from the job file, not from a dataset")
@@ -65,7 +65,7 @@ def doubts(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -
     elif not segments.confident[0]:
         found.append(f"segment times may be {_interval(segments)} of the predicted ones")
     if not fit.num_cells:
-        names = dict.fromkeys(name for name, _ in decision.models.neighbours)
+        names = dict.fromkeys(name for name, _ in decision.models.similar_jobs)
         like = ", ".join(list(names)[:NAMED])
         found.append(f"no run was measured{like and f', it is taken to be like {like}'}")
     elif not steps.confident[0]:
@@ -86,22 +86,22 @@ def preprocessing_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     chosen, other = decision.chosen, decision.other_preprocessing
     segments = counted(decision.models.num_segments, "segment")
     text = (
-        f"preprocessing: {preprocessing_words(chosen)} make {chosen.rows_per_sec:,.0f} rows/s; "
+        f"preprocessing: {describe_preprocessing(chosen)} make {chosen.rows_per_sec:,.0f} rows/s; "
         f"the data gives {segments}, as each needs {SEGMENT_BATCHES} batches"
         f"{_parts(decision.models.num_parts)}"
     )
     if other is None:
         return f"{text}; the limits and the budget allow no other size"
-    return f"{text}; runner-up {preprocessing_words(other)}: {_why_not(chosen, other, config)}"
+    return f"{text}; runner-up {describe_preprocessing(other)}: {_why_not(chosen, other, config)}"
 
 
 def training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     """Say why the training pool has its size."""
     chosen, other = decision.chosen, decision.other_training
-    text = f"training: {training_words(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
+    text = f"training: {describe_training(chosen)} train {chosen.samples_per_sec:,.0f} samples/s"
     if other is None:
         return f"{text}; the limits and the budget allow no other size"
-    return f"{text}; runner-up {training_words(other)}: {_why_not(chosen, other, config)}"
+    return f"{text}; runner-up {describe_training(other)}: {_why_not(chosen, other, config)}"
 
 
 def balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
@@ -146,7 +146,7 @@ def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     chosen, budget = decision.chosen, config.budget
     cpus = chosen.preprocessing_cpus + chosen.training_cpus
     memory = chosen.preprocessing_memory_bytes + chosen.training_memory_bytes
-    rule = _haste_rule(haste_of(config.budget), decision)
+    rule = _haste_rule(resolve_time_cost_exponent(config.budget), decision)
     if config.deadline is not None:
         spare = config.deadline.total_seconds() - chosen.predicted_sec
         rule = f"the lowest cost that meets the deadline, with {spare:,.0f} s to spare"
@@ -158,7 +158,7 @@ def rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
 
 def _haste_rule(haste: float, decision: PlanDecision) -> str:
     """Say how time and cost were weighed, and what weighing them alike would have come to."""
-    chosen, thrifty = decision.chosen, decision.thrifty
+    chosen, thrifty = decision.chosen, decision.unweighted
     if haste == 1.0:
         return "the smallest time x cost, as no deadline is set"
     rule = (
@@ -170,14 +170,14 @@ def _haste_rule(haste: float, decision: PlanDecision) -> str:
     sec = _percent(thrifty.predicted_sec, chosen.predicted_sec, "more time", "less time")
     cost = _percent(thrifty.cost, chosen.cost, "more cost", "less cost")
     return (
-        f"{rule}; the smallest time x cost would be {preprocessing_words(thrifty)}, "
-        f"{training_words(thrifty)}: {sec} and {cost}"
+        f"{rule}; the smallest time x cost would be {describe_preprocessing(thrifty)}, "
+        f"{describe_training(thrifty)}: {sec} and {cost}"
     )
 
 
 def trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
     """Say what the prediction rests on."""
-    found = doubts(snapshot, config, decision)
+    found = caveats(snapshot, config, decision)
     fit, builds = decision.models.training, snapshot.history.builds
     compared = f"{counted(decision.num_candidates, 'plan')} compared"
     if found:
@@ -205,8 +205,10 @@ def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str
         ratio = other.cost / chosen.cost if chosen.cost else 1.0
         text = f"also meets the deadline of {wanted:,.0f} s, {sec} and {cost}"
     else:
-        haste = haste_of(config.budget)
-        product, base = (weigh(one.predicted_sec, one.cost, haste) for one in (other, chosen))
+        haste = resolve_time_cost_exponent(config.budget)
+        product, base = (
+            weighted_cost(one.predicted_sec, one.cost, haste) for one in (other, chosen)
+        )
         ratio = product / base if base else 1.0
         worse = _percent(product, base, "more time x cost", "less time x cost")
         weighed = "" if haste == 1.0 else f" where time counts {haste:g} times"
@@ -256,7 +258,7 @@ def predicted_memory(snapshot: Snapshot, decision: PlanDecision) -> ProcessMemor
     )
 
 
-def as_json(
+def plan_to_json(
     snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
 ) -> dict[str, object]:
     """Return what `plan --json` prints."""
@@ -288,16 +290,18 @@ def as_json(
     }
 
 
-def summary(decision: PlanDecision) -> str:
+def plan_summary(decision: PlanDecision) -> str:
     """Return the plan in one line."""
     c = decision.chosen
     return (
-        f"{preprocessing_words(c)}, {training_words(c)}: "
+        f"{describe_preprocessing(c)}, {describe_training(c)}: "
         f"{c.predicted_sec:,.0f} s, cost {c.cost:.4g}"
     )
 
 
-def explain(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> RenderableType:
+def explain_plan(
+    snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
+) -> RenderableType:
     """Return the plan as a table of pools and a list of reasons."""
     chosen, memory = decision.chosen, predicted_memory(snapshot, decision)
     table = Table(title=snapshot.job.name, title_justify="left")
@@ -307,11 +311,15 @@ def explain(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
     for row in (
         (
             "processes",
-            preprocessing_words(chosen),
-            training_words(chosen),
+            describe_preprocessing(chosen),
+            describe_training(chosen),
         ),
         ("cores", f"{chosen.preprocessing_cpus:g}", f"{chosen.training_cpus:g}"),
-        ("memory", mib(chosen.preprocessing_memory_bytes), mib(chosen.training_memory_bytes)),
+        (
+            "memory",
+            mib(chosen.preprocessing_memory_bytes),
+            mib(chosen.training_memory_bytes),
+        ),
         (
             "predicted",
             f"worker {mib(memory.worker_bytes)}",

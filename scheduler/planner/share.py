@@ -9,12 +9,12 @@ import numpy as np
 
 from scheduler.model.grid import Grid, preprocessing_resources, training_resources
 from scheduler.model.terms import Floats
-from scheduler.planner.candidates import IntArray, Predictions, front
+from scheduler.planner.candidates import IntArray, Predictions, pareto_front
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 WAITING = -1
 """The choice of a job that gets nothing yet."""
-KEPT = 1.25
+RUNNING_FACTOR = 1.25
 """Times that a job that runs is more urgent than one that waits with as much left: what is a
 little shorter is not worth the end of segment jobs and the time that trainers need to begin."""
 
@@ -48,7 +48,7 @@ class Options:
         return np.stack(shares, axis=1)
 
 
-def urgency_of(left_sec: Floats, runs: np.ndarray) -> Floats:
+def urgencies(left_sec: Floats, runs: np.ndarray) -> Floats:
     """Return how urgent jobs are beside each other: the less time is left, the more.
 
     Args:
@@ -63,10 +63,10 @@ def urgency_of(left_sec: Floats, runs: np.ndarray) -> Floats:
     known = np.isfinite(left_sec)
     usual = max(1.0, float(np.median(left_sec[known]))) if known.any() else 1.0
     left = np.maximum(np.where(known, left_sec, usual), 1.0)
-    return usual / left * np.where(runs, KEPT, 1.0)
+    return usual / left * np.where(runs, RUNNING_FACTOR, 1.0)
 
 
-def options(
+def job_options(
     grid: Grid, found: Predictions, config: ScheduleConfig, preferred: int
 ) -> tuple[IntArray, Options]:
     """Return the plans of one job that others may leave it, none faster than its own choice.
@@ -81,7 +81,7 @@ def options(
         (n,) indices into the grid, and what the job gives and takes there.
     """
     objectives = np.stack([found.cost_per_hour, found.predicted_sec], axis=1)
-    best = front(objectives)
+    best = pareto_front(objectives)
     best = best[found.predicted_sec[best] > found.predicted_sec[preferred]]
     chosen = np.append(best[found.cost_per_hour[best] < found.cost_per_hour[preferred]], preferred)
     pools = preprocessing_resources(grid, config), training_resources(grid, config)
@@ -146,7 +146,7 @@ class Table:
         return (cpus > left[0] + ROUNDED) | (memory > left[1] + ROUNDED)
 
 
-def upgraded(jobs: Sequence[Options], budget: BudgetConfig) -> list[int]:
+def choose_greedily(jobs: Sequence[Options], budget: BudgetConfig) -> list[int]:
     """Return which of its plans each job gets, WAITING where none fits.
 
     Args:
@@ -230,7 +230,7 @@ MAX_JOBS = 32
 """With more jobs no exchange is looked for: all pairs of all plans take too long."""
 
 
-def share(
+def share_budget(
     jobs: Sequence[Options], budget: BudgetConfig, exchanges: int = MAX_ROUNDS
 ) -> tuple[int, ...]:
     """Return which of its plans each job gets, WAITING where none fits.
@@ -240,7 +240,7 @@ def share(
         budget: what all have together.
         exchanges: most changes of two jobs at once.
     """
-    chosen = upgraded(jobs, budget)
+    chosen = choose_greedily(jobs, budget)
     shares = [job.shares(budget) for job in jobs]
     for _ in range(exchanges if len(jobs) <= MAX_JOBS else 0):
         exchange = _best_exchange(jobs, shares, chosen)

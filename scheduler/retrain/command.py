@@ -14,7 +14,7 @@ from rich.table import Table
 
 from scheduler.drivers.base import asked_to_end
 from scheduler.drivers.platforms import ThisMachine
-from scheduler.files import alone
+from scheduler.files import directory_lock
 from scheduler.retrain.decide import REFUSED, Asked, Finished
 from scheduler.retrain.drive import Flags, Retraining, retrain_day
 from scheduler.retrain.records import (
@@ -268,4 +268,4 @@ def _check_split(job: Job, path: Path) -> None:
 
 def _alone(root: Root) -> AbstractContextManager[None]:
     must = "root must have one retraining at a time"
-    return alone(root.folder, must, "wait for it, or end it")
+    return directory_lock(root.folder, must, "wait for it, or end it")

@@ -12,9 +12,9 @@ from typing import Any
 from scheduler.drivers.base import Processes
 from scheduler.drivers.local.commands import module, on_this_machine
 from scheduler.model.snapshot import Snapshot, take_snapshot
-from scheduler.planner.machine_sizes import machine_budget, on_machine
+from scheduler.planner.machine_sizes import machine_budget, machine_schedule
 from scheduler.planner.policy import plan
-from scheduler.planner.reasons import summary
+from scheduler.planner.reasons import plan_summary
 from scheduler.retrain.decide import (
     Asked,
     Await,
@@ -87,13 +87,13 @@ def sizes_of(job_file: Path, root: Root, *, allow_outside: bool = False) -> Size
     training = replace(schedule.training, max_stores=0)
     alone = replace(snapshot.job, schedule=replace(schedule, training=training))
     snapshot = replace(snapshot, job=alone)
-    config, changes = on_machine(snapshot, budget, shares_cores=machine.cpus < own.cpus)
+    config, changes = machine_schedule(snapshot, budget, shares_cores=machine.cpus < own.cpus)
     decision = plan(snapshot, config)
     chosen = decision.chosen
     return Sizes(
         workers=chosen.workers_per_job,
         num_replicas=chosen.num_replicas,
-        words="; ".join([summary(decision), *changes]),
+        words="; ".join([plan_summary(decision), *changes]),
     )
 
 

@@ -10,7 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from scheduler.files import Lines, whole_bytes
+from scheduler.files import AppendLog, whole_bytes
 from schemas.errors import PlanError, SchemaError
 
 PLACE = "{date}"
@@ -412,7 +412,7 @@ STATE = "state.jsonl"
 """Name of the log in the root."""
 
 
-class Log(Lines):
+class Log(AppendLog):
     """A log that is read and then written; a context."""
 
     def __init__(self, path: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from scheduler.elasticity import Headroom
-from scheduler.model.fit import Window, fit_window, observe, over
+from scheduler.model.fit import Window, fit_window, merge_windows, observe
 from scheduler.model.terms import Floats, TrainingSetting
-from scheduler.planner.correction import REACH
+from scheduler.planner.correction import MAX_GROWTH
 from scheduler.simulator.views import JobView, Measured, Sizes, Snapshot
 
 # What was measured of each kind of job, and models fitted to it.
@@ -116,7 +116,7 @@ class Knowledge:
     def window(self, kind: str) -> Window:
         """Return the steps of a kind: at each size those that are not in doubt, if there are."""
         doubted, heard = self.doubted.get(kind, Heard()), self.heard.get(kind, Heard())
-        return over(doubted.window, heard.window)
+        return merge_windows(doubted.window, heard.window)
 
     def cores(self, kind: str, least: int) -> list[tuple[float, ...]]:
         """Return the cores of a kind: those not in doubt, if there are as many as `least`."""
@@ -169,7 +169,7 @@ def fit_ours(window: Window, allowed: np.ndarray, batch_samples: float) -> Float
     for cell in window.cells.values():
         here = (replicas == round(cell.columns[3])) & (stores == round(cell.columns[4]))
         seconds[here] = np.median(cell.seconds)
-    near = (replicas <= REACH * most_replicas) & (stores <= REACH * most_stores)
+    near = (replicas <= MAX_GROWTH * most_replicas) & (stores <= MAX_GROWTH * most_stores)
     return np.where(near, seconds, np.nan)
 
 

@@ -9,34 +9,34 @@ import numpy as np
 
 from scheduler.controller.tick import PAUSE_SEC
 from scheduler.elasticity import (
-    Both,
-    Cores,
-    Given,
+    CoreGrant,
+    CoreReadings,
     Headroom,
-    Place,
+    PoolReadings,
+    PoolSizes,
     Reading,
-    bursts,
-    fitted,
-    headroom_of,
-    heard,
+    add_readings,
+    burst_readings,
+    estimate_headroom,
+    fit_pool_cores,
 )
 from scheduler.model.grid import GIB
 from scheduler.model.memory import forecast
 from scheduler.model.terms import Floats
-from scheduler.planner.candidates import front
+from scheduler.planner.candidates import pareto_front
 from scheduler.planner.correction import (
-    ENOUGH,
-    HEADROOM,
+    MEMORY_HEADROOM,
+    MIN_GAIN,
     Correction,
     MemoryWatch,
-    Outlook,
-    after_oom,
-    correct,
-    ended,
+    SizeComparison,
+    decide_correction,
+    end_change,
     is_urgent,
+    memory_after_oom,
 )
-from scheduler.planner.policy import HASTE, Candidate, weigh
-from scheduler.planner.share import WAITING, Options, share, urgency_of
+from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, weighted_cost
+from scheduler.planner.share import WAITING, Options, share_budget, urgencies
 from scheduler.simulator.baselines import give_back
 from scheduler.simulator.knowledge import MIN_ROWS, Kind, Knowledge, fit_ours, kind_of
 from scheduler.simulator.views import Handling, JobView, Measured, Readings, Sizes, Snapshot
@@ -47,7 +47,7 @@ from schemas.config.schedule import BudgetConfig
 class Parts:
     """What of our policy is on. What is not of `LIVE` is not done by the scheduler that runs."""
 
-    haste: float = HASTE
+    haste: float = TIME_COST_EXPONENT
     """By what power time counts against cost."""
     urgent: bool = True
     """Whether jobs with less left go first, and gain more."""
@@ -110,11 +110,11 @@ class Needs:
     """
 
     version: int = 0
-    cores: Cores = field(default_factory=Cores)
+    cores: CoreReadings = field(default_factory=CoreReadings)
     memory: tuple[float, float] | None = None
     looks: int = 0
     oom: int = 0
-    given: tuple[int, Headroom, Given | None] | None = None
+    given: tuple[int, Headroom, CoreGrant | None] | None = None
 
 
 class Estimates:
@@ -130,7 +130,7 @@ class Estimates:
         self.knowledge = Knowledge(fit_ours)
         self.kinds: dict[str, Kind] = {}
         self.needs: dict[int, Needs] = {}
-        self.bursts: dict[str, dict[tuple[int, Place], list[Reading]]] = {}
+        self.bursts: dict[str, dict[tuple[int, PoolSizes], list[Reading]]] = {}
         self.headrooms: dict[str, Headroom] = {}
         self.updates: dict[str, int] = {}
 
@@ -159,17 +159,19 @@ class Estimates:
         needs = self.needs[measured.job]
         needs.version += 1
         at = measured.num_replicas, measured.num_stores
-        needs.cores = heard(needs.cores, at, readings_of(measured, view.current or view.request))
+        needs.cores = add_readings(
+            needs.cores, at, readings_of(measured, view.current or view.request)
+        )
         told = self.bursts.setdefault(measured.kind, {})
-        found = bursts(needs.cores.here())
+        found = burst_readings(needs.cores.here())
         if found and self.parts.fit_cores and self.parts.kin and len(told) < MAX_GROUPS:
             told[measured.job, needs.cores.at] = found
             self._burst(measured.kind)
 
     def _burst(self, kind: str) -> None:
         """Take over the headroom of a kind, where it is another one."""
-        before, after = self._headroom(kind), headroom_of(list(self.bursts[kind].values()))
-        changes = after.give / before.give, after.doubted / before.doubted
+        before, after = self._headroom(kind), estimate_headroom(list(self.bursts[kind].values()))
+        changes = after.give / before.give, after.suspect_below / before.suspect_below
         if after.known > before.known or max(changes) > MOVED or min(changes) < 1.0 / MOVED:
             self.headrooms[kind] = after
             self.updates[kind] = self.updates.get(kind, 0) + 1
@@ -182,13 +184,13 @@ class Estimates:
         given = self.fitted(measured.job, measured.kind)
         return given is not None and (given.trying or given.slower)
 
-    def fitted(self, job: int, kind: str) -> Given | None:
+    def fitted(self, job: int, kind: str) -> CoreGrant | None:
         """Return what a job is to get where it was measured last; None before that."""
         if not self.parts.fit_cores:
             return None
         needs, headroom = self.needs[job], self._headroom(kind)
         if needs.given is None or needs.given[:2] != (needs.version, headroom):
-            needs.given = needs.version, headroom, fitted(needs.cores, headroom)
+            needs.given = needs.version, headroom, fit_pool_cores(needs.cores, headroom)
         return needs.given[2]
 
     def cores(self, view: JobView, kind: Kind) -> tuple[Floats, Floats]:
@@ -243,7 +245,7 @@ class Estimates:
         readings = snapshot.readings(view.job)
         wanted = _foreseen(readings, given[0], passed, give_back=self.parts.give_back)
         if killed and self.parts.grow_after_oom:
-            wanted = max(wanted or 0.0, after_oom(given[0], 0.0, np.inf))
+            wanted = max(wanted or 0.0, memory_after_oom(given[0], 0.0, np.inf))
         if wanted is not None:
             needs.memory = wanted, wanted * readings.tables_share
             needs.version += 1
@@ -259,7 +261,7 @@ class Estimates:
         return replace(sampled or view.request, replica_memory=memory[0], tables_memory=memory[1])
 
 
-def readings_of(measured: Measured, given: Sizes) -> Both:
+def readings_of(measured: Measured, given: Sizes) -> PoolReadings:
     """Return what was measured of a job's pools.
 
     Args:
@@ -280,7 +282,7 @@ def _foreseen(readings: Readings, given: float, passed: int, *, give_back: bool)
     )  # fmt: skip
     if not seen.confident:
         return None
-    wanted = HEADROOM * seen.needed_bytes
+    wanted = MEMORY_HEADROOM * seen.needed_bytes
     if give_back:
         return wanted
     now = int(readings.steps[-1])
@@ -289,7 +291,7 @@ def _foreseen(readings: Readings, given: float, passed: int, *, give_back: bool)
         pool="training",
         forecast=seen,
         now_step=now,
-        lead_steps=later[0] - now,
+        lookahead_steps=later[0] - now,
         limit_bytes=int(given),
         room_bytes=int(given),
     )
@@ -378,7 +380,7 @@ class PresagePolicy:
         if key != self.shared[0]:
             capacity = snapshot.capacity
             budget = replace(PRICES, cpus=capacity.cpus, memory=int(capacity.memory_bytes))
-            self.shared = key, share(self._asking(snapshot), budget, exchanges=0)
+            self.shared = key, share_budget(self._asking(snapshot), budget, exchanges=0)
         return self.shared[1]
 
     def _asking(self, snapshot: Snapshot) -> list[Options]:
@@ -389,10 +391,10 @@ class PresagePolicy:
         steps = [v.left_samples / snapshot.batch_samples[v.kind] for v in snapshot.jobs]
         left = np.array(steps) * np.array([plans.seconds[-1] for plans in found])
         runs = np.array([view.current is not None for view in snapshot.jobs], bool)
-        urgencies = urgency_of(left, runs).tolist()
+        weights = urgencies(left, runs).tolist()
         return [
             replace(plans.options, urgency=urgency)
-            for plans, urgency in zip(found, urgencies, strict=True)
+            for plans, urgency in zip(found, weights, strict=True)
         ]
 
     def _plans(self, view: JobView, snapshot: Snapshot) -> Plans:
@@ -415,9 +417,9 @@ class PresagePolicy:
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
         held = kind.replicas * memory[0] + memory[1]
         price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * held / GIB
-        weighed = weigh(kind.seconds, kind.seconds * price, self.parts.haste)
+        weighed = weighted_cost(kind.seconds, kind.seconds * price, self.parts.haste)
         preferred = int(weighed.argmin())
-        best = front(np.stack([price, kind.seconds], axis=1))
+        best = pareto_front(np.stack([price, kind.seconds], axis=1))
         slower = best[kind.seconds[best] > kind.seconds[preferred]]
         slower = slower[price[slower] < price[preferred]]
         places = np.append(_apart(slower, kind.seconds), preferred)
@@ -479,10 +481,10 @@ class PresagePolicy:
         if not np.isfinite(new_sec):
             return False
         now, new = (
-            weigh(seconds, seconds * _price(sizes), self.parts.haste)
+            weighted_cost(seconds, seconds * _price(sizes), self.parts.haste)
             for seconds, sizes in ((now_sec, current), (new_sec, target))
         )
-        seen = Outlook(
+        seen = SizeComparison(
             current=_candidate(current, now_sec),
             best=_candidate(target, new_sec),
             gain=1.0 - new / now,
@@ -491,8 +493,8 @@ class PresagePolicy:
         )
         before = self.corrections[view.job]
         if before.in_flight is not None:
-            before = ended(before, view.since_sec + PAUSE_SEC)
-        verdict = correct(before, snapshot.now_sec, seen)
+            before = end_change(before, view.since_sec + PAUSE_SEC)
+        verdict = decide_correction(before, snapshot.now_sec, seen)
         self.corrections[view.job] = verdict.state
         return verdict.change is not None
 
@@ -527,7 +529,7 @@ def _apart(places: np.ndarray, seconds: Floats) -> np.ndarray:
 def _fitted(current: Sizes, target: Sizes) -> bool:
     """Tell whether cores or memory are so far off that a change pays, or too few."""
     cpus, memory = target.cpus / current.cpus, target.memory_bytes / current.memory_bytes
-    return min(cpus, memory) < 1.0 - ENOUGH or cpus > 1.0 + ENOUGH / 2.0
+    return min(cpus, memory) < 1.0 - MIN_GAIN or cpus > 1.0 + MIN_GAIN / 2.0
 
 
 def _price(sizes: Sizes) -> float:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from scheduler.controller.events import Event
 from scheduler.controller.handle import handle
-from scheduler.controller.log import decision_of, record_of
+from scheduler.controller.log import parse_record, to_decision
 from scheduler.controller.state import State
 from scheduler.status.journal import Journal, record
 from scheduler.status.metrics import CONTENT_TYPE, metrics_text
@@ -89,7 +89,7 @@ class Board:
         number = self._line + 1
         try:
             body: Any = json.loads(line)
-            found = record_of(body)
+            found = parse_record(body)
         except (ValueError, KeyError, TypeError) as error:
             raise self._wrong(f"be an event or a decision, got {line[:80]!r}", number) from error
         if isinstance(found, Event):
@@ -97,7 +97,7 @@ class Board:
                 raise self._wrong("be the decision that follows, got the next event", number)
             before = self._state
             self._state, actions = handle(before, found)
-            decisions = [decision_of(action, self._state.now_sec) for action in actions]
+            decisions = [to_decision(action, self._state.now_sec) for action in actions]
             self._journal = record(self._journal, before, found, self._state, decisions)
             self._expected.extend(decisions)
         elif not self._expected or self._expected[0] != found:

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from scheduler.controller.events import Ended, Event, Started, Stepped
-from scheduler.controller.state import ENDED, JobState, State
+from scheduler.controller.state import ENDED_PHASES, JobState, State
 from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import GIB, Grid
 from scheduler.model.predict import fit_models, segment_setting, training_setting
@@ -288,7 +288,7 @@ def _spent(known: Mapping[str, float], before: State, now_sec: float) -> Mapping
 
 def _ended(known: Mapping[str, float], after: State) -> Mapping[str, float]:
     """Return when jobs ended; one that goes on has not."""
-    over = [job.name for job in after.jobs.values() if job.phase in ENDED]
+    over = [job.name for job in after.jobs.values() if job.phase in ENDED_PHASES]
     return {name: known.get(name, after.now_sec) for name in over}
 
 

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from scheduler.controller.state import Phase, Status
-from scheduler.controller.watch import LEAD_SEC
+from scheduler.controller.watch import LOOKAHEAD_SEC
 from scheduler.status.view import JobView, View
 
 JOB = ("job",)
@@ -173,7 +173,7 @@ def _of_stores(jobs: Iterable[JobView]) -> Iterator[Metric]:
         ),
         (
             "predicted_access_share",
-            f"The same in {LEAD_SEC:.0f} s, if no range moves until then.",
+            f"The same in {LOOKAHEAD_SEC:.0f} s, if no range moves until then.",
             attrgetter("share_ahead"),
         ),
     ):

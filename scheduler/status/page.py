@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from scheduler.controller.slots import NUM_RANGES, spans
-from scheduler.controller.watch import LEAD_SEC
+from scheduler.controller.slots import NUM_RANGES, format_spans
+from scheduler.controller.watch import LOOKAHEAD_SEC
 from scheduler.planner.policy import counted
 from scheduler.status.html import (
     KIND_WORDS,
@@ -53,7 +53,7 @@ def stores_section(stores: Stores, key: str) -> str:
         key: id of the job's section.
     """
     key = f"{key}-stores"
-    ahead = f"accesses in {LEAD_SEC:.0f} s"
+    ahead = f"accesses in {LOOKAHEAD_SEC:.0f} s"
     head = ("store", "process", "state", "ranges", "accesses now", ahead, "memory", "cores")
     rows = map(_row, stores.stores)
     return (
@@ -103,7 +103,7 @@ def _moving(move: Move | None) -> str:
 
 def _row(store: StoreView) -> tuple[str, ...]:
     one = store.process
-    ranges = escape(spans(store.ranges))
+    ranges = escape(format_spans(store.ranges))
     shares = _share(store.share), _share(store.share_ahead)
     if one is None:
         return str(store.number), "none", "no process", ranges, *shares, "none", "none"

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scheduler.controller.log import LOG
-from scheduler.files import is_held
+from scheduler.files import is_locked
 from scheduler.planner.policy import counted
 from scheduler.status.board import Board, serving
 from scheduler.status.journal import Incident
@@ -233,7 +233,7 @@ def watching(output: Path, port: int, console: Console, say: Say) -> Generator[S
     with ExitStack() as stack:
         if console.is_terminal and not console.is_dumb_terminal:
             say = stack.enter_context(live(board, console))
-        if port != OFF and not is_held(output):
+        if port != OFF and not is_locked(output):
             address = stack.enter_context(serving(board, port))
             output.mkdir(parents=True, exist_ok=True)
             replace_bytes(output / ADDRESS, f"{address}\n".encode())

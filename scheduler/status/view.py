@@ -7,15 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from scheduler.controller.reconcile import wanted_stores
-from scheduler.controller.remaining import Left, left_of, room_of
-from scheduler.controller.slots import loads_of, spans
-from scheduler.controller.state import ENDED, JobState, Phase, PoolName, Process, State, Status
-from scheduler.controller.watch import accesses_at, step_in, step_sec_of, steps_ahead
+from scheduler.controller.reconcile import target_stores
+from scheduler.controller.remaining import RemainingWork, available_budget, remaining_work
+from scheduler.controller.slots import format_spans, store_loads
+from scheduler.controller.state import (
+    ENDED_PHASES,
+    JobState,
+    Phase,
+    PoolName,
+    Process,
+    State,
+    Status,
+)
+from scheduler.controller.watch import accesses_at, future_step, lookahead_steps, predict_step_sec
 from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import GIB, MIB, training_resources
 from scheduler.model.predict import training_setting
-from scheduler.planner.candidates import SEC_PER_HOUR, predict
+from scheduler.planner.candidates import SEC_PER_HOUR, predict_candidates
 from scheduler.status.journal import Incident, Journal, Kind, Speed, Usage, hour_price
 from schemas.run_log import Decision
 
@@ -163,7 +171,7 @@ class Move:
 def in_words(move: Move) -> str:
     """Return what moves from where to where, as far as it is known."""
     many = len(move.ranges) > 1
-    what = f"ranges {spans(move.ranges)} are" if many else f"range {move.ranges[0]} is"
+    what = f"ranges {format_spans(move.ranges)} are" if many else f"range {move.ranges[0]} is"
     target = "" if move.target is None else f" to {move.target}"
     return f"{what} moving from {move.source}{target}"
 
@@ -184,7 +192,9 @@ class Stores:
     """The step at which hot ranges are looked for; None where nobody knows."""
 
 
-def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -> Stores | None:
+def stores_of(
+    job: JobState, left: RemainingWork | None, decisions: Sequence[Decision]
+) -> Stores | None:
     """Return who holds a job's rows; None where it has no stores, or none any more.
 
     Args:
@@ -193,12 +203,12 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
         decisions: on the job, oldest first.
     """
     processes = {process.number: process for process in job.of_pool("store")}
-    owners = () if job.phase in ENDED else job.owners
+    owners = () if job.phase in ENDED_PHASES else job.owners
     numbers = sorted(processes.keys() | set(owners))
     if not numbers:
         return None
-    now, num_steps = step_in(job, 0), _steps_ahead(job, left)
-    ahead = None if num_steps is None else step_in(job, num_steps)
+    now, num_steps = future_step(job, 0), _steps_ahead(job, left)
+    ahead = None if num_steps is None else future_step(job, num_steps)
     shares, shares_ahead = (_shares(job, owners, numbers, step) for step in (now, ahead))
     return Stores(
         stores=tuple(
@@ -218,10 +228,10 @@ def stores_of(job: JobState, left: Left | None, decisions: Sequence[Decision]) -
     )
 
 
-def _steps_ahead(job: JobState, left: Left | None) -> int | None:
+def _steps_ahead(job: JobState, left: RemainingWork | None) -> int | None:
     if left is None or job.sizes is None:
         return None
-    return steps_ahead(left, step_sec_of(left, job.sizes))
+    return lookahead_steps(left, predict_step_sec(left, job.sizes))
 
 
 def _shares(
@@ -233,7 +243,7 @@ def _shares(
         return {number: float(number in whose) for number in numbers}
     if step is None or job.load is None or not whose:
         return {}
-    loads = loads_of(owners, accesses_at(job.load, step).tolist(), numbers)
+    loads = store_loads(owners, accesses_at(job.load, step).tolist(), numbers)
     whole = sum(loads.values())
     return {store: load / whole for store, load in loads.items()} if whole else {}
 
@@ -363,11 +373,11 @@ class View:
     @property
     def is_over(self) -> bool:
         """Whether every job has ended, with all its processes."""
-        return all(job.phase in ENDED and not job.pools for job in self.jobs)
+        return all(job.phase in ENDED_PHASES and not job.pools for job in self.jobs)
 
     def is_open(self, incident: Incident) -> bool:
         """Tell whether something that is gone still has no successor, and needs one."""
-        live = {job.name for job in self.jobs if job.phase not in ENDED}
+        live = {job.name for job in self.jobs if job.phase not in ENDED_PHASES}
         return bool(incident.process) and incident.back_sec is None and incident.job in live
 
 
@@ -392,7 +402,7 @@ def view_of(state: State, journal: Journal) -> View:
     )
 
 
-def forecast(job: JobState, left: Left | None) -> Forecast | None:
+def forecast(job: JobState, left: RemainingWork | None) -> Forecast | None:
     """Return what is predicted of a job's sizes for what is left of it; None unless it runs."""
     if left is None or job.sizes is None:
         return None
@@ -400,9 +410,9 @@ def forecast(job: JobState, left: Left | None) -> Forecast | None:
     steps = predict_seconds(
         left.models.training, training_setting(left.snapshot, left.config, grid)
     )
-    found = predict(grid, left.snapshot, left.config, left.models)
+    found = predict_candidates(grid, left.snapshot, left.config, left.models)
     seconds, cost = float(found.predicted_sec[0]), float(found.cost[0])
-    if not job.left_segments:
+    if not job.remaining_segments:
         rest = job.snapshot.facts.num_train_samples * job.snapshot.job.train.epochs
         seconds = max(0, rest - job.num_trained) / float(found.samples_per_sec[0])
         price = training_resources(grid, left.config).hour_price(left.config.budget)
@@ -411,7 +421,7 @@ def forecast(job: JobState, left: Left | None) -> Forecast | None:
         left_sec=seconds,
         left_cost=cost,
         samples_per_sec=float(found.samples_per_sec[0]),
-        rows_per_sec=float(found.rows_per_sec[0]) if job.left_segments else None,
+        rows_per_sec=float(found.rows_per_sec[0]) if job.remaining_segments else None,
         low=float(steps.low[0] / steps.seconds[0]),
         high=float(steps.high[0] / steps.seconds[0]),
         confident=bool(steps.confident[0]),
@@ -425,12 +435,12 @@ def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
     pools = tuple(_pool_view(job, name) for name in POOLS)
     left = None
     if job.sizes is not None and job.phase == "running":
-        left = left_of(job, state.now_sec, room_of(state, job), state.runner)
+        left = remaining_work(job, state.now_sec, available_budget(state, job), state.runner)
     return JobView(
         name=job.name,
         phase=job.phase,
         priority=document.schedule.priority,
-        since_sec=job.since_sec,
+        since_sec=job.submitted_sec,
         ended_sec=journal.ended_sec.get(job.name),
         deadline_sec=None if deadline is None else deadline.total_seconds(),
         segments_built=len(job.built),
@@ -464,9 +474,9 @@ def _wanted(job: JobState, name: PoolName) -> int:
     if sizes is None:
         return 0
     if name == "segment":
-        return min(sizes.segment_jobs if job.built else 1, job.left_segments)
+        return min(sizes.segment_jobs if job.built else 1, job.remaining_segments)
     if not job.built:
         return 0
     replicas = sizes.num_replicas if job.grouped else 0
-    stores = wanted_stores(sizes) if job.stores else job.num_stores or 0
+    stores = target_stores(sizes) if job.stores else job.num_stores or 0
     return {"lead": 1, "replica": replicas, "store": stores}[name]

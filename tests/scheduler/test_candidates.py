@@ -6,11 +6,16 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from scheduler.model.grid import Grid, overdraft
+from scheduler.model.grid import Grid, budget_excess
 from scheduler.model.predict import fit_models
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner import candidates as module
-from scheduler.planner.candidates import EXACT_POINTS, candidates, hypervolume, predict
+from scheduler.planner.candidates import (
+    EXACT_POINTS,
+    find_candidates,
+    hypervolume,
+    predict_candidates,
+)
 from scheduler.planner.policy import Candidate, plan
 from schemas.config.schedule import (
     BudgetConfig,
@@ -36,7 +41,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
 
 def objectives(grid: Grid, known: Snapshot) -> np.ndarray:
     """Return price an hour and the negative of throughput, from start to trained model."""
-    found = predict(grid, known, WIDE, fit_models(known, WIDE))
+    found = predict_candidates(grid, known, WIDE, fit_models(known, WIDE))
     return np.stack([found.cost_per_hour, -FACTS.num_samples / found.predicted_sec], axis=1)
 
 
@@ -45,12 +50,12 @@ def test_candidates_of_a_large_grid_cover_its_front_to_a_hundredth(
     known: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = fit_models(known, WIDE)
-    searched = candidates(known, WIDE, models, np.random.default_rng(1))
+    searched = find_candidates(known, WIDE, models, np.random.default_rng(1))
     with monkeypatch.context() as patch:
         patch.setattr(module, "EXACT_POINTS", 10**8)
-        every = candidates(known, WIDE, models, np.random.default_rng(1))
+        every = find_candidates(known, WIDE, models, np.random.default_rng(1))
     assert len(every) > 10 * len(searched)
-    assert (overdraft(searched, WIDE) == 0).all()
+    assert (budget_excess(searched, WIDE) == 0).all()
     exact, found = objectives(every, known), objectives(searched, known)
     reference = (float(exact[:, 0].max()), 0.0)
     assert 0.99 <= hypervolume(found, reference) / hypervolume(exact, reference) <= 1.0
@@ -64,9 +69,9 @@ def test_candidates_of_bounded_segment_jobs_are_those_of_all_that_are_small_enou
     usual = replace(known, facts=FACTS)
     models = replace(fit_models(usual, config), num_segments=4)
     rng = np.random.default_rng(1)
-    every = candidates(usual, config, models, rng)
+    every = find_candidates(usual, config, models, rng)
     small = every[every.workers_per_job <= largest]
-    found = candidates(usual, config, models, rng, largest)
+    found = find_candidates(usual, config, models, rng, largest)
     assert 0 < len(found) < len(every)
     assert all(map(np.array_equal, astuple(found), astuple(small)))
 

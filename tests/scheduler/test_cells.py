@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.model.fit import HALF_LIFE, LATEST, MAX_CELLS, Window, observe, over
+from scheduler.model.fit import HALF_LIFE, MAX_CELLS, MAX_PER_CELL, Window, merge_windows, observe
 from scheduler.model.terms import TrainingSetting
 
 
@@ -15,20 +15,22 @@ def at(*replicas: float, rows: float = 1.0) -> TrainingSetting:
 
 def test_observe_keeps_the_latest_of_each_setting_whatever_comes_after() -> None:
     window = observe(Window(), at(3), [5.0], 0.0)
-    for tick in range(3 * LATEST):
+    for tick in range(3 * MAX_PER_CELL):
         window = observe(window, at(2), [1.0 + tick / 1000], float(tick))
     assert window.columns()[:, 3].tolist() == [2.0, 3.0]
-    assert window.num_measurements == LATEST + 1
-    assert window.medians() == pytest.approx([1.0 + (2.5 * LATEST - 0.5) / 1000, 5.0])
+    assert window.num_measurements == MAX_PER_CELL + 1
+    assert window.medians() == pytest.approx([1.0 + (2.5 * MAX_PER_CELL - 0.5) / 1000, 5.0])
 
 
 def test_observe_of_a_setting_that_takes_another_time_forgets_what_is_older() -> None:
-    window = observe(observe(Window(), at(3), [5.0], 0.0), at(*[2] * LATEST), [1.0] * LATEST, 1.0)
+    window = observe(
+        observe(Window(), at(3), [5.0], 0.0), at(*[2] * MAX_PER_CELL), [1.0] * MAX_PER_CELL, 1.0
+    )
     kept = [len(window)]
-    for _ in range(LATEST // 2):
+    for _ in range(MAX_PER_CELL // 2):
         window = observe(window, at(2), [2.0], 2.0)
         kept.append(len(window))
-    assert kept[0] == kept[LATEST // 4] == 2
+    assert kept[0] == kept[MAX_PER_CELL // 4] == 2
     assert window.columns()[:, 3].tolist() == [2.0]
     assert window.medians().tolist() == [2.0]
 
@@ -37,7 +39,7 @@ def test_observe_of_a_setting_that_takes_another_time_forgets_what_is_older() ->
 @settings(max_examples=20)
 def test_observe_of_noise_and_stragglers_forgets_nothing(seed: int, noise: float) -> None:
     rng = np.random.default_rng(seed)
-    taken = np.exp(noise * rng.standard_normal(20 * LATEST))
+    taken = np.exp(noise * rng.standard_normal(20 * MAX_PER_CELL))
     taken[rng.random(len(taken)) < 0.1] *= 20.0
     window = observe(observe(Window(), at(3), [5.0], 0.0), at(*[2] * len(taken)), taken, 1.0)
     assert len(window) == 2
@@ -89,4 +91,4 @@ def test_observe_one_by_one_equals_all_at_once(stream: list[tuple[int, float]]) 
 def test_over_takes_the_newer_of_what_both_measured() -> None:
     older = observe(Window(), at(1, 2), [1.0, 2.0], 0.0)
     newer = observe(Window(), at(2, 3), [20.0, 30.0], 5.0)
-    assert over(older, newer).medians().tolist() == [1.0, 20.0, 30.0]
+    assert merge_windows(older, newer).medians().tolist() == [1.0, 20.0, 30.0]

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 
 from scheduler.elasticity import (
-    APART,
+    GROWTH,
     HEADROOM,
     MIN_GROUPS,
-    MORE,
-    SPARE,
-    Fitted,
+    MIN_RATIO,
+    NEED_MARGIN,
+    CoreFit,
     Headroom,
     Reading,
+    estimate_headroom,
+    estimate_need,
     fit_cores,
-    headroom_of,
-    need_of,
-    relative,
+    relative_to_largest,
 )
 
 PEAKS = (1.0, 1.2, 1.35, 1.5, 1.75, 2.0)
@@ -38,10 +38,10 @@ def reading(cpus: float, peak: float, rng: np.random.Generator | None = None) ->
 
 def lived(
     peak: float, cpus: float, count: int, rng: np.random.Generator | None = None
-) -> list[Fitted]:
+) -> list[CoreFit]:
     """Return what a process gets after each of its readings."""
     readings: list[Reading] = []
-    found: list[Fitted] = []
+    found: list[CoreFit] = []
     for _ in range(count):
         readings.append(reading(cpus, peak, rng))
         found.append(fit_cores(readings))
@@ -49,7 +49,7 @@ def lived(
     return found
 
 
-def changes(found: Sequence[Fitted]) -> int:
+def changes(found: Sequence[CoreFit]) -> int:
     return sum(one.cpus != after.cpus for one, after in pairwise(found))
 
 
@@ -58,7 +58,7 @@ def changes(found: Sequence[Fitted]) -> int:
 def test_fit_without_noise_ends_with_enough_and_stays(peak: float, start: float) -> None:
     found = lived(peak, start * peak, 20)
     assert changes(found[12:]) == 0
-    assert found[-1].cpus >= peak / APART
+    assert found[-1].cpus >= peak / MIN_RATIO
     assert found[-1].cpus <= (1.0 + ABOVE) * max(peak, HEADROOM)
 
 
@@ -93,7 +93,7 @@ def test_busy_share_of_too_few_cores_tells_nothing_but_steps_do(peak: float) -> 
     shrunk = [reading(1.6 * peak, peak), reading(HEADROOM, peak)]
     found = fit_cores(shrunk)
     assert found.why == "fewer were slower"
-    assert found.cpus == pytest.approx(SPARE * peak, rel=0.03)
+    assert found.cpus == pytest.approx(NEED_MARGIN * peak, rel=0.03)
 
 
 def test_fit_remembers_what_was_slower_however_often_more_was_enough() -> None:
@@ -103,9 +103,12 @@ def test_fit_remembers_what_was_slower_however_often_more_was_enough() -> None:
 
 WHY = {
     "few are busy": ([Reading(4.0, 1.0, 1.0)], HEADROOM),
-    "more may help": ([Reading(2.0, 1.7, 1.0)], MORE * 2.0),
+    "more may help": ([Reading(2.0, 1.7, 1.0)], GROWTH * 2.0),
     "kept": ([Reading(4.0, 1.0, 1.0), Reading(1.3, 1.01, 0.99)], 1.3),
-    "fewer were slower": ([Reading(4.0, 1.0, 1.0), Reading(1.3, 0.8, 1.25)], SPARE * 1.25 * 1.3),
+    "fewer were slower": (
+        [Reading(4.0, 1.0, 1.0), Reading(1.3, 0.8, 1.25)],
+        NEED_MARGIN * 1.25 * 1.3,
+    ),
 }
 
 
@@ -119,9 +122,9 @@ def test_fit_says_why(why: str) -> None:
 
 def test_fit_after_a_straggler_gives_no_more_than_a_trial_above_what_it_had() -> None:
     slow = [reading(3.0, 1.2), Reading(1.3, 0.3, 4.0)]
-    assert fit_cores(slow).cpus <= MORE * 3.0
+    assert fit_cores(slow).cpus <= GROWTH * 3.0
     calm = [reading(3.0, 1.2), *[reading(1.3, 1.2)] * 3, Reading(1.3, 0.3, 4.0)]
-    assert fit_cores(calm) == Fitted(1.3, "kept", need_of(calm))
+    assert fit_cores(calm) == CoreFit(1.3, "kept", estimate_need(calm))
 
 
 def test_fit_of_a_process_that_spins_comes_to_rest_near_what_was_enough() -> None:
@@ -131,7 +134,7 @@ def test_fit_of_a_process_that_spins_comes_to_rest_near_what_was_enough() -> Non
         readings.append(Reading(cpus, cpus, 1.0))
     assert cpus <= 1.1 * 2.0
     assert len({reading.cpus for reading in readings[5:]}) == 1
-    assert max(reading.cpus for reading in readings) <= MORE * 2.0
+    assert max(reading.cpus for reading in readings) <= GROWTH * 2.0
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
@@ -151,7 +154,7 @@ def test_need_explains_readings_as_well_as_any_other_number_of_cores() -> None:
         rng = np.random.default_rng((seed, 3))
         peak = float(rng.uniform(1.0, 2.0))
         readings = [reading(float(cpus), peak, rng) for cpus in rng.uniform(0.7, 3.0, 12)]
-        found = need_of(readings)
+        found = estimate_need(readings)
         tried = np.linspace(min(r.cpus for r in readings), max(r.cpus for r in readings), 500)
         best = min(error(readings, float(need)) for need in tried)
         assert error(readings, found.cpus) <= best + 0.1
@@ -161,7 +164,9 @@ def test_need_explains_readings_as_well_as_any_other_number_of_cores() -> None:
 def groups(peak: float, count: int, seed: int = 0) -> list[list[Reading]]:
     rng = np.random.default_rng((seed, 4))
     return [
-        relative([reading(float(rng.uniform(1.2, 2.2)) * peak, peak, rng), reading(1.3, peak, rng)])
+        relative_to_largest(
+            [reading(float(rng.uniform(1.2, 2.2)) * peak, peak, rng), reading(1.3, peak, rng)]
+        )
         for _ in range(count)
     ]
 
@@ -169,20 +174,20 @@ def groups(peak: float, count: int, seed: int = 0) -> list[list[Reading]]:
 @pytest.mark.parametrize("peak", PEAKS)
 def test_headroom_of_a_kind_covers_its_bursts_and_hardly_more(peak: float) -> None:
     for seed in range(10):
-        found = headroom_of(groups(peak, 24, seed))
+        found = estimate_headroom(groups(peak, 24, seed))
         assert found.known
-        assert peak / APART <= found.give <= max(HEADROOM, 1.2 * peak)
-        assert found.doubted < found.give
+        assert peak / MIN_RATIO <= found.give <= max(HEADROOM, 1.2 * peak)
+        assert found.suspect_below < found.give
         # Those that have it are neither in doubt nor slow.
         assert fit_cores([reading(found.give, peak)], found).why == "kept"
 
 
 def test_headroom_of_few_processes_is_not_known() -> None:
-    assert headroom_of(groups(2.0, MIN_GROUPS - 1)) == Headroom()
-    assert headroom_of(groups(2.0, MIN_GROUPS)).known
+    assert estimate_headroom(groups(2.0, MIN_GROUPS - 1)) == Headroom()
+    assert estimate_headroom(groups(2.0, MIN_GROUPS)).known
 
 
 def test_fit_of_an_unknown_kind_leaves_no_number_of_cores_untried() -> None:
     for cpus in np.linspace(0.9, 3.0, 50):
         found = fit_cores([Reading(float(cpus), 1.0, 1.0)])
-        assert abs(np.log(found.cpus / cpus)) > np.log(APART) * 0.99
+        assert abs(np.log(found.cpus / cpus)) > np.log(MIN_RATIO) * 0.99

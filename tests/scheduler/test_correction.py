@@ -22,20 +22,20 @@ from scheduler.model.predict import (
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import (
     COOL_DOWN_SEC,
-    ENOUGH,
-    LASTING,
-    NUM_LOOKS,
+    MIN_GAIN,
+    MIN_LASTING_GAIN,
+    NUM_TICKS,
     Change,
     Correction,
     MemoryWatch,
-    Outlook,
+    SizeComparison,
     Sizes,
-    correct,
-    ended,
-    outlook,
+    compare_sizes,
+    decide_correction,
+    end_change,
     sizes_of,
 )
-from scheduler.planner.policy import HASTE, Candidate, plan
+from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
 from tests.scheduler.made import FACTS, GIB, snapshot
 
@@ -63,9 +63,9 @@ def made(sizes: Sizes, price: float) -> Candidate:
     )
 
 
-def seen(gain: float, *, up: bool = True, confident: bool = True) -> Outlook:
+def seen(gain: float, *, up: bool = True, confident: bool = True) -> SizeComparison:
     current, best = (SMALL, LARGE) if up else (LARGE, SMALL)
-    return Outlook(
+    return SizeComparison(
         current=made(current, current.num_replicas),
         best=made(best, best.num_replicas),
         gain=gain,
@@ -73,51 +73,56 @@ def seen(gain: float, *, up: bool = True, confident: bool = True) -> Outlook:
     )
 
 
-def looks(*all_seen: Outlook, state: Correction | None = None, now: float = 0.0) -> list[Change]:
+def looks(
+    *all_seen: SizeComparison, state: Correction | None = None, now: float = 0.0
+) -> list[Change]:
     """Return what successive looks begin, each change being ended at once."""
     state = state or Correction()
     found: list[Change] = []
     for number, one in enumerate(all_seen):
-        verdict = correct(state, now + number, one)
+        verdict = decide_correction(state, now + number, one)
         state = verdict.state
         if verdict.change is not None:
             found.append(verdict.change)
-            state = ended(state, now + number)
+            state = end_change(state, now + number)
     return found
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["larger", "smaller"])
 def test_correct_acts_in_both_directions_after_so_many_looks(up: bool) -> None:
     wish = seen(0.3, up=up)
-    assert looks(*[wish] * (NUM_LOOKS - 1)) == []
-    assert looks(*[wish] * NUM_LOOKS) == [Change(sizes=LARGE if up else SMALL)]
+    assert looks(*[wish] * (NUM_TICKS - 1)) == []
+    assert looks(*[wish] * NUM_TICKS) == [Change(sizes=LARGE if up else SMALL)]
 
 
 def test_correct_with_a_change_on_its_way_begins_no_other() -> None:
     state = Correction()
-    for _ in range(NUM_LOOKS):
-        state = correct(state, 0.0, seen(0.5)).state
+    for _ in range(NUM_TICKS):
+        state = decide_correction(state, 0.0, seen(0.5)).state
     assert state.in_flight is not None
     for second in range(1000):
-        verdict = correct(state, float(second), seen(0.9), [watch(urgent=True)])
+        verdict = decide_correction(state, float(second), seen(0.9), [watch(urgent=True)])
         assert verdict.change is None
         assert verdict.reason == "a change is on its way"
         state = verdict.state
-    state = ended(state, 1000.0)
+    state = end_change(state, 1000.0)
     assert looks(*[seen(0.9)] * 10, state=state, now=1000.0) == []
     assert len(looks(*[seen(0.9)] * 10, state=state, now=1000.0 + COOL_DOWN_SEC)) == 1
 
 
 def test_correct_of_a_gain_that_swings_around_the_bound_neither_acts_early_nor_forgets() -> None:
-    swing = seen((ENOUGH + LASTING) / 2)
+    swing = seen((MIN_GAIN + MIN_LASTING_GAIN) / 2)
     assert looks(*[swing] * 10) == []
-    assert looks(seen(ENOUGH), swing, swing, seen(ENOUGH)) == [Change(sizes=LARGE)]
-    assert looks(seen(ENOUGH), swing, seen(LASTING / 2), seen(ENOUGH), seen(ENOUGH)) == []
-    assert looks(seen(ENOUGH), seen(ENOUGH), seen(ENOUGH, up=False), seen(ENOUGH)) == []
+    assert looks(seen(MIN_GAIN), swing, swing, seen(MIN_GAIN)) == [Change(sizes=LARGE)]
+    assert (
+        looks(seen(MIN_GAIN), swing, seen(MIN_LASTING_GAIN / 2), seen(MIN_GAIN), seen(MIN_GAIN))
+        == []
+    )
+    assert looks(seen(MIN_GAIN), seen(MIN_GAIN), seen(MIN_GAIN, up=False), seen(MIN_GAIN)) == []
 
 
 def test_correct_without_confidence_does_not_act_and_says_why() -> None:
-    verdict = correct(Correction(), 0.0, seen(0.9, confident=False))
+    verdict = decide_correction(Correction(), 0.0, seen(0.9, confident=False))
     assert verdict.change is None
     assert "cannot be predicted well enough" in verdict.reason
     assert looks(*[seen(0.9, confident=False)] * 10) == []
@@ -125,10 +130,10 @@ def test_correct_without_confidence_does_not_act_and_says_why() -> None:
 
 def test_correct_that_takes_back_the_last_change_must_gain_twice_as_much() -> None:
     state = Correction(last_direction=1)
-    down = seen(1.5 * ENOUGH, up=False)
+    down = seen(1.5 * MIN_GAIN, up=False)
     assert looks(*[down] * 10, state=state) == []
-    assert len(looks(*[seen(2 * ENOUGH, up=False)] * 10, state=state)) == 1
-    assert len(looks(*[seen(1.5 * ENOUGH)] * 10, state=state)) == 1
+    assert len(looks(*[seen(2 * MIN_GAIN, up=False)] * 10, state=state)) == 1
+    assert len(looks(*[seen(1.5 * MIN_GAIN)] * 10, state=state)) == 1
 
 
 def watch(*, urgent: bool, room: int = 10 * GIB, confident: bool = True) -> MemoryWatch:
@@ -144,7 +149,7 @@ def watch(*, urgent: bool, room: int = 10 * GIB, confident: bool = True) -> Memo
         pool="training",
         forecast=told,
         now_step=100,
-        lead_steps=10,
+        lookahead_steps=10,
         limit_bytes=2 * GIB,
         room_bytes=room,
     )
@@ -152,7 +157,7 @@ def watch(*, urgent: bool, room: int = 10 * GIB, confident: bool = True) -> Memo
 
 def test_correct_of_memory_that_runs_out_acts_at_once_even_while_cooling_down() -> None:
     state = Correction(ended_sec=0.0)
-    verdict = correct(state, 1.0, seen(0.0, confident=False), [watch(urgent=True)])
+    verdict = decide_correction(state, 1.0, seen(0.0, confident=False), [watch(urgent=True)])
     assert verdict.change == Change(sizes=SMALL, pool="training", memory_bytes=int(4.4 * GIB))
     assert verdict.state.in_flight == verdict.change
     assert "may meet its 2,147,483,648 bytes at step 105" in verdict.reason
@@ -162,24 +167,24 @@ def test_correct_of_memory_that_runs_out_acts_at_once_even_while_cooling_down() 
     "calm", [watch(urgent=False), watch(urgent=True, confident=False)], ids=["later", "unknown"]
 )
 def test_correct_of_memory_that_is_not_urgent_waits(calm: MemoryWatch) -> None:
-    assert correct(Correction(), 0.0, seen(0.0), [calm]).change is None
+    assert decide_correction(Correction(), 0.0, seen(0.0), [calm]).change is None
 
 
 def test_correct_of_an_alarm_whose_load_needs_no_more_goes_on_with_the_other_rules() -> None:
     alarm = watch(urgent=True)
     calm = replace(alarm, forecast=replace(alarm.forecast, needed_bytes=GIB))
-    wished = Correction(wished=NUM_LOOKS - 1, direction=1)
-    verdict = correct(wished, 1000.0, seen(0.5), [calm])
+    wished = Correction(num_agreeing_ticks=NUM_TICKS - 1, direction=1)
+    verdict = decide_correction(wished, 1000.0, seen(0.5), [calm])
     assert verdict.change is not None
     assert verdict.change.pool is None
 
 
 def test_correct_of_memory_gives_what_there_is_and_nothing_where_there_is_no_more() -> None:
-    some = correct(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=3 * GIB)])
+    some = decide_correction(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=3 * GIB)])
     assert some.change is not None
     assert some.change.memory_bytes == 3 * GIB
     assert "of the 4,724,464,025 it will need" in some.reason
-    none = correct(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=2 * GIB)])
+    none = decide_correction(Correction(), 0.0, seen(0.0), [watch(urgent=True, room=2 * GIB)])
     assert none.change is None
     assert none.reason.endswith("and the budget has no more")
 
@@ -196,13 +201,13 @@ def test_correct_never_acts_twice_within_the_cool_down_or_without_confidence(
     state, now, last = Correction(), 0.0, -np.inf
     for gain, up, confident, wait in stream:
         now += wait
-        verdict = correct(state, now, seen(gain, up=up, confident=confident))
+        verdict = decide_correction(state, now, seen(gain, up=up, confident=confident))
         state = verdict.state
         if verdict.change is not None:
             assert confident
-            assert gain >= ENOUGH
+            assert gain >= MIN_GAIN
             assert now - last >= COOL_DOWN_SEC
-            state, last = ended(state, now), now
+            state, last = end_change(state, now), now
 
 
 @dataclass
@@ -225,7 +230,7 @@ class Loop:
             if state.in_flight is not None:  # a change takes the time between two looks
                 self.sizes = state.in_flight.sizes
                 history.append((now, self.sizes))
-                state = ended(state, now)
+                state = end_change(state, now)
             truth, grid = self.truth(now), self.sizes.grid
             setting = training_setting(self.known, self.config, grid)
             off = np.exp(0.1 * rng.standard_normal(20))
@@ -235,8 +240,8 @@ class Loop:
             for taken in truth.segments.seconds(one)[0] * off[:3]:
                 built = observe(built, one, [float(taken)], now)
             models = fit_models(self.known, self.config, steps, built)
-            found = outlook(self.known, self.config, models, self.sizes, pause_sec=10.0)
-            state = correct(state, now, found).state
+            found = compare_sizes(self.known, self.config, models, self.sizes, pause_sec=10.0)
+            state = decide_correction(state, now, found).state
         return history
 
 
@@ -267,11 +272,11 @@ def truth_of(known: Snapshot, compute: float, exchange: float, build: float) -> 
 
 def regret(known: Snapshot, truth: Models, sizes: Sizes) -> float:
     """Return what the best sizes in reach of the last ones would still save, by the truth."""
-    return outlook(known, ROOMY, truth, sizes, pause_sec=0.0).gain
+    return compare_sizes(known, ROOMY, truth, sizes, pause_sec=0.0).gain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("haste", [1.0, HASTE])
+@pytest.mark.parametrize("haste", [1.0, TIME_COST_EXPONENT])
 @pytest.mark.parametrize("seed", range(3))
 def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
     known: Snapshot, seed: int, haste: float
@@ -280,7 +285,7 @@ def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
     config = replace(ROOMY, budget=replace(ROOMY.budget, haste=haste))
     loop = Loop(known, config, lambda _: truth, SMALL, seed)
     history = loop.run(60)
-    left = outlook(known, config, truth, loop.sizes, pause_sec=0.0)
+    left = compare_sizes(known, config, truth, loop.sizes, pause_sec=0.0)
     assert left.gain < 0.25
     assert 2 <= len(history) <= 8
     times = [when for when, _ in history]
@@ -304,13 +309,13 @@ def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(known: Snapshot
 def test_outlook_of_the_planned_sizes_sees_nothing_to_gain(known: Snapshot) -> None:
     truth = truth_of(known, 1.0, 1.0, 1.0)
     chosen = sizes_of(plan(known, ROOMY).chosen)
-    found = outlook(known, ROOMY, truth, chosen, pause_sec=10.0)
-    assert found.gain < LASTING
+    found = compare_sizes(known, ROOMY, truth, chosen, pause_sec=10.0)
+    assert found.gain < MIN_LASTING_GAIN
     assert found.confident
 
 
 def test_outlook_of_a_job_that_was_never_measured_has_no_confidence(known: Snapshot) -> None:
-    found = outlook(known, ROOMY, fit_models(known, ROOMY), SMALL, pause_sec=10.0)
+    found = compare_sizes(known, ROOMY, fit_models(known, ROOMY), SMALL, pause_sec=10.0)
     assert not found.confident
     assert found.current.predicted_sec > 0
     assert found.best == found.current
@@ -318,7 +323,7 @@ def test_outlook_of_a_job_that_was_never_measured_has_no_confidence(known: Snaps
 
 def test_outlook_never_doubles_a_size_twice(known: Snapshot) -> None:
     truth = truth_of(known, compute=30.0, exchange=0.1, build=0.1)
-    found = outlook(known, ROOMY, truth, SMALL, pause_sec=10.0)
+    found = compare_sizes(known, ROOMY, truth, SMALL, pause_sec=10.0)
     assert found.best.num_replicas == 2
     assert found.best.segment_jobs * found.best.workers_per_job <= 2
-    assert found.gain > ENOUGH
+    assert found.gain > MIN_GAIN

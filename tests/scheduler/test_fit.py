@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from scheduler.model.fit import (
-    LEAST_GROWTH,
     MAX_SPREAD,
+    MIN_GROWTH,
     Fit,
     Window,
     doublings_outside,
+    fit_multiples,
     fit_window,
-    multiples,
     observe,
     predict_seconds,
 )
@@ -94,7 +94,7 @@ def test_fit_never_predicts_that_a_step_takes_no_time() -> None:
 def test_multiples_are_not_beaten_by_any_other_point(
     terms: np.ndarray, seconds: np.ndarray, others: np.ndarray
 ) -> None:
-    found = multiples(terms, seconds, np.ones(8))
+    found = fit_multiples(terms, seconds, np.ones(8))
     scale = np.median(seconds / terms.sum(axis=1))
     assert (found >= 0).all()
 
@@ -128,7 +128,7 @@ def test_predict_seconds_further_out_is_wider_and_no_longer_acted_upon() -> None
     assert width[0] == pytest.approx(fit.spread)
     assert (np.diff(width)[1:] > 0).all()
     assert found.confident.tolist() == [True, True, True, False]
-    assert width[3] - width[2] >= LEAST_GROWTH * np.log2(33 / 9) * (1 - 1e-9)
+    assert width[3] - width[2] >= MIN_GROWTH * np.log2(33 / 9) * (1 - 1e-9)
     assert width[2] <= MAX_SPREAD < width[3]
 
 
@@ -137,7 +137,7 @@ def test_fit_window_of_a_curve_that_bends_late_widens_what_lies_beyond() -> None
     replicas = np.arange(1, 13)
     bent = 1.0 / replicas + 0.1 * np.maximum(0, replicas - 6) ** 2
     window = observe(Window(), TrainingSetting(num_replicas=replicas), bent, 0.0)
-    assert fit_window(window, TrainingSetting).growth > LEAST_GROWTH
+    assert fit_window(window, TrainingSetting).growth > MIN_GROWTH
 
 
 def test_doublings_outside_count_sizes_and_not_loads() -> None:

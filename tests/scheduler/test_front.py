@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.planner.candidates import front, hypervolume, ranks
+from scheduler.planner.candidates import hypervolume, nondominated_ranks, pareto_front
 
 points = st.integers(1, 12).flatmap(
     lambda n: arrays(float, (n, 2), elements=st.integers(0, 6).map(float))
@@ -19,7 +19,7 @@ def dominates(a: np.ndarray, b: np.ndarray) -> bool:
 
 @given(points)
 def test_front_is_what_nothing_dominates_without_repetition(objectives: np.ndarray) -> None:
-    found = front(objectives)
+    found = pareto_front(objectives)
     best = {
         tuple(point)
         for point in objectives.tolist()
@@ -42,7 +42,7 @@ def test_ranks_put_what_dominates_first_and_what_is_allowed_before_what_is_not(
             )
         )
     )
-    rank = ranks(objectives, violations)
+    rank = nondominated_ranks(objectives, violations)
     for i, a in enumerate(objectives):
         for j, b in enumerate(objectives):
             if violations[i] < violations[j] or (

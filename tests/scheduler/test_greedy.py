@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.model.grid import GIB
 from scheduler.model.terms import Floats
-from scheduler.planner.share import WAITING, Options, upgraded
+from scheduler.planner.share import WAITING, Options, choose_greedily
 from schemas.config.schedule import BudgetConfig
 
 BUDGET = replace(BudgetConfig(), cpus=100.0, memory=400 * GIB)
@@ -110,9 +110,9 @@ def test_all_at_once_is_one_by_one(count: int, room: float) -> None:
     budget = replace(BUDGET, cpus=room * BUDGET.cpus, memory=int(room * BUDGET.memory))
     for seed in range(15):
         asked = jobs(count, seed)
-        assert upgraded(asked, budget) == one_by_one(asked, budget)
+        assert choose_greedily(asked, budget) == one_by_one(asked, budget)
 
 
 def test_share_of_equals_takes_the_first_ones() -> None:
     asked = [Options(cpus=np.array([30.0]), memory_bytes=np.array([1.0]), gain=np.ones(1))] * 5
-    assert upgraded(asked, BUDGET) == [0, 0, 0, -1, -1] == one_by_one(asked, BUDGET)
+    assert choose_greedily(asked, BUDGET) == [0, 0, 0, -1, -1] == one_by_one(asked, BUDGET)

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from scheduler.model.predict import fit_models
 from scheduler.model.snapshot import Snapshot
-from scheduler.planner.candidates import candidates, predict
-from scheduler.planner.policy import HASTE, SEED, TOLERANCE, objective, plan, weigh
+from scheduler.planner.candidates import find_candidates, predict_candidates
+from scheduler.planner.policy import (
+    SEED,
+    TIME_COST_EXPONENT,
+    TOLERANCE,
+    objective,
+    plan,
+    weighted_cost,
+)
 from scheduler.planner.reasons import reasons
 from schemas.config.job import load_job
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
@@ -36,15 +43,15 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
 
 @given(AMOUNTS, AMOUNTS)
 def test_weigh_alike_is_time_x_cost_to_the_bit(seconds: float, cost: float) -> None:
-    assert weigh(seconds, cost, 1.0) == seconds * cost
+    assert weighted_cost(seconds, cost, 1.0) == seconds * cost
 
 
 @given(AMOUNTS, AMOUNTS, st.floats(0.0, 100.0), st.floats(0.01, 1.0))
 def test_weigh_says_the_same_of_what_shrinks_in_both_whatever_the_haste(
     seconds: float, cost: float, haste: float, share: float
 ) -> None:
-    smaller = weigh(share * seconds, share * cost, haste)
-    assert smaller == pytest.approx(share**2 * weigh(seconds, cost, haste))
+    smaller = weighted_cost(share * seconds, share * cost, haste)
+    assert smaller == pytest.approx(share**2 * weighted_cost(seconds, cost, haste))
 
 
 @pytest.mark.parametrize("haste", [0.0, 0.5, 1.0, 3.0, 8.0, 100.0])
@@ -53,8 +60,8 @@ def test_objective_is_least_where_time_to_the_power_x_cost_is(
 ) -> None:
     config = hasty(haste)
     models = fit_models(known, config)
-    grid = candidates(known, config, models, np.random.default_rng(SEED))
-    found = predict(grid, known, config, models)
+    grid = find_candidates(known, config, models, np.random.default_rng(SEED))
+    found = predict_candidates(grid, known, config, models)
     logs = haste * np.log(found.predicted_sec) + np.log(found.cost)
     wanted = objective(found, config)
     assert logs[wanted.argmin()] == pytest.approx(logs.min(), abs=1e-9)
@@ -72,13 +79,13 @@ def test_plan_of_more_haste_takes_no_longer_and_costs_no_less(known: Snapshot) -
 
 
 def test_plan_of_an_owner_who_says_nothing_has_the_measured_haste(known: Snapshot) -> None:
-    assert plan(known, hasty(None)).chosen == plan(known, hasty(HASTE)).chosen
+    assert plan(known, hasty(None)).chosen == plan(known, hasty(TIME_COST_EXPONENT)).chosen
 
 
 def test_plan_names_what_time_x_cost_would_have_chosen(known: Snapshot) -> None:
     even, fast = plan(known, hasty(1.0)), plan(known, hasty(20.0))
-    assert even.thrifty is None
-    assert fast.thrifty == even.chosen != fast.chosen
+    assert even.unweighted is None
+    assert fast.unweighted == even.chosen != fast.chosen
     text = reasons(known, hasty(20.0), fast)
     assert "rule: the smallest time^20 x cost, as no deadline is set: 1 % of time " in text[-2]
     assert "is worth 20 % of cost; the smallest time x cost would be " in text[-2]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.snapshot import look_ahead
+from scheduler.model.snapshot import compute_lookahead
 from schemas.cache_plan import required_rows
 from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
@@ -45,7 +45,7 @@ def test_look_ahead_equals_a_walk_over_the_rows(
     tables: list[list[list[int]]], lookahead: int
 ) -> None:
     cache = CacheConfig(lookahead=lookahead, prefetch_steps=2)
-    found = look_ahead(map(distances_of, tables), cache)
+    found = compute_lookahead(map(distances_of, tables), cache)
     assert found.fetched_rows == sum(slow_fetched(trace, lookahead) for trace in tables)
     assert found.window_rows == sum(required_rows(distances_of(t), cache) for t in tables)
     steps = max(map(len, tables))
@@ -56,4 +56,4 @@ def test_look_ahead_equals_a_walk_over_the_rows(
 
 def test_look_ahead_of_no_table_says_so() -> None:
     with pytest.raises(ValueError, match="lookahead must cover a table, got none"):
-        look_ahead([], CacheConfig())
+        compute_lookahead([], CacheConfig())

@@ -19,7 +19,7 @@ from scheduler.model.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.model.predict import fit_models, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.model.terms import SegmentSetting, TrainingSetting
-from scheduler.planner.candidates import predict, timeline
+from scheduler.planner.candidates import build_timeline, predict_candidates
 from scheduler.planner.policy import TOLERANCE, Candidate, plan
 from schemas.config.schedule import (
     BudgetConfig,
@@ -122,7 +122,7 @@ def brute_force(known: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[fl
             worker_cpus=pre.worker.cpus,
             segment_jobs=jobs,
         )
-        times = timeline(
+        times = build_timeline(
             models.segments.seconds(segment)[0],
             models.num_segments,
             jobs,
@@ -373,7 +373,7 @@ def test_predict_leaves_workers_without_a_part_idle(
     models = fit_models(small, config)
     assert models.num_segments == 1
     one = np.ones(3, np.int64)
-    found = predict(Grid(one, np.array([1, 2, 3]), one, 0 * one), small, config, models)
+    found = predict_candidates(Grid(one, np.array([1, 2, 3]), one, 0 * one), small, config, models)
     assert len(np.unique(found.rows_per_sec)) == busy
 
 

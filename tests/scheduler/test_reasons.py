@@ -9,7 +9,7 @@ from scheduler.model.fit import Fit
 from scheduler.model.history import BuildRecord, History
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.policy import PlanDecision, plan
-from scheduler.planner.reasons import confident, doubts, reasons
+from scheduler.planner.reasons import caveats, confident, reasons
 from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
@@ -84,7 +84,7 @@ DOUBTS = {
 def test_doubts_of_a_poor_history_name_what_is_poor(
     known: Snapshot, changes: dict[str, float], text: str
 ) -> None:
-    found = doubts(known, ROOMY, measured(plan(known, ROOMY), **changes))
+    found = caveats(known, ROOMY, measured(plan(known, ROOMY), **changes))
     assert len(found) == 1
     assert found[0].startswith(text)
 
@@ -92,7 +92,7 @@ def test_doubts_of_a_poor_history_name_what_is_poor(
 def test_doubts_of_stores_and_unmeasured_workers_name_them(known: Snapshot) -> None:
     decision = measured(plan(known, ROOMY))
     chosen = replace(decision.chosen, num_stores=2, workers_per_job=9)
-    assert doubts(known, ROOMY, replace(decision, chosen=chosen)) == [
+    assert caveats(known, ROOMY, replace(decision, chosen=chosen)) == [
         "segment times may be 41% to 246% of the predicted ones",
         "transfers from stores were not measured",
     ]
@@ -100,7 +100,7 @@ def test_doubts_of_stores_and_unmeasured_workers_name_them(known: Snapshot) -> N
 
 def test_doubts_without_dataset_and_build_name_both(known: Snapshot) -> None:
     bare = replace(known, facts=replace(FACTS, measured=False), history=History())
-    assert doubts(bare, ROOMY, measured(plan(bare, ROOMY))) == [
+    assert caveats(bare, ROOMY, measured(plan(bare, ROOMY))) == [
         "sizes of the data come from the job file, not from a dataset",
         "no build was measured",
     ]

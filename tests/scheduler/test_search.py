@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler.planner.candidates import GENERATIONS, POPULATION, front, hypervolume, search
+from scheduler.planner.candidates import GENERATIONS, POPULATION, hypervolume, nsga2, pareto_front
 
 LOWEST, HIGHEST = np.array([1, 1, 1, 0]), np.array([40, 48, 64, 16])
 
@@ -25,13 +25,13 @@ def exact() -> np.ndarray:
     objectives, violations = evaluate(grid)
     allowed = objectives[violations <= 0]
     assert len(grid) > 2_000_000
-    return allowed[front(allowed)]
+    return allowed[pareto_front(allowed)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_search_covers_the_exact_front_to_a_hundredth(exact: np.ndarray, seed: int) -> None:
-    points, objectives = search(evaluate, LOWEST, HIGHEST, LOWEST, np.random.default_rng(seed))
+    points, objectives = nsga2(evaluate, LOWEST, HIGHEST, LOWEST, np.random.default_rng(seed))
     reference = (400.0, 0.0)
     covered = hypervolume(objectives, reference) / hypervolume(exact, reference)
     assert 0.99 <= covered <= 1.0
@@ -40,7 +40,7 @@ def test_search_covers_the_exact_front_to_a_hundredth(exact: np.ndarray, seed: i
     assert (violations <= 0).all()
     assert (points >= LOWEST).all()
     assert (points <= HIGHEST).all()
-    assert len(front(objectives)) == len(objectives)
+    assert len(pareto_front(objectives)) == len(objectives)
 
 
 @pytest.mark.slow
@@ -51,9 +51,9 @@ def test_search_with_one_seed_finds_the_same_and_evaluates_so_many_points() -> N
         counted.append(len(points))
         return evaluate(points)
 
-    first = search(counting, LOWEST, HIGHEST, LOWEST, np.random.default_rng(3))
+    first = nsga2(counting, LOWEST, HIGHEST, LOWEST, np.random.default_rng(3))
     assert sum(counted) == (GENERATIONS + 1) * POPULATION
-    second = search(evaluate, LOWEST, HIGHEST, LOWEST, np.random.default_rng(3))
+    second = nsga2(evaluate, LOWEST, HIGHEST, LOWEST, np.random.default_rng(3))
     np.testing.assert_array_equal(first[0], second[0])
 
 
@@ -61,7 +61,7 @@ def test_search_where_only_the_smallest_point_is_allowed_finds_it() -> None:
     def narrow(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return evaluate(points)[0], np.abs(points - LOWEST).sum(axis=1).astype(float)
 
-    points, _ = search(narrow, LOWEST, HIGHEST, LOWEST, np.random.default_rng(0))
+    points, _ = nsga2(narrow, LOWEST, HIGHEST, LOWEST, np.random.default_rng(0))
     assert points.tolist() == [LOWEST.tolist()]
 
 
@@ -69,6 +69,6 @@ def test_search_where_nothing_is_allowed_finds_nothing() -> None:
     def closed(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return evaluate(points)[0], np.ones(len(points))
 
-    points, objectives = search(closed, LOWEST, HIGHEST, LOWEST, np.random.default_rng(0))
+    points, objectives = nsga2(closed, LOWEST, HIGHEST, LOWEST, np.random.default_rng(0))
     assert points.shape == (0, 4)
     assert objectives.shape == (0, 2)

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from scheduler.model.grid import GIB
 from scheduler.model.predict import fit_models
-from scheduler.planner.candidates import candidates, predict
+from scheduler.planner.candidates import find_candidates, predict_candidates
 from scheduler.planner.policy import plan, preference
-from scheduler.planner.share import KEPT, MAX_JOBS, WAITING, Options, options, share, urgency_of
+from scheduler.planner.share import (
+    MAX_JOBS,
+    RUNNING_FACTOR,
+    WAITING,
+    Options,
+    job_options,
+    share_budget,
+    urgencies,
+)
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from tests.scheduler.made import snapshot
 
@@ -60,7 +68,7 @@ def test_share_of_few_jobs_is_nearly_always_the_best_of_all_combinations() -> No
     for seed in range(150):
         rng = np.random.default_rng(seed)
         jobs = [random_job(rng) for _ in range(int(rng.integers(1, 5)))]
-        chosen = share(jobs, BUDGET)
+        chosen = share_budget(jobs, BUDGET)
         best = brute_force(jobs, [plan != WAITING for plan in chosen])
         found.append(worth(jobs, chosen) / best if best else 1.0)
     assert min(found) >= 0.9
@@ -75,7 +83,7 @@ def test_share_never_exceeds_the_budget_and_leaves_out_only_what_does_not_fit(
 ) -> None:
     rng = np.random.default_rng(seed)
     jobs = [random_job(rng) for _ in range(count)]
-    chosen = share(jobs, BUDGET)
+    chosen = share_budget(jobs, BUDGET)
     assert (taken(jobs, chosen) <= 1 + 1e-9).all()
     smallest = [job.shares(BUDGET)[job.shares(BUDGET).max(axis=1).argmin()] for job in jobs]
     left = np.ones(2)
@@ -87,26 +95,26 @@ def test_share_never_exceeds_the_budget_and_leaves_out_only_what_does_not_fit(
 
 def test_share_with_room_for_all_gives_each_its_own_choice() -> None:
     jobs = [make([1, 2, 4], [0.3, 0.6, 1.0]), make([3, 5], [0.9, 1.0]), make([2], [1.0])]
-    assert share(jobs, BUDGET) == (2, 1, 0)
+    assert share_budget(jobs, BUDGET) == (2, 1, 0)
 
 
 def test_share_of_equal_jobs_favours_the_higher_priority() -> None:
     plans = [4, 12, 20], [0.3, 0.7, 1.0]
     low, high = make(*plans), make(*plans, priority=2)
-    assert share([low, high], BUDGET) == (1, 2)
-    assert share([high, low], BUDGET) == (2, 1)
+    assert share_budget([low, high], BUDGET) == (1, 2)
+    assert share_budget([high, low], BUDGET) == (2, 1)
 
 
 def test_share_of_equal_jobs_favours_the_more_urgent_below_priority() -> None:
     plans = [4, 12, 20], [0.3, 0.7, 1.0]
     calm, urgent = make(*plans), replace(make(*plans), urgency=3.0)
-    assert share([calm, urgent], BUDGET) == (1, 2)
-    assert share([urgent, calm], BUDGET) == (2, 1)
+    assert share_budget([calm, urgent], BUDGET) == (1, 2)
+    assert share_budget([urgent, calm], BUDGET) == (2, 1)
     # Where only one fits the urgent one goes first, but never before a higher priority.
     only = make([20], [1.0])
-    assert share([only, replace(only, urgency=3.0)], BUDGET) == (WAITING, 0)
+    assert share_budget([only, replace(only, urgency=3.0)], BUDGET) == (WAITING, 0)
     first = replace(only, priority=1)
-    assert share([replace(only, urgency=100.0), first], BUDGET) == (WAITING, 0)
+    assert share_budget([replace(only, urgency=100.0), first], BUDGET) == (WAITING, 0)
 
 
 LEFT = st.lists(st.floats(1.0, 1e8), min_size=1, max_size=12)
@@ -117,17 +125,19 @@ def test_urgency_is_the_inverse_of_what_is_left_beside_the_others(
     left: list[float], place: int
 ) -> None:
     seconds, none = np.array(left), np.zeros(len(left), bool)
-    urgencies = urgency_of(seconds, none)
-    np.testing.assert_allclose(urgencies * seconds, np.median(seconds))
+    weights = urgencies(seconds, none)
+    np.testing.assert_allclose(weights * seconds, np.median(seconds))
     runs = np.arange(len(left)) == place
-    np.testing.assert_array_equal(urgency_of(seconds, runs), urgencies * np.where(runs, KEPT, 1.0))
+    np.testing.assert_array_equal(
+        urgencies(seconds, runs), weights * np.where(runs, RUNNING_FACTOR, 1.0)
+    )
 
 
 def test_urgency_of_what_nobody_knows_is_that_of_most() -> None:
     none = np.zeros(3, bool)
-    assert urgency_of(np.array([10.0, np.nan, 10.0]), none).tolist() == [1.0, 1.0, 1.0]
-    assert urgency_of(np.array([np.nan] * 3), none).tolist() == [1.0, 1.0, 1.0]
-    assert urgency_of(np.array([0.0, 1.0, 1.0]), none).tolist() == [1.0, 1.0, 1.0]
+    assert urgencies(np.array([10.0, np.nan, 10.0]), none).tolist() == [1.0, 1.0, 1.0]
+    assert urgencies(np.array([np.nan] * 3), none).tolist() == [1.0, 1.0, 1.0]
+    assert urgencies(np.array([0.0, 1.0, 1.0]), none).tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("shorter", "first"), [(0.9, 0), (0.7, 1)])
@@ -135,25 +145,25 @@ def test_share_ends_a_job_that_runs_only_for_one_that_is_much_shorter(
     shorter: float, first: int
 ) -> None:
     only = make([20], [1.0])
-    urgencies = urgency_of(np.array([100.0, 100.0 * shorter]), np.array([True, False]))
-    jobs = [replace(only, urgency=float(urgency)) for urgency in urgencies]
-    assert share(jobs, BUDGET).index(0) == first
+    weights = urgencies(np.array([100.0, 100.0 * shorter]), np.array([True, False]))
+    jobs = [replace(only, urgency=float(urgency)) for urgency in weights]
+    assert share_budget(jobs, BUDGET).index(0) == first
 
 
 def test_share_without_room_lets_the_lower_priority_wait() -> None:
     jobs = [make([20], [1.0]), make([20, 30], [0.5, 1.0], priority=1)]
-    assert share(jobs, BUDGET) == (WAITING, 1)
+    assert share_budget(jobs, BUDGET) == (WAITING, 1)
 
 
 def test_share_takes_back_what_another_job_makes_more_of() -> None:
     """One upgrade looks best for what it takes, but leaves no room for the two that beat it."""
     jobs = [make([1, 18], [0.1, 1.0]), make([1, 31], [0.001, 1.0], priority=1)]
-    assert worth(jobs, share(jobs, BUDGET)) == pytest.approx(brute_force(jobs, [True, True]))
-    assert share(jobs, BUDGET) == (0, 1)
+    assert worth(jobs, share_budget(jobs, BUDGET)) == pytest.approx(brute_force(jobs, [True, True]))
+    assert share_budget(jobs, BUDGET) == (0, 1)
 
 
 def test_share_of_no_job_is_empty() -> None:
-    assert share([], BUDGET) == ()
+    assert share_budget([], BUDGET) == ()
 
 
 def test_options_end_at_the_own_choice_and_a_job_alone_gets_it(
@@ -162,16 +172,16 @@ def test_options_end_at_the_own_choice_and_a_job_alone_gets_it(
     config = ScheduleConfig()
     known = snapshot(tmp_path_factory.mktemp("job"), config)
     models = fit_models(known, config)
-    grid = candidates(known, config, models, np.random.default_rng(0))
-    found = predict(grid, known, config, models)
+    grid = find_candidates(known, config, models, np.random.default_rng(0))
+    found = predict_candidates(grid, known, config, models)
     preferred = int(preference(grid, found, config)[0])
-    places, job = options(grid, found, config, preferred)
+    places, job = job_options(grid, found, config, preferred)
     assert places[-1] == preferred
     assert (np.diff(job.gain) > 0).all()
     assert job.gain[-1] == 1.0
     assert (np.diff(found.cost_per_hour[places]) > 0).all()
-    own = places[share([job], config.budget)[0]]
+    own = places[share_budget([job], config.budget)[0]]
     assert int(grid.num_replicas[own]) == plan(known, config).chosen.num_replicas
     assert own == preferred
-    two = share([job, job], config.budget)
+    two = share_budget([job, job], config.budget)
     assert sum(job.cpus[i] for i in two) <= config.budget.cpus

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.planner.candidates import timeline
+from scheduler.planner.candidates import build_timeline
 
 seconds = st.floats(1e-5, 10.0)
 
@@ -26,7 +26,7 @@ def slow_timeline(
 def test_timeline_equals_a_walk_through_the_segments(
     segment: float, segments: int, jobs: int, unit: float, epochs: int
 ) -> None:
-    found = timeline(np.array(segment), segments, jobs, unit, epochs)
+    found = build_timeline(np.array(segment), segments, jobs, unit, epochs)
     end, waited = slow_timeline(segment, segments, jobs, unit, epochs)
     assert float(found.end_sec) == pytest.approx(end, rel=1e-9)
     assert float(found.waiting_sec) == pytest.approx(waited, rel=1e-9, abs=1e-9 * end)

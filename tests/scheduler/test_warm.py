@@ -10,19 +10,26 @@ import numpy as np
 import pytest
 
 from scheduler.model.fit import ASSUMED_SPREAD, Fit, Window, fit_window, observe
-from scheduler.model.history import PAST_JOBS, History, PastJob, read_history, read_past, to_line
+from scheduler.model.history import (
+    PAST_JOBS,
+    History,
+    PastJob,
+    format_past_job,
+    read_history,
+    read_past_jobs,
+)
 from scheduler.model.predict import (
     default_segments,
     default_training,
     fit_models,
-    remember,
     similarity,
+    summarize_job,
     warm_start,
 )
 from scheduler.model.snapshot import Snapshot
 from scheduler.model.terms import TrainingSetting
 from scheduler.planner.policy import plan
-from scheduler.planner.reasons import doubts
+from scheduler.planner.reasons import caveats
 from schemas.config.schedule import ScheduleConfig
 from schemas.errors import SchemaError
 from tests.scheduler.made import FACTS, snapshot
@@ -47,7 +54,7 @@ def finished(known: Snapshot, factors: Iterable[float]) -> PastJob:
     window = observe(Window(), SIZES, taken, 0.0)
     assumed = default_training(known.facts, known.job.train)
     fit = fit_window(window, TrainingSetting, assumed)
-    return remember(known, fit, Fit(coefficients=default_segments()))
+    return summarize_job(known, fit, Fit(coefficients=default_segments()))
 
 
 def larger(known: Snapshot, factor: int) -> Snapshot:
@@ -72,7 +79,7 @@ def test_warm_start_from_similar_jobs_is_nearer_to_the_truth_than_the_defaults(
         cold = np.abs(np.log(scaled(known, [1.0] * 9).seconds(SIZES) / truth))
         assert warm.mean() < 0.5 * cold.mean()
         assert warm.max() <= start.spread < ASSUMED_SPREAD
-        assert [name for name, _ in start.neighbours] == ["small"] * 4
+        assert [name for name, _ in start.similar_jobs] == ["small"] * 4
 
 
 def test_warm_start_without_past_jobs_is_the_defaults(known: Snapshot) -> None:
@@ -80,7 +87,7 @@ def test_warm_start_without_past_jobs_is_the_defaults(known: Snapshot) -> None:
     assert start.training == default_training(known.facts, known.job.train)
     assert start.segments == default_segments()
     assert start.spread == ASSUMED_SPREAD
-    assert start.neighbours == ()
+    assert start.similar_jobs == ()
 
 
 def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(known: Snapshot) -> None:
@@ -91,7 +98,7 @@ def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(known: Snapshot) -> 
         start.training, default_training(known.facts, known.job.train), rtol=0.01
     )
     assert start.spread == pytest.approx(ASSUMED_SPREAD, rel=0.01)
-    assert start.neighbours == ()
+    assert start.similar_jobs == ()
 
 
 def test_warm_start_from_jobs_that_disagree_is_less_certain(known: Snapshot) -> None:
@@ -117,24 +124,24 @@ def test_fit_models_of_a_job_that_never_ran_predicts_what_its_neighbours_took(
     ratio = models.training.seconds(SIZES) / cold.training.seconds(SIZES)
     np.testing.assert_allclose(ratio, 3.0, rtol=0.1)
     assert models.training.num_cells == 0
-    assert models.neighbours[0][0] == "small"
+    assert models.similar_jobs[0][0] == "small"
     decision = plan(replace(known, history=History(jobs=past)), ScheduleConfig())
-    text = doubts(replace(known, history=History(jobs=past)), ScheduleConfig(), decision)
+    text = caveats(replace(known, history=History(jobs=past)), ScheduleConfig(), decision)
     assert "no run was measured, it is taken to be like small" in text
 
 
 def test_remember_of_a_job_that_never_ran_is_refused(known: Snapshot) -> None:
     cold = Fit(coefficients=default_training(known.facts, known.job.train))
     with pytest.raises(ValueError, match="job must have a measured step to be remembered"):
-        remember(known, cold, cold)
+        summarize_job(known, cold, cold)
 
 
 def test_read_past_gives_back_what_was_written_and_leaves_out_a_torn_line(
     known: Snapshot, tmp_path: Path
 ) -> None:
     jobs = [finished(known, [f] * 9) for f in (1.0, 2.0)]
-    text = "\n".join(map(to_line, jobs))
-    (tmp_path / PAST_JOBS).write_text(f"{text}\n{to_line(jobs[0])[:40]}")
+    text = "\n".join(map(format_past_job, jobs))
+    (tmp_path / PAST_JOBS).write_text(f"{text}\n{format_past_job(jobs[0])[:40]}")
     assert read_history(tmp_path).jobs == tuple(jobs)
 
 
@@ -152,7 +159,7 @@ BROKEN = {
 def test_read_past_of_a_broken_line_names_it(
     known: Snapshot, tmp_path: Path, change: str | dict[str, object]
 ) -> None:
-    line = to_line(finished(known, [1.0] * 9))
+    line = format_past_job(finished(known, [1.0] * 9))
     bad = change if isinstance(change, str) else json.dumps({**json.loads(line), **change})
     path = tmp_path / PAST_JOBS
     path.write_text(f"{line}\n{bad}\n{line}\n")
@@ -160,4 +167,4 @@ def test_read_past_of_a_broken_line_names_it(
         SchemaError,
         match=f"^line must be a past job, got .* in {re.escape(str(path))}:2; remove it$",
     ):
-        read_past(path)
+        read_past_jobs(path)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler.controller.slots import first_slots, slots_of
+from scheduler.controller.slots import initial_slots, slots_of_range
 from scheduler.drivers.base import Reach
 from scheduler.drivers.local.job_files import Workplace, address_of, store_folder, token_of
 from schemas.hashing import NUM_SLOTS
@@ -80,7 +80,7 @@ def store_command(
         first: number of the first of these.
     """
     home = number - first
-    slots = "{}:{}".format(*first_slots(home, count)) if home < count else "none"
+    slots = "{}:{}".format(*initial_slots(home, count)) if home < count else "none"
     store = [*module("trainer"), "store", "--directory", str(store_folder(place, number))]
     store += ["--slots", slots, *place.write_flags]
     return [*store, *(_of_loopback(place) if reach is None else _served(reach))]
@@ -102,7 +102,7 @@ def move_command(
         taker: store.
         reach: how processes reach each other; None where all share one loopback.
     """
-    slots = [slots_of(number) for number in ranges] or [(0, NUM_SLOTS)]
+    slots = [slots_of_range(number) for number in ranges] or [(0, NUM_SLOTS)]
     move = [*module("trainer"), "migrate-slots", "--served"]
     move += ["--slots", ",".join(f"{first}:{end}" for first, end in slots)]
     move += ["--from", ",".join(address_of(place, number) for number in givers)]

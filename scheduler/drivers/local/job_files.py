@@ -14,7 +14,7 @@ import yaml
 
 from scheduler.controller.events import LoadKnown
 from scheduler.drivers.base import Reach
-from scheduler.model.snapshot import look_ahead
+from scheduler.model.snapshot import compute_lookahead
 from schemas.accesses import index_load
 from schemas.config.job import Job, load_job
 from schemas.dataset import open_dataset
@@ -253,7 +253,7 @@ def load_known(place: Workplace, job: str, time_sec: float) -> LoadKnown | None:
         (steps[step] for step in range(len(steps)))
         for steps in map(index.steps, dataset.job.data.tables)
     )
-    touched = look_ahead(distances, load_job(place.job_file).train.cache).touched_rows
+    touched = compute_lookahead(distances, load_job(place.job_file).train.cache).touched_rows
     ends = [(period + 1) * len(touched) // len(slots) - 1 for period in range(len(slots))]
     return LoadKnown(
         time_sec=time_sec,

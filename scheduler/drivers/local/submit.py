@@ -15,7 +15,7 @@ from scheduler.drivers.local.commands import environment, generate_command
 from scheduler.drivers.local.job_files import Workplace, cut_input, matches
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
-from scheduler.planner.machine_sizes import MachineSizes, on_machine
+from scheduler.planner.machine_sizes import MachineSizes, machine_schedule
 from schemas.config.job import GenerateConfig, Job, check_new_names, load_job
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
@@ -82,7 +82,9 @@ def submit(
             budget, cpus=min(own.cpus, budget.cpus), memory=min(own.memory, budget.memory)
         )
         shared = shares_cores and budget.cpus < own.cpus
-        config, changes = on_machine(snapshot, least, shares_cores=shared, num_segments=len(cut))
+        config, changes = machine_schedule(
+            snapshot, least, shares_cores=shared, num_segments=len(cut)
+        )
         sizes = MachineSizes.of(config)
         for line in changes:
             say(f"{job.name}: {line}")

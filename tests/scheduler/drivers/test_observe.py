@@ -11,7 +11,7 @@ from scheduler.drivers.base import Reach
 from scheduler.drivers.driver import StepTail, ended, teach
 from scheduler.drivers.local.children import Children
 from scheduler.drivers.local.job_files import Workplace
-from scheduler.model.history import PAST_JOBS, read_past
+from scheduler.model.history import PAST_JOBS, read_past_jobs
 from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
 from tests.scheduler.drivers.test_children import until
 from tests.scheduler.machine.bench import Bench
@@ -142,6 +142,6 @@ def test_teach_writes_what_a_job_taught_once_in_the_place_of_a_torn_line(tmp_pat
     teach(job, tmp_path)
     teach(job, tmp_path)
     teach(replace(job, steps=finished_job(0).steps), tmp_path)
-    (past,) = read_past(tmp_path / PAST_JOBS)
+    (past,) = read_past_jobs(tmp_path / PAST_JOBS)
     assert past.name == "first"
     assert past.step_ratio > 1

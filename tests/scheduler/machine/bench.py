@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Ticked
+from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Tick
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, JobState, State
 from tests.scheduler.machine.world import MIB, submitted
@@ -39,7 +39,7 @@ class Bench:
     ) -> list[Action]:
         """Tell an event of the first job, so many seconds later."""
         who = {"process": process} if process else {}
-        if kind not in (Ticked, BudgetSet):
+        if kind not in (Tick, BudgetSet):
             who["job"] = self.job.name
         return self.tell(kind(time_sec=self.now + after, **who, **fields))
 
@@ -64,7 +64,7 @@ class Bench:
 
     def looks(self, count: int, every: float = 1.0) -> list[Action]:
         """Look so often."""
-        return [action for _ in range(count) for action in self.at(Ticked, after=every)]
+        return [action for _ in range(count) for action in self.at(Tick, after=every)]
 
 
 def said(actions: Sequence[Action]) -> list[str]:

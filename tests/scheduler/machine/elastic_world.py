@@ -14,10 +14,10 @@ from scheduler.controller.events import (
     Preempted,
     Started,
     Stepped,
-    Ticked,
+    Tick,
 )
 from scheduler.controller.handle import handle
-from scheduler.controller.slots import NUM_RANGES, first_slots, slots_of
+from scheduler.controller.slots import NUM_RANGES, initial_slots, slots_of_range
 from scheduler.controller.state import Action, JobState, State, Status
 from tests.scheduler.machine.world import BATCH, STEPS_PER_SEGMENT, check_laws
 
@@ -71,9 +71,12 @@ class Rows:
         """Start a store: only the first ones of a job have ranges from the start."""
         if number in self.homes:
             return
-        home, num_homes = number - job.first_home, job.num_homes or job.num_stores or 0
-        first, end = first_slots(home, num_homes) if home < num_homes else (0, 0)
-        self.homes[number] = {n for n in range(NUM_RANGES) if first <= slots_of(n)[0] < end}
+        home, num_homes = (
+            number - job.first_initial_store,
+            job.num_initial_stores or job.num_stores or 0,
+        )
+        first, end = initial_slots(home, num_homes) if home < num_homes else (0, 0)
+        self.homes[number] = {n for n in range(NUM_RANGES) if first <= slots_of_range(n)[0] < end}
 
     def removed(self, number: int) -> None:
         """Remove the folder of a store, and what it had."""
@@ -132,7 +135,7 @@ class ElasticWorld:
         """Tell the machine, check what holds after every event, and do what it asks for."""
         before = self.state.used
         self.state, actions = handle(self.state, event)
-        if actions or not isinstance(event, Ticked):
+        if actions or not isinstance(event, Tick):
             told = [f"{self.now:.1f}", type(event).__name__]
             told += [f"{key}={getattr(event, key)}" for key in TRACED if hasattr(event, key)]
             self.trace.append(" ".join(told))
@@ -152,7 +155,8 @@ class ElasticWorld:
     def story(self) -> str:
         """Return what happened last, and how jobs stand."""
         jobs = [
-            f"{job.name} {job.phase}: stores={job.stores} unsure={job.unsure} moving={job.moving}\n"
+            f"{job.name} {job.phase}: stores={job.stores} "
+            f"maybe={job.maybe_owners} moving={job.moving}\n"
             f"  believed={job.owners}\n"
             f"  really  ={tuple(self.rows.get(job.name, Rows()).owners)}\n"
             f"  { ({p.name: p.status for p in job.processes.values()}) }"
@@ -237,7 +241,7 @@ class ElasticWorld:
             return self._end_move(min(self.flights), calm=calm)
         keys = sorted(self.children)
         if not keys or self.rng.random() < 0.25:
-            return Ticked(time_sec=self._later())
+            return Tick(time_sec=self._later())
         job, name = keys[int(self.rng.integers(len(keys)))]
         chance = 1.0 if calm or not self.kind.deaths else self.rng.random()
         who = {"time_sec": self._later(), "job": job, "process": name}
@@ -276,7 +280,7 @@ class ElasticWorld:
         trains = pool == "replica" or (pool == "lead" and not state.grouped)
         if trains and self.steps[job] < len(state.built) * STEPS_PER_SEGMENT:
             return self._make_steps(job, len(state.built) * STEPS_PER_SEGMENT)
-        return Ticked(time_sec=self.now)
+        return Tick(time_sec=self.now)
 
     def _make_steps(self, job: str, most: int) -> Stepped:
         self.steps[job] = min(most, self.steps[job] + int(self.rng.integers(1, 3)))

@@ -5,18 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.controller.allocation import plans_of
+from scheduler.controller.allocation import candidate_sizes
 from scheduler.controller.events import BudgetSet, Ended, LoadKnown, Moved
 from scheduler.controller.handle import handle
 from scheduler.controller.reconcile import RETRY_SEC
 from scheduler.controller.slots import (
-    HOT,
+    MAX_LOAD_RATIO,
     NUM_RANGES,
-    emptying,
-    first_owners,
-    levelling,
-    loads_of,
-    shared_out,
+    initial_owners,
+    plan_emptying,
+    plan_levelling,
+    redistribute,
+    store_loads,
 )
 from scheduler.controller.state import Action, JobState
 from schemas.errors import PlanError
@@ -115,7 +115,7 @@ def test_a_number_is_never_given_again() -> None:
     assert "start store-3.1" in said(found)
     settle(bench)
     assert bench.job.stores == (0, 1, 3)
-    assert bench.job.num_homes == 3
+    assert bench.job.num_initial_stores == 3
 
 
 @pytest.mark.slow
@@ -171,43 +171,43 @@ def test_load_that_is_known_ahead_says_what_a_new_store_gets() -> None:
     bench.at(LoadKnown, num_steps=160, slots=(hot,), touched_rows=(1,))
     wants(bench, 4)
     settle(bench)
-    loads = loads_of(bench.job.owners, [float(c) for c in hot], bench.job.stores)
+    loads = store_loads(bench.job.owners, [float(c) for c in hot], bench.job.stores)
     assert max(loads.values()) <= 130.0
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_moves_of_random_loads_end_and_empty_what_is_too_many(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    owners = list(first_owners(int(rng.integers(1, 9))))
+    owners = list(initial_owners(int(rng.integers(1, 9))))
     counts = [float(c) for c in rng.pareto(1.0, NUM_RANGES)]
     staying = sorted(rng.choice(10, int(rng.integers(1, 8)), replace=False).tolist())
     surplus = {owner for owner in owners if owner not in staying}
     for _ in range(len(surplus) * len(staying)):
-        if (move := emptying(owners, counts, staying)) is None:
+        if (move := plan_emptying(owners, counts, staying)) is None:
             break
         assert {owners[n] for n in move.ranges} == {move.source}
         for number in move.ranges:
             owners[number] = move.target
     assert set(owners) <= set(staying)
-    heaviest = [max(loads_of(owners, counts, staying).values())]
+    heaviest = [max(store_loads(owners, counts, staying).values())]
     for _ in range(60):
-        if (move := levelling(owners, counts, staying)) is None:
+        if (move := plan_levelling(owners, counts, staying)) is None:
             break
         for number in move.ranges:
             owners[number] = move.target
-        heaviest.append(max(loads_of(owners, counts, staying).values()))
+        heaviest.append(max(store_loads(owners, counts, staying).values()))
     else:
         raise AssertionError("levelling must end")
     assert heaviest == sorted(heaviest, reverse=True)
-    loads = loads_of(owners, counts, staying)
+    loads = store_loads(owners, counts, staying)
     mean = sum(counts) / len(loads)
-    if max(loads.values()) > HOT * mean and len(loads) > 1:  # no single range helps much
+    if max(loads.values()) > MAX_LOAD_RATIO * mean and len(loads) > 1:  # no single range helps much
         busiest = max(loads, key=lambda store: loads[store])
         mine = [counts[n] for n in range(NUM_RANGES) if owners[n] == busiest]
         least = min(loads.values())
         best = min(max(loads[busiest] - c, least + c) for c in mine)
         assert len(mine) == 1 or best > 0.9 * loads[busiest]
-    dealt = shared_out(owners, staying[:1])
+    dealt = redistribute(owners, staying[:1])
     assert set(dealt) == {staying[0]}
 
 
@@ -231,6 +231,6 @@ def test_a_job_whose_rows_lie_in_stores_is_not_planned_without_any() -> None:
     small = replace(bench.state, budget=replace(bench.state.budget, cpus=2.0))
     job = replace(bench.job, replica_memory=8 << 30)  # which would hold all rows
     with pytest.raises(PlanError, match=r"^budget must hold the smallest pools with a store"):
-        plans_of(job, small)
+        candidate_sizes(job, small)
     ample = replace(small, budget=replace(small.budget, cpus=16.0))
-    assert all(sizes.num_stores for sizes in plans_of(job, ample)[0])
+    assert all(sizes.num_stores for sizes in candidate_sizes(job, ample)[0])

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from scheduler.controller.events import Ended, LoadKnown, Moved
 from scheduler.controller.handle import handle
-from scheduler.controller.reconcile import RETRY_SEC, most_ranges
-from scheduler.controller.slots import first_slots, levelling
+from scheduler.controller.reconcile import RETRY_SEC, max_ranges
+from scheduler.controller.slots import initial_slots, plan_levelling
 from scheduler.planner.correction import Change, Correction
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.test_elastic import (
@@ -33,8 +33,8 @@ def test_stores_cut_before_training_serve_every_slot() -> None:
     wants(bench, 2)
     bench.looks(3, 2.0)
     assert len(bench.job.stores) == 2
-    homes = [n - bench.job.first_home for n in bench.job.stores]
-    spans = [first_slots(n, bench.job.num_homes) for n in homes]
+    homes = [n - bench.job.first_initial_store for n in bench.job.stores]
+    spans = [initial_slots(n, bench.job.num_initial_stores) for n in homes]
     assert set(bench.job.owners) == set(bench.job.stores)
     assert sum(end - first for first, end in spans) == 4096, spans
 
@@ -99,7 +99,7 @@ def test_a_store_that_may_have_slots_may_have_them_after_all_has_ended() -> None
         bench.state, jobs={"first": replace(bench.job, stores=(0, 3, 1, 2), processes={})}
     )
     wants(bench, 2)
-    assert (bench.job.stores, bench.job.unsure) == ((0, 3), (3,))
+    assert (bench.job.stores, bench.job.maybe_owners) == ((0, 3), (3,))
 
 
 HOT_ALONE = (300, 300, *(10,) * 14)
@@ -107,7 +107,7 @@ HOT_ALONE = (300, 300, *(10,) * 14)
 
 def test_no_store_gets_more_ranges_than_it_has_memory_for() -> None:
     bench = bench_of()
-    most = most_ranges(bench.job, 3)
+    most = max_ranges(bench.job, 3)
     assert most == 7, "little more than a third, as three stores are needed"
     bench.at(LoadKnown, num_steps=160, slots=(HOT_ALONE,), touched_rows=(1,))
     settle(bench)
@@ -121,7 +121,7 @@ def test_no_store_gets_more_ranges_than_it_has_memory_for() -> None:
 
 def test_a_new_store_gets_ranges_where_the_busiest_store_has_but_one() -> None:
     owners = (0, 1, *(2,) * 14)
-    move = levelling(owners, [float(c) for c in HOT_ALONE], (0, 1, 2, 3))
+    move = plan_levelling(owners, [float(c) for c in HOT_ALONE], (0, 1, 2, 3))
     assert move is not None
     assert (move.source, move.target, len(move.ranges)) == (2, 3, 7)
 

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.controller.events import RULES, Drained, LoadKnown, Submitted
 from scheduler.controller.slots import NUM_RANGES
-from scheduler.controller.state import ENDED
+from scheduler.controller.state import ENDED_PHASES
 from tests.scheduler.machine.elastic_world import ElasticWorld, Kind
 from tests.scheduler.machine.test_elastic import AMPLE, STORES
 from tests.scheduler.machine.world import STEPS_PER_SEGMENT, submitted
@@ -93,7 +93,7 @@ def submit_drained(world: ElasticWorld, jobs: list[Submitted], chance: float) ->
 def has_ended(world: ElasticWorld) -> bool:
     """Tell whether every job has ended for good, and no process is left."""
     phases = {job.phase for job in world.state.jobs.values()}
-    return phases <= set(ENDED) - {"drained"} and not world.children
+    return phases <= set(ENDED_PHASES) - {"drained"} and not world.children
 
 
 def play(world: ElasticWorld) -> None:

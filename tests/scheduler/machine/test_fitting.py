@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.controller.allocation import REFUSED_SEC
+from scheduler.controller.allocation import RESIZE_RETRY_SEC
 from scheduler.controller.events import SECOND_RULES, BudgetSet, Drained, Ended, Read, Resized
 from scheduler.controller.reconcile import is_settled
-from scheduler.controller.remaining import left_of
-from scheduler.controller.state import Action, Seen
-from scheduler.controller.watch import CORE_LOOKS, FEWEST, SAME
-from scheduler.elasticity import HEADROOM, MORE, SPARE, Cores
+from scheduler.controller.remaining import remaining_work
+from scheduler.controller.state import Action, UsageWindow
+from scheduler.controller.watch import CORE_TICKS, MAX_READINGS, MIN_CPUS
+from scheduler.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, check_laws, submitted
@@ -77,14 +77,14 @@ def test_look_at_cores_that_nothing_needs_books_fewer_and_ends_nobody() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
     before = bench.state.used[0]
-    assert fits(trainer.trains(CORE_LOOKS)) == [], "not long enough"
+    assert fits(trainer.trains(CORE_TICKS)) == [], "not long enough"
     found = trainer.trains(2)
     (fit,) = fits(found)
     assert fit.reason.startswith("1.00 of 4.00 cores of a trainer are busy, it gets 1.30: the rest")
     assert [a for a in found if a.verb in ("drain", "stop", "resize", "replace")] == []
     assert cpus_of(bench) == fit.values["replica_cpus"] == HEADROOM
     assert bench.state.used[0] == pytest.approx(before - 4.0 + HEADROOM)
-    assert fits(trainer.trains(5 * CORE_LOOKS)) == [], "it is slower with none of them"
+    assert fits(trainer.trains(5 * CORE_TICKS)) == [], "it is slower with none of them"
     assert cpus_of(bench) == HEADROOM
 
 
@@ -92,18 +92,18 @@ def test_look_at_cores_that_nothing_needs_books_fewer_and_ends_nobody() -> None:
 def test_look_at_longer_steps_gives_back_the_cores_that_bursts_need() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
-    found = trainer.trains(8 * CORE_LOOKS)
+    found = trainer.trains(8 * CORE_TICKS)
     first, *others = fits(found)
     assert first.values["replica_cpus"] == HEADROOM
     assert others, "steps became more than twice as long"
-    assert 3.0 <= cpus_of(bench) <= 1.2 * SPARE * 3.0
-    assert fits(trainer.trains(6 * CORE_LOOKS)) == [], "once is enough"
+    assert 3.0 <= cpus_of(bench) <= 1.2 * NEED_MARGIN * 3.0
+    assert fits(trainer.trains(6 * CORE_TICKS)) == [], "once is enough"
 
 
 def test_look_gives_no_more_cores_than_the_file_does_where_they_are_no_limits() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=5.0, need=6.0)
-    assert fits(trainer.trains(6 * CORE_LOOKS)) == []
+    assert fits(trainer.trains(6 * CORE_TICKS)) == []
     assert cpus_of(bench) == 4.0
 
 
@@ -112,14 +112,14 @@ def test_look_gives_more_cores_than_the_file_does_where_they_are_limits() -> Non
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=5.0, need=6.0)
     found: list[Action] = []
-    for _ in range(8 * CORE_LOOKS):
+    for _ in range(8 * CORE_TICKS):
         found += trainer.trains(1)
         for process in bench.job.processes.values():
             if process.is_changing:
                 bench.at(Resized, process.name, resized=True)
     assert "more may help" in fits(found)[0].reason
     assert 6.0 <= cpus_of(bench) <= 7.0, "8 cores, one of them for the segment job"
-    assert fits(trainer.trains(4 * CORE_LOOKS)) == []
+    assert fits(trainer.trains(4 * CORE_TICKS)) == []
 
 
 def test_look_gives_no_trainer_more_cores_than_threads() -> None:
@@ -127,30 +127,30 @@ def test_look_gives_no_trainer_more_cores_than_threads() -> None:
     train = replace(bench.job.snapshot.job.train, num_threads=4)
     snapshot = replace(bench.job.snapshot, job=replace(bench.job.snapshot.job, train=train))
     bench.state = replace(bench.state, jobs={"first": replace(bench.job, snapshot=snapshot)})
-    assert fits(Trainer(bench, work_sec=5.0, need=6.0).trains(3 * CORE_LOOKS)) == []
+    assert fits(Trainer(bench, work_sec=5.0, need=6.0).trains(3 * CORE_TICKS)) == []
 
 
 def test_look_gives_an_idle_process_some_cores() -> None:
     bench = begun()
-    Trainer(bench, work_sec=0.01, need=0.01).trains(2 * CORE_LOOKS)
-    assert cpus_of(bench) == FEWEST
+    Trainer(bench, work_sec=0.01, need=0.01).trains(2 * CORE_TICKS)
+    assert cpus_of(bench) == MIN_CPUS
 
 
 def test_look_without_readings_of_cores_changes_nothing() -> None:
     bench = begun()
-    for _ in range(3 * CORE_LOOKS):
+    for _ in range(3 * CORE_TICKS):
         assert fits(bench.stepped(2, 1.0) + bench.looks(1, 5.0)) == []
 
 
 def test_look_of_older_rules_fits_no_cores() -> None:
     bench = begun(replace(BUDGET, rules=SECOND_RULES))
-    assert fits(Trainer(bench, work_sec=1.0, need=1.2).trains(3 * CORE_LOOKS)) == []
+    assert fits(Trainer(bench, work_sec=1.0, need=1.2).trains(3 * CORE_TICKS)) == []
 
 
 def test_cores_that_are_limits_are_changed_in_place() -> None:
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
-    found = trainer.trains(CORE_LOOKS + 2)
+    found = trainer.trains(CORE_TICKS + 2)
     (resize,) = [a for a in found if a.verb == "resize"]
     assert (resize.process, resize.values) == ("lead-0.1", {"cpus": HEADROOM})
     assert resize.reason == "it is to have 1.30 cores instead of 4.00"
@@ -170,20 +170,20 @@ def of_cores(actions: list[Action]) -> list[Action]:
 def test_process_whose_cores_cannot_be_changed_keeps_them_and_is_asked_again_later() -> None:
     bench = begun(replace(BUDGET, resizes=True))
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
-    trainer.trains(CORE_LOOKS + 2)
+    trainer.trains(CORE_TICKS + 2)
     bench.at(Resized, "lead-0.1", resized=False)
     assert cpus_of(bench) == 4.0
     assert bench.job.replica_cpus == HEADROOM, "of the next one"
-    found = trainer.trains(2 * CORE_LOOKS)
+    found = trainer.trains(2 * CORE_TICKS)
     assert [a for a in of_cores(found) if a.verb in ("resize", "drain", "fit cores")] == []
-    found = of_cores(trainer.trains(int(REFUSED_SEC / 5)))
+    found = of_cores(trainer.trains(int(RESIZE_RETRY_SEC / 5)))
     assert [a.process for a in found if a.verb == "resize"] == ["lead-0.1"]
 
 
 def test_cores_are_free_for_others_only_when_the_node_has_taken_them() -> None:
     bench = begun(replace(BUDGET, resizes=True))
     bench.tell(submitted("second", 800, SMALL, bench.now))
-    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_TICKS + 2)
     assert bench.state.jobs["second"].sizes is not None
     who = {"job": "second", "process": "segment-0.1"}
     done = Ended(time_sec=bench.now, outcome="done", num_samples=1024, work_sec=5.0, **who)
@@ -196,7 +196,7 @@ def test_cores_are_free_for_others_only_when_the_node_has_taken_them() -> None:
 
 def test_cores_begin_anew_with_a_file_that_says_others() -> None:
     bench = begun()
-    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 2)
+    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_TICKS + 2)
     bench.at(Drained)
     for process in list(bench.job.processes):
         bench.at(Ended, process, outcome="left")
@@ -212,44 +212,46 @@ def test_look_at_a_trainer_that_waits_for_data_takes_nothing_away() -> None:
     for position in range(100):
         bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.02)
         assert fits(bench.looks(1, 5.0)) == []
-    assert fits(Trainer(bench, work_sec=3.0, need=3.9).trains(2 * CORE_LOOKS)) == []
+    assert fits(Trainer(bench, work_sec=3.0, need=3.9).trains(2 * CORE_TICKS)) == []
 
 
 def test_look_at_an_idle_store_or_trainer_does_not_fail() -> None:
     bench = begun()
     (lead,) = bench.job.of_pool("lead")
-    for position in range(2 * CORE_LOOKS):
+    for position in range(2 * CORE_TICKS):
         bench.stepped(2, 1.0)
         bench.at(Read, lead.name, position=position, resident_bytes=GIB, busy_cores=0.0)
         bench.looks(1, 5.0)
-    assert cpus_of(bench) == FEWEST
+    assert cpus_of(bench) == MIN_CPUS
 
 
 @pytest.mark.slow
 def test_look_never_forgets_what_fewer_cores_did() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
-    trainer.trains(8 * CORE_LOOKS)
-    assert fits(trainer.trains(100 * CORE_LOOKS)) == []
-    assert len(bench.job.cores.here()) <= 4 * SAME
+    trainer.trains(8 * CORE_TICKS)
+    assert fits(trainer.trains(100 * CORE_TICKS)) == []
+    assert len(bench.job.cores.here()) <= 4 * MAX_READINGS
 
 
 @pytest.mark.slow
 def test_cores_of_a_file_that_are_no_thousandths_are_never_exceeded() -> None:
     bench = begun(schedule=LARGE.replace("cpus: 4", "cpus: 1.6667"))
-    Trainer(bench, work_sec=1.0, need=1.6).trains(8 * CORE_LOOKS)
+    Trainer(bench, work_sec=1.0, need=1.6).trains(8 * CORE_TICKS)
     assert bench.job.replica_cpus <= 1.6667
 
 
 def test_processes_at_new_sizes_get_more_before_they_get_fewer() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=1.2)
-    trainer.trains(CORE_LOOKS + 3)
-    job = replace(bench.job, cores=Cores(), seen=Seen())  # as at sizes where nothing was read
+    trainer.trains(CORE_TICKS + 3)
+    job = replace(
+        bench.job, cores=CoreReadings(), usage=UsageWindow()
+    )  # as at sizes where nothing was read
     bench.state = replace(bench.state, jobs={"first": job})
     trainer.work_sec, trainer.need = 0.5, 0.6
-    (first, *_) = fits(trainer.trains(3 * CORE_LOOKS))
-    assert first.values["replica_cpus"] == pytest.approx(MORE * HEADROOM, rel=0.01)
+    (first, *_) = fits(trainer.trains(3 * CORE_TICKS))
+    assert first.values["replica_cpus"] == pytest.approx(GROWTH * HEADROOM, rel=0.01)
     assert cpus_of(bench) == pytest.approx(HEADROOM * 0.5, rel=0.01)
 
 
@@ -257,7 +259,7 @@ def test_cores_that_nothing_needs_go_to_a_job_that_waits_for_them() -> None:
     bench = begun()
     waits = bench.tell(submitted("second", 800, SMALL, bench.now))
     assert [(a.job, a.verb) for a in waits] == [("second", "wait")]
-    found = Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 3)
+    found = Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_TICKS + 3)
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
 
 
@@ -265,10 +267,10 @@ def test_cores_that_are_needed_again_and_that_others_have_are_shared_anew() -> N
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
     bench.tell(submitted("second", 800, SMALL, bench.now))
-    trainer.trains(CORE_LOOKS + 3)
+    trainer.trains(CORE_TICKS + 3)
     assert cpus_of(bench) == HEADROOM
     assert bench.state.jobs["second"].sizes is not None
-    found = trainer.trains(CORE_LOOKS + 3)
+    found = trainer.trains(CORE_TICKS + 3)
     assert [a.job for a in fits(found)] == ["first"]
     assert ("second", "wait") in [(a.job, a.verb) for a in found]
     assert bench.job.replica_cpus > 3.0
@@ -280,8 +282,8 @@ def test_cores_that_are_needed_again_and_that_others_have_are_shared_anew() -> N
 
 def test_predictions_go_on_by_the_cores_at_which_steps_were_measured() -> None:
     bench = begun()
-    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_LOOKS + 3)
-    left = left_of(bench.job, bench.now, bench.state.budget, bench.state.runner)
+    Trainer(bench, work_sec=1.0, need=1.2).trains(CORE_TICKS + 3)
+    left = remaining_work(bench.job, bench.now, bench.state.budget, bench.state.runner)
     assert bench.job.sizes is not None
     setting = training_setting(left.snapshot, left.config, bench.job.sizes.grid)
     assert setting.replica_cpus == 4.0
@@ -290,9 +292,9 @@ def test_predictions_go_on_by_the_cores_at_which_steps_were_measured() -> None:
 def test_nothing_is_learned_of_steps_that_lack_cores() -> None:
     bench = begun()
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
-    trainer.trains(2 * CORE_LOOKS)
+    trainer.trains(2 * CORE_TICKS)
     assert cpus_of(bench) == HEADROOM, "its steps are 2.3 times as long"
-    left = left_of(bench.job, bench.now, bench.state.budget, bench.state.runner)
+    left = remaining_work(bench.job, bench.now, bench.state.budget, bench.state.runner)
     assert bench.job.sizes is not None
     setting = training_setting(left.snapshot, left.config, bench.job.sizes.grid)
     assert left.models.training.seconds(setting)[0] == pytest.approx(1.0, rel=0.05)

@@ -10,11 +10,11 @@ from scheduler.controller.events import (
     Moved,
     Preempted,
     Read,
-    Ticked,
+    Tick,
 )
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action
-from scheduler.planner.correction import COOL_DOWN_SEC, NUM_LOOKS
+from scheduler.planner.correction import COOL_DOWN_SEC, NUM_TICKS
 from tests.scheduler.machine.bench import GROWS, Bench, grow_until, said
 from tests.scheduler.machine.world import BUDGET, GIB, submitted
 
@@ -77,7 +77,7 @@ def test_handle_of_measured_steps_scales_training_up_calmly_and_settles() -> Non
         changes += [*bench.stepped(2, 1.0), *bench.looks(1)]
     scale = next(action for action in changes if action.verb == "scale")
     assert scale.values["num_replicas"] > 1
-    assert f"% saved in {NUM_LOOKS} looks; " in scale.reason
+    assert f"% saved in {NUM_TICKS} looks; " in scale.reason
     assert scale.values["predicted_sec"] < scale.values["predicted_sec_before"]
     assert bench.job.grouped
     # The lone trainer saves and leaves; a lead with replicas takes over.
@@ -278,5 +278,5 @@ def test_handle_after_a_change_leaves_the_job_alone_for_a_while() -> None:
 
 
 def test_handle_of_time_that_goes_back_takes_the_latest() -> None:
-    bench = Bench(BUDGET, Ticked(time_sec=100.0))
-    assert handle(bench.state, Ticked(time_sec=50.0))[0].now_sec == 100.0
+    bench = Bench(BUDGET, Tick(time_sec=100.0))
+    assert handle(bench.state, Tick(time_sec=50.0))[0].now_sec == 100.0

@@ -28,19 +28,19 @@ from scheduler.controller.events import (
     SlotsUnread,
     Started,
     Stepped,
-    Ticked,
+    Tick,
 )
 from scheduler.controller.handle import handle
 from scheduler.controller.log import (
-    KINDS,
+    EVENT_TYPES,
     LOG,
     Log,
-    body_of,
-    decision_of,
-    event_of,
+    event_from_json,
+    event_to_json,
     read_log,
     recover,
     replay,
+    to_decision,
 )
 from scheduler.controller.state import Action, State
 from scheduler.model.history import BuildRecord, History
@@ -66,17 +66,17 @@ EVENTS: list[Event] = [
     ),
     LoadKnown(time_sec=3.0, job="first", num_steps=4, slots=((1, 2), (3, 4)), touched_rows=(3, 9)),
     Moved(time_sec=3.0, job="first", slots=1, target=0, moved=True),
-    Ticked(time_sec=4.0),
+    Tick(time_sec=4.0),
 ]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_event_of_gives_back_what_body_of_was_given(event: Event) -> None:
-    assert event_of(json.loads(json.dumps(body_of(event)))) == event
+    assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
 
 
 def test_events_that_are_tried_are_all_kinds() -> None:
-    assert {type(event).__name__ for event in EVENTS} == set(KINDS)
+    assert {type(event) for event in EVENTS} == set(EVENT_TYPES.values())
 
 
 def test_event_of_gives_back_a_history() -> None:
@@ -85,7 +85,7 @@ def test_event_of_gives_back_a_history() -> None:
         (make_run([(1, 256, 0.5)]),),
     )
     event = replace(submitted("first"), history=history)
-    assert event_of(json.loads(json.dumps(body_of(event)))) == event
+    assert event_from_json(json.loads(json.dumps(event_to_json(event)))) == event
 
 
 class Logged:
@@ -96,7 +96,7 @@ class Logged:
 
     def __call__(self, state: State, event: Event) -> tuple[State, Sequence[Action]]:
         state, actions = handle(state, event)
-        self.log.append(event, [decision_of(action, state.now_sec) for action in actions])
+        self.log.append(event, [to_decision(action, state.now_sec) for action in actions])
         return state, actions
 
 
@@ -191,7 +191,7 @@ def test_recover_at_every_line_and_every_byte_of_the_last_one_gives_the_state_of
     for line in lines:
         body = json.loads(line)
         if "event" in body:
-            state, _ = handle(state, event_of(body))
+            state, _ = handle(state, event_from_json(body))
         states.append(state)
     cut = tmp_path / LOG
     cuts = [sum(map(len, lines[:n])) for n in range(1, len(lines) + 1)]
@@ -262,7 +262,7 @@ def test_append_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", fsync)
     with Log(path) as log:
-        log.append(Ticked(time_sec=1.0), [])
+        log.append(Tick(time_sec=1.0), [])
     assert synced[-1] == b'{"event":"Ticked","time_sec":1.0}\n'
 
 

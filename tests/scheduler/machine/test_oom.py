@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.events import Ended, Read, Ticked
+from scheduler.controller.events import Ended, Read, Tick
 from scheduler.controller.state import Action
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.world import BUDGET, MIB, submitted
@@ -65,7 +65,7 @@ def train(*, looks: bool) -> tuple[list[str], int]:
                 return [*endings, "killed"], step
             after: list[Action] = bench.stepped(max(0, step + 1 - bench.job.next_step), STEP_SEC)
             bench.at(Read, lead.name, position=step, resident_bytes=resident)
-            after += bench.at(Ticked) if looks else []
+            after += bench.at(Tick) if looks else []
             if f"drain {lead.name}" in said(after):
                 break
         else:

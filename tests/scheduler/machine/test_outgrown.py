@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.events import BudgetSet, Ended, Read, Ticked
+from scheduler.controller.events import BudgetSet, Ended, Read, Tick
 from scheduler.controller.state import JobState
-from scheduler.controller.watch import foreseen
-from scheduler.planner.correction import AGAIN, HEADROOM, after_oom
+from scheduler.controller.watch import forecast_memory
+from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
 from tests.scheduler.machine.bench import GROWS, Bench, said
 from tests.scheduler.machine.world import BUDGET, GIB, MIB, check_laws, submitted
 
@@ -24,16 +24,16 @@ def killed(bench: Bench, name: str) -> str:
     """Let a process be killed for memory, and wait until another one may begin."""
     (action, *_) = bench.at(Ended, name, 1.0, outcome="oom", detail="OOMKilled")
     assert said([action])[0] in (f"replace {name}", f"fail {name}")
-    bench.at(Ticked, after=100.0)
+    bench.at(Tick, after=100.0)
     check_laws(bench.state)
     return action.reason
 
 
 def test_after_oom_is_half_as_much_more_or_what_is_foreseen_and_never_less() -> None:
-    assert after_oom(100, 0, 1000) == AGAIN * 100
-    assert after_oom(100, 400, 1000) == HEADROOM * 400
-    assert after_oom(100, 400, 300) == 300
-    assert after_oom(100, 400, 20) == 100
+    assert memory_after_oom(100, 0, 1000) == OOM_GROWTH * 100
+    assert memory_after_oom(100, 400, 1000) == MEMORY_HEADROOM * 400
+    assert memory_after_oom(100, 400, 300) == 300
+    assert memory_after_oom(100, 400, 20) == 100
 
 
 def test_handle_of_a_trainer_killed_for_memory_starts_one_with_half_as_much_more() -> None:
@@ -57,10 +57,10 @@ def test_handle_of_a_trainer_that_was_to_need_far_more_gives_what_was_foreseen()
         resident = 600 * MIB + 3 * step * MIB
         bench.at(Read, "lead-0.1", position=step, resident_bytes=resident)
     process = bench.job.processes["lead-0.1"]
-    needed = foreseen(bench.job, process, bench.job.num_steps).needed_bytes
+    needed = forecast_memory(bench.job, process, bench.job.num_steps).needed_bytes
     assert needed > 2 * process.memory_bytes
     killed(bench, "lead-0.1")
-    assert bench.job.processes["lead-0.2"].memory_bytes == int(HEADROOM * needed)
+    assert bench.job.processes["lead-0.2"].memory_bytes == int(MEMORY_HEADROOM * needed)
 
 
 def test_handle_of_a_segment_job_killed_for_memory_gives_more_to_each_worker() -> None:
@@ -117,12 +117,12 @@ def test_handle_shares_anew_where_more_memory_than_the_share_of_a_job_is_needed(
     for name in ("first", "second"):
         bench.tell(submitted(name, 6, ALONE, bench.now))
     bench.built(0)
-    before = bench.job.outgrown
+    before = bench.job.num_outgrown
     for _ in range(3):
         leads = bench.job.of_pool("lead")
         if leads:
             killed(bench, leads[0].name)
-    assert bench.job.outgrown > before
+    assert bench.job.num_outgrown > before
     jobs: list[JobState] = list(bench.state.jobs.values())
     assert "failed" not in [job.phase for job in jobs]
     # Whoever waits does so for memory, and goes on when the other one ends.
@@ -135,7 +135,7 @@ def test_handle_of_another_end_gives_no_more_memory(outcome: str) -> None:
     bench.built(0)
     had = bench.job.replica_memory
     bench.at(Ended, "lead-0.1", outcome=outcome)
-    bench.at(Ticked, after=100.0)
+    bench.at(Tick, after=100.0)
     assert bench.job.of_pool("lead")[0].memory_bytes == had
 
 

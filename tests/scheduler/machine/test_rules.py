@@ -11,7 +11,15 @@ import pytest
 
 from scheduler.controller.events import FIRST_RULES, RULES, BudgetSet, Event
 from scheduler.controller.handle import handle
-from scheduler.controller.log import Log, body_of, decision_of, event_of, read_log, recover, replay
+from scheduler.controller.log import (
+    Log,
+    event_from_json,
+    event_to_json,
+    read_log,
+    recover,
+    replay,
+    to_decision,
+)
 from scheduler.controller.state import Action, State
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, World, run, submitted
@@ -24,24 +32,26 @@ def sizes(budget: BudgetSet, schedule: str = "  priority: 0") -> Any:
     return Bench(budget, submitted("first", 2, schedule)).job.sizes
 
 
-def test_handle_of_rules_before_haste_takes_the_smallest_time_x_cost() -> None:
-    old, even = replace(LARGE, rules=FIRST_RULES), replace(LARGE, haste=1.0)
-    assert sizes(old) == sizes(even) != sizes(replace(LARGE, haste=8.0))
+def test_handle_of_rules_before_the_exponent_takes_the_smallest_time_x_cost() -> None:
+    old, even = replace(LARGE, rules=FIRST_RULES), replace(LARGE, time_cost_exponent=1.0)
+    assert sizes(old) == sizes(even) != sizes(replace(LARGE, time_cost_exponent=8.0))
 
 
-def test_handle_takes_the_haste_of_whose_budget_it_is_before_that_of_the_job() -> None:
+def test_handle_prefers_the_exponent_of_the_budget_over_that_of_the_job() -> None:
     own = "  budget: {haste: 1}"
-    assert sizes(LARGE, own) == sizes(replace(LARGE, haste=1.0))
-    assert sizes(replace(LARGE, haste=30.0), own) == sizes(replace(LARGE, haste=30.0))
-    assert sizes(replace(LARGE, haste=30.0), own) != sizes(LARGE, own)
+    assert sizes(LARGE, own) == sizes(replace(LARGE, time_cost_exponent=1.0))
+    assert sizes(replace(LARGE, time_cost_exponent=30.0), own) == sizes(
+        replace(LARGE, time_cost_exponent=30.0)
+    )
+    assert sizes(replace(LARGE, time_cost_exponent=30.0), own) != sizes(LARGE, own)
 
 
 def test_event_of_a_budget_that_says_no_rules_has_the_first_ones() -> None:
-    body = body_of(LARGE)
-    assert event_of(body) == LARGE
+    body = event_to_json(LARGE)
+    assert event_from_json(body) == LARGE
     assert body["rules"] == RULES
     del body["rules"], body["haste"]
-    assert event_of(body) == replace(LARGE, rules=FIRST_RULES)
+    assert event_from_json(body) == replace(LARGE, rules=FIRST_RULES)
 
 
 @pytest.mark.slow
@@ -52,7 +62,7 @@ def test_replay_of_a_log_without_rules_gives_its_own_decisions(tmp_path: Path) -
 
         def tell(state: State, event: Event) -> tuple[State, list[Action]]:
             state, actions = handle(state, event)
-            log.append(event, [decision_of(action, state.now_sec) for action in actions])
+            log.append(event, [to_decision(action, state.now_sec) for action in actions])
             return state, actions
 
         first = replace(BUDGET, rules=FIRST_RULES)
@@ -71,6 +81,6 @@ def test_replay_of_a_log_without_rules_gives_its_own_decisions(tmp_path: Path) -
 
 
 def test_event_of_rules_that_only_later_code_knows_is_refused() -> None:
-    body = {**body_of(LARGE), "rules": RULES + 1}
+    body = {**event_to_json(LARGE), "rules": RULES + 1}
     with pytest.raises(ValueError, match=re.escape(f"rules must be in [1, {RULES}], got")):
-        event_of(body)
+        event_from_json(body)

@@ -9,10 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.controller.events import Ended, Event, RunnerSet, SlotsRead, SlotsUnread, Ticked
+from scheduler.controller.events import Ended, Event, RunnerSet, SlotsRead, SlotsUnread, Tick
 from scheduler.controller.handle import handle
 from scheduler.controller.reconcile import is_settled
-from scheduler.controller.state import BELIEVED_SEC, Action, Runner, State, bound, on_runner
+from scheduler.controller.state import (
+    SLOTS_VALID_SEC,
+    Action,
+    Runner,
+    State,
+    bound_workers,
+    update_runner,
+)
 from tests.scheduler.machine.bench import Bench, said
 from tests.scheduler.machine.world import BUDGET, World, run, submitted
 
@@ -27,7 +34,7 @@ def slots(free: int, total: int = 8, own: int = 0, at: float = 0.0) -> SlotsRead
 def seen(*events: Event) -> Runner:
     runner = Runner()
     for event in events:
-        runner = on_runner(runner, event)
+        runner = update_runner(runner, event)
     return runner
 
 
@@ -102,15 +109,15 @@ BOUNDS = {
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bound_of_the_next_segment_job_when(name: str) -> None:
     events, wanted, booked, workers, reason = BOUNDS[name]
-    found = bound(seen(*events), wanted, booked, 300.0)
+    found = bound_workers(seen(*events), wanted, booked, 300.0)
     assert (found.workers, found.reason) == (workers, reason)
 
 
 def test_bound_of_a_cluster_that_is_silent_for_long_is_one_worker_in_all() -> None:
     runner = seen(FLINK, slots(3), SILENT)
-    assert bound(runner, 4, 0, 100.0 + BELIEVED_SEC).workers == 3
-    assert bound(runner, 4, 0, 101.0 + BELIEVED_SEC).workers == 1
-    assert bound(runner, 4, 1, 101.0 + BELIEVED_SEC).workers == 0
+    assert bound_workers(runner, 4, 0, 100.0 + SLOTS_VALID_SEC).workers == 3
+    assert bound_workers(runner, 4, 0, 101.0 + SLOTS_VALID_SEC).workers == 1
+    assert bound_workers(runner, 4, 1, 101.0 + SLOTS_VALID_SEC).workers == 0
 
 
 def test_handle_gives_each_next_segment_job_what_is_free_and_says_so() -> None:
@@ -189,7 +196,7 @@ def test_handle_makes_room_for_the_segment_that_later_ones_wait_for() -> None:
     bench.at(Ended, "segment-1.1", 1.0, outcome="lost", detail="signal 9")
     taken = bench.tell(slots(0, total=4, own=2, at=bench.now))  # by somebody else
     assert said(taken) == ["wait", "stop segment-3.1"]
-    assert said(bench.at(Ticked, after=2.0)) == []
+    assert said(bench.at(Tick, after=2.0)) == []
     bench.at(Ended, "segment-3.1", outcome="left")
     assert bench.job.of_pool("segment")[0].name == "segment-1.2"
 
@@ -199,13 +206,13 @@ def test_handle_leaves_later_segments_alone_when_slots_have_come_free() -> None:
     bench.tell(submitted("first", 4, WIDE))
     assert "wait" in said(bench.built(0))
     assert [p.number for p in bench.job.of_pool("segment")] == [1, 2]
-    assert bench.job.lacks_slots
+    assert bench.job.waits_for_slots
     lost = bench.at(Ended, "segment-1.1", 0.1, outcome="lost", detail="signal 9")
     assert said(lost) == ["replace segment-1.1"]  # its slot is free; it is built again soon
-    assert not bench.job.lacks_slots
-    assert said(bench.at(Ticked, after=0.1)) == []
+    assert not bench.job.waits_for_slots
+    assert said(bench.at(Tick, after=0.1)) == []
     assert [p.name for p in bench.job.of_pool("segment")] == ["segment-2.1"]
-    assert said(bench.at(Ticked, after=2.0))[0] == "start segment-1.2"
+    assert said(bench.at(Tick, after=2.0))[0] == "start segment-1.2"
 
 
 @pytest.mark.slow

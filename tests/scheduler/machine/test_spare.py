@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.allocation import REFUSED_SEC
+from scheduler.controller.allocation import RESIZE_RETRY_SEC
 from scheduler.controller.events import FIRST_RULES, THIRD_RULES, BudgetSet, Ended, Read, Resized
 from scheduler.controller.state import Action
-from scheduler.controller.watch import SPARE_LOOKS
-from scheduler.planner.correction import ENOUGH
+from scheduler.controller.watch import SPARE_TICKS
+from scheduler.planner.correction import MIN_GAIN
 from tests.scheduler.machine.bench import Bench
 from tests.scheduler.machine.world import BUDGET, GIB, MIB, check_laws, submitted
 
@@ -44,14 +44,14 @@ def begun(budget: BudgetSet = BUDGET, num_segments: int = 1) -> Bench:
 
 def test_look_at_memory_that_is_not_needed_gives_the_next_process_less_and_ends_nobody() -> None:
     bench = begun()
-    assert not [a for a in trains(bench, SPARE_LOOKS) if a.verb == "give back"], "not long enough"
-    found = trains(bench, SPARE_LOOKS)
+    assert not [a for a in trains(bench, SPARE_TICKS) if a.verb == "give back"], "not long enough"
+    found = trains(bench, SPARE_TICKS)
     (back,) = [a for a in found if a.verb == "give back"]
     assert back.reason.startswith(f"training is to need less than its {6 * GIB:,} bytes, ")
     assert [a for a in found if a.verb in ("drain", "stop", "resize")] == []
     (lead,) = bench.job.of_pool("lead")
     assert lead.memory_bytes == 6 * GIB
-    assert 1200 * MIB < bench.job.replica_memory < (1 - ENOUGH) * 6 * GIB
+    assert 1200 * MIB < bench.job.replica_memory < (1 - MIN_GAIN) * 6 * GIB
     bench.at(Ended, lead.name, outcome="lost")
     bench.looks(5, 5.0)
     (lead,) = bench.job.of_pool("lead")
@@ -60,19 +60,19 @@ def test_look_at_memory_that_is_not_needed_gives_the_next_process_less_and_ends_
 
 def test_look_at_memory_that_grows_gives_nothing_back() -> None:
     bench = begun(num_segments=400)
-    for part in range(3 * SPARE_LOOKS):
+    for part in range(3 * SPARE_TICKS):
         found = trains(bench, 1, 1200 * MIB + part * 40 * MIB)
         assert not [a for a in found if a.verb == "give back"]
 
 
 def test_look_at_memory_that_is_nearly_needed_gives_nothing_back() -> None:
-    found = trains(begun(), 3 * SPARE_LOOKS, 5100 * MIB)
+    found = trains(begun(), 3 * SPARE_TICKS, 5100 * MIB)
     assert not [a for a in found if a.verb == "give back"]
 
 
 @pytest.mark.slow
 def test_look_of_the_first_rules_gives_nothing_back() -> None:
-    found = trains(begun(replace(BUDGET, rules=FIRST_RULES)), 3 * SPARE_LOOKS)
+    found = trains(begun(replace(BUDGET, rules=FIRST_RULES)), 3 * SPARE_TICKS)
     assert not [a for a in found if a.verb == "give back"]
 
 
@@ -81,7 +81,7 @@ def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
     bench = begun(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
     waits = bench.tell(submitted("second", 400, SMALL, bench.now))
     assert [(a.job, a.verb) for a in waits] == [("second", "wait")]
-    found = trains(bench, 2 * SPARE_LOOKS)
+    found = trains(bench, 2 * SPARE_TICKS)
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
     # 2.5 GiB are free and 3 are needed, so a trainer that has more than it needs leaves.
     (drain,) = [a for a in found if a.verb == "drain"]
@@ -100,7 +100,7 @@ def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
 @pytest.mark.slow
 def test_a_trainer_leaves_for_memory_only_while_nobody_leaves_anyway() -> None:
     bench = begun(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
-    trains(bench, 2 * SPARE_LOOKS)
+    trains(bench, 2 * SPARE_TICKS)
     first = bench.tell(submitted("second", 400, SMALL, bench.now))
     assert [a.process for a in first if a.verb == "drain"] == ["lead-0.1"]
     assert not [a for a in bench.looks(3, 5.0) if a.verb == "drain"]
@@ -111,7 +111,7 @@ PODS = replace(BUDGET, resizes=True)
 
 def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has_taken_it() -> None:
     bench = begun(PODS)
-    found = trains(bench, 2 * SPARE_LOOKS)
+    found = trains(bench, 2 * SPARE_TICKS)
     (back,) = [a for a in found if a.verb == "give back"]
     (resize,) = [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
     assert resize.values == back.values
@@ -127,12 +127,12 @@ def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has
 @pytest.mark.slow
 def test_a_trainer_whose_node_refuses_keeps_what_it_had_and_is_asked_again_later() -> None:
     bench = begun(PODS)
-    trains(bench, 2 * SPARE_LOOKS)
+    trains(bench, 2 * SPARE_TICKS)
     bench.at(Resized, "lead-0.1", resized=False)
     (lead,) = bench.job.of_pool("lead")
     assert (lead.memory_bytes, lead.held_memory, lead.fixed) == (6 * GIB, 6 * GIB, False)
     # A look is 6 s apart from the next one.
-    found = trains(bench, int(REFUSED_SEC / 6) - 2)
+    found = trains(bench, int(RESIZE_RETRY_SEC / 6) - 2)
     assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
     found = trains(bench, 4)
     assert [a.process for a in found if "memory_bytes" in a.values] == ["lead-0.1"]
@@ -140,7 +140,7 @@ def test_a_trainer_whose_node_refuses_keeps_what_it_had_and_is_asked_again_later
 
 def test_a_trainer_that_gave_memory_back_gets_more_again_before_it_lacks_it() -> None:
     bench = begun(PODS, num_segments=400)
-    trains(bench, 2 * SPARE_LOOKS)
+    trains(bench, 2 * SPARE_TICKS)
     bench.at(Resized, "lead-0.1", resized=True)
     (lead,) = bench.job.of_pool("lead")
     limit, resident = lead.memory_bytes, 1200 * MIB
@@ -158,7 +158,7 @@ def test_a_trainer_that_gave_memory_back_gets_more_again_before_it_lacks_it() ->
 def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() -> None:
     bench = begun(replace(PODS, memory_bytes=int(8.5 * GIB)))
     bench.tell(submitted("second", 400, SMALL, bench.now))
-    found = trains(bench, 2 * SPARE_LOOKS)
+    found = trains(bench, 2 * SPARE_TICKS)
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
     assert not [a for a in found if a.job == "second" and a.verb == "start"]
     assert not [a for a in found if a.verb == "drain"], "nobody leaves for what is on its way"
@@ -169,7 +169,7 @@ def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() 
 
 def test_older_rules_take_nothing_from_who_runs() -> None:
     bench = begun(replace(PODS, rules=THIRD_RULES))
-    found = trains(bench, 2 * SPARE_LOOKS)
+    found = trains(bench, 2 * SPARE_TICKS)
     assert [a for a in found if a.verb == "give back"]
     assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
 
@@ -188,22 +188,22 @@ def builds(bench: Bench, number: int, looks: int, resident: int) -> list[Action]
 def test_segment_jobs_give_back_no_more_than_the_largest_left_over() -> None:
     schedule = "  preprocessing: {worker: {memory: 6GiB}, max_workers: 1}"
     bench = Bench(BUDGET, submitted("first", 6, schedule))
-    found = builds(bench, 0, 2 * SPARE_LOOKS, 900 * MIB)
+    found = builds(bench, 0, 2 * SPARE_TICKS, 900 * MIB)
     assert not [a for a in found if a.verb == "give back"], "its end is not known"
     builds(bench, 0, 1, 1800 * MIB)
     bench.built(0)
-    found = builds(bench, 1, 2 * SPARE_LOOKS, 900 * MIB)
+    found = builds(bench, 1, 2 * SPARE_TICKS, 900 * MIB)
     (back,) = [a for a in found if a.verb == "give back" and "preprocessing" in a.reason]
     assert back.values["memory_bytes"] >= 1800 * MIB
 
 
 def test_less_memory_is_not_asked_for_again_once_it_has_been_outgrown() -> None:
     bench = begun(PODS, num_segments=400)
-    trains(bench, 2 * SPARE_LOOKS)
+    trains(bench, 2 * SPARE_TICKS)
     (lead,) = bench.job.of_pool("lead")
     asked = lead.memory_bytes
     bench.at(Resized, "lead-0.1", resized=False)
-    for look in range(int(REFUSED_SEC / 6) + 4):
+    for look in range(int(RESIZE_RETRY_SEC / 6) + 4):
         found = trains(bench, 1, min(1200 + 60 * look, 2500) * MIB)
         given = [a.values["memory_bytes"] for a in found if a.verb == "resize"]
         assert all(memory > 2500 * MIB for memory in given), f"it asked for {asked} again"

@@ -15,9 +15,9 @@ from scheduler.controller.events import (
     Started,
     Stepped,
     Submitted,
-    Ticked,
+    Tick,
 )
-from scheduler.controller.state import CARRIED_OUT, ENDED, Action, State
+from scheduler.controller.state import ENDED_PHASES, EXECUTED_VERBS, Action, State
 from scheduler.model.history import History
 from tests.scheduler.made import FACTS, JOB
 
@@ -68,7 +68,7 @@ class World:
 
     def carry_out(self, action: Action) -> None:
         """Do it, unless it was done before."""
-        if action.verb not in CARRIED_OUT or action.verb in ("migrate", "resize"):
+        if action.verb not in EXECUTED_VERBS or action.verb in ("migrate", "resize"):
             return
         key = (action.job, action.process)
         if action.verb == "start":
@@ -89,7 +89,7 @@ class World:
         self.now += float(rng.uniform(0.1, 5.0))
         keys = sorted(self.children)
         if not keys or rng.random() < 0.2:
-            return Ticked(time_sec=self.now)
+            return Tick(time_sec=self.now)
         job, name = keys[int(rng.integers(len(keys)))]
         child = self.children[job, name]
         who = {"time_sec": self.now, "job": job, "process": name}
@@ -115,7 +115,7 @@ class World:
         there = sum(1 for (owner, _), times in self.built.items() if owner == job and times)
         if child.pool == "segment":
             if child.number > there:  # it waits until those before it are committed
-                return Ticked(time_sec=self.now)
+                return Tick(time_sec=self.now)
             del self.children[job, name]
             self.built[job, child.number] += 1
             samples = STEPS_PER_SEGMENT * BATCH
@@ -135,7 +135,7 @@ class World:
                 num_replicas=1,
                 seconds=(0.5,),
             )
-        return Ticked(time_sec=self.now)
+        return Tick(time_sec=self.now)
 
 
 def check_laws(state: State) -> None:
@@ -144,7 +144,7 @@ def check_laws(state: State) -> None:
     assert cpus <= state.budget.cpus + 1e-9
     assert memory <= state.budget.memory
     for job in state.jobs.values():
-        places = [p.place for p in job.processes.values()]
+        places = [p.task_id for p in job.processes.values()]
         assert len(places) == len(set(places)), "one place, one process"
         assert not job.built & {p.number for p in job.of_pool("segment")}, "built once"
 
@@ -171,7 +171,7 @@ def run(
     for number in range(3000):
         if waiting:
             event = waiting.pop(0)
-        elif state.jobs and all(job.phase in ENDED for job in state.jobs.values()):
+        elif state.jobs and all(job.phase in ENDED_PHASES for job in state.jobs.values()):
             if not world.children:
                 return state
             event = world.next_event(rng, calm=True)

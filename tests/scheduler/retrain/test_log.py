@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.files import LOCK, alone
+from scheduler.files import LOCK, directory_lock
 from scheduler.retrain.records import (
     KINDS,
     STATE,
@@ -100,8 +100,8 @@ def test_log_of_a_run_that_was_never_begun_is_refused(world: World, tmp_path: Pa
 
 
 MUST, WAY_OUT = "root must have one retraining at a time", "wait for it, or end it"
-HOLD = "import sys, time; from scheduler.files import alone; from pathlib import Path\n"
-HOLD += "with alone(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(600)"
+HOLD = "import sys, time; from scheduler.files import directory_lock; from pathlib import Path\n"
+HOLD += "with directory_lock(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(600)"
 
 
 def test_root_that_another_process_holds_is_refused_with_its_pid(
@@ -119,13 +119,13 @@ def test_root_that_another_process_holds_is_refused_with_its_pid(
             f"root must have one retraining at a time, got pid {holder.pid} that works there in "
             f"{tmp_path}; wait for it, or end it"
         )
-        with pytest.raises(SchemaError) as error, alone(tmp_path, MUST, WAY_OUT):
+        with pytest.raises(SchemaError) as error, directory_lock(tmp_path, MUST, WAY_OUT):
             pass
         assert str(error.value) == message
     finally:
         holder.kill()
         holder.communicate()
-    with alone(tmp_path, MUST, WAY_OUT):  # whoever was killed holds nothing
+    with directory_lock(tmp_path, MUST, WAY_OUT):  # whoever was killed holds nothing
         assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
 
 

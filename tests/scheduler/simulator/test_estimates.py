@@ -5,9 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.elasticity import APART, HEADROOM, MORE, Cores, Headroom, Reading, bursts, fitted
-from scheduler.elasticity import heard as heard_at
-from scheduler.model.fit import LATEST, Window, observe
+from scheduler.elasticity import (
+    GROWTH,
+    HEADROOM,
+    MIN_RATIO,
+    CoreReadings,
+    Headroom,
+    Reading,
+    burst_readings,
+    fit_pool_cores,
+)
+from scheduler.elasticity import add_readings as heard_at
+from scheduler.model.fit import MAX_PER_CELL, Window, observe
 from scheduler.simulator.jobs import GIB, PEAK, Table
 from scheduler.simulator.knowledge import (
     MIN_CELLS,
@@ -53,20 +62,20 @@ def snapshot(
     )
 
 
-def heard(known: Cores, found: Measured, given: Sizes) -> Cores:
+def heard(known: CoreReadings, found: Measured, given: Sizes) -> CoreReadings:
     at = found.num_replicas, found.num_stores
     return heard_at(known, at, readings_of(found, given))
 
 
-def again(sizes: Sizes, known: Cores, headroom: Headroom | None = None) -> Sizes:
-    given = fitted(known, headroom or Headroom())
+def again(sizes: Sizes, known: CoreReadings, headroom: Headroom | None = None) -> Sizes:
+    given = fit_pool_cores(known, headroom or Headroom())
     assert given is not None
     return replace(sizes, replica_cpus=given.cpus[0], store_cpus=given.cpus[1])
 
 
-def lived(sizes: Sizes, need: float, count: int) -> tuple[Cores, Sizes]:
+def lived(sizes: Sizes, need: float, count: int) -> tuple[CoreReadings, Sizes]:
     """Return what is known of a job without noise, and its sizes, after so many measurements."""
-    known = Cores()
+    known = CoreReadings()
     for _ in range(count):
         known = heard(known, measured(sizes, need), sizes)
         sizes = again(sizes, known)
@@ -74,13 +83,13 @@ def lived(sizes: Sizes, need: float, count: int) -> tuple[Cores, Sizes]:
 
 
 def test_fitted_of_a_job_with_what_it_needs_tries_more_once_and_never_again() -> None:
-    known = heard(Cores(), measured(TIGHT, PEAK), TIGHT)
-    first = fitted(known, Headroom())
+    known = heard(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
+    first = fit_pool_cores(known, Headroom())
     assert first is not None
     assert (first.trying, first.slower) == (True, False)
-    assert again(TIGHT, known).cpus == pytest.approx(MORE * TIGHT.cpus)
+    assert again(TIGHT, known).cpus == pytest.approx(GROWTH * TIGHT.cpus)
     known, sizes = lived(TIGHT, PEAK, 2)
-    second = fitted(known, Headroom())
+    second = fit_pool_cores(known, Headroom())
     assert second is not None
     assert (second.trying, second.limited) == (False, False)
     assert sizes.replica_cpus == pytest.approx(HEADROOM)
@@ -93,33 +102,33 @@ def test_fitted_ends_with_what_a_job_needs_wherever_it_begins(need: float, facto
     begun = replace(TIGHT, replica_cpus=factor * need, store_cpus=factor * need)
     kept = [lived(begun, need, count)[1] for count in (14, 15, 16)]
     assert kept[0] == kept[1] == kept[2]
-    assert need / APART <= kept[0].replica_cpus <= 1.3 * max(need, HEADROOM)
+    assert need / MIN_RATIO <= kept[0].replica_cpus <= 1.3 * max(need, HEADROOM)
 
 
 def test_fitted_of_the_pool_that_has_enough_grows_with_the_one_in_doubt() -> None:
     sizes = replace(TIGHT, store_cpus=3.0)
-    known = heard(Cores(), measured(sizes, PEAK), sizes)
-    given = fitted(known, Headroom())
+    known = heard(CoreReadings(), measured(sizes, PEAK), sizes)
+    given = fit_pool_cores(known, Headroom())
     assert given is not None
     assert given.trying
-    assert given.cpus == pytest.approx((MORE * PEAK, MORE * HEADROOM))
+    assert given.cpus == pytest.approx((GROWTH * PEAK, GROWTH * HEADROOM))
 
 
 def test_heard_compares_only_measurements_of_the_same_sizes() -> None:
-    known = heard(Cores(), measured(TIGHT, PEAK), TIGHT)
+    known = heard(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
     wider = replace(TIGHT, num_replicas=2, replica_cpus=2.0, store_cpus=2.0)
     known = heard(known, measured(wider, PEAK), wider)
     assert known.at == (2, 1)
     assert [len(readings) for readings in known.readings.values()] == [1, 1]
-    assert not bursts(known.here())
+    assert not burst_readings(known.here())
 
 
 def test_bursts_are_those_of_the_pool_with_less_headroom() -> None:
     sizes = [replace(TIGHT, replica_cpus=cpus, store_cpus=9.0) for cpus in (3.0, 1.3)]
-    known = Cores()
+    known = CoreReadings()
     for one in sizes:
         known = heard(known, measured(one, 1.5), one)
-    found = bursts(known.here())
+    found = burst_readings(known.here())
     assert [reading.cpus for reading in found] == pytest.approx([3.0, 1.3])
     assert found[1].step_sec == pytest.approx(1.5 / 1.3)
 
@@ -146,7 +155,7 @@ def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:
     assert Estimates(LIVE).sample(new, KIND.allowed) is None
     cores = estimates.cores(pairs[0][0], estimates.kinds["made"])
     at = estimates.kinds["made"].place(1, 1)
-    assert cores[0][at] == pytest.approx(MORE * PEAK)
+    assert cores[0][at] == pytest.approx(GROWTH * PEAK)
 
 
 def told(peak: float) -> tuple[Estimates, list[JobView]]:
@@ -203,7 +212,9 @@ def test_estimates_give_a_measured_job_no_more_than_its_request_unless_it_lacked
     few = replace(views[0], request=TIGHT)
     assert estimates.cores(few, kind)[0][at] == pytest.approx(PEAK)
     ample, slow = (Reading(cpus, busy, 1.0 / busy) for cpus, busy in ((2.0, 1.0), (1.0, 0.7)))
-    estimates.needs[few.job] = Needs(cores=Cores((1, 1), {(1, 1): ((ample, ample), (slow, slow))}))
+    estimates.needs[few.job] = Needs(
+        cores=CoreReadings((1, 1), {(1, 1): ((ample, ample), (slow, slow))})
+    )
     assert estimates.cores(few, kind)[0][at] > PEAK
 
 
@@ -221,10 +232,10 @@ def test_knowledge_of_a_doubted_size_ends_with_the_first_measurement_that_is_not
 def test_knowledge_is_fitted_again_however_often_one_size_was_measured() -> None:
     knowledge = Knowledge(fit_ours)
     versions: list[int] = []
-    for _ in range(8 * LATEST):
+    for _ in range(8 * MAX_PER_CELL):
         knowledge.take_in(snapshot([view(0, TIGHT)], (measured(TIGHT, PEAK),)))
         versions.append(knowledge.versions["made"])
-    assert versions[-1] > versions[2 * LATEST] > versions[LATEST]
+    assert versions[-1] > versions[2 * MAX_PER_CELL] > versions[MAX_PER_CELL]
     assert versions[-1] < 40
 
 

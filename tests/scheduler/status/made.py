@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler.controller.events import Event, Submitted
 from scheduler.controller.handle import handle
-from scheduler.controller.log import Log, decision_of
+from scheduler.controller.log import Log, to_decision
 from scheduler.controller.state import Action, State
 from scheduler.status.journal import Journal, record
 from scheduler.status.view import View, view_of
@@ -32,7 +32,7 @@ class Seen:
 
     def __call__(self, before: State, event: Event) -> tuple[State, Sequence[Action]]:
         after, actions = handle(before, event)
-        decisions = [decision_of(action, after.now_sec) for action in actions]
+        decisions = [to_decision(action, after.now_sec) for action in actions]
         self.journals.append(record(self.journals[-1], before, event, after, decisions))
         self.events.append((before, event, after, actions))
         return after, actions
@@ -50,7 +50,7 @@ class Seen:
         """Write the log of so many events."""
         with Log(path) as log:
             for _, event, after, actions in self.events[:most]:
-                log.append(event, [decision_of(action, after.now_sec) for action in actions])
+                log.append(event, [to_decision(action, after.now_sec) for action in actions])
 
 
 @cache

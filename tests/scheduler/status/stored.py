@@ -7,7 +7,7 @@ import numpy as np
 
 from scheduler.controller.events import Event, LoadKnown, Moved, Read
 from scheduler.controller.handle import handle
-from scheduler.controller.log import Log, decision_of
+from scheduler.controller.log import Log, to_decision
 from scheduler.controller.slots import NUM_RANGES
 from scheduler.controller.state import Action, JobState, State
 from scheduler.status.journal import Journal, record
@@ -48,7 +48,7 @@ class Stored(Bench):
         """Return what follows, which the journal has then."""
         before, kept = self.state, self.journal
         after, actions = handle(before, event)
-        decisions = [decision_of(action, after.now_sec) for action in actions]
+        decisions = [to_decision(action, after.now_sec) for action in actions]
         self.journal = record(kept, before, event, after, decisions)
         self.entries.append((event, decisions))
         return super().tell(event)

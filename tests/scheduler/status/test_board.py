@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.controller.handle import handle
-from scheduler.controller.log import LOG, decision_of, read_log
+from scheduler.controller.log import LOG, read_log, to_decision
 from scheduler.controller.state import State
 from scheduler.status.board import Board
 from scheduler.status.journal import Journal, record
@@ -23,7 +23,7 @@ def folded(path: Path) -> View:
     for entry in read_log(path):
         before = state
         state, actions = handle(before, entry.event)
-        decisions = [decision_of(action, state.now_sec) for action in actions]
+        decisions = [to_decision(action, state.now_sec) for action in actions]
         journal = record(journal, before, entry.event, state, decisions)
     return view_of(state, journal)
 

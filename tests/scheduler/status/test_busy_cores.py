@@ -1,7 +1,7 @@
 """Busy cores are shown beside booked ones from when they were read, and old logs have none."""
 
 from scheduler.controller.events import Read
-from scheduler.controller.log import body_of, event_of
+from scheduler.controller.log import event_from_json, event_to_json
 from scheduler.status.journal import Journal
 from scheduler.status.metrics import metrics_text
 from scheduler.status.page import page
@@ -39,7 +39,9 @@ def test_what_was_not_measured_is_left_out() -> None:
 
 def test_a_reading_of_an_older_log_has_no_busy_cores() -> None:
     read = Read(time_sec=1.0, job="a", process="b", position=1, resident_bytes=2, busy_cores=1.5)
-    body = dict(body_of(read))
-    assert event_of(body) == read
+    body = dict(event_to_json(read))
+    assert event_from_json(body) == read
     del body["busy_cores"]
-    assert event_of(body) == Read(time_sec=1.0, job="a", process="b", position=1, resident_bytes=2)
+    assert event_from_json(body) == Read(
+        time_sec=1.0, job="a", process="b", position=1, resident_bytes=2
+    )

@@ -113,7 +113,7 @@ def check_view(view: View, state: State) -> None:
         if view.is_open(one):
             processes = state.jobs[one.job].processes.values()
             place = one.process.partition(".")[0]
-            assert not [p for p in processes if p.place == place and p.status == "running"]
+            assert not [p for p in processes if p.task_id == place and p.status == "running"]
 
 
 def test_speeds_are_those_of_the_steps_beside_what_was_predicted_before() -> None:

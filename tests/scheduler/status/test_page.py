@@ -7,7 +7,7 @@ from rich.console import Console
 
 from scheduler.controller.events import Ended
 from scheduler.controller.handle import handle
-from scheduler.controller.log import decision_of
+from scheduler.controller.log import to_decision
 from scheduler.controller.state import State
 from scheduler.status.html import KIND_WORDS, MARKS
 from scheduler.status.journal import Incident, Journal, record
@@ -52,7 +52,7 @@ def with_detail(seen: Seen, most: int, said: str) -> View:
         time_sec=state.now_sec, job=job.name, process=process, outcome="failed", detail=said
     )
     after, actions = handle(state, event)
-    decisions = [decision_of(action, after.now_sec) for action in actions]
+    decisions = [to_decision(action, after.now_sec) for action in actions]
     assert said in decisions[0].reason
     return view_of(after, record(seen.journals[most], state, event, after, decisions))
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from scheduler.controller.events import LoadKnown
-from scheduler.controller.slots import NUM_RANGES, spans
+from scheduler.controller.slots import NUM_RANGES, format_spans
 from scheduler.status.metrics import metrics_text
 from scheduler.status.terminal import render
 from scheduler.status.view import Stores, View
@@ -113,7 +113,7 @@ def test_page_has_a_cell_for_each_range_and_says_which_one_moves() -> None:
     assert [i for i, name in enumerate(classes) if "moves" in name] == list(moving)
     shown = "".join(document.text)
     assert f"range {slots}: moving from {source} to {target}" in shown
-    what = f"ange {slots} is" if len(moving) == 1 else f"anges {spans(moving)} are"
+    what = f"ange {slots} is" if len(moving) == 1 else f"anges {format_spans(moving)} are"
     assert f"R{what} moving from {source} to {target}." in shown
     assert f"r{what} moving from {source} to {target}" in in_terminal(stored.view())
     stored.moves(slots, target)
@@ -140,7 +140,7 @@ def test_a_move_that_was_decided_long_ago_is_shown_without_its_end() -> None:
 def test_a_store_without_ranges_and_one_without_a_process_are_shown() -> None:
     stored = Stored(1)
     stored.read(0, 0.4)
-    left = {name: one for name, one in stored.job.processes.items() if one.place != "store-1"}
+    left = {name: one for name, one in stored.job.processes.items() if one.task_id != "store-1"}
     view = stored.view(processes=left, owners=(0,) * 8 + (1,) * 8)
     first, second, third = stores_of(view).stores
     assert (first.ranges, third.ranges) == (tuple(range(8)), ())
