@@ -45,7 +45,7 @@ from pipelines.table.compatibility import (
     proposal_of,
     refused_place,
 )
-from pipelines.table.days import finish, position_of_day, replaced_by
+from pipelines.table.days import position_of_day, replaced_by, seal
 from pipelines.table.locks import workplace
 from pipelines.table.publish import publish, settle, wait_for_turn
 from pipelines.transforms.fit import place_learned, returned_files, stage_learned
@@ -101,9 +101,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
     request, job = with_groups(request, job, features)
     request.dataset.mkdir(parents=True, exist_ok=True)
     result = build_segment(request, job, features)
-    if request.last:
-        finish(request.dataset)
-        request.progress("dataset finished: no segment follows")
+    if request.final:
+        seal(request.dataset)
+        request.progress("dataset sealed: no segment follows")
     wall_sec, dataset = time.perf_counter() - started, open_dataset(request.dataset)
     for line in warnings_of(dataset, result.reference.id, job.data.split):
         request.progress(f"warning: {line}")

@@ -23,10 +23,10 @@ from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.init.init import InitRequest, init
 from pipelines.preview.preview import WIDTH, PreviewRequest, preview, show
 from pipelines.quality.gate import GateError
-from pipelines.table.days import finish
-from pipelines.table.delete import ForgetRequest, forget
+from pipelines.table.days import seal
+from pipelines.table.delete import EraseRequest, erase
 from pipelines.table.indexes import oracle
-from pipelines.table.vacuum import prune
+from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.config.parse import parse_duration
@@ -44,20 +44,28 @@ DESCRIPTION = "Build, check and rewrite datasets."
 WRITTEN = {
     "build": "output",
     "append": "dataset",
-    "finish": "dataset",
-    "prune": "dataset",
+    "seal": "dataset",
+    "unseal": "dataset",
+    "vacuum": "dataset",
     "rewrite": "output",
-    "forget": "dataset",
+    "erase": "dataset",
     "score": "output",
     "oracle": "dataset",
 }
 """For each command that writes to a shared directory: the argument that names the directory."""
+_RENAMED = {
+    "finish": "seal",
+    "prune": "vacuum",
+    "forget": "erase",
+    "--last": "--final",
+    "--reopen": "the command unseal",
+}
 _WITHOUT_JSON = ("generate", "expand", "report")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; commands in `_WITH_BEAM` pass unknown options to Beam."""
-    parser = ArgumentParser(prog="python -m pipelines", description=DESCRIPTION)
+    parser = ArgumentParser(prog="python -m pipelines", description=DESCRIPTION, renamed=_RENAMED)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("generate", help="write the synthetic log of a job")
@@ -90,11 +98,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="build now, commit when all segments before --position are committed",
     )
 
-    command = commands.add_parser("finish", help="say that no segment follows")
+    command = commands.add_parser("seal", help="mark a dataset complete: append is refused")
     command.add_argument("dataset", type=Path, metavar="DATASET")
-    command.add_argument("--reopen", action="store_true", help="take it back: segments may follow")
 
-    command = commands.add_parser("prune", help="remove segments and indexes that were replaced")
+    command = commands.add_parser("unseal", help="remove the mark: append is allowed again")
+    command.add_argument("dataset", type=Path, metavar="DATASET")
+
+    command = commands.add_parser("vacuum", help="remove segments and indexes that were replaced")
     command.add_argument("dataset", type=Path, metavar="DATASET")
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller; keep all rows")
@@ -105,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--time", metavar="COLUMN", help="session order; default: by name")
     command.add_argument("--label", metavar="COLUMN", help="label, to train on the result")
 
-    command = commands.add_parser("forget", help="give samples weight 0, or write them out")
+    command = commands.add_parser("erase", help="delete the samples of some ids")
     command.add_argument("dataset", type=Path, metavar="DATASET")
     command.add_argument("--ids", type=Path, metavar="FILE", help="text or Parquet file of ids")
     command.add_argument("--column", metavar="NAME", help="of the ids; the session key by default")
@@ -115,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=parse_duration,
         default=timedelta(),
         metavar="TIME",
-        help="rewrite what was forgotten so long ago",
+        help="rewrite segments whose samples were erased at least so long ago",
     )
     command.add_argument(
         "--rejects-older-than",
@@ -180,7 +190,7 @@ def _add_log_options(command: argparse.ArgumentParser) -> None:
 
 def _add_segment_options(command: argparse.ArgumentParser) -> None:
     _add_log_options(command)
-    command.add_argument("--last", action="store_true", help="seal the dataset after this segment")
+    command.add_argument("--final", action="store_true", help="seal the dataset after this segment")
     command.add_argument("--check-sql", action="store_true", help="compare three batchings of rows")
 
 
@@ -289,7 +299,7 @@ def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settin
         attempt=_new_attempt(),
         check_sql=arguments.check_sql,
         allow_outside=arguments.allow_outside,
-        last=arguments.last,
+        final=arguments.final,
         day=arguments.day,
         progress=_progress,
         **settings,
@@ -352,29 +362,29 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     return 0
 
 
-def _finish(arguments: argparse.Namespace, _: list[str]) -> int:
-    manifest = finish(arguments.dataset, finished=not arguments.reopen)
+def _seal(arguments: argparse.Namespace, _: list[str]) -> int:
+    manifest = seal(arguments.dataset, sealed=arguments.command == "seal")
     result = {"num_segments": len(manifest.segments), "finished": manifest.finished}
     _print_result(arguments, result)
     return 0
 
 
-def _prune(arguments: argparse.Namespace, _: list[str]) -> int:
-    _print_result(arguments, prune(arguments.dataset))
+def _vacuum(arguments: argparse.Namespace, _: list[str]) -> int:
+    _print_result(arguments, vacuum(arguments.dataset))
     return 0
 
 
-def _forget(arguments: argparse.Namespace, beam_args: list[str]) -> int:
+def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     rewrites = arguments.rewrite or arguments.rejects_older_than is not None
     if arguments.ids is None and not rewrites:
-        raise ValueError("forget must have --ids or --rewrite, got neither; name a file of ids")
+        raise ValueError("erase must have --ids or --rewrite, got neither; name a file of ids")
     now = datetime.now(UTC)
     result: dict[str, Any] = {}
     if arguments.ids is not None:
-        request = ForgetRequest(
+        request = EraseRequest(
             dataset=arguments.dataset, ids=arguments.ids, column=arguments.column, at=now
         )
-        result["forgotten"] = forget(request)
+        result["forgotten"] = erase(request)
     if rewrites:
         module = importlib.import_module("pipelines.table.compact")  # imports Beam
         rewriting = module.RewriteRequest(
@@ -450,15 +460,16 @@ _COMMANDS = {
     "preview": _preview,
     "build": _build,
     "append": _append,
-    "finish": _finish,
-    "prune": _prune,
+    "seal": _seal,
+    "unseal": _seal,
+    "vacuum": _vacuum,
     "rewrite": _rewrite,
-    "forget": _forget,
+    "erase": _erase,
     "verify": _verify,
     "expand": _expand,
     "report": _report,
     "score": _score,
     "oracle": _oracle,
 }
-_WITH_BEAM = ("build", "append", "rewrite", "forget", "score", "oracle")
+_WITH_BEAM = ("build", "append", "rewrite", "erase", "score", "oracle")
 """Commands that pass options they do not define to Beam."""

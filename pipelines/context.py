@@ -35,7 +35,7 @@ class BuildRequest:
         day: label of the segment, such as 2026-04-09, which is its place, too; none when None.
         replaces: whether it may take the place of another version of its day.
         in_order: whether it enters the dataset only behind all segments before its position.
-        last: whether no segment follows: the dataset is finished with this one.
+        final: seal the dataset after this segment.
         progress: called with each progress message, one line.
         listing: input files, where they are known already.
         job_bytes: what becomes the dataset's job file, where that is not the job file as it is.
@@ -53,7 +53,7 @@ class BuildRequest:
     day: str | None = None
     replaces: bool = False
     in_order: bool = False
-    last: bool = False
+    final: bool = False
     progress: Callable[[str], None] = lambda _: None
     listing: tuple[InputFile, ...] | None = None
     job_bytes: bytes | None = None

@@ -82,7 +82,7 @@ def read_tombstones(root: Path, sha256: str | None) -> pa.Table:
         data = path.read_bytes()
     except OSError as error:
         raise SchemaError(
-            "tombstones must exist, got none; restore the file, or forget the ids again",
+            "tombstones must exist, got none; restore the file, or erase the ids again",
             file=str(path),
         ) from error
     found = hashlib.sha256(data).hexdigest()

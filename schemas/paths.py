@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from schemas.errors import SchemaError
@@ -94,10 +96,33 @@ def local_path(place: str | os.PathLike[str]) -> Path:
 class ArgumentParser(argparse.ArgumentParser):
     """A parser, as are those of its commands, whose arguments of `type=Path` are local places."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Read paths by `local_path`."""
+    def __init__(
+        self, *args: Any, renamed: Mapping[str, str] = MappingProxyType({}), **kwargs: Any
+    ) -> None:
+        """Read paths by `local_path`.
+
+        Args:
+            args: of `argparse.ArgumentParser`.
+            renamed: old names of commands and options to the new ones; old ones are refused.
+            kwargs: of `argparse.ArgumentParser`.
+        """
         super().__init__(*args, **kwargs)
+        self._renamed = renamed
         self.register("type", Path, _path_argument)
+
+    # the overloads of the base have one generic type for the namespace
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse arguments; exit with one line that gives the new name of one that was renamed."""
+        words = list(sys.argv[1:] if args is None else args)
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        for word in [*options, *words[:1]]:
+            if word in self._renamed:
+                kind = "option" if word.startswith("--") else "command"
+                line = f"{kind} was renamed: {word}; use {self._renamed[word]}"
+                self.exit(2, f"{self.prog}: error: {line}\n")
+        return super().parse_known_args(words, namespace)
 
 
 def _path_argument(text: str) -> Path:

@@ -41,16 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "replica": _replica,
         "evaluate": _evaluate,
         "verify": _verify,
-        "equal": _equal,
+        "diff": _diff,
         "export": _of_model,
         "publish": _of_model,
         "apply": _of_model,
-        "forget": _forget,
+        "erase": _erase,
         "store": _store,
         "migrate-slots": _migrate_slots,
         "kill-store": _tell_store,
         "restart-store": _tell_store,
-        "persist": _persist,
+        "agent": _agent,
     }[arguments.command]
     try:
         if arguments.command in WRITTEN:
@@ -227,7 +227,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def _equal(arguments: argparse.Namespace) -> int:
+def _diff(arguments: argparse.Namespace) -> int:
     from trainer.diff import compare_runs
 
     comparison = compare_runs(arguments.run, arguments.other)
@@ -253,7 +253,7 @@ def _of_model(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _forget(arguments: argparse.Namespace) -> int:
+def _erase(arguments: argparse.Namespace) -> int:
     from trainer.erase import forget_ids
 
     found = forget_ids(arguments.run, arguments.ids, arguments.table)
@@ -332,7 +332,7 @@ def _tell_store(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _persist(arguments: argparse.Namespace) -> int:
+def _agent(arguments: argparse.Namespace) -> int:
     from trainer.checkpoint.agent import run_agent, tell
 
     run_agent(

@@ -79,14 +79,17 @@ def add_export(commands: argparse._SubParsersAction[ArgumentParser]) -> None:
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
-WRITTEN = {"train": "output", "forget": "run", "store": "directory"}
+_RENAMED = {"equal": "diff", "forget": "erase", "persist": "agent"}
+WRITTEN = {"train": "output", "erase": "run", "store": "directory"}
 """Commands to the argument with the folder that they write to, where others may write, too."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = ArgumentParser(prog="python -m trainer", description="Train a model on a dataset.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = ArgumentParser(
+        prog="python -m trainer", description="Train a model on a dataset.", renamed=_RENAMED
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("train", help="train a job on a dataset")
     run.add_argument("job", type=Path, help="job file")
     run.add_argument("--dataset", type=Path, required=True, help="dataset folder")
@@ -138,11 +141,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     check = commands.add_parser("verify", help="every sample of every epoch trained exactly once")
     check.add_argument("run", type=Path, help="run folder")
-    equal = commands.add_parser("equal", help="whether two runs left the same bits")
-    equal.add_argument("run", type=Path, help="run folder")
-    equal.add_argument("other", type=Path, help="run folder")
+    diff = commands.add_parser("diff", help="compare two runs bit by bit")
+    diff.add_argument("run", type=Path, help="run folder")
+    diff.add_argument("other", type=Path, help="run folder")
     add_export(commands)
-    gone = commands.add_parser("forget", help="drop rows of some ids from all that a run keeps")
+    gone = commands.add_parser("erase", help="remove the rows of some ids from a run")
     gone.add_argument("run", type=Path, help="run folder")
     gone.add_argument("--ids", type=Path, required=True, help="text file, one id a line")
     gone.add_argument("--table", required=True, help="embedding table that they look into")
@@ -164,13 +167,13 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--token-file", type=Path, required=True, help="of the stores")
         command.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
         command.add_argument("--tls-name", help=TLS_NAME)
-    agent = commands.add_parser("persist", help="write a trainer's checkpoints; it starts this")
+    agent = commands.add_parser("agent")  # hidden: a trainer starts it
     agent.add_argument("run", type=Path, help="run folder")
     agent.add_argument("--memory", type=Path, required=True, help="where the copies lie")
     agent.add_argument("--file", type=int, required=True, help="number of that open file")
     agent.add_argument("--keep", type=positive, required=True, help="checkpoints that remain")
     agent.add_argument("--parent", type=positive, required=True, help="process id of the trainer")
-    for command in (run, score, check, equal, gone, move, kill, again):
+    for command in (run, score, check, diff, gone, move, kill, again):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     for name in WRITTEN:
         command = commands.choices[name]

@@ -200,7 +200,7 @@ class Following:
         ids = [s.manifest.id for s in span.dataset.segments]
         self.waits_for = (
             f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
-            f"finished; append segments, or run python -m pipelines finish {self._path}"
+            f"sealed; append segments, or run python -m pipelines seal {self._path}"
         )
         return span
 

@@ -13,8 +13,8 @@ from pipelines.quality.gate_files import pass_gate, schema_of
 from pipelines.table.days import (
     check_label,
     check_replaceable,
-    refuse_finished,
     refuse_other_files,
+    refuse_sealed,
     refuse_without_day,
     same_files,
     segment_of_day,
@@ -229,7 +229,7 @@ def admit(
     if version is not None:
         check_replaceable(request.dataset, root, version[1], listing)
     replaced = None if version is None else version[0]
-    refuse_finished(root, request.dataset)
+    refuse_sealed(root, request.dataset)
     others = [s for s in root.segments if s != replaced]
     free_position(others, request.position, request.dataset)
     dataset = open_dataset(request.dataset)
@@ -321,7 +321,7 @@ def proposal_of(
         if dataset is not None:
             if not request.append:
                 refuse_other(request.dataset, [s.manifest.id for s in dataset.segments], key)
-            refuse_finished(dataset.manifest, request.dataset)
+            refuse_sealed(dataset.manifest, request.dataset)
             check_pinned(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
             check_fits(manifest.learned, request.dataset)

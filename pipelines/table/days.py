@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from pipelines.table.locks import locked
 from schemas.deleted_samples import read_tombstones
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, counted
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import (
     FORGOTTEN,
@@ -27,38 +27,30 @@ from schemas.manifest import (
 )
 
 
-def finish(dataset: Path, *, finished: bool = True) -> DatasetManifest:
-    """Say in the root manifest that no segment follows, or take it back; nothing else changes.
-
-    Args:
-        dataset: directory of the dataset.
-        finished: what is to be said.
+def seal(dataset: Path, *, sealed: bool = True) -> DatasetManifest:
+    """Set or clear the mark in the root manifest that no segment follows.
 
     Returns:
-        The root manifest as it is now.
+        The root manifest.
 
     Raises:
         SchemaError: there is no dataset.
     """
-    read_dataset(dataset)  # refuses a directory that is no dataset
+    read_dataset(dataset)  # before the lock, which creates a file
     with locked(dataset):
         root = read_dataset(dataset)
-        if root.finished != finished:
-            root = replace(root, finished=finished)
+        if root.finished != sealed:
+            root = replace(root, finished=sealed)
             write_manifest(dataset, root)
     return root
 
 
-def refuse_finished(root: DatasetManifest, dataset: Path) -> None:
-    """Refuse one more segment of a dataset that was said to be finished.
-
-    Raises:
-        SchemaError: it is; who follows it may have ended.
-    """
+def refuse_sealed(root: DatasetManifest, dataset: Path) -> None:
+    """Raise SchemaError if the dataset is sealed: a run that follows it may have ended."""
     if root.finished:
         raise SchemaError(
-            f"dataset must be open for segments, got a finished one of {len(root.segments)}; run "
-            f"python -m pipelines finish {dataset} --reopen, or build a new dataset",
+            f"dataset is sealed after {counted(len(root.segments), 'segment')}; run "
+            f"python -m pipelines unseal {dataset}, or build a new dataset",
             file=str(dataset / MANIFEST),
         )
 
@@ -214,7 +206,7 @@ def check_replaceable(
     if pc.any(pc.equal(tombstones["segment"], found.id)).as_py():
         raise SchemaError(
             f"segment must have no tombstones when it is replaced, got some of {found.id}; run "
-            f"python -m pipelines forget {dataset} --rewrite, and remove the ids from the new "
+            f"python -m pipelines erase {dataset} --rewrite, and remove the ids from the new "
             "files",
             file=str(dataset / MANIFEST),
         )

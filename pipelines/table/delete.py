@@ -240,7 +240,7 @@ def drop_rejects(building: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetRequest:
+class EraseRequest:
     """What is to be forgotten.
 
     Attributes:
@@ -256,7 +256,7 @@ class ForgetRequest:
     at: datetime
 
 
-def forget(request: ForgetRequest) -> dict[str, Any]:
+def erase(request: EraseRequest) -> dict[str, Any]:
     """Give all samples of some ids weight 0, for every reader that opens the dataset from now on.
 
     Done again, it changes no byte.

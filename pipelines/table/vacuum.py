@@ -13,7 +13,7 @@ from schemas.layout import SEGMENTS
 from schemas.manifest import read_dataset
 
 
-def prune(dataset: Path) -> dict[str, Any]:
+def vacuum(dataset: Path) -> dict[str, Any]:
     """Remove segments and indexes that the root does not name.
 
     Builds that are under way have hidden names and stay; so does what somebody holds who trains.

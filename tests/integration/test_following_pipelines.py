@@ -51,7 +51,7 @@ def pipeline(job: Path, logs: list[Path], dataset: Path) -> subprocess.Popen[str
     to = ("--dataset", str(dataset))
     commands = [["build", str(job), "--input", first, "--output", str(dataset)]]
     commands += [["append", str(job), "--input", log, *to] for log in others]
-    commands[-1].append("--last")
+    commands[-1].append("--final")
     script = "import sys; from pipelines.__main__ import main\n"
     script += f"for command in {commands!r}: main(command) and sys.exit(1)"
     command = [sys.executable, "-c", script]
@@ -120,15 +120,14 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     job: Path, logs: list[Path], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not read_dataset(dataset).finished
-    assert append(job, logs[1], dataset, "--last") == 0
+    assert append(job, logs[1], dataset, "--final") == 0
     assert read_dataset(dataset).finished
-    assert append(job, logs[1], dataset, "--last") == 0  # already there, and so is the mark
+    assert append(job, logs[1], dataset, "--final") == 0  # already there, and so is the mark
     capsys.readouterr()
     assert append(job, logs[2], dataset) == 1
     message = (
-        f"error: dataset must be open for segments, got a finished one of 2 in "
-        f"{dataset / MANIFEST}; run python -m pipelines finish {dataset} --reopen, or build a new "
-        "dataset"
+        f"error: dataset is sealed after 2 segments in {dataset / MANIFEST}; "
+        f"run python -m pipelines unseal {dataset}, or build a new dataset"
     )
     assert capsys.readouterr().err.splitlines()[-1] == message
     reindex = ["oracle", str(dataset), "--reindex", "--batch-samples", "64", "--epochs", "1"]
@@ -136,19 +135,17 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     assert read_dataset(dataset).finished
     before = open_dataset(dataset).manifest
     capsys.readouterr()
-    assert main(["finish", str(dataset), "--reopen", "--json"]) == 0
+    assert main(["unseal", str(dataset), "--json"]) == 0
     assert capsys.readouterr().out == '{"num_segments": 2, "finished": false}\n'
     after = open_dataset(dataset).manifest
     assert (after.segments, after.indexes) == (before.segments, before.indexes)
     assert append(job, logs[2], dataset) == 0
-    assert main(["finish", str(dataset)]) == 0
+    assert main(["seal", str(dataset)]) == 0
     assert read_dataset(dataset).finished
     assert main(["verify", str(dataset)]) == 0
 
 
-def test_finish_of_no_dataset_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["finish", str(tmp_path)]) == 1
+def test_seal_of_no_dataset_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["seal", str(tmp_path)]) == 1
     assert re.match(r"error: manifest must exist, got none in", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

@@ -127,7 +127,7 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
         repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
     )
     assert trained.returncode == 0, trained.stderr
-    equal = command(repository, "trainer", "equal", str(output / "demo" / "run"), str(again))
+    equal = command(repository, "trainer", "diff", str(output / "demo" / "run"), str(again))
     assert equal.returncode == 0, equal.stdout + equal.stderr
 
 
@@ -230,5 +230,5 @@ def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_b
         repository, "trainer", "train", str(demo), "--dataset", dataset, "--output", str(again)
     )
     assert trained.returncode == 0, trained.stderr
-    equal = command(repository, "trainer", "equal", str(output / "demo" / "run"), str(again))
+    equal = command(repository, "trainer", "diff", str(output / "demo" / "run"), str(again))
     assert equal.returncode == 0, equal.stdout + equal.stderr

@@ -138,7 +138,7 @@ def test_retrain_that_is_killed_goes_on_with_the_same_bits(
     done = site.retrain("--date", TWO)
     assert done.returncode == 0, done.stderr
     run = f"runs/{TWO}.1"
-    same = site.run("trainer", "equal", str(site.root / run), str(calm.root / run))
+    same = site.run("trainer", "diff", str(site.root / run), str(calm.root / run))
     assert same.returncode == 0, same.stdout + same.stderr
     assert [a.run for a in site.state.attempts] == [f"{ONE}.1", f"{TWO}.1"]
     metrics = [a.done["evaluate"] for a in site.state.attempts]

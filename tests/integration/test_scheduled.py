@@ -128,7 +128,7 @@ def check_bits(repository: Path, job: Path, folder: Path, again: Path) -> None:
     words = ("train", str(job), "--dataset", str(folder / "dataset"), "--output", str(again))
     trained = command(repository, "trainer", *words)
     assert trained.returncode == 0, trained.stderr
-    equal = command(repository, "trainer", "equal", str(folder / "run"), str(again))
+    equal = command(repository, "trainer", "diff", str(folder / "run"), str(again))
     assert equal.returncode == 0, equal.stdout + equal.stderr
 
 

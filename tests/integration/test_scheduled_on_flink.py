@@ -96,7 +96,7 @@ def parallelism(rest: str, part: str) -> set[int]:
 def local_dataset(job: Path, segments: Path, dataset: Path) -> dict[str, bytes]:
     """Return what the local runner builds of the same segments."""
     for number in range(3):
-        source = ["--input", str(segments / f"{number:05d}"), *(["--last"] if number == 2 else [])]
+        source = ["--input", str(segments / f"{number:05d}"), *(["--final"] if number == 2 else [])]
         first = ["build", str(job), "--output", str(dataset)]
         later = ["append", str(job), "--dataset", str(dataset), "--position", str(number)]
         assert pipelines([*(later if number else first), *source]) == 0

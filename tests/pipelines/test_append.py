@@ -185,7 +185,7 @@ def test_append_in_order_is_built_beside_others_and_enters_behind_those_before(
     later = replace(
         addition(job, one / "log-2", dataset, 2, "later"),
         in_order=True,
-        last=True,
+        final=True,
         progress=progress,
     )
     thread = threading.Thread(target=lambda: results.append(build(later)))

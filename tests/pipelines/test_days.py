@@ -169,7 +169,7 @@ def test_prune_removes_what_was_replaced_and_nothing_else(
     dataset = corrected(logs, days, tmp_path)
     named, old = named_bytes(dataset), open_dataset(days).segments[1].manifest.id
     capsys.readouterr()
-    assert main(["prune", str(dataset), "--json"]) == 0
+    assert main(["vacuum", str(dataset), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["segments"] == [old]
     assert found["num_bytes"] > 0
@@ -177,7 +177,7 @@ def test_prune_removes_what_was_replaced_and_nothing_else(
     assert {p.name for p in (dataset / SEGMENTS).iterdir()} == {
         s.id for s in read_dataset(dataset).segments
     }
-    assert main(["prune", str(dataset), "--json"]) == 0
+    assert main(["vacuum", str(dataset), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"segments": [], "indexes": [], "num_bytes": 0}
     assert verify(dataset)["problems"] == []
 

@@ -20,7 +20,7 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.clustering.reader import expanded_tables
 from pipelines.table.locks import locked
-from pipelines.table.vacuum import prune
+from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS
@@ -109,8 +109,8 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
-    """Run `forget` and return what it prints."""
-    assert main(["forget", *arguments, "--json"]) == 0
+    """Run `erase` and return what it prints."""
+    assert main(["erase", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -233,7 +233,7 @@ def test_rewriting_waits_for_the_age_of_tombstones(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
-    prune(dataset)  # the index from before the second segment
+    vacuum(dataset)  # the index from before the second segment
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     before = bytes_of(dataset)
     assert (
@@ -266,7 +266,7 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
     before, opened = bytes_of(dataset), open_dataset(dataset)
     for part in (opened.indexes[0], opened.segments[1]):
         with locked(part.directory, fcntl.LOCK_SH):
-            assert main(["forget", str(dataset), "--rewrite"]) == 1
+            assert main(["erase", str(dataset), "--rewrite"]) == 1
         assert capsys.readouterr().err == (
             f"error: dataset must not be in use while it is rewritten, got {part.manifest.id}, "
             f"which a run holds in {dataset}; end the run, or try again when it is done\n"
@@ -275,7 +275,7 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
 
 
 REFUSED = {
-    "neither ids nor rewriting": ([], "forget must have --ids or --rewrite, got neither; .*"),
+    "neither ids nor rewriting": ([], "erase must have --ids or --rewrite, got neither; .*"),
     "no such column": (["--ids", "IDS", "--column", "sesion"], r".* did you mean 'session'\?"),
     "a label": (["--ids", "IDS", "--column", "label"], "--column must name the session key, .*"),
     "no number": (["--ids", "BAD"], "ids must be values of 'session', which is int64, got .*"),
@@ -289,7 +289,7 @@ def test_forget_refuses_what_does_not_fit(
 ) -> None:  # fmt: skip
     (tmp_path / "bad.txt").write_text("x\n")
     places = {"IDS": ids_file(tmp_path, 3), "BAD": str(tmp_path / "bad.txt")}
-    assert main(["forget", str(two), *(places.get(a, a) for a in arguments)]) == 1
+    assert main(["erase", str(two), *(places.get(a, a) for a in arguments)]) == 1
     assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
 
 
@@ -328,7 +328,7 @@ def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     module, function, before = POINTS[point]
     script = DRIVER.format(module=module, function=function, before=before)
-    command = [sys.executable, "-c", script, "forget", str(dataset), "--rewrite"]
+    command = [sys.executable, "-c", script, "erase", str(dataset), "--rewrite"]
     killed = subprocess.run(command, env=os.environ, capture_output=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert verify(dataset)["problems"] == []

@@ -51,7 +51,7 @@ def left(days: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The two days, written again without the id; not to be changed."""
     folder = tmp_path_factory.mktemp("left")
     dataset = copy_of(days, folder / "dataset")
-    assert main(["forget", str(dataset), "--ids", ids_file(folder, ID), "--rewrite"]) == 0
+    assert main(["erase", str(dataset), "--ids", ids_file(folder, ID), "--rewrite"]) == 0
     return dataset
 
 
@@ -102,7 +102,7 @@ def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     assert append(logs, dataset, LATE, LATE, "--replace") == 1
     assert "in which ids were forgotten; remove these from them" in capsys.readouterr().err
-    assert main(["prune", str(dataset)]) == 0
+    assert main(["vacuum", str(dataset)]) == 0
     assert append(logs, dataset, LAST, NEW) == 1  # its files are in the dataset
     assert found_in(dataset, ID) == []
     assert verify(dataset)["problems"] == []
@@ -118,7 +118,7 @@ def test_day_with_tombstones_is_not_replaced(
     assert append(logs, dataset, LATE, NEW, "--replace") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: segment must have no tombstones when it is replaced, got some of {old} in "
-        f"{dataset / 'MANIFEST.json'}; run python -m pipelines forget {dataset} --rewrite, and "
+        f"{dataset / 'MANIFEST.json'}; run python -m pipelines erase {dataset} --rewrite, and "
         "remove the ids from the new files"
     )
     assert bytes_of(dataset) == before
@@ -138,8 +138,8 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     ids, segments = ids_file(tmp_path, ID), read_dataset(dataset).segments
     with locked(old, fcntl.LOCK_SH):
-        assert main(["prune", str(dataset)]) == 0
-        assert main(["forget", str(dataset), "--ids", ids, "--rewrite"]) == 1
+        assert main(["vacuum", str(dataset)]) == 0
+        assert main(["erase", str(dataset), "--ids", ids, "--rewrite"]) == 1
         assert f"got {old.name}, which a run holds" in capsys.readouterr().err
     assert read_dataset(dataset).segments == segments
     assert found_in(old, ID)
@@ -184,7 +184,7 @@ def test_rejects_go_after_their_own_time(
     days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(days, tmp_path / "dataset")
-    assert main(["prune", str(dataset)]) == 0
+    assert main(["vacuum", str(dataset)]) == 0
     for place, days_ago in ((0, 40), (1, 20)):
         aged(dataset, place, days_ago)
     capsys.readouterr()

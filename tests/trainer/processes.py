@@ -131,6 +131,6 @@ def agents_of_run(run: Path) -> list[int]:
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         command = _read(entry / "cmdline").split("\0")
-        if "persist" in command and str(run.resolve()) in command:
+        if "agent" in command and str(run.resolve()) in command:
             found.append(int(entry.name))
     return found

@@ -31,12 +31,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_cached_and_plain_run_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["equal", str(runs / "plain"), str(runs / "cached"), "--json"]) == 0
+    assert main(["diff", str(runs / "plain"), str(runs / "cached"), "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found["difference"] is None
     assert said.err == f"equal: yes, 4 steps, {found['num_rows']} rows\n"
-    assert main(["equal", str(runs / "plain"), str(runs / "cached")]) == 0
+    assert main(["diff", str(runs / "plain"), str(runs / "cached")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == said.err.strip()
     assert found["num_steps"] == 4
     assert found["num_tensors"] > 8
@@ -98,7 +98,7 @@ def test_difference_is_named(
     damage, expected = CHANGES[change]
     other = Path(shutil.copytree(runs / "cached", tmp_path / "other"))
     damage(other)
-    assert main(["equal", str(runs / "plain"), str(other), "--json"]) == 1
+    assert main(["diff", str(runs / "plain"), str(other), "--json"]) == 1
     found = capsys.readouterr()
     assert re.fullmatch(expected, json.loads(found.out)["difference"], re.DOTALL)
     assert found.err.startswith("runs must be equal bit by bit, got ")
@@ -108,6 +108,6 @@ def test_difference_is_named(
 def test_folder_without_a_run_is_refused_by_name(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["equal", str(runs / "plain"), str(tmp_path)]) == 1
+    assert main(["diff", str(runs / "plain"), str(tmp_path)]) == 1
     message = f"error: run must exist, got none in {tmp_path}; train first"
     assert capsys.readouterr().err.strip() == message

@@ -65,7 +65,7 @@ def start_trainer(job: Path, dataset: Path, run: Path, *options: str) -> subproc
 
 def agents_of(pid: int) -> list[int]:
     """Return the ids of the agents that a process has started."""
-    return [child for child, command in children_of(pid).items() if "persist" in command]
+    return [child for child, command in children_of(pid).items() if "agent" in command]
 
 
 @contextmanager

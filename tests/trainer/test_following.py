@@ -201,7 +201,7 @@ def test_dataset_that_is_not_there_yet_is_waited_for(
     assert pipeline.waits[0] == f"waiting at step 0: {dataset} does not exist yet"
     assert pipeline.waits[1] == (
         f"waiting at step 12: 1 segments are committed, the last is {ids[0]}, and the dataset is "
-        f"not finished; append segments, or run python -m pipelines finish {dataset}"
+        f"not sealed; append segments, or run python -m pipelines seal {dataset}"
     )
     assert len(pipeline.waits) == len(GROWING)
     assert_equal(tmp_path / "run", whole)

@@ -72,7 +72,7 @@ def forget(run: Path, ids: list[int], table: str, capsys: pytest.CaptureFixture[
     """Run the command and return what it prints."""
     path = run.parent / "ids.txt"
     path.write_text("".join(f"{i}\n" for i in ids))
-    assert main(["forget", str(run), "--ids", str(path), "--table", table, "--json"]) == 0
+    assert main(["erase", str(run), "--ids", str(path), "--table", table, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -183,7 +183,7 @@ def test_forget_reads_texts_where_features_of_the_table_are_texts(
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forgetting, "forget_rows", lambda *given: found.append(given) or {})
-        assert main(["forget", *arguments, "--json"]) == 0
+        assert main(["erase", *arguments, "--json"]) == 0
     ((_, ids, table),) = found
     texts = ["12", "K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln"]
     assert (ids.tolist(), table) == ([hash_text(text) for text in texts], "users")

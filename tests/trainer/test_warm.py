@@ -100,7 +100,7 @@ def test_run_takes_the_segments_that_are_left(
 
 
 def forgotten(dataset: Path, segment_id: str) -> Path:
-    """Give a segment another name and another hash, as `pipelines forget --rewrite` does."""
+    """Give a segment another name and another hash, as `pipelines erase --rewrite` does."""
     root, place = read_dataset(dataset), dataset / "segments"
     manifest, name = read_segment(place / segment_id), f"{segment_id.partition('-')[0]}-left"
     (place / segment_id).rename(place / name)

@@ -274,7 +274,7 @@ class BesideSaver:
         self._agent = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        arguments = ["persist", str(self._run.resolve()), "--parent", str(os.getpid())]
+        arguments = ["agent", str(self._run.resolve()), "--parent", str(os.getpid())]
         arguments += ["--memory", str(self._memory.path.resolve())]
         arguments += ["--file", str(self._memory.file)]
         arguments += ["--keep", str(self._config.keep)]

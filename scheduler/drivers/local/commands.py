@@ -38,13 +38,13 @@ def segment_command(
         elsewhere: Beam's options where another runner is to build it.
     """
     source = ["--input", str(place.segment(number)), "--json"]
-    last = ["--last"] if number + 1 == place.num_segments else []
+    final = ["--final"] if number + 1 == place.num_segments else []
     build = [*module("pipelines"), "build", str(place.job_file), "--output", str(place.dataset)]
     append = [*module("pipelines"), "append", str(place.job_file), "--dataset", str(place.dataset)]
     turn = ["--position", str(number), "--in-order"]
     running = elsewhere or on_this_machine(workers)
     begun = [*append, *turn] if number else build
-    return [*begun, *source, *last, *place.build_flags, *running]
+    return [*begun, *source, *final, *place.build_flags, *running]
 
 
 def lead_command(

@@ -132,7 +132,7 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
         for number, workers in enumerate([1, 1, 2])
     ]
     assert [found.command for found, _ in parsed] == ["build", "append", "append"]
-    assert [found.last for found, _ in parsed] == [False, False, True]
+    assert [found.final for found, _ in parsed] == [False, False, True]
     assert [(found.position, found.in_order) for found, _ in parsed[1:]] == [(1, True), (2, True)]
     assert [beam for _, beam in parsed] == [
         ["--direct_num_workers=1"],
