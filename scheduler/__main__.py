@@ -22,7 +22,7 @@ from scheduler.doctor import command as doctor
 from scheduler.doctor.checks import as_json as findings_as_json
 from scheduler.doctor.checks import line_of
 from scheduler.doctor.command import examine
-from scheduler.drivers.beam_runners import place_of
+from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.platforms import check_driver
 from scheduler.drivers.run import RunRequest, inputs_of, plan_jobs, run_jobs
@@ -229,7 +229,7 @@ def _run(arguments: argparse.Namespace) -> None:
         cluster=arguments.cluster,
         driver=DriverOptions(
             output=arguments.output,
-            runner=place_of(arguments.runner, arguments.output),
+            runner=segment_runner(arguments.runner, arguments.output),
         ),
         single_writer=arguments.single_writer,
         allow_outside=arguments.allow_outside,
@@ -242,7 +242,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 print(f"{action.job}: command {action.process}: {command}")
         return
     with watching(arguments.output, arguments.status, Console(stderr=True), _say) as say:
-        state = run_jobs(replace(request, driver=replace(request.driver, say=say)))
+        state = run_jobs(replace(request, driver=replace(request.driver, progress=say)))
     if arguments.json:
         print(json.dumps(jobs_summary(state)))
     else:

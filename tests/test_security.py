@@ -19,7 +19,7 @@ import scheduler.__main__
 import trainer.__main__
 from pipelines.beam.runner import run_pipeline
 from pipelines.samples.connection import connect
-from scheduler.drivers.local.job_files import Workplace, prepare_stores, token_of
+from scheduler.drivers.local.job_files import JobPaths, prepare_stores
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
@@ -172,13 +172,13 @@ def test_tokens_are_written_for_their_owner_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         secret = write_token(tmp_path / "token")
-        place = Workplace(REPOSITORY / "schemas" / "demo" / "job.yaml", tmp_path / "demo", 1)
-        prepare_stores(place, (0, 1))
+        paths = JobPaths(REPOSITORY / "schemas" / "demo" / "job.yaml", tmp_path / "demo", 1)
+        prepare_stores(paths, (0, 1))
     finally:
         os.umask(before)
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-    assert token_of(place).stat().st_mode & 0o777 == 0o600
-    assert len({secret, token_of(place).read_text(), write_token(tmp_path / "token")}) == 3
+    assert paths.token.stat().st_mode & 0o777 == 0o600
+    assert len({secret, paths.token.read_text(), write_token(tmp_path / "token")}) == 3
 
 
 def test_sql_of_a_job_reads_no_file(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Where actions are carried out: the only I/O of the scheduler while jobs run."""
+"""Execute actions as processes: all I/O of the scheduler while jobs run."""

@@ -1,4 +1,4 @@
-"""The interface of a platform where processes run."""
+"""The interface of a platform that runs processes, and what all platforms share."""
 
 from __future__ import annotations
 
@@ -15,161 +15,162 @@ from schemas.manifest import replace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """What is known of how a process ended."""
+class ExitStatus:
+    """How a process ended."""
 
     status: int | None = None
-    """Exit status, negative for a signal; None where nobody saw it."""
+    """Exit status, negative for a signal; None if unknown."""
     lost: str = ""
-    """What took the process away, in a word, where its platform says so."""
+    """Why the platform removed the process; empty if it did not."""
     oom: bool = False
-    """Whether it was killed for the memory that it had, where its platform knows it."""
+    """Whether the platform reports an out-of-memory kill."""
     refused: str = ""
-    """Why the platform will not run it, however often it is asked."""
+    """Why the platform rejects the process permanently; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What is booked for a process; nothing for one that computes nothing."""
+class ResourceRequest:
+    """Resources reserved for a process; zero for one that only coordinates."""
 
     cpus: float = 0.0
     """Cores."""
     memory_bytes: int = 0
-    """Memory."""
 
 
-NOTHING = Needs()
-TOKEN, CHAIN, KEY = "token", "tls.crt", "tls.key"
-"""Files that processes of a job have in common."""
+NO_RESOURCES = ResourceRequest()
+TOKEN, CERTIFICATE, KEY = "token", "tls.crt", "tls.key"
+"""Files that all processes of a job share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
-    """How processes of one job reach each other where each has an address of its own."""
+class Endpoint:
+    """How processes of one job connect when each has its own network address."""
 
     host: str
-    """What stands in a command for the address of its own process."""
+    """Placeholder in a command line for the address of its own process."""
     folder: str
-    """Where each process sees what all of the job have in common: `TOKEN`, `CHAIN` and `KEY`."""
+    """Folder with the files `TOKEN`, `CERTIFICATE` and `KEY` in each process's view."""
     name: str
-    """That the job's certificate bears; it names no address."""
+    """DNS name in the job's certificate; it does not resolve to an address."""
 
     @property
-    def token(self) -> str:
-        """Return the file with what callers present."""
+    def token_file(self) -> str:
+        """File with the token that callers present."""
         return f"{self.folder}/{TOKEN}"
 
     @property
-    def chain(self) -> str:
-        """Return the file with the certificate, which is its own authority."""
-        return f"{self.folder}/{CHAIN}"
+    def certificate_file(self) -> str:
+        """File with the self-signed certificate."""
+        return f"{self.folder}/{CERTIFICATE}"
 
     @property
-    def key(self) -> str:
-        """Return the file with its key."""
+    def key_file(self) -> str:
+        """File with the certificate's private key."""
         return f"{self.folder}/{KEY}"
 
 
 class Processes(Protocol):
-    """The processes of one job, by names that are never given twice."""
+    """The processes of one job. A name is used for one process only."""
 
-    reach: Reach | None
-    """How they reach each other; None where all share one loopback."""
+    endpoint: Endpoint | None
+    """How they connect to each other; None if they share one loopback."""
 
-    def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
-        """Start a process, unless one was begun by this name.
+    def start(
+        self, name: str, command: Sequence[str], request: ResourceRequest = NO_RESOURCES
+    ) -> None:
+        """Start a process, unless one of this name was started before.
 
         Args:
             name: of the process.
-            command: begins with the Python interpreter; a platform may put its own there.
-            needs: what is booked for it.
+            command: its first word is the Python interpreter, which a platform may replace.
+            request: resources to reserve.
         """
         ...
 
-    def is_known(self, name: str) -> bool:
-        """Tell whether a process was begun by this name."""
+    def was_started(self, name: str) -> bool:
+        """Return whether a process of this name was ever started."""
         ...
 
-    def newest(self, prefix: str) -> str | None:
-        """Return the process that was begun last among those whose names begin so."""
+    def newest_started(self, prefix: str) -> str | None:
+        """Return the name with this prefix that was started last."""
         ...
 
-    def lives(self, name: str) -> bool:
-        """Tell whether a process has not ended; one that waits for its place lives."""
+    def is_alive(self, name: str) -> bool:
+        """Return whether a process has not ended; a pending one is alive."""
         ...
 
-    def runs(self, name: str) -> bool:
-        """Tell whether the program of a process has begun, and not ended."""
+    def is_running(self, name: str) -> bool:
+        """Return whether the program of a process has started and not ended."""
         ...
 
-    def ending(self, name: str) -> Ending:
-        """Return how a process ended that does not live."""
+    def exit_status(self, name: str) -> ExitStatus:
+        """Return how a process ended."""
         ...
 
-    def ask(self, name: str) -> None:
-        """Ask a process to end, once."""
+    def request_stop(self, name: str) -> None:
+        """Send SIGTERM to a process, once."""
         ...
 
-    def end(self, name: str) -> None:
-        """End a process and all that it has started."""
+    def kill(self, name: str) -> None:
+        """Kill a process and its descendants."""
         ...
 
     def output(self, name: str) -> str:
-        """Return what a process wrote on standard output."""
+        """Return the standard output of a process so far."""
         ...
 
-    def last_words(self, name: str) -> str:
-        """Return the last line that a process wrote on standard error."""
+    def last_stderr_line(self, name: str) -> str:
+        """Return the last line that a process wrote to standard error."""
         ...
 
     def resident_bytes(self, name: str) -> int:
-        """Return the memory of a process with all that it has started, 0 where it is unknown."""
+        """Return the memory of a process and its descendants, 0 if unknown."""
         ...
 
     def busy_cores(self, name: str) -> float | None:
-        """Return the cores that a process with all that it has started kept busy of late.
+        """Return the cores that a process and its descendants kept busy.
 
         Returns:
-            Cores since the call before, or as its platform measures them; None while unknown.
+            The mean since the previous call, or over the platform's own window; None if unknown.
         """
         ...
 
-    def notices(self) -> Mapping[str, float]:
-        """Return the processes that are to be taken away, with the seconds until then."""
+    def preemption_notices(self) -> Mapping[str, float]:
+        """Return the processes that will be preempted, with the seconds until then."""
         ...
 
     def resize(self, name: str, cpus: float, memory_bytes: int) -> bool | None:
-        """Give a running process other limits of cores and memory; asked again and again.
+        """Change the limits of a running process; called repeatedly until it returns a result.
 
         Returns:
-            Whether it has it; None while that is not known yet.
+            Whether the limits were changed; None while pending.
         """
         ...
 
-    def tidy(self, names: Collection[str]) -> None:
-        """Take off what is left of processes that have ended, but for those of these names."""
+    def remove_ended(self, names: Collection[str]) -> None:
+        """Remove what remains of ended processes, except these names."""
         ...
 
 
 class Platform(Protocol):
-    """A place where processes run."""
+    """Runs processes."""
 
     resizes: bool
-    """Whether cores and memory are limits, which may be changed while a process runs."""
-    where: str
-    """Tells it from others, in a line: who looks elsewhere does not see its processes."""
+    """Whether limits of cores and memory can be changed while a process runs."""
+    identity: str
+    """One line that differs between platforms whose processes are not visible to each other."""
 
     def of_job(self, job: str, folder: Path) -> Processes:
-        """Return the processes of a job; what they say lies in a folder that they see, too."""
+        """Return the processes of a job, with output files in a folder that they can access."""
         ...
 
     def poll(self) -> None:
-        """Take in what has happened since the last time."""
+        """Process events since the last call."""
         ...
 
 
 def instance_of(output: Path) -> str:
-    """Return the name of a scheduler: it stays as long as its folder, which is made if need be."""
+    """Return the random id of the scheduler of a folder, created on the first call."""
     path = output / "instance"
     if not path.exists():
         output.mkdir(parents=True, exist_ok=True)
@@ -178,18 +179,21 @@ def instance_of(output: Path) -> str:
 
 
 @contextmanager
-def asked_to_end() -> Generator[Callable[[], bool]]:
-    """Notice the first SIGTERM or SIGINT; the second one ends this process, not its children."""
-    seen: list[int] = []
+def stop_signals() -> Generator[Callable[[], bool]]:
+    """Yield a function that returns whether SIGTERM or SIGINT has arrived.
 
-    def notice(number: int, _: FrameType | None) -> None:
-        if seen:
+    The second signal raises SystemExit.
+    """
+    received: list[int] = []
+
+    def handler(number: int, _: FrameType | None) -> None:
+        if received:
             raise SystemExit(128 + number)
-        seen.append(number)
+        received.append(number)
 
-    old = {s: signal.signal(s, notice) for s in (signal.SIGTERM, signal.SIGINT)}
+    previous = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(received)
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)

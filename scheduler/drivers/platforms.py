@@ -9,88 +9,84 @@ from pathlib import Path
 
 from scheduler.drivers.base import Platform
 from scheduler.drivers.kubernetes.manifest import read_cluster
-from scheduler.drivers.local.children import Children, OomKills, own_counter
+from scheduler.drivers.local.children import Children, OomKills, oom_kill_counter
 from scheduler.drivers.local.commands import environment
 from schemas.config.job import load_job
 from schemas.errors import PlanError
 
 
 class ThisMachine:
-    """Starts the processes of every job as children."""
+    """Runs the processes of every job as children."""
 
     resizes = False
-    """No limit is kept here: who is to have more memory is started again with it, and cores are
-    what is booked."""
-    where = "process"
-    """Children of any scheduler that had this folder are found by their locks in it."""
+    """No limits are enforced: a process that needs more memory is restarted."""
+    identity = "process"
+    """Children of any scheduler of this folder are found by their locks."""
 
     def __init__(self) -> None:
-        """Know what the kernel has done so far."""
+        """Start counting OOM kills."""
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-        self._kills = OomKills(own_counter(groups), time.monotonic())
+        self._kills = OomKills(oom_kill_counter(groups), time.monotonic())
 
     def of_job(self, job: str, folder: Path) -> Children:
         """Return the children of a job."""
         return Children(folder, environment(), self._kills)
 
     def poll(self) -> None:
-        """Count what the kernel has killed; children are looked at one by one."""
-        self._kills.look(time.monotonic())
+        """Count OOM kills; children are polled one by one."""
+        self._kills.poll(time.monotonic())
 
 
 def check_driver(
     driver: str | None, cluster: Path | None, job_files: Sequence[Path], output: Path
 ) -> None:
-    """Refuse a driver, a cluster and jobs that do not belong together.
+    """Raise unless the driver, the cluster file and the jobs fit together.
 
     Args:
-        driver: as it was named; that of the jobs when None.
-        cluster: the file of a cluster.
+        driver: as given by the user; the jobs' own when None.
+        cluster: configuration file of a cluster.
         job_files: the jobs.
         output: folder of the scheduler.
 
     Raises:
-        PlanError: the jobs name several drivers, or there is a cluster for none or none for one.
-        SchemaError: a job is none, or the file of the cluster.
+        PlanError: the jobs name several drivers, or driver and cluster file contradict each other.
+        SchemaError: a job or the cluster file is invalid.
     """
-    named = sorted({load_job(path).schedule.driver for path in job_files})
-    if driver is None and len(named) > 1:
+    declared = sorted({load_job(path).schedule.driver for path in job_files})
+    if driver is None and len(declared) > 1:
         raise PlanError(
-            f"jobs must have one schedule.driver together, got {' and '.join(named)}; say --driver"
+            f"jobs declare different values of schedule.driver: {' and '.join(declared)}; "
+            "choose one with --driver"
         )
-    wanted = driver or named[0]
-    if wanted == "kubernetes" and cluster is None:
-        raise PlanError(
-            "cluster must be given with driver kubernetes, got none; name a --cluster file"
-        )
-    if wanted == "process" and cluster is not None:
-        raise PlanError(
-            f"cluster must be left out with driver process, got {cluster}; say --driver kubernetes"
-        )
+    driver = driver or declared[0]
+    if driver == "kubernetes" and cluster is None:
+        raise PlanError("driver kubernetes needs a cluster; add a --cluster file")
+    if driver == "process" and cluster is not None:
+        raise PlanError(f"driver process takes no cluster: {cluster}; use --driver kubernetes")
     if cluster is not None:
         read_cluster(cluster, output)
 
 
 @contextmanager
 def open_platform(
-    cluster: Path | None, output: Path, say: Callable[[str], None]
+    cluster: Path | None, output: Path, progress: Callable[[str], None]
 ) -> Generator[Platform]:
     """Open the platform of a run.
 
     Args:
-        cluster: file of a cluster; this machine when None.
+        cluster: configuration file of a cluster; this machine when None.
         output: folder of the scheduler.
-        say: told what the platform says.
+        progress: called with messages of the platform.
 
     Raises:
-        SchemaError: the file is none.
+        SchemaError: the file is invalid.
         PlanError: the cluster cannot be reached.
     """
     if cluster is None:
         yield ThisMachine()
         return
-    # The client of Kubernetes takes a second to import.
+    # Importing the Kubernetes client takes a second.
     from scheduler.drivers.kubernetes.platform import kubernetes
 
-    with kubernetes(read_cluster(cluster, output), output, say) as platform:
+    with kubernetes(read_cluster(cluster, output), output, progress) as platform:
         yield platform

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from scheduler.controller.events import BudgetSet, Event, Submitted
 from scheduler.controller.handle import handle
 from scheduler.controller.log import LOG, Log, recover
 from scheduler.controller.state import Action, State
-from scheduler.drivers.base import asked_to_end
-from scheduler.drivers.beam_runners import Place
+from scheduler.drivers.base import stop_signals
+from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
 from scheduler.drivers.local.commands import segment_command
-from scheduler.drivers.local.job_files import Workplace
+from scheduler.drivers.local.job_files import JobPaths
 from scheduler.drivers.local.submit import submit
 from scheduler.drivers.platforms import open_platform
 from scheduler.files import directory_lock
@@ -29,41 +28,41 @@ from schemas.manifest import replace_bytes
 from schemas.paths import local_path
 
 PLATFORM = "platform"
-"""File in the scheduler's folder that says where its processes run."""
+"""File in the scheduler's folder with the identity of the platform."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What is to be run."""
+    """The arguments of `scheduler run`."""
 
     job_files: Sequence[Path]
     """The jobs."""
     inputs: Mapping[str, Path]
-    """Folders of raw files by name of the job."""
+    """Folders of raw files by job name."""
     output: Path
     """Folder of the scheduler."""
     budget: Path | None
-    """File with the budget of all jobs together; when None this machine, or with a cluster what the
-    jobs may have each."""
+    """File with the budget of all jobs together. None: this machine; on a cluster, the sum of the
+    jobs' own budgets."""
     cluster: Path | None = None
-    """File of the cluster whose Pods processes are; None for this machine."""
+    """Configuration file of the cluster; None for this machine."""
     driver: DriverOptions
-    """How processes are watched."""
+    """How processes are observed."""
     single_writer: bool = False
-    """The word of the user that nothing else writes below `output`, for a network filesystem."""
+    """Whether the user asserts that nothing else writes below `output` (network filesystems)."""
     allow_outside: bool = False
-    """Whether a job's schema may lie outside the folder of its file."""
+    """Whether a job's schema may be outside the folder of its file."""
 
 
 def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path]:
-    """Return folders of raw files by name of the job.
+    """Return folders of raw files by job name.
 
     Args:
-        words: `NAME=DIR`, or a folder where there is one job.
+        words: `NAME=DIR`; with one job also `DIR`.
         job_files: the jobs.
 
     Raises:
-        PlanError: a folder has no name though there are several jobs, or a name is no job's.
+        PlanError: a folder has no name though there are several jobs, or the name of no job.
     """
     names = [load_job(path).name for path in job_files]
     folders: dict[str, Path] = {}
@@ -71,12 +70,11 @@ def inputs_of(words: Sequence[str], job_files: Sequence[Path]) -> dict[str, Path
         name, equals, folder = word.partition("=")
         if not equals and len(names) > 1:
             raise PlanError(
-                f"input must name its job where there are several, got {word!r}; "
-                f"write {names[0]}={word}"
+                f"--input names no job though there are several: {word!r}; write {names[0]}={word}"
             )
         name, folder = (name, folder) if equals else (names[0], word)
         if name not in names:
-            raise PlanError(f"input must be of a job that is run, got {name!r}; use {names[0]!r}")
+            raise PlanError(f"--input names no job of this run: {name!r}; use {names[0]!r}")
         folders[name] = local_path(folder)
     return folders
 
@@ -85,53 +83,51 @@ def run_jobs(request: RunRequest) -> State:
     """Run jobs until all have ended.
 
     Returns:
-        The state at the end; SIGTERM and SIGINT end jobs early, with nothing lost.
+        The final state. SIGTERM and SIGINT drain all jobs, without losing work.
 
     Raises:
-        SchemaError: a job, its input or the log is none, or another scheduler works there.
-        PlanError: the log has other jobs that have not ended, or processes that run elsewhere, or
+        SchemaError: a job, its input or the log is invalid, or another scheduler uses the folder.
+        PlanError: the log has other jobs that have not ended, or processes on another platform, or
             the cluster cannot be reached.
     """
     budget = budget_of(request)
-    with _alone(request.output), Log(request.output / LOG) as log, asked_to_end() as asked:
-        jobs, places = _submissions(request, budget)
-        found = recover(request.output / LOG)
-        if unnamed := unnamed_jobs(found.state, places):
+    lock = directory_lock(
+        request.output, "folder must have one scheduler", "end it, or use another --output"
+    )
+    with lock, Log(request.output / LOG) as log, stop_signals() as stop_requested:
+        jobs, paths = _submissions(request, budget)
+        replay = recover(request.output / LOG)
+        if unnamed := unnamed_jobs(replay.state, paths):
             raise PlanError(
-                f"run must name every job of {request.output} that has not ended, got none for "
-                f"{', '.join(unnamed)}; add the job file, or use another --output"
+                f"jobs of {request.output} have not ended and are not named: "
+                f"{', '.join(unnamed)}; add their job files, or use another --output"
             )
-        with open_platform(request.cluster, request.output, request.driver.say) as platform:
-            _stay(platform.where, request.output, found.state)
-            driver = Driver(request.driver, platform, log, found, places)
+        with open_platform(request.cluster, request.output, request.driver.progress) as platform:
+            _check_platform(platform.identity, request.output, replay.state)
+            driver = Driver(request.driver, platform, log, replay, paths)
             driver.begin(jobs, budget.cpus, budget.memory, budget.haste)
-            _drive(driver, asked, request.driver.poll_sec)
+            _run_loop(driver, stop_requested, request.driver.poll_sec)
             driver.end()
             return driver.state
 
 
-def _stay(where: str, output: Path, state: State) -> None:
-    """Note where processes run; while there are any, they are looked for nowhere else.
-
-    Raises:
-        PlanError: the log has processes that were started elsewhere.
-    """
+def _check_platform(identity: str, output: Path, state: State) -> None:
+    """Record the platform; raise PlanError if processes may live on another one."""
     path = output / PLATFORM
-    before = path.read_text(encoding="utf-8").strip() if path.exists() else where
-    if before != where and any(job.processes for job in state.jobs.values()):
+    before = path.read_text(encoding="utf-8").strip() if path.exists() else identity
+    if before != identity and any(job.processes for job in state.jobs.values()):
         raise PlanError(
-            f"platform must stay {before!r} while processes of {output} live, got {where!r}; go on "
-            "there, or use another --output"
+            f"processes of {output} run on another platform: {before!r}, not {identity!r}; "
+            "continue there, or use another --output"
         )
-    replace_bytes(path, f"{where}\n".encode())
+    replace_bytes(path, f"{identity}\n".encode())
 
 
-def _drive(driver: Driver, asked: Callable[[], bool], poll_sec: float) -> None:
-    """Look at processes until all jobs have ended; asked to end, let them leave."""
+def _run_loop(driver: Driver, stop_requested: Callable[[], bool], poll_sec: float) -> None:
     drained = False
     while not driver.is_done:
         driver.poll()
-        if asked() and not drained:
+        if stop_requested() and not drained:
             drained = True
             driver.drain()
         time.sleep(poll_sec)
@@ -139,11 +135,11 @@ def _drive(driver: Driver, asked: Callable[[], bool], poll_sec: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What would be done first.
+    """An action of a dry run.
 
     Attributes:
         action: the decision.
-        command: that would be run, of a segment job that is to run elsewhere; else empty.
+        command: of a segment job on another Beam runner; else empty.
     """
 
     action: Action
@@ -151,16 +147,16 @@ class Planned:
 
 
 def plan_jobs(request: RunRequest) -> list[Planned]:
-    """Return what would be decided first; nothing is started.
+    """Return the first actions of a run without executing them.
 
     Raises:
         SchemaError: as `run_jobs`.
     """
     budget, now = budget_of(request), time.time()
-    jobs, places = _submissions(request, budget)
-    state, planned = State(), list[Planned]()
-    first: list[Event] = [
-        *request.driver.runner.begin(state, now),
+    jobs, paths = _submissions(request, budget)
+    state, planned, runner = State(), list[Planned](), request.driver.runner
+    events: list[Event] = [
+        *runner.begin(state, now),
         BudgetSet(
             time_sec=now,
             cpus=budget.cpus,
@@ -169,50 +165,50 @@ def plan_jobs(request: RunRequest) -> list[Planned]:
         ),
         *jobs,
     ]
-    for event in first:
-        state, found = handle(state, event)
-        planned += [Planned(a, _elsewhere(a, state, places, request.driver.runner)) for a in found]
+    for event in events:
+        state, actions = handle(state, event)
+        planned += [Planned(a, _runner_command(a, state, paths, runner)) for a in actions]
     return planned
 
 
-def _elsewhere(
-    action: Action, state: State, places: Mapping[str, Workplace], runner: Place
+def _runner_command(
+    action: Action, state: State, paths: Mapping[str, JobPaths], runner: SegmentRunner
 ) -> list[str]:
-    """Return the command of a segment job that is to run elsewhere, none of anything else."""
+    """Return the command of a segment job that starts on another Beam runner, else nothing."""
     process = state.jobs[action.job].processes.get(action.process)
     if action.verb != "start" or process is None or process.pool != "segment":
         return []
     options = runner.options(action.job, process.name, process.workers)
     if not options:
         return []
-    return segment_command(places[action.job], process.number, process.workers, options)
+    return segment_command(paths[action.job], process.number, process.workers, options)
 
 
 def budget_of(request: RunRequest) -> BudgetConfig:
     """Return the budget of all jobs together.
 
     Raises:
-        SchemaError: the file is none.
+        SchemaError: the budget file is invalid.
     """
     if request.budget is None and request.cluster is not None:
         own = [cluster_schedule(load_job(path).schedule).budget for path in request.job_files]
         return BudgetConfig(cpus=sum(b.cpus for b in own), memory=sum(b.memory for b in own))
     if request.budget is None:
         return machine_budget()
-    named = read_yaml(request.budget, BudgetConfig)
+    budget = read_yaml(request.budget, BudgetConfig)
     if request.cluster is not None:
-        return cluster_schedule(ScheduleConfig(budget=named)).budget
-    return fill_budget(named, machine_budget())
+        return cluster_schedule(ScheduleConfig(budget=budget)).budget
+    return fill_budget(budget, machine_budget())
 
 
 def _submissions(
     request: RunRequest, budget: BudgetConfig
-) -> tuple[list[Submitted], dict[str, Workplace]]:
+) -> tuple[list[Submitted], dict[str, JobPaths]]:
     jobs: list[Submitted] = []
-    places: dict[str, Workplace] = {}
-    # The most important first, so that none is begun only to make room.
+    paths: dict[str, JobPaths] = {}
+    # By descending priority, so that no job starts only to make room for the next one.
     for job_file in sorted(request.job_files, key=lambda p: -load_job(p).schedule.priority):
-        submitted, place = submit(
+        submitted, job_paths = submit(
             job_file,
             request.inputs,
             request.output,
@@ -221,19 +217,12 @@ def _submissions(
             allow_outside=request.allow_outside,
             budget=budget if request.cluster is None else None,
             shares_cores=request.budget is None,
-            say=request.driver.say,
+            progress=request.driver.progress,
         )
-        if submitted.job in places:
+        if submitted.job in paths:
             raise SchemaError(
-                f"jobs must have names of their own, got {submitted.job!r} twice; rename one",
-                file=str(job_file),
+                f"two jobs have the same name: {submitted.job!r}; rename one", file=str(job_file)
             )
         jobs.append(submitted)
-        places[submitted.job] = place
-    return jobs, places
-
-
-def _alone(output: Path) -> AbstractContextManager[None]:
-    return directory_lock(
-        output, "folder must have one scheduler", "end it, or use another --output"
-    )
+        paths[submitted.job] = job_paths
+    return jobs, paths

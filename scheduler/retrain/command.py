@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from scheduler.drivers.base import asked_to_end
+from scheduler.drivers.base import stop_signals
 from scheduler.drivers.platforms import ThisMachine
 from scheduler.files import directory_lock
 from scheduler.retrain.decide import REFUSED, Asked, Finished
@@ -203,7 +203,7 @@ def retrain(arguments: argparse.Namespace, today: date, say: Callable[[str], Non
     folders = {day: _input_of(arguments, job, day, len(days)) for day in days}
     check_writable(root.folder, single_writer=arguments.single_writer)
     found: list[tuple[str, Finished]] = []
-    with _alone(root), Log(root.folder / STATE) as log, asked_to_end() as stopped:
+    with _alone(root), Log(root.folder / STATE) as log, stop_signals() as stopped:
         work = Retraining(
             job_file=arguments.job.resolve(),
             root=root,
@@ -212,7 +212,7 @@ def retrain(arguments: argparse.Namespace, today: date, say: Callable[[str], Non
             processes=ThisMachine().of_job(job.name, root.processes),
             log=log,
             stopped=stopped,
-            say=say,
+            progress=say,
         )
         for day in days:
             asked = Asked(day=day, corrected=arguments.corrected, again=arguments.again)

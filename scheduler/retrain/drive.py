@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.drivers.base import Processes
-from scheduler.drivers.local.commands import module, on_this_machine
+from scheduler.drivers.local.commands import local_runner_options, module_command
 from scheduler.model.snapshot import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import machine_budget, machine_schedule
 from scheduler.planner.policy import plan
@@ -160,7 +160,13 @@ def command_of(
         return [*_train(started, job_file, root, config), *flags.write]
     run = started.run if started.stage == "evaluate" else started.base
     assert run is not None, "a comparison names the run that it is made with"
-    evaluate = [*module("trainer"), "evaluate", str(job_file), "--dataset", str(root.dataset)]
+    evaluate = [
+        *module_command("trainer"),
+        "evaluate",
+        str(job_file),
+        "--dataset",
+        str(root.dataset),
+    ]
     evaluate += ["--run", str(root.run(run)), "--segments", ",".join(started.segments)]
     return [*evaluate, "--json"]
 
@@ -168,11 +174,17 @@ def command_of(
 def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> list[str]:
     """Return the command that builds the segment of a day; it changes nothing that is there."""
     source = ["--input", attempt.input, "--day", attempt.day, "--json"]
-    source += on_this_machine(started.workers)
+    source += local_runner_options(started.workers)
     if not root.has_dataset:
-        build = [*module("pipelines"), "build", str(job_file), "--output", str(root.dataset)]
+        build = [
+            *module_command("pipelines"),
+            "build",
+            str(job_file),
+            "--output",
+            str(root.dataset),
+        ]
         return [*build, *source]
-    append = [*module("pipelines"), "append", str(job_file), "--dataset", str(root.dataset)]
+    append = [*module_command("pipelines"), "append", str(job_file), "--dataset", str(root.dataset)]
     is_there = attempt.day in {fact.day for fact in facts_of(root)}
     replaced = ["--replace"] if attempt.corrected and is_there else []
     return [*append, *replaced, *source]
@@ -180,7 +192,7 @@ def _append(started: Started, attempt: Attempt, job_file: Path, root: Root) -> l
 
 def _train(started: Started, job_file: Path, root: Root, config: RetrainConfig) -> list[str]:
     """Return the command that begins a run, or goes on with it."""
-    train = [*module("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
+    train = [*module_command("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
     train += ["--output", str(root.run(started.run)), "--segments", ",".join(started.segments)]
     if started.base is not None:
         train += ["--start-from", str(root.run(started.base))]
@@ -304,13 +316,16 @@ def _start(work: Retraining, step: Run) -> None:
 def _await(work: Retraining, started: Started) -> None:
     """Start a process unless somebody has, wait for its end, and write down what it left."""
     attempt, name = work.log.state.attempt(started.run), started.process
-    if not work.processes.is_known(name):
+    if not work.processes.was_started(name):
         command = command_of(started, attempt, work.job_file, work.root, work.config, work.flags)
         work.processes.start(name, command)
     _until_ended(work, name, work.stopped)
     result = result_of(work.processes.output(name))
     if result is None:
-        status, said = work.processes.ending(name).status, work.processes.last_words(name)
+        status, said = (
+            work.processes.exit_status(name).status,
+            work.processes.last_stderr_line(name),
+        )
         # A trainer that was asked to end has saved and says so, with status 0.
         status = None if status == 0 else status
         failed = Failed(
@@ -328,9 +343,9 @@ def _await(work: Retraining, started: Started) -> None:
 
 def _until_ended(work: Retraining, name: str, is_to_end: Callable[[], bool]) -> None:
     """Wait for a process's end, and ask it to come to it as long as that is wanted."""
-    while work.processes.lives(name):
+    while work.processes.is_alive(name):
         if is_to_end():
-            work.processes.ask(name)
+            work.processes.request_stop(name)
         time.sleep(work.poll_sec)
 
 

@@ -93,7 +93,7 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
         open_platform(None, output, said.append) as platform,
         ended_at_last(place.processes),
     ):
-        options = DriverOptions(output=output, look_sec=1.0, say=said.append)
+        options = DriverOptions(output=output, tick_sec=1.0, progress=said.append)
         driver = Driver(options, platform, log, recover(output / LOG), {"demo": place})
         driver.begin([submitted], 8.0, 16 << 30)
         run = Run(driver)

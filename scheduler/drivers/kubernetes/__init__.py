@@ -1,1 +1,1 @@
-"""Pools of processes as Pods of a Kubernetes cluster."""
+"""Kubernetes: each process is a bare Pod."""

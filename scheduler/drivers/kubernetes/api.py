@@ -1,4 +1,4 @@
-"""Calls to the Kubernetes API server, and what its errors mean."""
+"""Requests to the Kubernetes API server, as plain JSON, and its errors."""
 
 from __future__ import annotations
 
@@ -20,52 +20,50 @@ from schemas.errors import PlanError
 
 APPLY, MERGE = "application/apply-patch+yaml", "application/strategic-merge-patch+json"
 CONNECT_SEC, ANSWER_SEC = 3.0, 20.0
-"""Longest time for a connection, and for an answer: the loop waits for them."""
+"""Time limits of a connection and of an answer; the scheduler's loop waits for them."""
 WATCH_SEC = 50
-"""After so long the server ends a watch, and we go on with the next: a connection that died in
-silence is noticed then."""
+"""Duration of one watch. A broken connection without a reset is detected when it expires."""
 GONE, CONFLICT, NOT_FOUND, INVALID = 410, 409, 404, 422
 
 
 class UnreachableError(Exception):
-    """The API server does not answer, or asks to be asked later."""
+    """The API server does not answer, or asks to retry later."""
 
 
 class RefusedError(Exception):
-    """The API server will not do it.
+    """The API server rejects a request.
 
     Attributes:
-        status: of HTTP.
-        message: what it says.
+        status: HTTP status code.
+        message: of the server.
     """
 
     def __init__(self, status: int, message: str) -> None:
-        """Keep both."""
+        """Store both."""
         super().__init__(f"{status}: {message}")
         self.status = status
         self.message = message
 
     @property
     def is_quota(self) -> bool:
-        """Whether room in the namespace is missing, not a right."""
+        """Whether the namespace's quota is exceeded, rather than a permission missing."""
         return self.status == 403 and "exceeded quota" in self.message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a Pod has in use, as a metrics server tells it."""
+    """Use of resources by a Pod, from the metrics server."""
 
     memory_bytes: int
-    """Memory."""
     cores: float
-    """Cores that were busy, in the mean of the server's last window."""
+    """Mean number of busy cores in the server's last window."""
 
 
 class Api:
     """Pods of one namespace."""
 
     def __init__(self, client: ApiClient, namespace: str) -> None:
-        """Remember whom to ask."""
+        """Create a client; nothing is sent."""
         self._client = client
         self._namespace = namespace
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
@@ -74,16 +72,16 @@ class Api:
 
     @property
     def host(self) -> str:
-        """Return the address of the API server."""
+        """Address of the API server."""
         return str(self._client.configuration.host)
 
     def list(self, selector: str) -> tuple[list[dict[str, Any]], str]:
-        """Return the Pods with these labels, and the version of the list."""
-        found = self._call("GET", self._pods, {"labelSelector": selector})
-        return found["items"], found["metadata"]["resourceVersion"]
+        """Return the Pods with these labels, and the resource version of the list."""
+        pods = self._call("GET", self._pods, {"labelSelector": selector})
+        return pods["items"], pods["metadata"]["resourceVersion"]
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return a Pod, None where there is none."""
+        """Return a Pod, None if it does not exist."""
         try:
             return self._call("GET", f"{self._pods}/{name}")
         except RefusedError as error:
@@ -92,17 +90,17 @@ class Api:
             raise
 
     def apply(self, pod: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a Pod be there as it is given; fields that are another's are left alone, refused."""
+        """Create a Pod or change our fields of it; a conflict with another manager is an error."""
         path = f"{self._pods}/{pod['metadata']['name']}"
         return self._call("PATCH", path, {"fieldManager": MANAGER}, pod, APPLY)
 
     def delete(self, name: str, uid: str, grace_sec: int) -> None:
-        """Have this very Pod end, and its object go; nothing where it is gone."""
+        """Delete the Pod with this uid, if it exists."""
         body = {"gracePeriodSeconds": grace_sec, "preconditions": {"uid": uid}}
         try:
             self._call("DELETE", f"{self._pods}/{name}", body=body)
         except RefusedError as error:
-            if error.status not in (NOT_FOUND, CONFLICT):  # another Pod has its name
+            if error.status not in (NOT_FOUND, CONFLICT):  # a new Pod has the name
                 raise
 
     def resize(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,16 +108,16 @@ class Api:
         query = {"fieldManager": MANAGER}
         return self._call("PATCH", f"{self._pods}/{name}/resize", query, patch, MERGE)
 
-    def have_secret(self, secret: Mapping[str, Any]) -> None:
-        """Make a Secret, unless there is one of its name, which is left as it is, unseen."""
+    def ensure_secret(self, secret: Mapping[str, Any]) -> None:
+        """Create a Secret, unless one of this name exists; it is not read or changed."""
         try:
             self._call("POST", self._secrets, {"fieldManager": MANAGER}, secret)
         except RefusedError as error:
             if error.status != CONFLICT:
                 raise
 
-    def drop_secret(self, name: str) -> None:
-        """Take a Secret off; nothing where there is none."""
+    def delete_secret(self, name: str) -> None:
+        """Delete a Secret, if it exists."""
         try:
             self._call("DELETE", f"{self._secrets}/{name}")
         except RefusedError as error:
@@ -127,26 +125,26 @@ class Api:
                 raise
 
     def usage(self, selector: str) -> dict[str, Usage]:
-        """Return what is in use, by Pod."""
+        """Return the use of resources by Pod name."""
         path = f"/apis/metrics.k8s.io/v1beta1/namespaces/{self._namespace}/pods"
-        found = self._call("GET", path, {"labelSelector": selector})
+        metrics = self._call("GET", path, {"labelSelector": selector})
         return {
             pod["metadata"]["name"]: Usage(
                 memory_bytes=sum(quantity(c["usage"]["memory"]) for c in pod["containers"]),
                 cores=sum(float(parse_quantity(c["usage"]["cpu"])) for c in pod["containers"]),
             )
-            for pod in found["items"]
+            for pod in metrics["items"]
         }
 
     def watch(self, selector: str, version: str) -> Generator[tuple[str, dict[str, Any]]]:
-        """Return what changes after a version, until the server ends it.
+        """Return the changes after a resource version, until the server ends the watch.
 
         Yields:
-            ADDED, MODIFIED, DELETED or BOOKMARK, and the Pod.
+            Event type (ADDED, MODIFIED, DELETED or BOOKMARK) and Pod.
 
         Raises:
-            RefusedError: 410 when the version is too old; also while it is read.
-            UnreachableError: the connection is lost; also while it is read.
+            RefusedError: with status 410 if the version is too old; also during iteration.
+            UnreachableError: the connection is lost; also during iteration.
         """
         query = {
             "labelSelector": selector,
@@ -167,7 +165,7 @@ class Api:
                 self._open.shutdown()
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close all connections."""
         self._client.close()
 
     def _call(
@@ -207,16 +205,16 @@ class Api:
 
 
 class _Errors:
-    """Turns what the client raises into what it means."""
+    """Context that converts errors of the client into ours."""
 
     def __enter__(self) -> None:
-        """Begin a call."""
+        """Enter the context."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise what an error means."""
+        """Convert an error."""
         if isinstance(error, ApiException):
             status, message = int(error.status or 0), _message(error)
-            if status in (0, 401, 429) or status >= 500:  # a token is renewed
+            if status in (0, 401, 429) or status >= 500:  # 401: the token is being renewed
                 raise UnreachableError(message) from error
             raise RefusedError(status, message) from error
         if isinstance(error, (urllib3.exceptions.HTTPError, OSError, json.JSONDecodeError)):
@@ -224,7 +222,7 @@ class _Errors:
 
 
 def _cause(error: Exception) -> str:
-    """Return why there was no answer, without what is another text each time."""
+    """Return the cause without text that differs each time, such as object addresses."""
     if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason is not None:
         error = error.reason
     return str(error).rpartition(": ")[2]
@@ -247,7 +245,7 @@ def _events(response: urllib3.HTTPResponse) -> Generator[tuple[str, dict[str, An
 
 
 def _lines(response: urllib3.HTTPResponse) -> Generator[bytes]:
-    """Yield the whole lines of an answer as they come."""
+    """Yield complete lines of a streamed answer."""
     rest = b""
     for chunk in response.stream(amt=None, decode_content=False):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -255,10 +253,10 @@ def _lines(response: urllib3.HTTPResponse) -> Generator[bytes]:
 
 
 def connect(config: ClusterConfig) -> Api:
-    """Return the API server's Pods.
+    """Return a client of the API server.
 
     Raises:
-        PlanError: there is no kubeconfig, and this is no Pod of a cluster.
+        PlanError: there is no kubeconfig, and this process is no Pod of a cluster.
     """
     configuration = Configuration()
     try:
@@ -268,15 +266,15 @@ def connect(config: ClusterConfig) -> Api:
             load_kube_config(config.kubeconfig, config.context, configuration)
     except (ConfigException, OSError) as error:
         raise PlanError(
-            f"cluster must be reachable, got {error}; name a kubeconfig in the --cluster file, or "
-            "run the scheduler in the cluster"
+            f"no API server is configured: {error}; set kubeconfig in the --cluster file, or run "
+            "the scheduler in the cluster"
         ) from error
-    setattr(configuration, "retries", urllib3.Retry(0))  # noqa: B010 - declared to be None
+    setattr(configuration, "retries", urllib3.Retry(0))  # noqa: B010 - declared as None
     return Api(ApiClient(configuration), config.namespace)
 
 
 def millicores(text: str) -> int:
-    """Return the thousandths of a core that a quantity of Kubernetes means.
+    """Return a Kubernetes quantity of cores in thousandths.
 
     Example:
         >>> millicores("1"), millicores("250m")
@@ -286,7 +284,7 @@ def millicores(text: str) -> int:
 
 
 def quantity(text: str) -> int:
-    """Return the bytes that a quantity of Kubernetes means.
+    """Return a Kubernetes quantity of memory in bytes.
 
     Example:
         >>> quantity("3Mi"), quantity("1500"), quantity("1e3"), quantity("1500m")

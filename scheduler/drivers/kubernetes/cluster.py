@@ -1,4 +1,8 @@
-"""All Pods of one scheduler in one namespace: a watch, and requests."""
+"""All Pods of one scheduler in one namespace: a watch, and requests.
+
+Nothing here raises while jobs run: requests that the API server does not answer are repeated, and
+so are rejected deletions. A rejected Pod is an ended process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from scheduler.drivers.base import Ending, Needs, Reach, instance_of
+from scheduler.drivers.base import Endpoint, ExitStatus, ResourceRequest, instance_of
 from scheduler.drivers.kubernetes.api import (
     CONFLICT,
     GONE,
@@ -26,26 +30,333 @@ from scheduler.drivers.kubernetes.manifest import (
     PROCESS,
     ClusterConfig,
     Task,
+    endpoint_of,
     pod_name,
     pod_of,
-    reach_of,
     resize_patch,
     secret_name,
     secret_of,
 )
-from scheduler.drivers.kubernetes.pod import STOP_SEC, Tracked, is_over
+from scheduler.drivers.kubernetes.pod import STOP_SEC, TrackedPod, has_ended
 from schemas.errors import PlanError
 
 FIRST_WAIT_SEC, MAX_WAIT_SEC = 0.5, 10.0
-"""After the first failure it is tried again so much later, and twice as late each time."""
+"""Delay after the first failure of the watch, and its limit; it doubles with each failure."""
+RETRY_SEC = 2.0
+"""Delay after an unanswered request or a rejected deletion, and between two checks of Pods that the
+watch does not show."""
+USAGE_SEC = 10.0
+"""Age at which usage is read again; a metrics server has new values every 15 s."""
+
+
+class Cluster:
+    """The Pods of one scheduler; a context."""
+
+    def __init__(
+        self, config: ClusterConfig, output: Path, progress: Callable[[str], None]
+    ) -> None:
+        """Create the table of Pods; the context connects.
+
+        Args:
+            config: of the cluster.
+            output: folder of the scheduler.
+            progress: called once with each message.
+        """
+        self._config = config
+        self._output = output
+        self._progress = progress
+        self._reported = set[str]()
+        self._unreachable = set[Literal["calls", "watch"]]()
+        self._pods: dict[str, TrackedPod] = {}
+        self._unconfirmed = set[str]()
+        self._quiet_until = self._confirm_at = 0.0
+        self._usage_at = -USAGE_SEC
+        self._usage: dict[str, Usage] = {}
+        self._has_metrics = True
+
+    def __enter__(self) -> Cluster:
+        """List the Pods and start the watch.
+
+        Raises:
+            PlanError: the API server does not answer or denies access.
+        """
+        self._instance = instance_of(self._output)
+        self._selector = f"{INSTANCE}={self._instance}"
+        self._api = connect(self._config)
+        self._watch = Watch(connect(self._config), self._selector)
+        try:
+            pods = self._watch.start()
+        except (RefusedError, UnreachableError) as error:
+            raise PlanError(
+                f"Pods of namespace {self._config.namespace!r} cannot be listed: {error}; check "
+                "the kubeconfig, and the rights in deploy/kubernetes/base/rbac.yaml"
+            ) from error
+        self._on_listed(pods)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the watch; Pods keep running."""
+        self._watch.stop()
+        self._api.close()
+
+    @property
+    def identity(self) -> str:
+        """API server and namespace, in one line."""
+        return f"kubernetes {self._api.host} {self._config.namespace}"
+
+    @property
+    def grace_sec(self) -> int:
+        """Termination grace period."""
+        return int(self._config.grace.total_seconds())
+
+    def endpoint(self, job: str) -> Endpoint | None:
+        """Return how processes of a job connect, None if all Pods share one loopback."""
+        return endpoint_of(self._config, self._instance, job)
+
+    def poll(self) -> None:
+        """Process events of the watch, check timeouts, and repeat unanswered requests."""
+        for event in self._watch.take():
+            if isinstance(event, Unreachable):
+                self._set_reachable("watch", event.reason)
+            elif isinstance(event, Changed):
+                self._on_changed(event)
+            else:
+                self._on_listed(event.pods)
+        now = time.monotonic()
+        for pod in self._pods.values():
+            self._check_timeouts(pod, now)
+        if now >= self._quiet_until and now >= self._confirm_at:
+            self._confirm_at = now + RETRY_SEC
+            self._confirm_pods()
+        for pod in list(self._pods.values()):
+            self.sync(pod)
+
+    def find(self, job: str, process: str) -> TrackedPod | None:
+        """Return the Pod of a process, None if there was none."""
+        return self._pods.get(pod_name(self._instance, job, process))
+
+    def pods_of(self, job: str) -> dict[str, TrackedPod]:
+        """Return the Pods of a job by process name."""
+        pods: dict[str, TrackedPod] = {}
+        for pod in self._pods.values():
+            body = pod.observed or pod.manifest
+            annotations = {} if body is None else body["metadata"].get("annotations", {})
+            process = annotations.get(PROCESS)
+            if process and pod.name == pod_name(self._instance, job, process):
+                pods[process] = pod
+        return pods
+
+    def create(self, task: Task) -> None:
+        """Create a Pod for a process."""
+        manifest = pod_of(self._config, self._instance, task)
+        name = manifest["metadata"]["name"]
+        secret_job = task.job if task.needs_secret else None
+        self._pods.setdefault(name, TrackedPod(name, manifest=manifest, secret_job=secret_job))
+        self.sync(self._pods[name])
+
+    def remove(self, pod: TrackedPod) -> None:
+        """Delete the object of an ended Pod, then stop tracking it."""
+        if pod.is_gone or pod.observed is None:
+            self._pods.pop(pod.name, None)
+        else:
+            pod.delete(0 if has_ended(pod.observed) else STOP_SEC)
+            self.sync(pod)
+
+    def sync(self, pod: TrackedPod) -> None:
+        """Send pending requests for a Pod, if the API server answers."""
+        now = time.monotonic()
+        if now < self._quiet_until or now < pod.since.get("refused", -RETRY_SEC) + RETRY_SEC:
+            return
+        if pod.manifest is None and not pod.must_be_deleted:
+            return
+        try:
+            if pod.manifest is not None:
+                self._apply(pod, pod.manifest)
+            if pod.must_be_deleted:
+                assert pod.grace_sec is not None, "it must be deleted"
+                self._api.delete(pod.name, pod.uid, pod.grace_sec)
+                pod.deleted_grace_sec = pod.grace_sec
+        except UnreachableError as error:
+            self._on_unreachable(error)
+            return
+        except RefusedError as error:
+            verb = "deleted" if pod.manifest is None else "created"
+            self._report(f"Pod {pod.name} cannot be {verb}: {error.message}")
+            pod.since["refused"] = time.monotonic()
+        self._set_reachable("calls")
+
+    def resize(self, pod: TrackedPod, request: ResourceRequest) -> bool:
+        """Request other limits; False if the API server rejects them."""
+        if time.monotonic() < self._quiet_until:
+            return True  # the caller repeats it
+        try:
+            pod.observed = self._api.resize(pod.name, resize_patch(request))
+            pod.resize_request = request
+        except UnreachableError as error:
+            self._on_unreachable(error)
+            return True
+        except RefusedError as error:
+            self._report(f"Pod {pod.name} cannot be resized: {error.message}")
+            return False
+        self._set_reachable("calls")
+        return True
+
+    def usage(self, pod: TrackedPod) -> Usage | None:
+        """Return the resources that a Pod uses, None without a metrics server."""
+        now = time.monotonic()
+        if self._has_metrics and now - self._usage_at >= USAGE_SEC and now > self._quiet_until:
+            try:
+                self._usage = self._api.usage(self._selector)
+                self._set_reachable("calls")
+            except RefusedError as error:
+                self._has_metrics = False
+                self._report(f"memory cannot be read from metrics.k8s.io: {error.message.strip()}")
+            except UnreachableError as error:
+                self._report(f"memory cannot be read from metrics.k8s.io: {error}")
+            self._usage_at = time.monotonic()  # the answer may take longer than `USAGE_SEC`
+        return self._usage.get(pod.name)
+
+    def delete_secret(self, job: str) -> bool:
+        """Delete a job's Secret, without live processes; False if it is to be repeated.
+
+        The next process that needs one gets a new Secret.
+        """
+        if self._config.shared_loopback:
+            return True
+        if time.monotonic() < self._quiet_until:
+            return False
+        try:
+            self._api.delete_secret(secret_name(self._instance, job))
+        except UnreachableError as error:
+            self._on_unreachable(error)
+            return False
+        except RefusedError as error:
+            self._report(f"Secret of job {job} cannot be deleted: {error.message}")
+        self._set_reachable("calls")
+        return True
+
+    def _apply(self, pod: TrackedPod, manifest: Any) -> None:
+        try:
+            self._ensure_secret(pod.secret_job)
+            pod.observed = self._api.apply(manifest)
+        except RefusedError as error:
+            if error.is_quota:
+                quota = error.message.partition("exceeded quota: ")[2].partition(",")[0]
+                self._report(f"the namespace's quota {quota} is exceeded")
+                pod.forced_status = ExitStatus(lost="quota exceeded")
+            elif error.status in (CONFLICT, INVALID) and self._is_ours(pod):
+                pass  # another client has changed it since; it runs all the same
+            else:
+                pod.forced_status = ExitStatus(refused=f"Pod {pod.name}: {error.message}")
+        pod.manifest = None
+
+    def _ensure_secret(self, job: str | None) -> None:
+        """Create a job's Secret; repeated before each Pod, as another client may delete it."""
+        endpoint = None if job is None else self.endpoint(job)
+        if job is not None and endpoint is not None:
+            self._api.ensure_secret(secret_of(self._config, self._instance, job, endpoint))
+
+    def _is_ours(self, pod: TrackedPod) -> bool:
+        body = self._api.get(pod.name)
+        if body is None or body["metadata"].get("labels", {}).get(INSTANCE) != self._instance:
+            return False
+        pod.observed = body
+        return True
+
+    def _check_timeouts(self, pod: TrackedPod, now: float) -> None:
+        """Check time limits, which only run while the watch shows changes."""
+        if "watch" in self._unreachable:
+            pod.reset_timers()
+            return
+        config = self._config
+        start_sec = config.unschedulable_after.total_seconds()
+        wait = pod.check_timeouts(now, start_sec, config.lost_after.total_seconds())
+        if wait is not None:
+            self._report(f"a Pod waits: {wait.text}")
+
+    def _on_listed(self, bodies: tuple[dict[str, Any], ...]) -> None:
+        for body in bodies:
+            self._on_observed(body)
+        # A list may be older than a Pod that was created meanwhile.
+        listed = {body["metadata"]["name"] for body in bodies}
+        self._unconfirmed |= {
+            name
+            for name, pod in self._pods.items()
+            if pod.observed is not None and not pod.is_gone and name not in listed
+        }
+
+    def _on_changed(self, event: Changed) -> None:
+        self._on_observed(event.pod)
+        metadata = event.pod["metadata"]
+        pod = self._pods[metadata["name"]]
+        if not event.gone or pod.uid != metadata["uid"]:
+            return
+        if "deletionTimestamp" in metadata or not pod.is_alive:
+            pod.is_gone = True
+        else:  # it may only have lost its labels
+            self._unconfirmed.add(pod.name)
+
+    def _on_observed(self, body: dict[str, Any]) -> None:
+        name = body["metadata"]["name"]
+        pod = self._pods.setdefault(name, TrackedPod(name))
+        if pod.uid in ("", body["metadata"]["uid"]):
+            pod.observed, pod.manifest = body, None
+        else:  # ours was deleted meanwhile
+            pod.is_gone = True
+
+    def _confirm_pods(self) -> None:
+        """Look up Pods that the watch does not show; those without our labels are deleted."""
+        try:
+            for name in sorted(self._unconfirmed):
+                pod = self._pods.get(name)
+                body = None if pod is None else self._api.get(name)
+                if pod is None or body is None or body["metadata"]["uid"] != pod.uid:
+                    self._unconfirmed.discard(name)
+                    if pod is not None:
+                        pod.is_gone = True
+                    continue
+                self._set_reachable("calls")
+                pod.observed = body
+                if body["metadata"].get("labels", {}).get(INSTANCE) == self._instance:
+                    self._unconfirmed.discard(name)
+                else:
+                    self._report(f"Pod {name} has lost its labels and is deleted")
+                    pod.delete(self.grace_sec)
+        except UnreachableError as error:
+            self._on_unreachable(error)
+        except RefusedError as error:
+            self._report(f"Pods cannot be read: {error.message}")
+
+    def _on_unreachable(self, error: UnreachableError) -> None:
+        self._quiet_until = time.monotonic() + RETRY_SEC
+        self._set_reachable("calls", str(error) or repr(error))
+
+    def _set_reachable(self, channel: Literal["calls", "watch"], reason: str = "") -> None:
+        """Record whether the API server answers (no reason) or not, and report the change."""
+        was_unreachable = bool(self._unreachable)
+        if reason:
+            self._unreachable.add(channel)
+        else:
+            self._unreachable.discard(channel)
+        if bool(self._unreachable) != was_unreachable:
+            state = f"does not answer: {reason}" if reason else "answers again"
+            self._progress(f"the API server {state}")
+        if channel == "watch" and not reason:
+            self._quiet_until = 0.0
+
+    def _report(self, line: str) -> None:
+        """Report a line once."""
+        if line not in self._reported:
+            self._reported.add(line)
+            self._progress(line)
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """All Pods that are there.
+    """A complete list of Pods.
 
     Attributes:
-        pods: as they are.
+        pods: their objects.
     """
 
     pods: tuple[dict[str, Any], ...]
@@ -53,11 +364,11 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """One Pod is new, has changed, or is gone.
+    """A Pod was created, changed or deleted.
 
     Attributes:
-        pod: as it is, or was last.
-        gone: whether it is no more.
+        pod: its object, the last one if deleted.
+        gone: whether it was deleted.
     """
 
     pod: dict[str, Any]
@@ -65,401 +376,91 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class Unreachable:
     """The API server does not answer, or answers again.
 
     Attributes:
-        why: in its words; empty when it answers.
+        reason: error message; empty when it answers.
     """
 
-    why: str
+    reason: str
 
 
-News = Listed | Changed | Away
+WatchEvent = Listed | Changed | Unreachable
 
 
-class Follower:
-    """A list and its watch, continued from version to version."""
+class Watch:
+    """A list and its watch in a thread, continued from version to version."""
 
     def __init__(self, api: Api, selector: str) -> None:
-        """Remember what to follow.
+        """Create a watch.
 
         Args:
-            api: of its own: it waits there.
+            api: not used by others, as its requests block.
             selector: labels of our Pods.
         """
         self._api = api
         self._selector = selector
-        self._news: SimpleQueue[News] = SimpleQueue()
+        self._events: SimpleQueue[WatchEvent] = SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pods", daemon=True)
         self._version: str | None = None
         self._wait_sec = 0.0
 
     def start(self) -> tuple[dict[str, Any], ...]:
-        """List once, and follow from there.
+        """Return the current Pods, and start to watch from there.
 
         Raises:
-            RefusedError: we may not.
-            UnreachableError: there is no answer.
+            RefusedError: access is denied.
+            UnreachableError: the API server does not answer.
         """
         pods, self._version = self._api.list(self._selector)
         self._thread.start()
         return tuple(pods)
 
     def stop(self) -> None:
-        """End it; its thread goes with its connection."""
+        """End the watch; its thread ends with its connection."""
         self._stopping.set()
         self._api.interrupt()
 
-    def take(self) -> list[News]:
-        """Return what has happened since the last time."""
-        return [self._news.get() for _ in range(self._news.qsize())]
+    def take(self) -> list[WatchEvent]:
+        """Return the events since the last call."""
+        return [self._events.get() for _ in range(self._events.qsize())]
 
     def _run(self) -> None:
         while not self._stopping.wait(self._wait_sec):
             try:
                 self._follow()
             except UnreachableError as error:
-                self._failed(str(error))
+                self._on_failure(str(error))
             except RefusedError as error:
-                if error.status == GONE:  # older than what the server remembers
+                if error.status == GONE:  # the version has expired
                     self._version = None
                 else:
-                    self._failed(error.message)
-            except Exception as error:  # an end of this thread would look like nothing happening
+                    self._on_failure(error.message)
+            except Exception as error:  # a dead thread would look like an idle cluster
                 self._version = None
-                self._failed(repr(error))
+                self._on_failure(repr(error))
 
     def _follow(self) -> None:
-        """List where it is not known what there is; then watch until the server ends it."""
+        """List without a version; then watch until the server ends it."""
         if self._version is None:
             pods, self._version = self._api.list(self._selector)
-            self._answered()
-            self._news.put(Listed(tuple(pods)))
+            self._on_answer()
+            self._events.put(Listed(tuple(pods)))
         events = self._api.watch(self._selector, self._version)
-        self._answered()
+        self._on_answer()
         for kind, pod in events:
             if kind != "BOOKMARK":
-                self._news.put(Changed(pod, gone=kind == "DELETED"))
+                self._events.put(Changed(pod, gone=kind == "DELETED"))
             self._version = pod["metadata"]["resourceVersion"]
 
-    def _answered(self) -> None:
+    def _on_answer(self) -> None:
         if self._wait_sec:
             self._wait_sec = 0.0
-            self._news.put(Away(""))
+            self._events.put(Unreachable(""))
 
-    def _failed(self, why: str) -> None:
+    def _on_failure(self, reason: str) -> None:
         if not self._stopping.is_set():
             self._wait_sec = min(MAX_WAIT_SEC, 2.0 * self._wait_sec or FIRST_WAIT_SEC)
-            self._news.put(Away(why))
-
-
-# The Pods of one scheduler in one namespace: what is seen of them, and what is asked.
-#
-# Nothing here raises while jobs run: what the API server does not take now is asked again, and so
-# is a delete that it refuses. A Pod that it refuses is how its process ended.
-
-AGAIN_SEC = 2.0
-"""Time after a call that was not answered, or a delete that was refused, and between two looks at
-Pods that the watch misses."""
-USAGE_SEC = 10.0
-"""Age of a reading of memory and cores that is read again: a metrics server has a new one every
-15 s."""
-
-
-class Cluster:
-    """The Pods of one scheduler; a context."""
-
-    def __init__(self, config: ClusterConfig, output: Path, say: Callable[[str], None]) -> None:
-        """Remember where Pods run.
-
-        Args:
-            config: of the cluster.
-            output: folder of the scheduler.
-            say: told what the cluster says, once.
-        """
-        self._config = config
-        self._output = output
-        self._say = say
-        self._said = set[str]()
-        self._away = set[Literal["calls", "watch"]]()
-        self._pods: dict[str, Tracked] = {}
-        self._doubtful = set[str]()
-        self._quiet_until = self._doubts_at = 0.0
-        self._usage_at = -USAGE_SEC
-        self._usage: dict[str, Usage] = {}
-        self._usage_answers = True
-
-    def __enter__(self) -> Cluster:
-        """Learn what there is, and follow it from there.
-
-        Raises:
-            PlanError: the API server does not answer, or does not let us.
-        """
-        self._instance = instance_of(self._output)
-        self._selector = f"{INSTANCE}={self._instance}"
-        self._api, other = connect(self._config), connect(self._config)
-        self._follower = Follower(other, self._selector)
-        try:
-            found = self._follower.start()
-        except (RefusedError, UnreachableError) as error:
-            raise PlanError(
-                f"cluster must list Pods of namespace {self._config.namespace!r}, got {error}; "
-                "check the kubeconfig, and the rights in deploy/kubernetes/base/rbac.yaml"
-            ) from error
-        self._take(Listed(found))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End the watch; Pods go on."""
-        self._follower.stop()
-        self._api.close()
-
-    @property
-    def where(self) -> str:
-        """Return which Pods these are among those of all clusters, in a line."""
-        return f"kubernetes {self._api.host} {self._config.namespace}"
-
-    @property
-    def grace_sec(self) -> int:
-        """Seconds that a process which is asked to end may take."""
-        return int(self._config.grace.total_seconds())
-
-    def poll(self) -> None:
-        """Take in what has happened, and ask again for what was not answered."""
-        for news in self._follower.take():
-            self._take(news)
-        now = time.monotonic()
-        for tracked in self._pods.values():
-            self._look(tracked, now)
-        if now >= self._quiet_until and now >= self._doubts_at:
-            self._doubts_at = now + AGAIN_SEC
-            self._settle_doubts()
-        for tracked in list(self._pods.values()):
-            self.settle(tracked)
-
-    def _look(self, tracked: Tracked, now: float) -> None:
-        """See whether it waits for too long; while nothing new is seen, no time counts."""
-        if "watch" in self._away:
-            tracked.look_anew()
-            return
-        config = self._config
-        unschedulable_sec = config.unschedulable_after.total_seconds()
-        waiting = tracked.look(now, unschedulable_sec, config.lost_after.total_seconds())
-        if waiting is not None:
-            self.say(f"a Pod waits: {waiting.in_words}")
-
-    def tracked(self, job: str, process: str) -> Tracked | None:
-        """Return the Pod of a process, None where there was none."""
-        return self._pods.get(pod_name(self._instance, job, process))
-
-    def reach(self, job: str) -> Reach | None:
-        """Return how processes of a job reach each other, None where all share one loopback."""
-        return reach_of(self._config, self._instance, job)
-
-    def want(self, task: Task) -> None:
-        """Have a Pod for a process."""
-        pod = pod_of(self._config, self._instance, task)
-        name = pod["metadata"]["name"]
-        needs = task.job if task.is_reached else None
-        self._pods.setdefault(name, Tracked(name, wanted=pod, needs_secret_of=needs))
-        self.settle(self._pods[name])
-
-    def drop_secret(self, job: str) -> bool:
-        """Take off what the processes of a job had in common; False where it is to be tried again.
-
-        Nothing of it must live: the next process that needs it has a new one made.
-        """
-        if self._config.shared_loopback:
-            return True
-        if time.monotonic() < self._quiet_until:
-            return False
-        try:
-            self._api.drop_secret(secret_name(self._instance, job))
-        except UnreachableError as error:
-            self._unanswered(error)
-            return False
-        except RefusedError as error:
-            self.say(f"Secret of job {job} cannot be deleted: {error.message}")
-        self._answers("calls")
-        return True
-
-    def settle(self, tracked: Tracked) -> None:
-        """Tell the API server what is to be done for a Pod, if it answers."""
-        now = time.monotonic()
-        if now < self._quiet_until or now < tracked.since.get("refused", -AGAIN_SEC) + AGAIN_SEC:
-            return
-        if tracked.wanted is None and not tracked.must_be_deleted:
-            return
-        try:
-            if tracked.wanted is not None:
-                self._apply(tracked, tracked.wanted)
-            if tracked.must_be_deleted:
-                assert tracked.grace_sec is not None, "it must be deleted"
-                self._api.delete(tracked.name, tracked.uid, tracked.grace_sec)
-                tracked.deleted = tracked.grace_sec
-        except UnreachableError as error:
-            self._unanswered(error)
-            return
-        except RefusedError as error:
-            what = "deleted" if tracked.wanted is None else "asked for"
-            self.say(f"Pod {tracked.name} cannot be {what}: {error.message}")
-            tracked.since["refused"] = time.monotonic()
-        self._answers("calls")
-
-    def resize(self, tracked: Tracked, needs: Needs) -> bool:
-        """Tell the API server of other limits, if it answers; False where it refuses."""
-        if time.monotonic() < self._quiet_until:
-            return True  # it is asked again
-        try:
-            tracked.seen = self._api.resize(tracked.name, resize_patch(needs))
-            tracked.given = needs
-        except UnreachableError as error:
-            self._unanswered(error)
-            return True
-        except RefusedError as error:
-            self.say(f"Pod {tracked.name} cannot be resized: {error.message}")
-            return False
-        self._answers("calls")
-        return True
-
-    def usage(self, tracked: Tracked) -> Usage | None:
-        """Return what a Pod has in use, None where no metrics server tells it."""
-        now = time.monotonic()
-        if self._usage_answers and now - self._usage_at >= USAGE_SEC and now > self._quiet_until:
-            try:
-                self._usage = self._api.usage(self._selector)
-                self._answers("calls")
-            except RefusedError as error:
-                self._usage_answers = False
-                self.say(f"no memory is read: metrics.k8s.io says {error.message.strip()}")
-            except UnreachableError as error:
-                self.say(f"no memory is read: metrics.k8s.io says {error}")
-            self._usage_at = time.monotonic()  # an answer may take longer than it holds
-        return self._usage.get(tracked.name)
-
-    def forget(self, tracked: Tracked) -> None:
-        """Have the object of a Pod that has ended go, then think of it no more."""
-        if tracked.is_gone or tracked.seen is None:
-            self._pods.pop(tracked.name, None)
-        else:
-            tracked.end(0 if is_over(tracked.seen) else STOP_SEC)
-            self.settle(tracked)
-
-    def all_of(self, job: str) -> dict[str, Tracked]:
-        """Return the Pods of a job by the names of its processes."""
-        found: dict[str, Tracked] = {}
-        for tracked in self._pods.values():
-            pod = tracked.seen or tracked.wanted
-            names = {} if pod is None else pod["metadata"].get("annotations", {})
-            process = names.get(PROCESS)
-            if process and tracked.name == pod_name(self._instance, job, process):
-                found[process] = tracked
-        return found
-
-    def say(self, line: str) -> None:
-        """Say a line, once."""
-        if line not in self._said:
-            self._said.add(line)
-            self._say(line)
-
-    def _apply(self, tracked: Tracked, pod: Any) -> None:
-        try:
-            self._have_secret(tracked.needs_secret_of)
-            tracked.seen = self._api.apply(pod)
-        except RefusedError as error:
-            if error.is_quota:
-                quota = error.message.partition("exceeded quota: ")[2].partition(",")[0]
-                self.say(f"the namespace has no room in quota {quota}")
-                tracked.verdict = Ending(lost="quota exceeded")
-            elif error.status in (CONFLICT, INVALID) and self._is_ours(tracked):
-                pass  # somebody has changed it since: it runs all the same
-            else:
-                tracked.verdict = Ending(refused=f"Pod {tracked.name}: {error.message}")
-        tracked.wanted = None
-
-    def _have_secret(self, job: str | None) -> None:
-        """Have what a Pod is to see; asked before each, for somebody may have taken it off."""
-        reach = None if job is None else self.reach(job)
-        if job is not None and reach is not None:
-            self._api.have_secret(secret_of(self._config, self._instance, job, reach))
-
-    def _is_ours(self, tracked: Tracked) -> bool:
-        found = self._api.get(tracked.name)
-        if found is None or found["metadata"].get("labels", {}).get(INSTANCE) != self._instance:
-            return False
-        tracked.seen = found
-        return True
-
-    def _take(self, news: News) -> None:
-        if isinstance(news, Away):
-            self._answers("watch", news.why)
-        elif isinstance(news, Changed):
-            self._see(news.pod)
-            if news.gone:
-                self._went(news.pod)
-        else:
-            there = {pod["metadata"]["name"] for pod in news.pods}
-            for pod in news.pods:
-                self._see(pod)
-            # A list may be older than a Pod that was made meanwhile.
-            known = {name for name, t in self._pods.items() if t.seen is not None}
-            self._doubtful |= {name for name in known - there if not self._pods[name].is_gone}
-
-    def _see(self, pod: dict[str, Any]) -> None:
-        name = pod["metadata"]["name"]
-        tracked = self._pods.setdefault(name, Tracked(name))
-        if tracked.uid in ("", pod["metadata"]["uid"]):
-            tracked.seen, tracked.wanted = pod, None
-        else:  # ours was deleted meanwhile
-            tracked.is_gone = True
-
-    def _went(self, pod: dict[str, Any]) -> None:
-        tracked = self._pods[pod["metadata"]["name"]]
-        if tracked.uid != pod["metadata"]["uid"]:
-            return
-        if "deletionTimestamp" in pod["metadata"] or not tracked.lives:
-            tracked.is_gone = True
-        else:  # it may only have lost its labels
-            self._doubtful.add(tracked.name)
-
-    def _settle_doubts(self) -> None:
-        """Ask for the Pods that the watch does not show; what is there without our labels ends."""
-        try:
-            for name in sorted(self._doubtful):
-                tracked = self._pods.get(name)
-                found = None if tracked is None else self._api.get(name)
-                if tracked is None or found is None or found["metadata"]["uid"] != tracked.uid:
-                    self._doubtful.discard(name)
-                    if tracked is not None:
-                        tracked.is_gone = True
-                    continue
-                self._answers("calls")
-                tracked.seen = found
-                if found["metadata"].get("labels", {}).get(INSTANCE) == self._instance:
-                    self._doubtful.discard(name)
-                else:
-                    self.say(f"Pod {name} has lost its labels, and is ended")
-                    tracked.end(self.grace_sec)
-        except UnreachableError as error:
-            self._unanswered(error)
-        except RefusedError as error:
-            self.say(f"Pods cannot be asked for: {error.message}")
-
-    def _unanswered(self, error: UnreachableError) -> None:
-        self._quiet_until = time.monotonic() + AGAIN_SEC
-        self._answers("calls", str(error) or repr(error))
-
-    def _answers(self, whom: Literal["calls", "watch"], why: str = "") -> None:
-        """Say when the API server ceases to answer, and when it answers all of us again."""
-        was_away = bool(self._away)
-        if why:
-            self._away.add(whom)
-        else:
-            self._away.discard(whom)
-        if bool(self._away) != was_away:
-            what = f"does not answer: {why}" if why else "answers again"
-            self._say(f"the API server {what}")
-        if whom == "watch" and not why:
-            self._quiet_until = 0.0
+            self._events.put(Unreachable(reason))

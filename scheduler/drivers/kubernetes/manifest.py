@@ -1,4 +1,4 @@
-"""Manifests of Pods and Secrets, from the cluster's configuration file."""
+"""Manifests of Pods and Secrets, and the cluster's configuration file."""
 
 from __future__ import annotations
 
@@ -15,93 +15,93 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from scheduler.drivers.base import CHAIN, KEY, TOKEN, Needs, Reach
+from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, Endpoint, ResourceRequest
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VolumeConfig:
-    """A folder that the scheduler and all Pods see under one path."""
+    """A volume that the scheduler and all Pods mount at the same path."""
 
     path: str
-    """Where it is mounted, absolute."""
+    """Absolute mount path."""
     claim: str | None = None
-    """Name of a PersistentVolumeClaim that many nodes may write; or"""
+    """Name of a ReadWriteMany PersistentVolumeClaim; either this or `host_path`."""
     host_path: str | None = None
-    """a folder of each node that is the same on all, such as a mounted network filesystem."""
+    """Folder with the same content on all nodes, such as a mounted network filesystem."""
     sub_path: str = ""
-    """Folder of the claim that is mounted."""
+    """Folder of the claim to mount."""
     read_only: bool = False
-    """Whether Pods only read it."""
+    """Whether Pods mount it read-only."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no mount."""
+        """Raise ValueError for an invalid mount."""
         if not self.path.startswith("/"):
             raise ValueError(f"path must be absolute, got {self.path!r}; write the full path")
         if (self.claim is None) == (self.host_path is None):
             raise ValueError(
-                f"volume must be a claim or a host_path, got claim={self.claim!r} and "
+                f"volume must have either claim or host_path, got claim={self.claim!r}, "
                 f"host_path={self.host_path!r}; give one of them"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TolerationConfig:
-    """A taint of nodes that Pods may run on all the same."""
+    """A taint that Pods tolerate."""
 
     key: str
-    """Of the taint."""
+    """Key of the taint."""
     value: str | None = None
-    """Of the taint; any when null."""
+    """Value of the taint; null: any."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Of the taint; any when null."""
+    """Effect of the taint; null: any."""
     seconds: int | None = None
-    """How long a Pod stays after the taint came; for ever when null. Only with NoExecute."""
+    """How long a Pod stays after the taint was added; null: forever. Only with NoExecute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Where Pods run."""
+    """A cluster, and settings of all Pods."""
 
     namespace: str
-    """Of all Pods."""
+    """Namespace of all Pods."""
     image: str
-    """With the source tree and its requirements."""
+    """Image with the source tree and its requirements."""
     volumes: tuple[VolumeConfig, ...] = ()
-    """Folders; the scheduler's output, job files and raw files lie in them."""
+    """Volumes with the scheduler's output, the job files and the raw files."""
     kubeconfig: str | None = None
-    """File with the address of the API server; null inside the cluster."""
+    """Path of a kubeconfig; null inside the cluster."""
     context: str | None = None
-    """Of the kubeconfig; its current one when null."""
+    """Context of the kubeconfig; null: its current one."""
     service_account: str | None = None
-    """Of the Pods, which call no API; the namespace's default when null."""
+    """Service account of the Pods, which call no API; null: the namespace's default."""
     python: tuple[str, ...] = ("python",)
-    """The interpreter, in the image."""
+    """Command of the Python interpreter in the image."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables of each Pod, such as PYTHONPATH."""
+    """Environment variables of each Pod, such as PYTHONPATH."""
     node_selector: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Labels of the nodes that Pods run on."""
+    """Labels of nodes on which Pods may run."""
     tolerations: tuple[TolerationConfig, ...] = ()
-    """Taints of nodes that Pods may run on."""
+    """Taints of nodes that Pods tolerate."""
     priority_class: str | None = None
-    """Of the Pods."""
+    """Priority class of the Pods."""
     user: int | None = None
-    """User and group that Pods run as, who may write the volumes; those of the image when null."""
+    """User and group id of the Pods, with write access to the volumes; null: those of the image."""
     secrets: str = "/run/presage"
-    """Folder below which each Pod sees the token and the certificate of its job."""
+    """Folder below which each Pod mounts the token and certificate of its job."""
     shared_loopback: bool = False
-    """Whether all Pods share one loopback, where they reach each other without a certificate."""
+    """Whether all Pods share one loopback and connect without certificates."""
     grace: timedelta = timedelta(seconds=60)
-    """How long a process that is asked to end may take: `train.limits.drain`, and some."""
+    """Termination grace period; at least `train.limits.drain`."""
     unschedulable_after: timedelta = timedelta(minutes=5)
-    """A Pod that found no node for so long, or whose container was not made so long after (its
-    image, its volumes), is given up, and tried again later."""
+    """Time after which a Pod that has no node, or whose container has not started (image,
+    volumes), is deleted and retried later."""
     lost_after: timedelta = timedelta(seconds=30)
-    """A Pod that its node has not ended so long after its grace is taken for lost with the node."""
+    """Time after the grace period at which a terminating Pod counts as lost with its node."""
 
     def __post_init__(self) -> None:
-        """Refuse times that are none, and a folder that may be anywhere."""
+        """Raise ValueError for durations below a second or a relative folder."""
         if not self.secrets.startswith("/"):
             raise ValueError(f"secrets must be absolute, got {self.secrets!r}; write the full path")
         for name in ("grace", "unschedulable_after", "lost_after"):
@@ -111,33 +111,33 @@ class ClusterConfig:
 
 
 def read_cluster(path: Path, output: Path) -> ClusterConfig:
-    """Read the file.
+    """Read a cluster's configuration file.
 
     Args:
-        path: YAML.
+        path: YAML file.
         output: the scheduler's folder.
 
     Raises:
-        SchemaError: the file is none, or Pods would not see the folder.
+        SchemaError: the file is invalid, or the folder is not in a writable volume.
     """
     config = read_yaml(path, ClusterConfig)
     folder = output.resolve()
     writable = [volume for volume in config.volumes if not volume.read_only]
     if not any(folder.is_relative_to(volume.path) for volume in writable):
         raise SchemaError(
-            f"output must lie in a volume that Pods write, got {folder}; use an --output below "
-            f"{' or '.join(volume.path for volume in writable) or 'one, and name it'}",
+            f"output is in no volume that Pods can write: {folder}; use an --output below "
+            f"{' or '.join(volume.path for volume in writable) or 'a writable volume'}",
             file=str(path),
         )
     return config
 
 
 MAX_LABEL = 63
-"""Bytes of a name in the DNS, and of a label's value."""
+"""Maximum length of a DNS label and of a label's value."""
 HASHED = 10
-"""Hexadecimal digits that make a shortened name one of its own."""
+"""Hexadecimal digits of the hash that makes a shortened name unique."""
 MANAGER = "presage-scheduler"
-"""Who owns the fields that we apply."""
+"""Field manager of server-side apply."""
 CONTAINER = "main"
 INSTANCE, JOB, POOL, PROCESS = (
     "app.kubernetes.io/instance",
@@ -145,11 +145,11 @@ INSTANCE, JOB, POOL, PROCESS = (
     "presage/pool",
     "presage/process",
 )
-"""Labels; as annotations, the last three hold the names unshortened."""
+"""Labels; annotations of the last three hold the full names."""
 
 
 def pod_name(instance: str, job: str, process: str) -> str:
-    """Return the name of a process's Pod: one label of the DNS, different for different processes.
+    """Return the name of a process's Pod: a DNS label that is unique to the process.
 
     Example:
         >>> pod_name("a1", "Clicks_2", "segment-0.1")
@@ -159,7 +159,7 @@ def pod_name(instance: str, job: str, process: str) -> str:
 
 
 def secret_name(instance: str, job: str) -> str:
-    """Return the name of a job's Secret, which no process's Pod has.
+    """Return the name of a job's Secret, different from the names of its Pods.
 
     Example:
         >>> secret_name("a1", "Clicks_2")
@@ -169,7 +169,7 @@ def secret_name(instance: str, job: str) -> str:
 
 
 def labels_of(instance: str, job: str, process: str | None = None) -> dict[str, dict[str, str]]:
-    """Return labels and annotations of what belongs to a job, or to one process of it."""
+    """Return labels and annotations of an object of a job, or of one of its processes."""
     names = {JOB: job}
     if process is not None:
         names |= {POOL: process.partition("-")[0], PROCESS: process}
@@ -179,7 +179,7 @@ def labels_of(instance: str, job: str, process: str | None = None) -> dict[str, 
 
 
 def label_value(text: str) -> str:
-    """Return a text as the value of a label: itself where it is one.
+    """Return a text as a label value, unchanged if it is valid.
 
     Example:
         >>> label_value("segment-0.1")
@@ -198,38 +198,29 @@ def _label(readable: str, whole: str) -> str:
     return name if name[0].isalpha() else f"p{name[: MAX_LABEL - 1]}"
 
 
-# What the processes of one job know, and nobody else: their token, their certificate, its key.
-#
-# One certificate for all: an address is known when its Pod is there, and Pods come and go, so the
-# certificate bears the name of the job's Secret, which callers ask for in the place of an
-# address.
+# Secrets: one token and one certificate for all processes of a job. The certificate carries a name
+# that callers verify instead of an address, since addresses change with each Pod.
 
-SELF = "PRESAGE_HOST"
-"""Variable of a Pod with its own address."""
+POD_IP = "PRESAGE_HOST"
+"""Environment variable of a Pod with its own address."""
 LIFE = timedelta(days=3650)
-"""Longer than a job: its certificate goes with it, and is not renewed."""
+"""Validity of a certificate: longer than any job, so it is never renewed."""
 SKEW = timedelta(hours=1)
-"""Clocks of nodes may differ by so much."""
+"""Tolerated clock difference between nodes."""
 
 
-def reach_of(config: ClusterConfig, instance: str, job: str) -> Reach | None:
-    """Return how processes of a job reach each other, None where their Pods share one loopback.
-
-    Args:
-        config: of the cluster.
-        instance: of the scheduler.
-        job: its name.
-    """
+def endpoint_of(config: ClusterConfig, instance: str, job: str) -> Endpoint | None:
+    """Return how processes of a job connect, None if all Pods share one loopback."""
     if config.shared_loopback:
         return None
     name = secret_name(instance, job)
-    # The node puts the address there, as for each `$(NAME)` of a variable that it knows.
-    return Reach(host=f"$({SELF})", folder=f"{config.secrets}/{name}", name=f"{name}.presage")
+    # Kubernetes expands `$(NAME)` in commands.
+    return Endpoint(host=f"$({POD_IP})", folder=f"{config.secrets}/{name}", name=f"{name}.presage")
 
 
-def secret_of(config: ClusterConfig, instance: str, job: str, reach: Reach) -> dict[str, Any]:
-    """Return a job's Secret, with a new token and a new key."""
-    chain, key = make_certificate(reach.name, datetime.now(UTC))
+def secret_of(config: ClusterConfig, instance: str, job: str, endpoint: Endpoint) -> dict[str, Any]:
+    """Return a job's Secret with a new token and key."""
+    chain, key = make_certificate(endpoint.name, datetime.now(UTC))
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -239,24 +230,24 @@ def secret_of(config: ClusterConfig, instance: str, job: str, reach: Reach) -> d
             **labels_of(instance, job),
         },
         "immutable": True,
-        "stringData": {TOKEN: secrets.token_urlsafe(32), CHAIN: chain, KEY: key},
+        "stringData": {TOKEN: secrets.token_urlsafe(32), CERTIFICATE: chain, KEY: key},
     }
 
 
 def make_certificate(name: str, now: datetime) -> tuple[str, str]:
-    """Return a certificate that is its own authority, and its key, as PEM.
+    """Return a self-signed certificate and its private key as PEM.
 
     Args:
-        name: that it bears, and no other.
-        now: the time, with its zone.
+        name: its only DNS name.
+        now: the current time, with time zone.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    who = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "presage")])
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "presage")])
     names = x509.SubjectAlternativeName([x509.DNSName(name)])
-    made = (
+    certificate = (
         x509.CertificateBuilder()
-        .subject_name(who)
-        .issuer_name(who)
+        .subject_name(subject)
+        .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - SKEW)
@@ -265,61 +256,55 @@ def make_certificate(name: str, now: datetime) -> tuple[str, str]:
         .sign(key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
-    form, clear = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return made.public_bytes(pem).decode(), key.private_bytes(pem, form, clear).decode()
+    pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return certificate.public_bytes(pem).decode(), key.private_bytes(pem, pkcs8, plain).decode()
 
 
-_BEGIN = 'exec "$@" > "$0.out" 2> "$0.err"'
-"""Becomes the program of the arguments; what it says lies where the scheduler sees it."""
+_EXEC = 'exec "$@" > "$0.out" 2> "$0.err"'
+"""Executes the arguments, with output files in the scheduler's folder."""
 _SECRET = "secret"
-"""Name of the volume with what the processes of a job have in common."""
+"""Name of the volume of the job's Secret."""
 IDLE = {"cpu": "50m", "memory": "256Mi"}
-"""Asked for, without a limit, for a process for which nothing is booked: a lead that does not
-train, a move of slots."""
+"""Requests, without limits, of processes outside the budget: a coordinator that does not train, a
+slot move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A process that is to be a Pod."""
+    """A process to run as a Pod."""
 
     job: str
-    """Whose."""
+    """Name of the job."""
     name: str
-    """Of the process."""
+    """Name of the process."""
     command: Sequence[str]
-    """Begins with this machine's Python interpreter."""
-    needs: Needs
-    """What is booked for it."""
+    """Its first word is this machine's Python interpreter."""
+    request: ResourceRequest
+    """Resources to reserve."""
     folder: Path
-    """Where its output goes."""
+    """Folder of its output files."""
 
     @property
-    def is_reached(self) -> bool:
-        """Return whether it serves others of its job, or calls them."""
+    def needs_secret(self) -> bool:
+        """Whether it connects to other processes of its job."""
         return not self.name.startswith("segment-")
 
 
 def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
-    """Return the Pod as it is applied: all that is here is ours, and nothing else.
-
-    Args:
-        config: of the cluster.
-        instance: of the scheduler.
-        task: the process.
-    """
-    reach = reach_of(config, instance, task.job) if task.is_reached else None
+    """Return the manifest of a process's Pod, with exactly the fields that we own."""
+    endpoint = endpoint_of(config, instance, task.job) if task.needs_secret else None
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(config.grace.total_seconds()),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "containers": [_container(config, task, reach)],
+        "containers": [_container(config, task, endpoint)],
         "volumes": [
             *(_volume(n, v) for n, v in enumerate(config.volumes)),
-            *_secret(config, reach),
+            *_secret(config, endpoint),
         ],
         "nodeSelector": dict(config.node_selector),
-        "tolerations": [_toleration(one) for one in config.tolerations],
+        "tolerations": [_toleration(t) for t in config.tolerations],
         "serviceAccountName": config.service_account,
         "priorityClassName": config.priority_class,
     }
@@ -338,47 +323,47 @@ def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
     }
 
 
-def resources_of(needs: Needs) -> dict[str, Any]:
-    """Return requests and limits: the same, so that nobody takes what is booked for another.
+def resources_of(request: ResourceRequest) -> dict[str, Any]:
+    """Return equal requests and limits, so that no process takes what is reserved for another.
 
     Example:
-        >>> resources_of(Needs(cpus=0.5, memory_bytes=1 << 30))["limits"]
+        >>> resources_of(ResourceRequest(cpus=0.5, memory_bytes=1 << 30))["limits"]
         {'cpu': '500m', 'memory': '1073741824'}
     """
-    if not needs.memory_bytes:
+    if not request.memory_bytes:
         return {"requests": dict(IDLE)}
-    booked = {"cpu": f"{round(1000 * needs.cpus)}m", "memory": str(needs.memory_bytes)}
-    return {"requests": booked, "limits": dict(booked)}
+    amounts = {"cpu": f"{round(1000 * request.cpus)}m", "memory": str(request.memory_bytes)}
+    return {"requests": amounts, "limits": dict(amounts)}
 
 
-def resize_patch(needs: Needs) -> dict[str, Any]:
-    """Return the change of a running Pod to other limits."""
-    return {"spec": {"containers": [{"name": CONTAINER, "resources": resources_of(needs)}]}}
+def resize_patch(request: ResourceRequest) -> dict[str, Any]:
+    """Return the patch that changes the limits of a running Pod."""
+    return {"spec": {"containers": [{"name": CONTAINER, "resources": resources_of(request)}]}}
 
 
-def _container(config: ClusterConfig, task: Task, reach: Reach | None) -> dict[str, Any]:
-    said = str(task.folder / task.name)
-    given: list[dict[str, Any]] = [
+def _container(config: ClusterConfig, task: Task, endpoint: Endpoint | None) -> dict[str, Any]:
+    output = str(task.folder / task.name)
+    variables: list[dict[str, Any]] = [
         {"name": k, "value": v} for k, v in sorted(config.environment.items())
     ]
-    seen = [_mount(n, volume) for n, volume in enumerate(config.volumes)]
-    if reach is not None:
-        own = {"fieldRef": {"fieldPath": "status.podIP"}}
-        given.append({"name": SELF, "valueFrom": own})
-        seen.append({"name": _SECRET, "mountPath": reach.folder, "readOnly": True})
+    mounts = [_mount(n, volume) for n, volume in enumerate(config.volumes)]
+    if endpoint is not None:
+        pod_ip = {"fieldRef": {"fieldPath": "status.podIP"}}
+        variables.append({"name": POD_IP, "valueFrom": pod_ip})
+        mounts.append({"name": _SECRET, "mountPath": endpoint.folder, "readOnly": True})
     program = [*config.python, *task.command[1:]]
     return {
         "name": CONTAINER,
         "image": config.image,
-        "command": ["/bin/sh", "-c", _BEGIN, said, *program],
-        "env": given,
-        "resources": resources_of(task.needs),
-        # A process learns of more memory by having it: nothing of it need be started again.
+        "command": ["/bin/sh", "-c", _EXEC, output, *program],
+        "env": variables,
+        "resources": resources_of(task.request),
+        # Processes adapt to other limits without a restart.
         "resizePolicy": [
             {"resourceName": "cpu", "restartPolicy": "NotRequired"},
             {"resourceName": "memory", "restartPolicy": "NotRequired"},
         ],
-        "volumeMounts": seen,
+        "volumeMounts": mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {"allowPrivilegeEscalation": False},
     }
@@ -391,12 +376,12 @@ def _volume(number: int, volume: VolumeConfig) -> dict[str, Any]:
     return {"name": f"folder-{number}", "hostPath": {"path": volume.host_path}}
 
 
-def _secret(config: ClusterConfig, reach: Reach | None) -> list[dict[str, Any]]:
-    if reach is None:
+def _secret(config: ClusterConfig, endpoint: Endpoint | None) -> list[dict[str, Any]]:
+    if endpoint is None:
         return []
-    # Who runs as another than root reads it by the group, which the user has where it is given.
+    # Users other than root read it as members of fsGroup, or as others.
     mode = 0o444 if config.user is None else 0o440
-    name = reach.folder.rpartition("/")[2]
+    name = endpoint.folder.rpartition("/")[2]
     return [{"name": _SECRET, "secret": {"secretName": name, "defaultMode": mode}}]
 
 
@@ -405,7 +390,14 @@ def _mount(number: int, volume: VolumeConfig) -> dict[str, Any]:
     return {**mount, "subPath": volume.sub_path} if volume.sub_path else mount
 
 
-def _toleration(one: TolerationConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {"key": one.key, "operator": "Exists" if one.value is None else "Equal"}
-    rest = {"value": one.value, "effect": one.effect, "tolerationSeconds": one.seconds}
-    return {**found, **{name: value for name, value in rest.items() if value is not None}}
+def _toleration(toleration: TolerationConfig) -> dict[str, Any]:
+    optional = {
+        "value": toleration.value,
+        "effect": toleration.effect,
+        "tolerationSeconds": toleration.seconds,
+    }
+    return {
+        "key": toleration.key,
+        "operator": "Exists" if toleration.value is None else "Equal",
+        **{name: value for name, value in optional.items() if value is not None},
+    }

@@ -7,188 +7,194 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scheduler.drivers.base import NOTHING, Ending, Needs
+from scheduler.drivers.base import NO_RESOURCES, ExitStatus, ResourceRequest
 from scheduler.drivers.kubernetes.api import Usage
 from scheduler.drivers.kubernetes.cluster import Cluster
 from scheduler.drivers.kubernetes.manifest import ClusterConfig, Task
-from scheduler.drivers.kubernetes.pod import STOP_SEC, last_message, resized
+from scheduler.drivers.kubernetes.pod import STOP_SEC, TrackedPod, last_message, resize_result
 
 RESIZE_SEC = 30.0
-"""A node that has not given more memory by then has none."""
+"""Time limit of a change of limits."""
 LAST_BYTES = 4096
-"""Bytes at the end of what a process said that are looked at."""
+"""Bytes at the end of standard error that are searched for the last line."""
 
 
 class Pods:
     """The processes of one job."""
 
     def __init__(self, cluster: Cluster, job: str, folder: Path) -> None:
-        """Remember whose they are.
+        """Create the table of Pods; nothing is started.
 
         Args:
-            cluster: where they run.
-            job: its name.
-            folder: with `<name>.begun`, `.out` and `.err` of each; Pods see it, too.
+            cluster: all Pods of the scheduler.
+            job: name of the job.
+            folder: holds `<name>.begun`, `.out` and `.err` of each process; Pods mount it, too.
         """
         self._cluster = cluster
         self._job = job
         self._folder = folder
         self._may_have_secret = True
-        self.reach = cluster.reach(job)
-        """How its processes reach each other."""
+        self.endpoint = cluster.endpoint(job)
+        """How its processes connect."""
 
-    def start(self, name: str, command: Sequence[str], needs: Needs = NOTHING) -> None:
-        """Have a Pod, unless one was wanted by this name."""
+    def start(
+        self, name: str, command: Sequence[str], request: ResourceRequest = NO_RESOURCES
+    ) -> None:
+        """Create a Pod, unless the name was used before."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._at(name, "begun").touch(exist_ok=False)
+            self._path(name, "begun").touch(exist_ok=False)
         except FileExistsError:
             return
         self._may_have_secret = True
-        task = Task(job=self._job, name=name, command=command, needs=needs, folder=self._folder)
-        self._cluster.want(task)
+        self._cluster.create(
+            Task(job=self._job, name=name, command=command, request=request, folder=self._folder)
+        )
 
-    def is_known(self, name: str) -> bool:
-        """Tell whether a Pod was wanted by this name."""
-        return self._at(name, "begun").exists()
+    def was_started(self, name: str) -> bool:
+        """Return whether a Pod of this name was ever requested."""
+        return self._path(name, "begun").exists()
 
-    def newest(self, prefix: str) -> str | None:
-        """Return the process that was begun last among those whose names begin so."""
+    def newest_started(self, prefix: str) -> str | None:
+        """Return the name with this prefix that was started last."""
         begun = list(self._folder.glob(f"{prefix}*.begun"))
         newest = max(begun, key=lambda path: path.stat().st_mtime_ns, default=None)
         return None if newest is None else newest.name.removesuffix(".begun")
 
-    def lives(self, name: str) -> bool:
-        """Tell whether a Pod has not ended; one that the API server was not told of yet lives."""
-        tracked = self._cluster.tracked(self._job, name)
-        return tracked is not None and tracked.lives
+    def is_alive(self, name: str) -> bool:
+        """Return whether a Pod has not ended; one that was not created yet is alive."""
+        pod = self._find(name)
+        return pod is not None and pod.is_alive
 
-    def runs(self, name: str) -> bool:
-        """Tell whether a container has begun, and not ended."""
-        tracked = self._cluster.tracked(self._job, name)
-        return tracked is not None and tracked.runs
+    def is_running(self, name: str) -> bool:
+        """Return whether a container has started and not ended."""
+        pod = self._find(name)
+        return pod is not None and pod.is_running
 
-    def ending(self, name: str) -> Ending:
+    def exit_status(self, name: str) -> ExitStatus:
         """Return how a Pod ended."""
-        tracked = self._cluster.tracked(self._job, name)
-        return Ending() if tracked is None else tracked.ending
+        pod = self._find(name)
+        return ExitStatus() if pod is None else pod.exit_status
 
-    def ask(self, name: str) -> None:
-        """Delete a Pod with its grace: its process is sent SIGTERM."""
-        self._end(name, self._cluster.grace_sec)
+    def request_stop(self, name: str) -> None:
+        """Delete a Pod with its grace period: its process receives SIGTERM."""
+        self._delete(name, self._cluster.grace_sec)
 
-    def end(self, name: str) -> None:
-        """Delete a Pod with next to no grace."""
-        self._end(name, STOP_SEC)
+    def kill(self, name: str) -> None:
+        """Delete a Pod with a minimal grace period."""
+        self._delete(name, STOP_SEC)
 
     def output(self, name: str) -> str:
-        """Return what a process wrote on standard output."""
+        """Return the standard output of a process so far."""
         with suppress(OSError):
-            return self._at(name, "out").read_text(encoding="utf-8", errors="replace")
+            return self._path(name, "out").read_text(encoding="utf-8", errors="replace")
         return ""
 
-    def last_words(self, name: str) -> str:
-        """Return the last line on standard error, or of a container that could not write it."""
+    def last_stderr_line(self, name: str) -> str:
+        """Return the last line on standard error, else of the container's termination message."""
         with suppress(OSError):
-            text = self._at(name, "err").read_text(encoding="utf-8", errors="replace")
+            text = self._path(name, "err").read_text(encoding="utf-8", errors="replace")
             if lines := text[-LAST_BYTES:].strip().splitlines():
                 return lines[-1].strip()
-        tracked = self._cluster.tracked(self._job, name)
-        return "" if tracked is None or tracked.seen is None else last_message(tracked.seen)
+        pod = self._find(name)
+        return "" if pod is None or pod.observed is None else last_message(pod.observed)
 
     def resident_bytes(self, name: str) -> int:
-        """Return the memory of a Pod as the metrics server tells it, else 0."""
-        found = self._usage(name)
-        return 0 if found is None else found.memory_bytes
+        """Return the memory of a Pod from the metrics server, 0 if unknown."""
+        usage = self._usage(name)
+        return 0 if usage is None else usage.memory_bytes
 
     def busy_cores(self, name: str) -> float | None:
-        """Return the cores that a Pod kept busy as the metrics server tells it."""
-        found = self._usage(name)
-        return None if found is None else found.cores
+        """Return the busy cores of a Pod from the metrics server."""
+        usage = self._usage(name)
+        return None if usage is None else usage.cores
 
-    def notices(self) -> Mapping[str, float]:
-        """Return the Pods that somebody else takes away."""
-        found = {name: t.notice_sec for name, t in self._cluster.all_of(self._job).items()}
-        return {name: seconds for name, seconds in found.items() if seconds is not None}
+    def preemption_notices(self) -> Mapping[str, float]:
+        """Return the Pods that another client or the cluster removes."""
+        notices = {name: pod.notice_sec for name, pod in self._cluster.pods_of(self._job).items()}
+        return {name: seconds for name, seconds in notices.items() if seconds is not None}
 
     def resize(self, name: str, cpus: float, memory_bytes: int) -> bool | None:
-        """Give a container other limits in place; None until its node has, or had the time."""
-        tracked = self._cluster.tracked(self._job, name)
-        if tracked is None or tracked.seen is None or not tracked.lives:
+        """Change a container's limits in place; None until the node has done so, or timed out."""
+        pod = self._find(name)
+        if pod is None or pod.observed is None or not pod.is_alive:
             return False
-        needs = Needs(cpus=cpus, memory_bytes=memory_bytes)
-        if tracked.given != needs:
-            tracked.since["resizing"] = time.monotonic()
-            return None if self._cluster.resize(tracked, needs) else False
-        done = resized(tracked.seen, needs)
-        late = time.monotonic() - tracked.since["resizing"] > RESIZE_SEC
-        return False if done is None and late else done
+        request = ResourceRequest(cpus=cpus, memory_bytes=memory_bytes)
+        if pod.resize_request != request:
+            pod.since["resizing"] = time.monotonic()
+            return None if self._cluster.resize(pod, request) else False
+        result = resize_result(pod.observed, request)
+        late = time.monotonic() - pod.since["resizing"] > RESIZE_SEC
+        return False if result is None and late else result
 
-    def tidy(self, names: Collection[str]) -> None:
-        """Have the objects of Pods that have ended go, but for those of these names.
+    def remove_ended(self, names: Collection[str]) -> None:
+        """Delete the objects of ended Pods, except these names.
 
-        A Pod that lives and has none of them came after it was taken for ended: the scheduler
-        that asked for it died meanwhile. It is ended; only moves of slots live unnamed. With the
-        last process goes what all had in common.
+        A live Pod with another name appeared after it was declared ended: the scheduler that
+        requested it died. It is killed; only slot moves live without being named. The job's Secret
+        is deleted with its last process.
         """
-        known = self._cluster.all_of(self._job)
-        for name, tracked in known.items():
+        pods = self._cluster.pods_of(self._job)
+        for name, pod in pods.items():
             if name in names:
                 continue
-            if not tracked.lives:
-                self._cluster.forget(tracked)
+            if not pod.is_alive:
+                self._cluster.remove(pod)
             elif not name.startswith("move-"):
-                self.end(name)
-        if self._may_have_secret and not names and not any(t.lives for t in known.values()):
-            self._may_have_secret = not self._cluster.drop_secret(self._job)
+                self.kill(name)
+        if self._may_have_secret and not names and not any(p.is_alive for p in pods.values()):
+            self._may_have_secret = not self._cluster.delete_secret(self._job)
+
+    def _find(self, name: str) -> TrackedPod | None:
+        return self._cluster.find(self._job, name)
 
     def _usage(self, name: str) -> Usage | None:
-        tracked = self._cluster.tracked(self._job, name)
-        return None if tracked is None or not tracked.runs else self._cluster.usage(tracked)
+        pod = self._find(name)
+        return None if pod is None or not pod.is_running else self._cluster.usage(pod)
 
-    def _end(self, name: str, grace_sec: int) -> None:
-        tracked = self._cluster.tracked(self._job, name)
-        if tracked is not None and tracked.lives:
-            tracked.end(grace_sec)
-            self._cluster.settle(tracked)
+    def _delete(self, name: str, grace_sec: int) -> None:
+        pod = self._find(name)
+        if pod is not None and pod.is_alive:
+            pod.delete(grace_sec)
+            self._cluster.sync(pod)
 
-    def _at(self, name: str, kind: str) -> Path:
-        return self._folder / f"{name}.{kind}"
+    def _path(self, name: str, suffix: str) -> Path:
+        return self._folder / f"{name}.{suffix}"
 
 
 class Kubernetes:
-    """Has a Pod for each process."""
+    """Runs each process as a bare Pod."""
 
     resizes = True
-    """A container's cores and memory may be changed while it runs."""
+    """Limits of a container can be changed while it runs."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Remember whom to ask."""
+        """Wrap the Pods of a scheduler."""
         self._cluster = cluster
-        self.where = cluster.where
+        self.identity = cluster.identity
 
     def of_job(self, job: str, folder: Path) -> Pods:
         """Return the Pods of a job."""
         return Pods(self._cluster, job, folder)
 
     def poll(self) -> None:
-        """Take in what has happened."""
+        """Process events since the last call."""
         self._cluster.poll()
 
 
 @contextmanager
 def kubernetes(
-    config: ClusterConfig, output: Path, say: Callable[[str], None]
+    config: ClusterConfig, output: Path, progress: Callable[[str], None]
 ) -> Generator[Kubernetes]:
-    """Follow the Pods of a scheduler; they go on after it.
+    """Watch the Pods of a scheduler; they keep running afterwards.
 
     Args:
         config: of the cluster.
         output: folder of the scheduler.
-        say: told what the cluster says.
+        progress: called with messages of the cluster.
 
     Raises:
-        PlanError: the API server does not answer, or does not let us.
+        PlanError: the API server does not answer or denies access.
     """
-    with Cluster(config, output, say) as cluster:
+    with Cluster(config, output, progress) as cluster:
         yield Kubernetes(cluster)

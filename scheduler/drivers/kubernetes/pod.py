@@ -1,4 +1,4 @@
-"""One Pod, from its creation to how it ended."""
+"""One Pod: its state as the cluster reports it, and its life from creation to exit."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from scheduler.drivers.base import Ending, Needs
+from scheduler.drivers.base import ExitStatus, ResourceRequest
 from scheduler.drivers.kubernetes.api import millicores, quantity
 
 Pod = Mapping[str, Any]
 SIGNALLED = 128
-"""A container that a signal ended has this exit code and the signal's number."""
+"""The exit code of a container that a signal ended is this plus the signal's number."""
 OOM = "OOMKilled"
-"""Reason of a container whose memory was above its limit. A node that is short of memory evicts:
-that is no fault of the process."""
+"""Reason of a container that exceeded its memory limit. An eviction from a node that is short of
+memory is not the process's fault."""
 _BY_CONDITION: Mapping[str, str] = MappingProxyType(
     {
         "PreemptionByScheduler": "Preempted",
@@ -26,77 +26,82 @@ _BY_CONDITION: Mapping[str, str] = MappingProxyType(
         "TerminationByKubelet": "Evicted",
     }
 )
-"""Words for the reasons of the condition DisruptionTarget."""
-_NO_CONTAINER = frozenset(
+"""Short names for the reasons of the condition DisruptionTarget."""
+_INVALID = frozenset(
     {"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError"}
 )
-"""Nobody will make a container of what was asked for."""
-_PULLS = frozenset({"ErrImagePull", "ImagePullBackOff"})
-"""The image did not come: it is not there, or its registry is away, as the message says."""
-_NOT_THERE = re.compile(
+"""Wait reasons of a container that can never be created."""
+_PULL_FAILED = frozenset({"ErrImagePull", "ImagePullBackOff"})
+"""Wait reasons of a missing image or an unreachable registry; the message tells which."""
+_IMAGE_MISSING = re.compile(
     r"not found|manifest unknown|does not exist|access denied|denied:|unauthorized|no match for",
     re.IGNORECASE,
 )
-"""What registries say of an image that they will not give, however often they are asked; a name
-that is not resolved ("no such host") is none of it."""
-
-
-_USUAL = frozenset({"ContainerCreating", "PodInitializing"})
-"""While volumes are mounted and images are pulled."""
+"""Messages of registries that will never provide an image; an unresolved name ("no such host") is
+temporary."""
+_NORMAL = frozenset({"ContainerCreating", "PodInitializing"})
+"""Wait reasons while volumes are mounted and images are pulled."""
+STOP_SEC = 1
+"""Grace period of a Pod that is killed; with 0 its object would go before its process ends."""
+REPORT_SEC = 30.0
+"""Time after which a normal wait is reported."""
+_FOR_NODE, _FOR_START = "waits for a node", "waits for its start"
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """Why a Pod does not begin.
+class Wait:
+    """Why a Pod does not start.
 
     Attributes:
-        word: for the reason.
+        reason: of the cluster.
         message: of the cluster.
-        hopeless: whether what was asked for is wrong, not what is there.
-        usual: whether every Pod waits for it, for some seconds.
-        roomless: whether no node has room for it.
+        permanent: whether the Pod itself is invalid.
+        normal: whether every Pod waits for it, for some seconds.
+        unschedulable: whether no node has room.
     """
 
-    word: str
+    reason: str
     message: str
-    hopeless: bool
-    usual: bool = False
-    roomless: bool = False
+    permanent: bool
+    normal: bool = False
+    unschedulable: bool = False
 
     @property
-    def in_words(self) -> str:
-        """Return both."""
-        return _with(self.word, self.message)
+    def text(self) -> str:
+        """Reason and message."""
+        return _join(self.reason, self.message)
 
 
-def is_over(pod: Pod) -> bool:
-    """Tell whether its program has ended, for good."""
+def has_ended(pod: Pod) -> bool:
+    """Return whether the Pod's program has ended."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def is_running(pod: Pod) -> bool:
-    """Tell whether its program has begun, and not ended."""
-    return "running" in _state(pod)
+    """Return whether the Pod's program has started and not ended."""
+    return "running" in _container_state(pod)
 
 
-def ending_of(pod: Pod, *, asked: bool) -> Ending:
-    """Return how the process of a Pod ended that is over or gone.
+def exit_status_of(pod: Pod, *, deleted_by_us: bool) -> ExitStatus:
+    """Return how the process of a Pod ended.
 
     Args:
-        pod: as it was seen last.
-        asked: whether we had it deleted.
+        pod: its last observed state; it has ended or is gone.
+        deleted_by_us: whether we deleted it.
     """
-    ended = _state(pod).get("terminated")
-    status = None if ended is None else _status(int(ended["exitCode"]))
+    terminated = _container_state(pod).get("terminated")
+    status = None if terminated is None else _status(int(terminated["exitCode"]))
     if status == 0:
-        return Ending(status=0)
-    oom = (ended or {}).get("reason") == OOM
-    return Ending(status=status, lost=_taken_by(pod, ended or {}, asked), oom=oom)
+        return ExitStatus(status=0)
+    oom = (terminated or {}).get("reason") == OOM
+    return ExitStatus(
+        status=status, lost=_removed_by(pod, terminated or {}, deleted_by_us), oom=oom
+    )
 
 
-def notice_of(pod: Pod) -> float | None:
-    """Return the seconds until a Pod is taken away, None where nothing says that it is."""
-    if is_over(pod):
+def preemption_notice(pod: Pod) -> float | None:
+    """Return the seconds until the Pod is removed, None if it is not to be removed."""
+    if has_ended(pod):
         return None
     metadata = pod["metadata"]
     if "deletionTimestamp" in metadata:
@@ -106,213 +111,213 @@ def notice_of(pod: Pod) -> float | None:
     return None
 
 
-def waiting_of(pod: Pod) -> Waiting | None:
-    """Return why a Pod does not begin, None where nothing says so."""
+def wait_of(pod: Pod) -> Wait | None:
+    """Return why a Pod does not start, None if the cluster gives no reason."""
     scheduled = _condition(pod, "PodScheduled", "False")
     if scheduled and scheduled.get("reason") == "Unschedulable":
         message = scheduled.get("message", "")
-        return Waiting("Unschedulable", message, hopeless=False, roomless=True)
-    waiting = _state(pod).get("waiting", {})
-    word, message = waiting.get("reason"), waiting.get("message", "")
-    if word in _NO_CONTAINER | _PULLS | _USUAL:
-        absent = word in _PULLS and _NOT_THERE.search(message) is not None
-        hopeless = absent or word in _NO_CONTAINER
-        return Waiting(word, message, hopeless=hopeless, usual=word in _USUAL)
+        return Wait("Unschedulable", message, permanent=False, unschedulable=True)
+    waiting = _container_state(pod).get("waiting", {})
+    reason, message = waiting.get("reason"), waiting.get("message", "")
+    if reason in _INVALID | _PULL_FAILED | _NORMAL:
+        missing = reason in _PULL_FAILED and _IMAGE_MISSING.search(message) is not None
+        permanent = missing or reason in _INVALID
+        return Wait(reason, message, permanent=permanent, normal=reason in _NORMAL)
     return None
 
 
 def last_message(pod: Pod) -> str:
-    """Return the last line of what a container left as it failed."""
-    lines = str(_state(pod).get("terminated", {}).get("message") or "").strip().splitlines()
+    """Return the last line of a failed container's termination message."""
+    message = str(_container_state(pod).get("terminated", {}).get("message") or "")
+    lines = message.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
-def resized(pod: Pod, needs: Needs) -> bool | None:
-    """Tell whether a container has got these limits; None while it is open."""
+def resize_result(pod: Pod, request: ResourceRequest) -> bool | None:
+    """Return whether the container has these limits; None while pending."""
     pending = _condition(pod, "PodResizePending", "True")
     if pending and pending.get("reason") == "Infeasible":
         return False
     statuses: Any = pod.get("status", {}).get("containerStatuses") or [{}]
     limits = (statuses[0].get("resources") or {}).get("limits") or {}
-    has = limits.get("memory"), limits.get("cpu")
-    if None in has:
+    if limits.get("memory") is None or limits.get("cpu") is None:
         return None
-    same = quantity(limits["memory"]) == needs.memory_bytes
-    return True if same and millicores(limits["cpu"]) == round(1000 * needs.cpus) else None
+    same_memory = quantity(limits["memory"]) == request.memory_bytes
+    same_cpus = millicores(limits["cpu"]) == round(1000 * request.cpus)
+    return True if same_memory and same_cpus else None
 
 
-def _taken_by(pod: Pod, ended: Mapping[str, Any], asked: bool) -> str:
-    """Return what took a Pod away, in a word and what the cluster says; nothing where none did."""
-    if ended.get("reason") == OOM:
+def _removed_by(pod: Pod, terminated: Mapping[str, Any], deleted_by_us: bool) -> str:
+    """Return why the cluster or another client removed a Pod; empty if neither did."""
+    if terminated.get("reason") == OOM:
         return OOM
     status = pod.get("status", {})
     if status.get("reason"):
-        word = "Preempted" if status["reason"] == "Preempting" else str(status["reason"])
-        return _with(word, status.get("message"))
+        reason = "Preempted" if status["reason"] == "Preempting" else str(status["reason"])
+        return _join(reason, status.get("message"))
     target = _condition(pod, "DisruptionTarget", "True")
     if target:
-        return _with(_BY_CONDITION.get(target.get("reason", ""), "Evicted"), target.get("message"))
-    if not ended or ("deletionTimestamp" in pod["metadata"] and not asked):
+        return _join(_BY_CONDITION.get(target.get("reason", ""), "Evicted"), target.get("message"))
+    if not terminated or ("deletionTimestamp" in pod["metadata"] and not deleted_by_us):
         return "deleted"
     return ""
 
 
-def _with(word: str, message: str | None) -> str:
-    return f"{word}: {message}" if message else word
+def _join(reason: str, message: str | None) -> str:
+    return f"{reason}: {message}" if message else reason
 
 
 def _status(code: int) -> int:
     return SIGNALLED - code if code > SIGNALLED else code
 
 
-def _state(pod: Pod) -> Mapping[str, Any]:
-    """Return the state of the only container."""
+def _container_state(pod: Pod) -> Mapping[str, Any]:
     statuses: Any = pod.get("status", {}).get("containerStatuses") or [{}]
     return statuses[0].get("state") or {}
 
 
 def _condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any]:
-    """Return a condition that has this status, nothing where none has."""
+    """Return the condition of this type if it has this status, else an empty mapping."""
     conditions: Any = pod.get("status", {}).get("conditions") or []
-    found = (c for c in conditions if c.get("type") == kind and c.get("status") == status)
-    return next(found, {})
-
-
-STOP_SEC = 1
-"""Time of a process that is ended; 0 would take its object away before its node has ended it."""
-USUAL_SEC = 30.0
-"""What every Pod waits for is worth a word after so long."""
-_FOR_NODE, _FOR_START = "waits for a node", "waits for its start"
+    matching = (c for c in conditions if c.get("type") == kind and c.get("status") == status)
+    return next(matching, {})
 
 
 @dataclass(slots=True)
-class Tracked:
-    """What is known of a Pod, and what is still to be done."""
+class TrackedPod:
+    """The observed state of a Pod, and pending requests for it."""
 
     name: str
-    """Of the Pod."""
-    wanted: Mapping[str, Any] | None = None
-    """To be applied; None once the server has it."""
-    seen: Mapping[str, Any] | None = None
-    """As it was seen last."""
+    """Name of the Pod."""
+    manifest: Mapping[str, Any] | None = None
+    """Manifest to apply; None once the server has it."""
+    observed: Mapping[str, Any] | None = None
+    """Last observed state."""
     is_gone: bool = False
-    """Whether there is no such Pod any more."""
+    """Whether the object no longer exists."""
     grace_sec: int | None = None
-    """It is to be deleted, with so much time; None while it is to stay."""
-    deleted: int | None = None
-    """Time with which the server was told so."""
-    is_taken: bool = False
-    """Whether somebody else had it deleted before we did."""
-    verdict: Ending | None = None
-    """How it ended, where we decide that it did."""
-    given_up: Ending | None = None
-    """How it ends that waited for too long, once it is gone."""
-    final: str = ""
-    """Why it will never begin, once its node has said so; between two tries it says less."""
+    """Grace period with which to delete it; None to keep it."""
+    deleted_grace_sec: int | None = None
+    """Grace period with which the server was asked to delete it."""
+    deleted_by_other: bool = False
+    """Whether another client deleted it before we did."""
+    forced_status: ExitStatus | None = None
+    """Exit status that we decided, whatever the cluster reports."""
+    timeout_status: ExitStatus | None = None
+    """Exit status of a Pod that waited too long; it applies once the Pod is gone."""
+    permanent_wait: str = ""
+    """Why it can never start, as reported once; later reports may lack the reason."""
     since: dict[str, float] = field(default_factory=dict[str, float])
-    """When something was first seen that must not last, by its word."""
-    needs_secret_of: str | None = None
-    """Job whose Secret it is to see; None where it sees none, or is there already."""
-    given: Needs | None = None
-    """Limits that the server was told last, since it began."""
+    """When a temporary state was first observed, by its name."""
+    secret_job: str | None = None
+    """Job whose Secret must exist before it; None if it mounts none."""
+    resize_request: ResourceRequest | None = None
+    """Limits last requested after its creation."""
 
     @property
     def uid(self) -> str:
-        """Return what makes this Pod another than the next one of its name."""
-        return "" if self.seen is None else str(self.seen["metadata"]["uid"])
+        """Uid of the Pod, empty until it is observed."""
+        return "" if self.observed is None else str(self.observed["metadata"]["uid"])
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it may run, now or later."""
-        if self.verdict is not None or self.is_gone:
+        if self.forced_status is not None or self.is_gone:
             return False
-        return self.seen is None or not is_over(self.seen)
+        return self.observed is None or not has_ended(self.observed)
 
     @property
-    def runs(self) -> bool:
-        """Whether its program has begun, and not ended."""
-        return self.lives and self.seen is not None and is_running(self.seen)
+    def is_running(self) -> bool:
+        """Whether its program has started and not ended."""
+        return self.is_alive and self.observed is not None and is_running(self.observed)
 
     @property
-    def ending(self) -> Ending:
+    def exit_status(self) -> ExitStatus:
         """How it ended."""
-        if self.verdict is not None:
-            return self.verdict
-        if self.seen is None:
-            return Ending()
-        found = ending_of(self.seen, asked=self.deleted is not None and not self.is_taken)
-        return found if self.given_up is None or found.status == 0 else self.given_up
+        if self.forced_status is not None:
+            return self.forced_status
+        if self.observed is None:
+            return ExitStatus()
+        deleted_by_us = self.deleted_grace_sec is not None and not self.deleted_by_other
+        reported = exit_status_of(self.observed, deleted_by_us=deleted_by_us)
+        if self.timeout_status is None or reported.status == 0:
+            return reported
+        return self.timeout_status
 
     @property
     def notice_sec(self) -> float | None:
-        """Seconds until somebody else takes it away; None where nobody does."""
-        if not self.lives or self.grace_sec is not None or self.seen is None:
+        """Seconds until another client or the cluster removes it; None if none does."""
+        if not self.is_alive or self.grace_sec is not None or self.observed is None:
             return None
-        return notice_of(self.seen)
+        return preemption_notice(self.observed)
 
     @property
     def must_be_deleted(self) -> bool:
-        """Whether the server is to be told that it is to go, or to go sooner."""
-        if self.is_gone or self.seen is None or self.grace_sec is None:
+        """Whether a delete request, or one with a shorter grace period, is pending."""
+        if self.is_gone or self.observed is None or self.grace_sec is None:
             return False
-        return self.deleted is None or self.grace_sec < self.deleted
+        return self.deleted_grace_sec is None or self.grace_sec < self.deleted_grace_sec
 
-    def end(self, grace_sec: int) -> None:
-        """Have it deleted; one that the server has not shown ends at once.
+    def delete(self, grace_sec: int) -> None:
+        """Request its deletion; a Pod that was not observed yet ends at once.
 
-        It stays known: should the server have made it, it is deleted when it is shown.
+        It stays tracked: if the server did create it, it is deleted when it is observed.
         """
-        if self.seen is None:
-            self.verdict = self.verdict or Ending(lost="deleted")
-            self.wanted = None
+        if self.observed is None:
+            self.forced_status = self.forced_status or ExitStatus(lost="deleted")
+            self.manifest = None
         if self.grace_sec is None or grace_sec < self.grace_sec:
             self.grace_sec = grace_sec
 
-    def look(self, now: float, unschedulable_sec: float, lost_sec: float) -> Waiting | None:
-        """Give it up when it waits, or is about to go, for too long.
+    def check_timeouts(self, now: float, start_sec: float, lost_sec: float) -> Wait | None:
+        """Delete the Pod if its start or its termination takes too long.
 
-        One that waits is deleted, and has ended when it is gone: it may begin meanwhile. For one
-        that its node does not end there is nothing to wait for.
+        A Pod that waits has ended only when it is gone, since it may start meanwhile. One that its
+        node does not terminate is declared lost.
 
         Args:
-            now: seconds of any clock that only goes forward.
-            unschedulable_sec: how long it may wait.
-            lost_sec: how long it may outlive its grace.
+            now: seconds of any monotonic clock.
+            start_sec: time limit of each wait.
+            lost_sec: time limit of its termination after the grace period.
 
         Returns:
-            What it waits for, when that is worth a word.
+            What it waits for, if that is to be reported.
         """
-        if not self.lives or self.seen is None:
+        if not self.is_alive or self.observed is None:
             return None
-        self._look_at_deletion(now, self.seen["metadata"], lost_sec)
-        waiting = waiting_of(self.seen)
-        waited_sec = self._waited_sec(now, waiting)
-        if waiting is not None and waiting.hopeless:
-            self.final = waiting.in_words
-        if waiting is not None and waited_sec > unschedulable_sec and self.given_up is None:
-            lost = Ending(lost=waiting.in_words)
-            self.given_up = Ending(refused=self.final) if self.final else lost
-            self.end(STOP_SEC)
-        return None if waiting is None or (waiting.usual and waited_sec < USUAL_SEC) else waiting
+        self._check_deletion(now, self.observed["metadata"], lost_sec)
+        wait = wait_of(self.observed)
+        waited_sec = self._waited_sec(now, wait)
+        if wait is None:
+            return None
+        if wait.permanent:
+            self.permanent_wait = wait.text
+        if waited_sec > start_sec and self.timeout_status is None:
+            if self.permanent_wait:
+                self.timeout_status = ExitStatus(refused=self.permanent_wait)
+            else:
+                self.timeout_status = ExitStatus(lost=wait.text)
+            self.delete(STOP_SEC)
+        return None if wait.normal and waited_sec < REPORT_SEC else wait
 
-    def look_anew(self) -> None:
-        """Forget for how long something was seen: it may have changed since, unseen."""
-        for word in [word for word in self.since if word.startswith(("waits", "going"))]:
-            del self.since[word]
+    def reset_timers(self) -> None:
+        """Restart all time limits: states may have changed unobserved."""
+        for name in [name for name in self.since if name.startswith(("waits", "going"))]:
+            del self.since[name]
 
-    def _waited_sec(self, now: float, waiting: Waiting | None) -> float:
-        """Return for how long it has waited for a node, or since then for its start."""
-        word = None if waiting is None else _FOR_NODE if waiting.roomless else _FOR_START
-        for other in {_FOR_NODE, _FOR_START} - {word}:
+    def _waited_sec(self, now: float, wait: Wait | None) -> float:
+        """Return how long it has waited for a node or, once it has one, for its start."""
+        name = None if wait is None else _FOR_NODE if wait.unschedulable else _FOR_START
+        for other in {_FOR_NODE, _FOR_START} - {name}:
             self.since.pop(other, None)
-        return 0.0 if word is None else now - self.since.setdefault(word, now)
+        return 0.0 if name is None else now - self.since.setdefault(name, now)
 
-    def _look_at_deletion(self, now: float, metadata: Mapping[str, Any], lost_sec: float) -> None:
+    def _check_deletion(self, now: float, metadata: Mapping[str, Any], lost_sec: float) -> None:
         if "deletionTimestamp" in metadata:
-            self.is_taken |= self.deleted is None
+            self.deleted_by_other |= self.deleted_grace_sec is None
             grace = float(metadata.get("deletionGracePeriodSeconds") or 0)
-            over = now - self.since.setdefault(f"going {grace:g}", now) - grace
-            if over > lost_sec:
-                why = f"its node has not ended it {over:.0f} s after its time"
-                self.verdict = Ending(lost=f"NodeLost: {why}")
+            late_sec = now - self.since.setdefault(f"going {grace:g}", now) - grace
+            if late_sec > lost_sec:
+                detail = f"not terminated {late_sec:.0f} s after its grace period"
+                self.forced_status = ExitStatus(lost=f"NodeLost: {detail}")
                 self.grace_sec = 0

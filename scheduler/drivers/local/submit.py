@@ -1,4 +1,4 @@
-"""From a job file to the event that submits it."""
+"""Prepare a job for the scheduler: from a job file to the event that submits it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from scheduler.controller.events import Submitted
 from scheduler.drivers.local.commands import environment, generate_command
-from scheduler.drivers.local.job_files import Workplace, cut_input, matches
+from scheduler.drivers.local.job_files import JobPaths, matches_glob, split_input
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
 from scheduler.planner.machine_sizes import MachineSizes, machine_schedule
@@ -23,9 +23,9 @@ from schemas.features import load_features
 from schemas.paths import schema_path
 
 HISTORY = "history"
-"""Folder of what finished jobs taught, in the scheduler's folder."""
-TRIED_FILES, TRIED_BYTES = 3, 1 << 20
-"""Beginnings of text files that tell how long lines are."""
+"""Folder in the scheduler's folder with the measurements of finished jobs."""
+SAMPLED_FILES, SAMPLED_BYTES = 3, 1 << 20
+"""Text files, and bytes at the start of each, from which the number of lines is estimated."""
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -39,41 +39,41 @@ def submit(
     allow_outside: bool = False,
     budget: BudgetConfig | None = None,
     shares_cores: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-) -> tuple[Submitted, Workplace]:
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[Submitted, JobPaths]:
     """Prepare the folder of a job.
 
     Args:
         job_file: the job.
-        inputs: folder of raw files by name of the job; where it lacks, the log that the job's
-            `data.generate` says is written.
+        inputs: folder of raw files by job name; for a job without one, a synthetic log is written
+            as its `data.generate` describes.
         output: folder of the scheduler.
-        time_sec: the time.
-        single_writer: as in `Workplace`.
-        allow_outside: as in `Workplace`.
-        budget: of all jobs together on this machine, None where Pods run.
-        shares_cores: whether the budget is what the machine has, which processes may share.
-        say: progress callback, called with a line for each size that differs from the declared one.
+        time_sec: the current time.
+        single_writer: as in `JobPaths`.
+        allow_outside: as in `JobPaths`.
+        budget: of all jobs together on this machine; None for Pods.
+        shares_cores: whether processes may share cores, as with a budget of the whole machine.
+        progress: called with a line for each size that differs from the declared one.
 
     Raises:
-        SchemaError: the job file, or its input, is none.
+        SchemaError: the job file or its input is invalid.
     """
     job = load_job(job_file)
     check_new_names(job, job_file)
     schema = schema_path(job_file, job.data.schema, allow_outside=allow_outside)
     features = load_features(schema)
     folder = output / job.name
-    source = inputs.get(job.name) or _generated(job, job_file, folder)
-    cut = cut_input(job, source, folder)
-    counted = _num_rows(job, [path for part in cut for path in part], source)
-    if counted is not None:
-        generate = replace(job.data.generate or GenerateConfig(), num_samples=counted)
+    source = inputs.get(job.name) or _generate_log(job, job_file, folder)
+    segments = split_input(job, source, folder)
+    num_samples = _num_rows(job, [path for files in segments for path in files], source)
+    if num_samples is not None:
+        generate = replace(job.data.generate or GenerateConfig(), num_samples=num_samples)
         job = replace(job, data=replace(job.data, generate=generate))
-    past = output / HISTORY
+    history = output / HISTORY
     snapshot = Snapshot(
         job=job,
         facts=facts_of_job(job, features),
-        history=read_history(past) if past.is_dir() else History(),
+        history=read_history(history) if history.is_dir() else History(),
     )
     sizes = None
     if budget is not None:
@@ -83,77 +83,72 @@ def submit(
         )
         shared = shares_cores and budget.cpus < own.cpus
         config, changes = machine_schedule(
-            snapshot, least, shares_cores=shared, num_segments=len(cut)
+            snapshot, least, shares_cores=shared, num_segments=len(segments)
         )
         sizes = MachineSizes.of(config)
         for line in changes:
-            say(f"{job.name}: {line}")
+            progress(f"{job.name}: {line}")
     submitted = Submitted(
         time_sec=time_sec,
         job=job.name,
         document=job_file.read_text(encoding="utf-8"),
         facts=snapshot.facts,
         history=snapshot.history,
-        num_segments=len(cut),
+        num_segments=len(segments),
         sizes=sizes,
     )
-    place = Workplace(
+    paths = JobPaths(
         job_file.resolve(),
         folder.resolve(),
-        len(cut),
+        len(segments),
         single_writer=single_writer,
         allow_outside=allow_outside,
     )
-    return submitted, place
+    return submitted, paths
 
 
-def _generated(job: Job, job_file: Path, folder: Path) -> Path:
+def _generate_log(job: Job, job_file: Path, folder: Path) -> Path:
     """Return the synthetic log of a job, written on the first call."""
     if job.data.generate is None:
         raise SchemaError(
-            "job must have an input, got neither --input nor data.generate; name its raw files",
-            file=str(job_file),
+            "job has neither --input nor data.generate; name its raw files", file=str(job_file)
         )
     log = folder / "log"
     if log.is_dir():
         return log
     partial = folder / ".log.partial"
-    done = subprocess.run(
+    completed = subprocess.run(
         generate_command(job_file.resolve(), partial),
         env=environment(),
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise SchemaError(f"log must be generated, got {done.stderr.strip()[-300:]}")
+    if completed.returncode:
+        raise SchemaError(f"log cannot be generated: {completed.stderr.strip()[-300:]}")
     partial.rename(log)
     return log
 
 
 def _num_rows(job: Job, files: Sequence[Path], source: Path) -> int | None:
-    """Return the rows of the source of samples, None where they are not known without reading it.
-
-    Lines of text are counted at the beginning of some files.
-    """
+    """Return the rows of the sample source: exact for Parquet, estimated for text, else None."""
     config = job.data.sources[job.data.sample_source]
-    own = [path for path in files if matches(path.relative_to(source), config.files)]
+    own = [path for path in files if matches_glob(path.relative_to(source), config.files)]
     try:
         if config.format == "parquet":
             return sum(pq.read_metadata(path).num_rows for path in own) or None
-        return _num_lines(own) if config.format in ("csv", "jsonl") else None
+        return _estimate_lines(own) if config.format in ("csv", "jsonl") else None
     except (OSError, pa.ArrowInvalid):
-        return None  # the build rejects what is of another format, by name
+        return None  # the build rejects files of another format by name
 
 
-def _num_lines(files: Sequence[Path]) -> int | None:
-    """Return about how many lines text files have."""
-    lines = stored = 0
-    for path in files[:TRIED_FILES]:
+def _estimate_lines(files: Sequence[Path]) -> int | None:
+    num_lines = num_bytes = 0
+    for path in files[:SAMPLED_FILES]:
         with pa.OSFile(str(path)) as file:
             codec = CODECS.get(path.suffix)
             text = file if codec is None else pa.CompressedInputStream(file, codec)
-            lines += text.read(TRIED_BYTES).count(b"\n")
-            stored += file.tell()
-    total = sum(path.stat().st_size for path in files)
-    return round(total * lines / stored) if lines else None
+            num_lines += text.read(SAMPLED_BYTES).count(b"\n")
+            num_bytes += file.tell()
+    total_bytes = sum(path.stat().st_size for path in files)
+    return round(total_bytes * num_lines / num_bytes) if num_lines else None

@@ -23,7 +23,7 @@ def children(tmp_path: Path) -> Iterator[Children]:
     made = Children(tmp_path, os.environ)
     yield made
     for path in tmp_path.glob("*.lock"):
-        made.end(path.stem)
+        made.kill(path.stem)
 
 
 def test_busy_cores_are_the_time_taken_between_two_readings() -> None:

@@ -43,7 +43,7 @@ def children(tmp_path: Path) -> Iterator[Children]:
     made = Children(tmp_path, os.environ)
     yield made
     for path in tmp_path.glob("*.lock"):
-        Children(tmp_path, os.environ).end(path.stem)
+        Children(tmp_path, os.environ).kill(path.stem)
 
 
 def test_start_of_a_name_that_was_begun_does_nothing(children: Children) -> None:
@@ -52,11 +52,11 @@ def test_start_of_a_name_that_was_begun_does_nothing(children: Children) -> None
     pid = children.pid("a")
     children.start("a", SLEEP)
     assert children.pid("a") == pid
-    children.end("a")
-    until(lambda: not children.lives("a"))
+    children.kill("a")
+    until(lambda: not children.is_alive("a"))
     children.start("a", SLEEP)
-    assert not children.lives("a")
-    assert children.ending("a").status == -signal.SIGKILL
+    assert not children.is_alive("a")
+    assert children.exit_status("a").status == -signal.SIGKILL
 
 
 def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
@@ -75,19 +75,19 @@ def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
     assert resident_bytes(children.pid("a") or 0) > 0
     children.start("a", SAYS)
     assert children.output("a") == ""
-    children.end("a")
-    until(lambda: not children.lives("a"))
-    assert children.ending("a").status is None
+    children.kill("a")
+    until(lambda: not children.is_alive("a"))
+    assert children.exit_status("a").status is None
 
 
 def test_what_a_child_said_and_how_it_ended_are_kept(children: Children) -> None:
     children.start("a", SAYS)
-    until(lambda: not children.lives("a"))
-    assert children.ending("a").status == 0
+    until(lambda: not children.is_alive("a"))
+    assert children.exit_status("a").status == 0
     assert children.output("a") == "out\n"
-    assert children.last_words("a") == "error: b"
+    assert children.last_stderr_line("a") == "error: b"
     assert children.pid("a") is None
-    assert not children.lives("never")
+    assert not children.is_alive("never")
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["it is killed", "it is ended"])
@@ -100,8 +100,8 @@ def test_what_a_child_has_started_ends_with_it(children: Children, killed: bool)
     if killed:
         os.kill(pid, signal.SIGKILL)
     else:
-        children.end("a")
-    until(lambda: not children.lives("a"))
+        children.kill("a")
+    until(lambda: not children.is_alive("a"))
     until(lambda: is_gone(grandchild))
 
 
@@ -114,9 +114,9 @@ def test_ask_signals_once(children: Children, tmp_path: Path) -> None:
     )
     children.start("a", [sys.executable, "-c", counts])
     until(lambda: children.output("a") == "up\n")
-    children.ask("a")
+    children.request_stop("a")
     until(lambda: children.output("a") == "up\nasked\n")
-    Children(tmp_path, os.environ).ask("a")
+    Children(tmp_path, os.environ).request_stop("a")
     assert (tmp_path / "a.asked").exists()
     time.sleep(0.2)
     assert children.output("a") == "up\nasked\n"

@@ -9,9 +9,9 @@ import pytest
 from scheduler.controller.events import BudgetSet, Event, RunnerSet
 from scheduler.controller.log import LOG, Log, read_log, recover
 from scheduler.controller.state import State
-from scheduler.drivers.beam_runners import Local
+from scheduler.drivers.beam_runners import LocalRunner
 from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.local.job_files import Workplace
+from scheduler.drivers.local.job_files import JobPaths
 from scheduler.drivers.platforms import ThisMachine
 from scheduler.planner.machine_sizes import MachineSizes
 from schemas.config.job import parse_job
@@ -23,7 +23,7 @@ WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
 ONE_SLOT = RunnerSet(time_sec=0.0, name="flink", free=1, own=0, total=1)
 
 
-class Elsewhere(Local):
+class Elsewhere(LocalRunner):
     """A place that says so much at the beginning."""
 
     def __init__(self, events: Callable[[], list[Event]]) -> None:
@@ -70,12 +70,12 @@ def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_fi
     half = replace(declared.training.replica, cpus=declared.training.replica.cpus / 2)
     settled = replace(declared, training=replace(declared.training, replica=half))
     state = Bench(BUDGET, replace(job, sizes=MachineSizes.of(settled))).state
-    place = Workplace(tmp_path / "first.yaml", tmp_path, 4)
+    paths = JobPaths(tmp_path / "first.yaml", tmp_path, 4)
     with Log(tmp_path / LOG) as log:
         found = replace(recover(tmp_path / LOG), state=state)
-        driver = Driver(DriverOptions(output=tmp_path), ThisMachine(), log, found, {"first": place})
+        driver = Driver(DriverOptions(output=tmp_path), ThisMachine(), log, found, {"first": paths})
         driver.begin([job], BUDGET.cpus, BUDGET.memory_bytes)
         assert driver.state.jobs["first"].phase == "running"
         other = replace(job, document=job.document.replace("name: first", "name: other"))
-        with pytest.raises(SchemaError, match=r"got another text.* in .*first\.yaml"):
+        with pytest.raises(SchemaError, match=r"job file changed .* in .*first\.yaml"):
             driver.begin([other], BUDGET.cpus, BUDGET.memory_bytes)

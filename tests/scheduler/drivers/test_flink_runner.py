@@ -16,11 +16,11 @@ from scheduler.controller.handle import handle
 from scheduler.controller.state import State
 from scheduler.drivers.beam_runners import (
     READ_SEC,
-    Flink,
     FlinkConfig,
     FlinkRest,
-    Names,
-    SilentError,
+    FlinkRunner,
+    JobNames,
+    UnreachableError,
 )
 from schemas.errors import SchemaError
 from tests.scheduler.machine.world import BUDGET, submitted
@@ -82,8 +82,8 @@ def config(address: str, **fields: Any) -> FlinkConfig:
     )
 
 
-def flink(cluster: Cluster, **fields: Any) -> Flink:
-    return Flink(config(cluster.address, **fields), Names(OWN), "runner.yaml")
+def flink(cluster: Cluster, **fields: Any) -> FlinkRunner:
+    return FlinkRunner(config(cluster.address, **fields), JobNames(OWN), "runner.yaml")
 
 
 def told(state: State, events: list[Event]) -> State:
@@ -100,7 +100,7 @@ def building() -> State:
 def of_live_job() -> dict[str, Any]:
     """Return the answers while a job is built, as if it were that of `building()`."""
     text = json.dumps(ANSWERS["building"])
-    return json.loads(text.replace(NAME, Names(OWN).of("demo", "segment-0.1")))
+    return json.loads(text.replace(NAME, JobNames(OWN).of("demo", "segment-0.1")))
 
 
 MOMENTS = {
@@ -136,8 +136,8 @@ def test_load_of_two_task_managers_is_their_sum(cluster: Cluster) -> None:
 
 
 BAD = {
-    "another server": ({"/taskmanagers": {"errors": []}}, "an answer that is none of Flink's"),
-    "a list": ({"/taskmanagers": []}, "an answer that is none of Flink's"),
+    "another server": ({"/taskmanagers": {"errors": []}}, "invalid answer"),
+    "a list": ({"/taskmanagers": []}, "invalid answer"),
     "no such path": ({}, "HTTP 404 of /taskmanagers"),
 }
 
@@ -145,7 +145,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_load_of_what_is_no_cluster_is_silence(name: str, cluster: Cluster) -> None:
     cluster.answers, message = BAD[name]
-    with pytest.raises(SilentError, match=re.escape(message)):
+    with pytest.raises(UnreachableError, match=re.escape(message)):
         FlinkRest(cluster.address).load(OWN)
 
 
@@ -153,7 +153,7 @@ def test_load_of_a_server_that_accepts_and_says_nothing_is_silence_in_bounded_ti
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # nobody serves
     try:
         rest = FlinkRest(f"http://127.0.0.1:{server.server_port}", timeout_sec=0.2)
-        with pytest.raises(SilentError, match="timed out"):
+        with pytest.raises(UnreachableError, match="timed out"):
             rest.load(OWN)
     finally:
         server.server_close()
@@ -172,8 +172,8 @@ def test_begin_tells_where_jobs_run_and_what_is_free(cluster: Cluster) -> None:
 def test_begin_refuses_an_address_that_nobody_answers(cluster: Cluster) -> None:
     cluster.close()
     message = (
-        "flink.address must be that of a cluster that answers, got [Errno 111] Connection refused "
-        f"from {cluster.address} in runner.yaml; start the cluster, or correct the address"
+        f"flink.address does not answer: {cluster.address}: [Errno 111] Connection refused "
+        "in runner.yaml; start the cluster, or correct the address"
     )
     with pytest.raises(SchemaError) as error:
         flink(cluster).begin(State(), 0.0)
@@ -182,8 +182,8 @@ def test_begin_refuses_an_address_that_nobody_answers(cluster: Cluster) -> None:
 
 def test_begin_refuses_more_parallelism_than_there_are_slots(cluster: Cluster) -> None:
     message = (
-        "flink.largest_parallelism must be at most the slots of the cluster, got "
-        "largest_parallelism=5, 4 slots in runner.yaml; lower it, or start more task managers"
+        "flink.largest_parallelism exceeds the 4 slots of the cluster: 5 in runner.yaml; "
+        "lower it, or start more task managers"
     )
     with pytest.raises(SchemaError) as error:
         flink(cluster, largest_parallelism=5).begin(State(), 0.0)
@@ -199,7 +199,7 @@ def test_begin_of_a_scheduler_that_goes_on_waits_for_task_managers_that_are_lost
     cluster.answers["/taskmanagers"] = {"taskmanagers": fewer}
     again = flink(cluster, largest_parallelism=4).begin(state, 9.0)
     assert again == [SlotsRead(time_sec=9.0, free=2, own=0, total=2)]
-    with pytest.raises(SchemaError, match=re.escape("got largest_parallelism=3, 2 slots")):
+    with pytest.raises(SchemaError, match="exceeds the 2 slots of the cluster: 3"):
         flink(cluster, largest_parallelism=3).begin(state, 9.0)
 
 
@@ -211,7 +211,7 @@ def test_begin_at_another_address_forgets_the_slots_of_the_first(cluster: Cluste
     found = told(state, flink(cluster).begin(state, 9.0)).runner
     assert (found.address, found.total_slots) == (cluster.address, 4)
     cluster.answers = {}
-    with pytest.raises(SchemaError, match="must be that of a cluster that answers"):
+    with pytest.raises(SchemaError, match="address does not answer"):
         flink(cluster).begin(state, 9.0)
 
 
@@ -236,8 +236,8 @@ def test_poll_says_silence_once_and_hears_the_cluster_again(cluster: Cluster) ->
     for now in range(6, 40):
         assert runner.poll(state, float(now), said.append) == []
     assert said == [
-        f"runner: {cluster.address} does not answer (HTTP 404 of /taskmanagers); what it said last "
-        "counts for 300 s, then there is one worker at a time"
+        f"runner: {cluster.address} does not answer (HTTP 404 of /taskmanagers); its last known "
+        "slots are used for 300 s, then one worker at a time"
     ]
     cluster.answers = ANSWERS["idle"]
     found = runner.poll(state, 100.0, said.append)

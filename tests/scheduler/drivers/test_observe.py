@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from scheduler.controller.state import JobState, PoolName, Process
-from scheduler.drivers.base import Reach
-from scheduler.drivers.driver import StepTail, ended, teach
+from scheduler.drivers.base import Endpoint
+from scheduler.drivers.driver import StepTail, ended_event, record_history
 from scheduler.drivers.local.children import Children
-from scheduler.drivers.local.job_files import Workplace
+from scheduler.drivers.local.job_files import JobPaths
 from scheduler.model.history import PAST_JOBS, read_past_jobs
 from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
 from tests.scheduler.drivers.test_children import until
@@ -65,17 +65,19 @@ ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
 @pytest.mark.parametrize("name", ENDINGS)
 def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: Path) -> None:
     pool, script, finished, outcome, detail = ENDINGS[name]
-    place = Workplace(tmp_path / "job.yaml", tmp_path, 2)
+    paths = JobPaths(tmp_path / "job.yaml", tmp_path, 2)
     if finished:
-        place.run.mkdir()
-        (place.run / SUMMARY).write_text("{}")
-    children = Children(place.processes, os.environ)
+        paths.run.mkdir()
+        (paths.run / SUMMARY).write_text("{}")
+    children = Children(paths.processes, os.environ)
     children.start("a", ["/bin/sh", "-c", script])
-    until(lambda: not children.lives("a"))
-    found = ended(place, children, "job", process(pool, "a"), 5.0)
+    until(lambda: not children.is_alive("a"))
+    found = ended_event(paths, children, "job", process(pool, "a"), 5.0)
     assert (found.outcome, found.detail) == (outcome, detail)
     # Who comes next knows no status, only what is left and was said.
-    again = ended(place, Children(place.processes, os.environ), "job", process(pool, "a"), 5.0)
+    again = ended_event(
+        paths, Children(paths.processes, os.environ), "job", process(pool, "a"), 5.0
+    )
     same = outcome in ("done", "lost") or detail[:5] == "error"
     assert again.outcome == (outcome if same else "lost")
 
@@ -83,15 +85,15 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
 def test_a_process_whose_others_are_away_is_lost_with_them_where_each_has_a_network(
     tmp_path: Path,
 ) -> None:
-    place = Workplace(tmp_path / "job.yaml", tmp_path, 2)
+    paths = JobPaths(tmp_path / "job.yaml", tmp_path, 2)
     said = "error: store must answer within 30 s, got 'gone' in file:///s/address; start it"
-    children = Children(place.processes, os.environ)
+    children = Children(paths.processes, os.environ)
     children.start("a", ["/bin/sh", "-c", f'echo "{said}" >&2; exit 1'])
-    until(lambda: not children.lives("a"))
+    until(lambda: not children.is_alive("a"))
     lead = process("lead", "a")
-    assert ended(place, children, "job", lead, 5.0).outcome == "failed", "nobody moves here"
-    children.reach = Reach(host="h", folder="/f", name="n")
-    found = ended(place, children, "job", lead, 5.0)
+    assert ended_event(paths, children, "job", lead, 5.0).outcome == "failed", "nobody moves here"
+    children.endpoint = Endpoint(host="h", folder="/f", name="n")
+    found = ended_event(paths, children, "job", lead, 5.0)
     assert (found.outcome, found.detail) == ("lost", said)
 
 
@@ -139,9 +141,9 @@ def finished_job(num_steps: int) -> JobState:
 def test_teach_writes_what_a_job_taught_once_in_the_place_of_a_torn_line(tmp_path: Path) -> None:
     job = finished_job(8)
     (tmp_path / PAST_JOBS).write_text('{"name":')
-    teach(job, tmp_path)
-    teach(job, tmp_path)
-    teach(replace(job, steps=finished_job(0).steps), tmp_path)
+    record_history(job, tmp_path)
+    record_history(job, tmp_path)
+    record_history(replace(job, steps=finished_job(0).steps), tmp_path)
     (past,) = read_past_jobs(tmp_path / PAST_JOBS)
     assert past.name == "first"
     assert past.step_ratio > 1

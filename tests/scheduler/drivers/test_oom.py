@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.drivers.driver import ended
-from scheduler.drivers.local.children import CLAIM_SEC, Children, OomKills, own_counter
-from scheduler.drivers.local.job_files import Workplace
+from scheduler.drivers.driver import ended_event
+from scheduler.drivers.local.children import CLAIM_SEC, Children, OomKills, oom_kill_counter
+from scheduler.drivers.local.job_files import JobPaths
 from tests.scheduler.drivers.test_children import SLEEP, until
 from tests.scheduler.drivers.test_observe import process
 
@@ -41,7 +41,7 @@ def test_kills_are_taken_as_often_as_they_were_counted(
         counted(counter, 7 + total)
         there += killed
         for _ in range(asked):
-            assert kills.take(0.0) == (there > 0)
+            assert kills.claim(0.0) == (there > 0)
             there = max(0, there - 1)
 
 
@@ -49,11 +49,11 @@ def test_a_kill_that_nobody_takes_was_somebody_elses(tmp_path: Path) -> None:
     counter = counted(tmp_path / "memory.events", 0)
     kills = OomKills(counter, 0.0)
     counted(counter, 1)
-    kills.look(5.0)
-    assert not kills.take(5.0 + CLAIM_SEC + 1.0)
+    kills.poll(5.0)
+    assert not kills.claim(5.0 + CLAIM_SEC + 1.0)
     counted(counter, 2)
-    kills.look(20.0)
-    assert kills.take(20.0 + CLAIM_SEC)
+    kills.poll(20.0)
+    assert kills.claim(20.0 + CLAIM_SEC)
 
 
 COUNTERS = {
@@ -70,11 +70,11 @@ def test_own_counter_is_found_in(name: str, tmp_path: Path) -> None:
     groups, path = COUNTERS[name]
     if path is not None:
         counted(tmp_path / path, 0)
-    assert own_counter(groups, tmp_path) == (None if path is None else tmp_path / path)
+    assert oom_kill_counter(groups, tmp_path) == (None if path is None else tmp_path / path)
 
 
 def test_where_nothing_is_counted_nothing_is_known() -> None:
-    assert not OomKills(None, 0.0).take(0.0)
+    assert not OomKills(None, 0.0).claim(0.0)
 
 
 def test_only_a_child_that_was_killed_while_a_kill_was_counted_was_killed_for_memory(
@@ -86,17 +86,19 @@ def test_only_a_child_that_was_killed_while_a_kill_was_counted_was_killed_for_me
         children.start(name, SLEEP)
         until(lambda name=name: children.pid(name))
     os.kill(children.pid("killed") or 0, signal.SIGKILL)
-    until(lambda: not children.lives("killed"))
+    until(lambda: not children.is_alive("killed"))
     counted(counter, 1)
-    children.end("ended")
-    until(lambda: not children.lives("ended"))
+    children.kill("ended")
+    until(lambda: not children.is_alive("ended"))
     os.kill(children.pid("short") or 0, signal.SIGKILL)
-    until(lambda: not children.lives("short"))
-    found = {name: children.ending(name) for name in ("killed", "ended", "short")}
+    until(lambda: not children.is_alive("short"))
+    found = {name: children.exit_status(name) for name in ("killed", "ended", "short")}
     assert [ending.status for ending in found.values()] == [-signal.SIGKILL] * 3
     assert [name for name, ending in found.items() if ending.oom] == ["short"]
-    place = Workplace(tmp_path / "job.yaml", tmp_path, 1)
-    told = {name: ended(place, children, "job", process("store", name), 5.0) for name in found}
+    paths = JobPaths(tmp_path / "job.yaml", tmp_path, 1)
+    told = {
+        name: ended_event(paths, children, "job", process("store", name), 5.0) for name in found
+    }
     assert [one.outcome for one in told.values()] == ["lost", "lost", "oom"]
     assert told["short"].detail == "killed by the kernel for memory"
 
@@ -126,10 +128,10 @@ machine = ThisMachine()
 children = machine.of_job("job", folder)
 first = ["/bin/sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh"]
 children.start("store-0.1", [*first, sys.executable, "-c", "held = b'x' * (200 << 20)"])
-while children.lives("store-0.1"):
+while children.is_alive("store-0.1"):
     machine.poll()
     time.sleep(0.02)
-found = children.ending("store-0.1")
+found = children.exit_status("store-0.1")
 print(json.dumps([found.status, found.oom, found.lost]))
 """
 

@@ -38,8 +38,8 @@ def test_run_jobs_whose_processes_live_elsewhere_starts_nothing_here(tmp_path: P
     assert state.jobs["small"].processes
     (output / PLATFORM).write_text(f"{ELSEWHERE}\n")
     message = (
-        f"platform must stay {ELSEWHERE!r} while processes of {output} live, got 'process'; go on "
-        "there, or use another --output"
+        f"processes of {output} run on another platform: {ELSEWHERE!r}, not 'process'; "
+        "continue there, or use another --output"
     )
     with pytest.raises(PlanError, match=re.escape(message)):
         run_jobs(request_of(output, job, log=raw))

@@ -24,9 +24,15 @@ from scheduler.controller.events import RunnerSet
 from scheduler.controller.handle import handle
 from scheduler.controller.state import State
 from scheduler.drivers.base import instance_of
-from scheduler.drivers.beam_runners import Flink, Local, Place, RunnerConfig, place_of
+from scheduler.drivers.beam_runners import (
+    FlinkRunner,
+    LocalRunner,
+    RunnerConfig,
+    SegmentRunner,
+    segment_runner,
+)
 from scheduler.drivers.local.commands import segment_command
-from scheduler.drivers.local.job_files import Workplace
+from scheduler.drivers.local.job_files import JobPaths
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
 from tests.scheduler.made import write_job
@@ -58,15 +64,15 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def place_in(folder: Path, text: str) -> Place:
-    return place_of(written(folder, text), folder)
+def runner_in(folder: Path, text: str) -> SegmentRunner:
+    return segment_runner(written(folder, text), folder)
 
 
 def words_of(folder: Path, text: str, workers: int) -> list[str]:
     """Return the Beam options of a segment job, after `pipelines` took the rest."""
-    options = place_in(folder, text).options("small", "segment-1.1", workers)
-    place = Workplace(folder / "job.yaml", folder / "small", 3)
-    command = segment_command(place, 1, workers, options)
+    options = runner_in(folder, text).options("small", "segment-1.1", workers)
+    paths = JobPaths(folder / "job.yaml", folder / "small", 3)
+    command = segment_command(paths, 1, workers, options)
     parsed, beam = pipelines_parser().parse_known_args(command[3:])
     assert (parsed.command, parsed.position) == ("append", 1)
     assert beam == options
@@ -128,8 +134,8 @@ def test_files_that_the_document_shows_are_read_and_beam_takes_their_options(
 
 
 def test_place_of_no_file_is_the_local_runner_and_takes_another_back(tmp_path: Path) -> None:
-    local = place_of(None, tmp_path)
-    assert isinstance(local, Local)
+    local = segment_runner(None, tmp_path)
+    assert isinstance(local, LocalRunner)
     assert local.options("small", "segment-0.1", 2) == []
     assert local.begin(State(), 1.0) == []
     state, _ = handle(State(), RunnerSet(time_sec=0.0, name="dataflow", largest=8))
@@ -137,19 +143,19 @@ def test_place_of_no_file_is_the_local_runner_and_takes_another_back(tmp_path: P
 
 
 def test_begin_of_dataflow_tells_the_machine_once(tmp_path: Path) -> None:
-    place = place_in(tmp_path, DATAFLOW)
-    events = place.begin(State(), 1.0)
+    runner = runner_in(tmp_path, DATAFLOW)
+    events = runner.begin(State(), 1.0)
     assert events == [RunnerSet(time_sec=1.0, name="dataflow", largest=8)]
-    assert place.begin(handle(State(), events[0])[0], 2.0) == []
+    assert runner.begin(handle(State(), events[0])[0], 2.0) == []
 
 
 def test_names_are_those_of_one_scheduler_and_stay_when_it_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name(folder: str, process: str = "segment-0.1") -> str:
-        place = place_of(written(tmp_path, FLINK), tmp_path / folder)
-        assert isinstance(place, Flink)
-        return next(o for o in place.options("a", process, 1) if o.startswith("--job_name="))
+        runner = segment_runner(written(tmp_path, FLINK), tmp_path / folder)
+        assert isinstance(runner, FlinkRunner)
+        return next(o for o in runner.options("a", process, 1) if o.startswith("--job_name="))
 
     same = name("one")
     with monkeypatch.context() as patch:  # a scheduler in a Pod gets another host's name each time
@@ -173,7 +179,7 @@ REFUSED = {
     ),
     "no section": (
         "runner: dataflow\n",
-        "dataflow must be given with runner dataflow, got none in FILE:1; add the section",
+        "runner dataflow has no section of that name in FILE:1; add the section dataflow",
     ),
     "an address that is none": (
         FLINK.replace("http://127.0.0.1:8081", "127.0.0.1:8081"),
@@ -186,7 +192,7 @@ REFUSED = {
     ),
     "two job servers": (
         f"{FLINK}  job_server_jar: flink.jar\n",
-        "flink.job_endpoint or job_server_jar must be given, got both in FILE:3; write one of them",
+        "flink.job_endpoint or job_server_jar must be given, got both in FILE:3; give one of them",
     ),
     "workers of nobody": (
         FLINK.replace("  environment_config: localhost:50000\n", ""),
@@ -195,8 +201,8 @@ REFUSED = {
     ),
     "an option that is the scheduler's": (
         FLINK.replace("--sdk_worker_parallelism=4", "--parallelism=9"),
-        "flink.options must not say what the scheduler or another key does, got "
-        "'--parallelism=9' in FILE:3; leave it out",
+        "flink.options must not set what the scheduler or another key sets, got "
+        "'--parallelism=9' in FILE:3; remove it",
     ),
     "a folder that Dataflow cannot reach": (
         DATAFLOW.replace("gs://shop-presage", "/mnt"),
@@ -238,6 +244,6 @@ def test_main_run_refuses_a_cluster_that_does_not_answer_in_one_line(
     words = ["run", str(job), "--input", str(log), "--output", str(tmp_path / "out")]
     assert main([*words, "--status", "off", "--runner", str(file)]) == 1
     assert capsys.readouterr().err == (
-        "error: flink.address must be that of a cluster that answers, got [Errno 111] Connection "
-        f"refused from http://127.0.0.1:1 in {file}; start the cluster, or correct the address\n"
+        "error: flink.address does not answer: http://127.0.0.1:1: [Errno 111] Connection refused "
+        f"in {file}; start the cluster, or correct the address\n"
     )

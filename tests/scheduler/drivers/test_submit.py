@@ -83,7 +83,7 @@ def test_jobs_are_admitted_on_small_machines_by_default(
         inputs={"small": tmp_path / "log"},
         output=tmp_path / "out",
         budget=None,
-        driver=DriverOptions(output=tmp_path / "out", say=said.append),
+        driver=DriverOptions(output=tmp_path / "out", progress=said.append),
     )
     verbs = [planned.action.verb for planned in plan_jobs(request)]
     assert verbs == ["admit", "start"]

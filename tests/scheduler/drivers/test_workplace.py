@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.drivers.local.job_files import cut_input, segment_folder
+from scheduler.drivers.local.job_files import segment_folder, split_input
 from scheduler.drivers.local.submit import submit
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
@@ -22,60 +22,60 @@ def write_log(folder: Path, names: list[str], rows: int = 10) -> Path:
     return folder
 
 
-def test_cut_input_makes_a_segment_of_each_file_in_order(tmp_path: Path) -> None:
+def test_split_input_makes_a_segment_of_each_file_in_order(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path))
     source = write_log(tmp_path / "log", ["b.parquet", "a.parquet", "deep/c.parquet"])
     (source / "notes.txt").write_text("no log")
-    cut = cut_input(job, source, tmp_path / "job")
+    cut = split_input(job, source, tmp_path / "job")
     assert [[path.name for path in part] for part in cut] == [["a.parquet"], ["b.parquet"]]
     linked = segment_folder(tmp_path / "job", 1) / "b.parquet"
     assert linked.read_bytes() == (source / "b.parquet").read_bytes()
-    assert cut_input(job, source, tmp_path / "job") == cut
+    assert split_input(job, source, tmp_path / "job") == cut
 
 
-def test_cut_input_of_files_that_changed_is_refused(tmp_path: Path) -> None:
+def test_split_input_of_files_that_changed_is_refused(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path))
     source = write_log(tmp_path / "log", ["a.parquet"])
-    cut_input(job, source, tmp_path / "job")
+    split_input(job, source, tmp_path / "job")
     write_log(source, ["b.parquet"])
-    with pytest.raises(SchemaError, match="input must stay as it was cut, got other files than "):
-        cut_input(job, source, tmp_path / "job")
-    with pytest.raises(SchemaError, match="input must hold files of the job's sources, got none"):
-        cut_input(job, tmp_path / "empty", tmp_path / "other")
+    with pytest.raises(SchemaError, match="input files differ from those listed in "):
+        split_input(job, source, tmp_path / "job")
+    with pytest.raises(SchemaError, match="input has no files of the job"):
+        split_input(job, tmp_path / "empty", tmp_path / "other")
 
 
 def test_submit_counts_the_rows_of_the_input(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     log = write_log(tmp_path / "log", ["a.parquet", "b.parquet"], rows=30)
-    told, place = submit(job, {"small": log}, tmp_path / "out", 5.0)
+    told, paths = submit(job, {"small": log}, tmp_path / "out", 5.0)
     assert told.facts.num_samples == 60
-    assert told.num_segments == place.num_segments == 2
+    assert told.num_segments == paths.num_segments == 2
     assert told.document == job.read_text()
-    assert place.dataset == (tmp_path / "out" / "small" / "dataset").resolve()
+    assert paths.dataset == (tmp_path / "out" / "small" / "dataset").resolve()
 
 
 CLUSTER = "namespace: a\nimage: b\nvolumes: [{{path: {}, claim: c}}]\n"
 REFUSED = {
     "a driver of a cluster without one": (
         ["--driver", "kubernetes"],
-        "cluster must be given with driver kubernetes, got none; name a --cluster file",
+        "driver kubernetes needs a cluster; add a --cluster file",
     ),
     "a cluster for this machine": (
         ["--cluster", "cluster.yaml"],
-        "cluster must be left out with driver process, got cluster.yaml; say --driver kubernetes",
+        "driver process takes no cluster: cluster.yaml; use --driver kubernetes",
     ),
     "an output that Pods do not see": (
         ["--driver", "kubernetes", "--cluster", "cluster.yaml", "--output", "/elsewhere"],
-        "output must lie in a volume that Pods write, got /elsewhere in cluster.yaml; use an "
+        "output is in no volume that Pods can write: /elsewhere in cluster.yaml; use an "
         "--output below {}",
     ),
     "an input of no job": (
         ["--input", "large=log"],
-        "input must be of a job that is run, got 'large'; use 'small'",
+        "--input names no job of this run: 'large'; use 'small'",
     ),
     "one job twice": (
         ["job.yaml", "--input", "small=log"],
-        "jobs must have names of their own, got 'small' twice in job.yaml; rename one",
+        "two jobs have the same name: 'small' in job.yaml; rename one",
     ),
     "a budget file that is none": (
         ["--budget", "budget.yaml"],

@@ -59,14 +59,14 @@ class Bench:
 
     def seen(self) -> dict[str, object]:
         """Return what the API server says of each Pod."""
-        all_of = self.cluster.all_of("job")
-        return {name: one.seen and one.seen.get("status") for name, one in all_of.items()}
+        pods = self.cluster.pods_of("job")
+        return {name: one.observed and one.observed.get("status") for name, one in pods.items()}
 
     def until_up(self, name: str) -> None:
-        self.until(lambda: self.pods.runs(name) and self.pods.output(name) == "up\n")
+        self.until(lambda: self.pods.is_running(name) and self.pods.output(name) == "up\n")
 
     def until_ended(self, name: str) -> None:
-        self.until(lambda: not self.pods.lives(name))
+        self.until(lambda: not self.pods.is_alive(name))
 
 
 @contextmanager

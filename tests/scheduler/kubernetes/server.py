@@ -51,12 +51,12 @@ class Server:
         self._called("resize")
         return self.pods[name]
 
-    def have_secret(self, secret: Mapping[str, Any]) -> None:
-        self._called("have_secret")
+    def ensure_secret(self, secret: Mapping[str, Any]) -> None:
+        self._called("ensure_secret")
         self.secrets.setdefault(secret["metadata"]["name"], secret)
 
-    def drop_secret(self, name: str) -> None:
-        self._called("drop_secret")
+    def delete_secret(self, name: str) -> None:
+        self._called("delete_secret")
         self.secrets.pop(name, None)
 
     def usage(self, selector: str) -> dict[str, Usage]:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.drivers.base import NOTHING, Ending, instance_of
+from scheduler.drivers.base import NO_RESOURCES, ExitStatus, instance_of
 from scheduler.drivers.kubernetes import cluster as asked
 from scheduler.drivers.kubernetes.api import RefusedError, Usage
 from scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster
@@ -19,7 +19,7 @@ from scheduler.drivers.kubernetes.platform import Pods
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT, Server
 
 CONFIG = ClusterConfig(namespace="here", image="none")
-AGAIN_SEC, PATIENCE_SEC = 0.1, 30.0
+RETRY_SEC, PATIENCE_SEC = 0.1, 30.0
 AWAY, BACK = "the API server does not answer: timed out", "the API server answers again"
 
 
@@ -57,7 +57,7 @@ def following(
 ) -> Generator[Followed]:
     """Follow a server that is asked again soon."""
     server, said = Server(), list[str]()
-    monkeypatch.setattr(asked, "AGAIN_SEC", AGAIN_SEC)
+    monkeypatch.setattr(asked, "RETRY_SEC", RETRY_SEC)
     monkeypatch.setattr(asked, "connect", lambda _: server)
     with Cluster(config, folder, said.append) as cluster:
         yield Followed(cluster, server, folder, said)
@@ -69,14 +69,14 @@ def test_a_pod_whose_making_was_not_answered_and_that_was_ended_does_not_run_on(
     server, pods = followed.server, followed.pods
     server.loses_answers = True
     pods.start("segment-0.1", [])
-    pods.end("segment-0.1")
-    assert not pods.lives("segment-0.1")
-    pods.tidy([])
+    pods.kill("segment-0.1")
+    assert not pods.is_alive("segment-0.1")
+    pods.remove_ended([])
     name = followed.name("segment-0.1")
     assert name in server.pods, "the server took it all the same"
     server.tell(name)
     followed.until(lambda: name not in server.pods)
-    assert not pods.lives("segment-0.1")
+    assert not pods.is_alive("segment-0.1")
 
 
 def test_a_pod_that_the_scheduler_before_asked_for_and_that_comes_late_does_not_run_on(
@@ -84,27 +84,31 @@ def test_a_pod_that_the_scheduler_before_asked_for_and_that_comes_late_does_not_
 ) -> None:
     server, pods = followed.server, followed.pods
     task = Task(
-        job="job", name="segment-0.1", command=[], needs=NOTHING, folder=tmp_path / "processes"
+        job="job",
+        name="segment-0.1",
+        command=[],
+        request=NO_RESOURCES,
+        folder=tmp_path / "processes",
     )
     task.folder.mkdir()
     (task.folder / "segment-0.1.begun").touch()
     pods.start("segment-0.1", [])
-    assert not pods.lives("segment-0.1"), "it is told as lost, and another takes its place"
-    pods.tidy(["segment-0.2"])
+    assert not pods.is_alive("segment-0.1"), "it is told as lost, and another takes its place"
+    pods.remove_ended(["segment-0.2"])
     name = followed.name("segment-0.1")
     server.apply(pod_of(CONFIG, followed.instance, task))
     server.tell(name)
-    followed.until(lambda: pods.lives("segment-0.1"))
-    pods.tidy(["segment-0.2"])
+    followed.until(lambda: pods.is_alive("segment-0.1"))
+    pods.remove_ended(["segment-0.2"])
     followed.until(lambda: name not in server.pods)
-    followed.until(lambda: not pods.lives("segment-0.1"))
+    followed.until(lambda: not pods.is_alive("segment-0.1"))
 
 
 def test_a_move_of_slots_lives_without_being_named(followed: Followed) -> None:
     followed.pods.start("move-1-to-2.3", [])
-    followed.pods.tidy([])
+    followed.pods.remove_ended([])
     assert "delete" not in followed.server.calls
-    assert followed.pods.lives("move-1-to-2.3")
+    assert followed.pods.is_alive("move-1-to-2.3")
 
 
 def test_a_delete_that_is_refused_is_asked_again_at_a_pace_and_said_once(
@@ -113,16 +117,16 @@ def test_a_delete_that_is_refused_is_asked_again_at_a_pace_and_said_once(
     server, pods = followed.server, followed.pods
     pods.start("lead-0.1", [])
     server.fails["delete"] = FORBIDDEN
-    monkeypatch.setattr(asked, "AGAIN_SEC", 600.0)
-    pods.ask("lead-0.1")
+    monkeypatch.setattr(asked, "RETRY_SEC", 600.0)
+    pods.request_stop("lead-0.1")
     for _ in range(3):
         followed.cluster.poll()
     assert server.calls.count("delete") == 1, "not with each look"
-    monkeypatch.setattr(asked, "AGAIN_SEC", AGAIN_SEC)
+    monkeypatch.setattr(asked, "RETRY_SEC", RETRY_SEC)
     followed.until(lambda: server.calls.count("delete") == 3)
     assert followed.said == [f"Pod {followed.name('lead-0.1')} cannot be deleted: no right"]
     server.fails.clear()
-    followed.until(lambda: not pods.lives("lead-0.1"))
+    followed.until(lambda: not pods.is_alive("lead-0.1"))
 
 
 def test_missed_pods_are_asked_for_at_a_pace(
@@ -133,7 +137,7 @@ def test_missed_pods_are_asked_for_at_a_pace(
     server.tell(followed.name("lead-0.1"), "DELETED")  # its labels are gone, it is not
     server.fails["get"] = FORBIDDEN
     followed.until(lambda: "get" in server.calls)
-    monkeypatch.setattr(asked, "AGAIN_SEC", 600.0)
+    monkeypatch.setattr(asked, "RETRY_SEC", 600.0)
     before = server.calls.count("get")
     for _ in range(5):
         followed.cluster.poll()
@@ -169,7 +173,7 @@ def test_while_calls_hang_no_other_one_is_begun(
     server, pods = followed.server, followed.pods
     for name in ("lead-0.1", "store-0.1"):
         pods.start(name, [])
-    monkeypatch.setattr(asked, "AGAIN_SEC", 600.0)
+    monkeypatch.setattr(asked, "RETRY_SEC", 600.0)
     server.fails["resize"] = SILENT
     for name in ("lead-0.1", "store-0.1", "lead-0.1"):
         assert pods.resize(name, 0.5, 1 << 30) is None, "it is asked again"
@@ -186,7 +190,7 @@ def test_a_reading_of_usage_that_took_long_is_not_begun_again_at_once(
         "containerStatuses": [{"state": {"running": {}}}],
     }
     server.tell(followed.name("lead-0.1"), "MODIFIED")
-    followed.until(lambda: followed.pods.runs("lead-0.1"))
+    followed.until(lambda: followed.pods.is_running("lead-0.1"))
     clock = [time.monotonic()]
     answer = server.usage
 
@@ -230,8 +234,8 @@ def test_no_pod_is_given_up_for_what_was_seen_before_the_server_went_away(
         followed.until(lambda: time.monotonic() > end_sec)
         assert "delete" not in server.calls
         server.fails.clear()
-        followed.until(lambda: not pods.lives("lead-0.1"))
-        assert pods.ending("lead-0.1") == Ending(lost="Unschedulable")
+        followed.until(lambda: not pods.is_alive("lead-0.1"))
+        assert pods.exit_status("lead-0.1") == ExitStatus(lost="Unschedulable")
         assert name not in server.pods, "it is gone before it is called ended"
 
 
@@ -240,8 +244,8 @@ def test_a_full_quota_is_said_once_however_often_it_is_met(followed: Followed) -
         said = f'pods "lead-{attempt}" is forbidden: exceeded quota: small, requested: cpu=1'
         followed.server.fails["apply"] = RefusedError(403, said)
         followed.pods.start(f"lead-0.{attempt}", [])
-        assert followed.pods.ending(f"lead-0.{attempt}") == Ending(lost="quota exceeded")
-    assert followed.said == ["the namespace has no room in quota small"]
+        assert followed.pods.exit_status(f"lead-0.{attempt}") == ExitStatus(lost="quota exceeded")
+    assert followed.said == ["the namespace's quota small is exceeded"]
 
 
 def test_what_a_folder_does_not_give_is_as_if_nothing_was_said(
@@ -249,4 +253,7 @@ def test_what_a_folder_does_not_give_is_as_if_nothing_was_said(
 ) -> None:
     for kind in ("out", "err"):
         (tmp_path / "processes" / f"lead-0.1.{kind}").mkdir(parents=True)
-    assert (followed.pods.output("lead-0.1"), followed.pods.last_words("lead-0.1")) == ("", "")
+    assert (followed.pods.output("lead-0.1"), followed.pods.last_stderr_line("lead-0.1")) == (
+        "",
+        "",
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.drivers.kubernetes.api import GONE, Api, RefusedError, connect
-from scheduler.drivers.kubernetes.cluster import Changed, Follower, Listed, News
+from scheduler.drivers.kubernetes.cluster import Changed, Listed, Watch, WatchEvent
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import config_of
 
@@ -29,10 +29,10 @@ class Late:
         return pods, "1" if self.lists == 1 else version
 
 
-def until(follower: Follower, kind: type[News]) -> News:
+def until(watch: Watch, kind: type[WatchEvent]) -> WatchEvent:
     """Return the first news of a kind; pytest's timeout ends the wait."""
     while True:
-        for news in follower.take():
+        for news in watch.take():
             if isinstance(news, kind):
                 return news
         time.sleep(0.05)
@@ -47,17 +47,17 @@ def test_a_watch_from_a_version_that_is_forgotten_lists_again(
         list(connect(config).watch(SELECTOR, "1"))
     assert found.value.status == GONE
     late = Late(connect(config))
-    follower = Follower(late, SELECTOR)  # pyright: ignore[reportArgumentType] - what it calls is there
-    assert follower.start() == ()
+    watch = Watch(late, SELECTOR)  # pyright: ignore[reportArgumentType] - what it calls is there
+    assert watch.start() == ()
     try:
-        assert until(follower, Listed) == Listed(())
+        assert until(watch, Listed) == Listed(())
         container = {"name": "main", "image": "none", "command": ["sleep", "600"]}
         metadata = {"name": "new", "labels": {"app": "followed"}}
         body = {"metadata": metadata, "spec": {"containers": [container]}}
         cluster.core().create_namespaced_pod(namespace, body)
-        news = until(follower, Changed)
+        news = until(watch, Changed)
         assert isinstance(news, Changed)
         assert (news.pod["metadata"]["name"], news.gone) == ("new", False)
         assert late.lists == 2
     finally:
-        follower.stop()
+        watch.stop()

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.drivers.base import NOTHING, Needs
+from scheduler.drivers.base import NO_RESOURCES, ResourceRequest
 from scheduler.drivers.kubernetes.manifest import (
     ClusterConfig,
     Task,
     VolumeConfig,
+    endpoint_of,
     label_value,
     pod_name,
     pod_of,
-    reach_of,
     read_cluster,
     secret_name,
 )
@@ -67,13 +67,15 @@ def read(tmp_path: Path, text: str = FILE, output: str = "/data/scheduled") -> C
     return read_cluster(tmp_path / "cluster.yaml", Path(output))
 
 
-def task(name: str = "replica-2.3", needs: Needs = NOTHING) -> Task:
+def task(name: str = "replica-2.3", request: ResourceRequest = NO_RESOURCES) -> Task:
     command = [sys.executable, "-m", "trainer", "replica"]
-    return Task(job="Demo_1", name=name, command=command, needs=needs, folder=Path("/data/p"))
+    return Task(job="Demo_1", name=name, command=command, request=request, folder=Path("/data/p"))
 
 
 def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> None:
-    pod = pod_of(read(tmp_path), "a1", task(needs=Needs(cpus=1.5, memory_bytes=1 << 30)))
+    pod = pod_of(
+        read(tmp_path), "a1", task(request=ResourceRequest(cpus=1.5, memory_bytes=1 << 30))
+    )
     spec = pod["spec"]
     (container,) = spec["containers"]
     booked = {"cpu": "1500m", "memory": "1073741824"}
@@ -117,7 +119,7 @@ def test_pod_of_sees_its_own_address_and_what_is_its_jobs(tmp_path: Path) -> Non
     assert mount in container["volumeMounts"]
     secret = {"secretName": name, "defaultMode": 0o440}
     assert {"name": "secret", "secret": secret} in pod["spec"]["volumes"]
-    reach = reach_of(config, "a1", "Demo_1")
+    reach = endpoint_of(config, "a1", "Demo_1")
     assert reach is not None
     assert (reach.host, reach.folder) == ("$(PRESAGE_HOST)", folder)
 
@@ -125,7 +127,7 @@ def test_pod_of_sees_its_own_address_and_what_is_its_jobs(tmp_path: Path) -> Non
 def test_pod_of_a_segment_job_or_on_one_loopback_sees_nothing_of_that(tmp_path: Path) -> None:
     config = read(tmp_path)
     shared = replace(config, shared_loopback=True)
-    assert reach_of(shared, "a1", "Demo_1") is None
+    assert endpoint_of(shared, "a1", "Demo_1") is None
     for pod in (pod_of(config, "a1", task("segment-0.1")), pod_of(shared, "a1", task())):
         (container,) = pod["spec"]["containers"]
         assert [one["name"] for one in container["env"]] == ["PYTHONPATH"]
@@ -146,7 +148,7 @@ REFUSED = {
     "an output that Pods only read": (
         FILE,
         "/logs/scheduled",
-        "output must lie in a volume that Pods write, got /logs/scheduled in {}; use an --output "
+        "output is in no volume that Pods can write: /logs/scheduled in {}; use an --output "
         "below /data",
     ),
     "a path that is relative": (
@@ -157,7 +159,7 @@ REFUSED = {
     "a volume of two kinds": (
         FILE.replace("claim: presage", "claim: presage, host_path: /data"),
         "/data/scheduled",
-        "volumes[0].volume must be a claim or a host_path, got claim='presage' and "
+        "volumes[0].volume must have either claim or host_path, got claim='presage', "
         "host_path='/data' in {}:5; give one of them",
     ),
     "no grace": (

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from scheduler.drivers.base import Ending, Needs
+from scheduler.drivers.base import ExitStatus, ResourceRequest
 from scheduler.drivers.kubernetes.api import quantity
 from scheduler.drivers.kubernetes.pod import (
-    Tracked,
-    ending_of,
-    is_over,
+    TrackedPod,
+    exit_status_of,
+    has_ended,
     is_running,
     last_message,
-    notice_of,
-    resized,
-    waiting_of,
+    preemption_notice,
+    resize_result,
+    wait_of,
 )
 
 
@@ -44,81 +44,83 @@ def disrupted(reason: str, message: str = "") -> dict[str, str]:
     return {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
 
 
-ENDINGS: dict[str, tuple[dict[str, Any], Ending]] = {
-    "its work is done": (pod("Succeeded", exited(0, "Completed")), Ending(status=0)),
-    "it says that it cannot": (pod("Failed", exited(1)), Ending(status=1)),
-    "it is killed": (pod("Failed", exited(137)), Ending(status=-9)),
+ENDINGS: dict[str, tuple[dict[str, Any], ExitStatus]] = {
+    "its work is done": (pod("Succeeded", exited(0, "Completed")), ExitStatus(status=0)),
+    "it says that it cannot": (pod("Failed", exited(1)), ExitStatus(status=1)),
+    "it is killed": (pod("Failed", exited(137)), ExitStatus(status=-9)),
     "out of memory": (
         pod("Failed", exited(137, "OOMKilled")),
-        Ending(status=-9, lost="OOMKilled", oom=True),
+        ExitStatus(status=-9, lost="OOMKilled", oom=True),
     ),
     "evicted by its node": (
         pod("Failed", exited(137), reason="Evicted", message="The node was low on memory."),
-        Ending(status=-9, lost="Evicted: The node was low on memory."),
+        ExitStatus(status=-9, lost="Evicted: The node was low on memory."),
     ),
     "rejected by its node": (
         pod("Failed", reason="OutOfcpu", message="Node didn't have enough resource: cpu"),
-        Ending(lost="OutOfcpu: Node didn't have enough resource: cpu"),
+        ExitStatus(lost="OutOfcpu: Node didn't have enough resource: cpu"),
     ),
     "preempted": (
         pod("Running", exited(143), disrupted("PreemptionByScheduler"), deleted=60),
-        Ending(status=-15, lost="Preempted"),
+        ExitStatus(status=-15, lost="Preempted"),
     ),
     "drained from its node": (
         pod("Running", {}, disrupted("EvictionByEvictionAPI", "asked for"), deleted=60),
-        Ending(lost="Evicted: asked for"),
+        ExitStatus(lost="Evicted: asked for"),
     ),
     "its node is no more": (
         pod("Failed", None, disrupted("DeletionByPodGC", "PodGC: node no longer exists")),
-        Ending(lost="NodeLost: PodGC: node no longer exists"),
+        ExitStatus(lost="NodeLost: PodGC: node no longer exists"),
     ),
     "it left in time when it was evicted": (
         pod("Succeeded", exited(0), disrupted("EvictionByEvictionAPI"), deleted=60),
-        Ending(status=0),
+        ExitStatus(status=0),
     ),
     "somebody deleted it": (
         pod("Running", exited(143), deleted=30),
-        Ending(status=-15, lost="deleted"),
+        ExitStatus(status=-15, lost="deleted"),
     ),
-    "it is gone and nobody saw how": (pod("Running", {"running": {}}), Ending(lost="deleted")),
+    "it is gone and nobody saw how": (pod("Running", {"running": {}}), ExitStatus(lost="deleted")),
 }
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_ending_of_a_pod_is_its_status_and_what_took_it(name: str) -> None:
     seen, expected = ENDINGS[name]
-    assert ending_of(seen, asked=False) == expected
+    assert exit_status_of(seen, deleted_by_us=False) == expected
 
 
 def test_ending_of_a_pod_that_we_deleted_is_not_somebody_elses_doing() -> None:
-    assert ending_of(pod("Running", exited(143), deleted=30), asked=True) == Ending(status=-15)
+    assert exit_status_of(
+        pod("Running", exited(143), deleted=30), deleted_by_us=True
+    ) == ExitStatus(status=-15)
 
 
 def test_phases_tell_whether_a_program_runs_and_is_over() -> None:
     assert is_running(pod("Running", {"running": {}}))
     assert not is_running(pod("Running", exited(0)))
     assert not is_running(pod("Pending"))
-    assert not is_over(pod("Running", exited(0))), "its phase is what says so"
-    assert is_over(pod("Succeeded", exited(0)))
-    assert is_over(pod("Failed"))
+    assert not has_ended(pod("Running", exited(0))), "its phase is what says so"
+    assert has_ended(pod("Succeeded", exited(0)))
+    assert has_ended(pod("Failed"))
 
 
 def test_notice_of_comes_with_a_deletion_or_a_disruption() -> None:
-    assert notice_of(pod()) is None
-    assert notice_of(pod(deleted=30)) == 30.0
-    assert notice_of(pod(condition=disrupted("PreemptionByScheduler"))) == 60.0
-    assert notice_of(pod("Failed", deleted=30)) is None, "it is over"
+    assert preemption_notice(pod()) is None
+    assert preemption_notice(pod(deleted=30)) == 30.0
+    assert preemption_notice(pod(condition=disrupted("PreemptionByScheduler"))) == 60.0
+    assert preemption_notice(pod("Failed", deleted=30)) is None, "it is over"
 
 
 def test_waiting_of_tells_what_lacks_from_what_is_wrong() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    room = waiting_of(pod("Pending", condition={**condition, "message": "0/3 nodes"}))
+    room = wait_of(pod("Pending", condition={**condition, "message": "0/3 nodes"}))
     assert room is not None
-    assert (room.word, room.message, room.hopeless) == ("Unschedulable", "0/3 nodes", False)
-    begins = waiting_of(pod("Pending", {"waiting": {"reason": "ContainerCreating"}}))
+    assert (room.reason, room.message, room.permanent) == ("Unschedulable", "0/3 nodes", False)
+    begins = wait_of(pod("Pending", {"waiting": {"reason": "ContainerCreating"}}))
     assert begins is not None
-    assert (begins.in_words, begins.hopeless) == ("ContainerCreating", False)
-    assert waiting_of(pod("Pending")) is None
+    assert (begins.text, begins.permanent) == ("ContainerCreating", False)
+    assert wait_of(pod("Pending")) is None
 
 
 def test_last_message_is_the_last_line_that_a_container_left() -> None:
@@ -128,16 +130,16 @@ def test_last_message_is_the_last_line_that_a_container_left() -> None:
 
 def test_resized_is_what_the_container_has_not_what_it_is_to_have() -> None:
     seen = pod("Running", {"running": {}})
-    small, large = (Needs(cpus=0.5, memory_bytes=mib << 20) for mib in (1, 2))
-    assert resized(seen, small) is None
+    small, large = (ResourceRequest(cpus=0.5, memory_bytes=mib << 20) for mib in (1, 2))
+    assert resize_result(seen, small) is None
     limits = {"memory": "1Mi", "cpu": "500m"}
     seen["status"]["containerStatuses"][0]["resources"] = {"limits": limits}
-    assert resized(seen, small) is True
-    assert resized(seen, replace(small, cpus=0.4)) is None
-    assert resized(seen, large) is None
+    assert resize_result(seen, small) is True
+    assert resize_result(seen, replace(small, cpus=0.4)) is None
+    assert resize_result(seen, large) is None
     for reason, expected in (("Deferred", None), ("Infeasible", False)):
         pending = {"type": "PodResizePending", "status": "True", "reason": reason}
-        assert resized({**seen, "status": {"conditions": [pending]}}, large) is expected
+        assert resize_result({**seen, "status": {"conditions": [pending]}}, large) is expected
 
 
 @pytest.mark.parametrize(
@@ -159,47 +161,47 @@ def test_quantity_is_in_bytes(text: str, expected: int) -> None:
 
 def test_a_pod_that_waits_too_long_is_deleted_and_has_ended_when_it_is_gone() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    tracked = Tracked("a", seen=pod("Pending", condition={**condition, "message": "0/3"}))
+    tracked = TrackedPod("a", observed=pod("Pending", condition={**condition, "message": "0/3"}))
     for now in (0.0, 10.0):
-        assert tracked.look(now, 10.0, 30.0) is not None
-        assert tracked.lives
-    tracked.look(10.1, 10.0, 30.0)
+        assert tracked.check_timeouts(now, 10.0, 30.0) is not None
+        assert tracked.is_alive
+    tracked.check_timeouts(10.1, 10.0, 30.0)
     assert (tracked.must_be_deleted, tracked.grace_sec) == (True, 1)
-    assert tracked.lives, "it may begin meanwhile"
+    assert tracked.is_alive, "it may begin meanwhile"
     tracked.is_gone = True
-    assert tracked.ending == Ending(lost="Unschedulable: 0/3")
+    assert tracked.exit_status == ExitStatus(lost="Unschedulable: 0/3")
 
 
 def test_a_pod_that_did_its_work_as_it_was_given_up_has_done_it() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    tracked = Tracked("a", seen=pod("Pending", condition=condition))
-    tracked.look(0.0, 10.0, 30.0)
-    tracked.look(10.1, 10.0, 30.0)
-    tracked.seen = pod("Succeeded", exited(0), deleted=1)
-    assert tracked.ending == Ending(status=0)
+    tracked = TrackedPod("a", observed=pod("Pending", condition=condition))
+    tracked.check_timeouts(0.0, 10.0, 30.0)
+    tracked.check_timeouts(10.1, 10.0, 30.0)
+    tracked.observed = pod("Succeeded", exited(0), deleted=1)
+    assert tracked.exit_status == ExitStatus(status=0)
 
 
 def test_a_pod_that_is_about_to_begin_is_worth_a_word_late_and_given_up_later() -> None:
     creating = {"waiting": {"reason": "ContainerCreating", "message": ""}}
-    tracked = Tracked("a", seen=pod("Pending", creating))
-    assert tracked.look(0.0, 300.0, 30.0) is None
-    assert tracked.look(29.0, 300.0, 30.0) is None
-    assert tracked.look(31.0, 300.0, 30.0) is not None
-    tracked.look(300.0, 300.0, 30.0)
+    tracked = TrackedPod("a", observed=pod("Pending", creating))
+    assert tracked.check_timeouts(0.0, 300.0, 30.0) is None
+    assert tracked.check_timeouts(29.0, 300.0, 30.0) is None
+    assert tracked.check_timeouts(31.0, 300.0, 30.0) is not None
+    tracked.check_timeouts(300.0, 300.0, 30.0)
     assert not tracked.must_be_deleted
-    tracked.look(300.1, 300.0, 30.0)
+    tracked.check_timeouts(300.1, 300.0, 30.0)
     assert tracked.must_be_deleted
     tracked.is_gone = True
-    assert tracked.ending == Ending(lost="ContainerCreating")
+    assert tracked.exit_status == ExitStatus(lost="ContainerCreating")
 
 
 def test_a_pod_that_found_its_node_late_has_its_whole_time_to_begin() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    tracked = Tracked("a", seen=pod("Pending", condition=condition))
-    tracked.look(0.0, 10.0, 30.0)
-    tracked.seen = pod("Pending", {"waiting": {"reason": "ContainerCreating"}})
-    tracked.look(9.0, 10.0, 30.0)
-    tracked.look(18.0, 10.0, 30.0)
+    tracked = TrackedPod("a", observed=pod("Pending", condition=condition))
+    tracked.check_timeouts(0.0, 10.0, 30.0)
+    tracked.observed = pod("Pending", {"waiting": {"reason": "ContainerCreating"}})
+    tracked.check_timeouts(9.0, 10.0, 30.0)
+    tracked.check_timeouts(18.0, 10.0, 30.0)
     assert not tracked.must_be_deleted
 
 
@@ -222,69 +224,69 @@ IMAGES = {
 def test_an_image_that_does_not_come_is_wrong_only_if_that_is_said(name: str) -> None:
     word, message, is_final = IMAGES[name]
     waits = pod("Pending", {"waiting": {"reason": word, "message": message}})
-    found = waiting_of(waits)
+    found = wait_of(waits)
     assert found is not None
-    assert (found.word, found.hopeless) == (word, is_final)
-    tracked = Tracked("a", seen=waits)
-    tracked.look(0.0, 10.0, 30.0)
+    assert (found.reason, found.permanent) == (word, is_final)
+    tracked = TrackedPod("a", observed=waits)
+    tracked.check_timeouts(0.0, 10.0, 30.0)
     between = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-    tracked.seen = pod("Pending", {"waiting": between})
-    tracked.look(10.1, 10.0, 30.0)
+    tracked.observed = pod("Pending", {"waiting": between})
+    tracked.check_timeouts(10.1, 10.0, 30.0)
     # What a node says of a container that never began.
-    tracked.seen = pod("Failed", exited(137, "ContainerStatusUnknown"), deleted=1)
+    tracked.observed = pod("Failed", exited(137, "ContainerStatusUnknown"), deleted=1)
     said = f"{word}: {message}"
-    lost = Ending(lost="ImagePullBackOff: Back-off pulling image")
-    assert tracked.ending == (Ending(refused=said) if is_final else lost)
+    lost = ExitStatus(lost="ImagePullBackOff: Back-off pulling image")
+    assert tracked.exit_status == (ExitStatus(refused=said) if is_final else lost)
 
 
 def test_a_pod_that_found_its_place_has_its_whole_time_again() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    tracked = Tracked("a", seen=pod("Pending", condition=condition))
-    tracked.look(0.0, 10.0, 30.0)
-    tracked.seen = pod("Running", {"running": {}})
-    tracked.look(9.0, 10.0, 30.0)
-    tracked.seen = pod("Pending", condition=condition)
-    tracked.look(12.0, 10.0, 30.0)
-    assert tracked.lives
+    tracked = TrackedPod("a", observed=pod("Pending", condition=condition))
+    tracked.check_timeouts(0.0, 10.0, 30.0)
+    tracked.observed = pod("Running", {"running": {}})
+    tracked.check_timeouts(9.0, 10.0, 30.0)
+    tracked.observed = pod("Pending", condition=condition)
+    tracked.check_timeouts(12.0, 10.0, 30.0)
+    assert tracked.is_alive
 
 
 def test_a_pod_that_no_node_ends_is_lost_after_its_grace_and_the_time_of_nodes() -> None:
-    tracked = Tracked("a", seen=pod("Running", {"running": {}}, deleted=60))
+    tracked = TrackedPod("a", observed=pod("Running", {"running": {}}, deleted=60))
     for now in (0.0, 60.0, 90.0):
-        tracked.look(now, 10.0, 30.0)
-        assert tracked.lives, now
-    tracked.look(90.5, 10.0, 30.0)
-    assert tracked.ending.lost == "NodeLost: its node has not ended it 30 s after its time"
+        tracked.check_timeouts(now, 10.0, 30.0)
+        assert tracked.is_alive, now
+    tracked.check_timeouts(90.5, 10.0, 30.0)
+    assert tracked.exit_status.lost == "NodeLost: not terminated 30 s after its grace period"
     assert tracked.must_be_deleted
 
 
 def test_a_pod_that_the_server_was_never_told_of_ends_when_it_is_asked_to() -> None:
-    tracked = Tracked("a", wanted={})
-    assert tracked.lives
-    tracked.end(60)
-    assert (tracked.lives, tracked.must_be_deleted) == (False, False)
-    assert tracked.wanted is None
+    tracked = TrackedPod("a", manifest={})
+    assert tracked.is_alive
+    tracked.delete(60)
+    assert (tracked.is_alive, tracked.must_be_deleted) == (False, False)
+    assert tracked.manifest is None
 
 
 def test_a_pod_that_somebody_deleted_first_is_theirs_also_when_we_delete_it_then() -> None:
-    tracked = Tracked("a", seen=pod(deleted=60))
-    tracked.look(0.0, 10.0, 30.0)
+    tracked = TrackedPod("a", observed=pod(deleted=60))
+    tracked.check_timeouts(0.0, 10.0, 30.0)
     assert tracked.notice_sec == 60.0
-    tracked.end(1)
-    tracked.deleted = 1
-    tracked.seen = pod("Failed", exited(143), deleted=1)
-    tracked.look(1.0, 10.0, 30.0)
-    assert tracked.ending == Ending(status=-15, lost="deleted")
+    tracked.delete(1)
+    tracked.deleted_grace_sec = 1
+    tracked.observed = pod("Failed", exited(143), deleted=1)
+    tracked.check_timeouts(1.0, 10.0, 30.0)
+    assert tracked.exit_status == ExitStatus(status=-15, lost="deleted")
 
 
 @pytest.mark.slow
 def test_a_pod_that_is_to_go_sooner_is_deleted_again() -> None:
-    tracked = Tracked("a", seen=pod())
-    tracked.end(60)
+    tracked = TrackedPod("a", observed=pod())
+    tracked.delete(60)
     assert tracked.must_be_deleted
-    tracked.deleted = 60
+    tracked.deleted_grace_sec = 60
     assert not tracked.must_be_deleted
-    tracked.end(60)
+    tracked.delete(60)
     assert not tracked.must_be_deleted
-    tracked.end(1)
+    tracked.delete(1)
     assert tracked.must_be_deleted

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.base import Ending, Needs
+from scheduler.drivers.base import ExitStatus, ResourceRequest
 from scheduler.drivers.kubernetes.manifest import pod_name
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-NEEDS = Needs(cpus=0.1, memory_bytes=128 << 20)
+NEEDS = ResourceRequest(cpus=0.1, memory_bytes=128 << 20)
 ENDS = [sys.executable, "-c", "import sys; print('out'); sys.exit('error: b')"]
 
 
@@ -29,14 +29,14 @@ def test_a_process_runs_once_and_what_it_said_is_known(
         made.pods.start("lead-0.1", ENDS, NEEDS)
         made.pods.start("lead-0.1", SLEEPS, NEEDS)
         made.until_ended("lead-0.1")
-        assert made.pods.ending("lead-0.1") == Ending(status=1)
+        assert made.pods.exit_status("lead-0.1") == ExitStatus(status=1)
         assert made.pods.output("lead-0.1") == "out\n"
-        assert made.pods.last_words("lead-0.1") == "error: b"
-        made.pods.tidy([])
+        assert made.pods.last_stderr_line("lead-0.1") == "error: b"
+        made.pods.remove_ended([])
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
         made.pods.start("lead-0.1", SLEEPS, NEEDS)
-        assert not made.pods.lives("lead-0.1"), "a name is started once"
-        assert made.pods.newest("lead-") == "lead-0.1"
+        assert not made.pods.is_alive("lead-0.1"), "a name is started once"
+        assert made.pods.newest_started("lead-") == "lead-0.1"
 
 
 def test_pods_outlive_the_scheduler_and_are_found_by_the_next_one(
@@ -48,12 +48,12 @@ def test_pods_outlive_the_scheduler_and_are_found_by_the_next_one(
         made.pods.start("segment-0.1", ENDS, NEEDS)
         made.until_up("lead-0.1")
     with bench(config, tmp_path) as made:
-        assert made.pods.lives("lead-0.1")
-        made.pods.ask("lead-0.1")
+        assert made.pods.is_alive("lead-0.1")
+        made.pods.request_stop("lead-0.1")
         made.until_ended("lead-0.1")
-        assert made.pods.ending("lead-0.1") == Ending(status=0), "it left as it was asked"
+        assert made.pods.exit_status("lead-0.1") == ExitStatus(status=0), "it left as it was asked"
         made.until_ended("segment-0.1")
-        assert made.pods.ending("segment-0.1").status == 1
+        assert made.pods.exit_status("segment-0.1").status == 1
 
 
 def test_a_process_that_is_ended_or_deleted_is_told_apart(
@@ -63,14 +63,14 @@ def test_a_process_that_is_ended_or_deleted_is_told_apart(
         for name in ("segment-0.1", "segment-1.1"):
             made.pods.start(name, SLEEPS, NEEDS)
             made.until_up(name)
-        made.pods.end("segment-0.1")
+        made.pods.kill("segment-0.1")
         made.until_ended("segment-0.1")
-        assert made.pods.ending("segment-0.1") == Ending(status=-15)
-        assert made.pods.notices() == {}
+        assert made.pods.exit_status("segment-0.1") == ExitStatus(status=-15)
+        assert made.pods.preemption_notices() == {}
         cluster.core().delete_namespaced_pod(name_of(tmp_path, "segment-1.1"), namespace)
-        made.until(lambda: made.pods.notices() or not made.pods.lives("segment-1.1"))
+        made.until(lambda: made.pods.preemption_notices() or not made.pods.is_alive("segment-1.1"))
         made.until_ended("segment-1.1")
-        assert made.pods.ending("segment-1.1").lost == "deleted"
+        assert made.pods.exit_status("segment-1.1").lost == "deleted"
 
 
 def test_an_evicted_process_is_announced_and_lost_by_its_word(
@@ -82,10 +82,10 @@ def test_an_evicted_process_is_announced_and_lost_by_its_word(
         made.until_up("lead-0.1")
         name = name_of(tmp_path, "lead-0.1")
         cluster.core().create_namespaced_pod_eviction(name, namespace, {"metadata": {"name": name}})
-        made.until(made.pods.notices)
-        assert made.pods.notices() == {"lead-0.1": 5.0}
+        made.until(made.pods.preemption_notices)
+        assert made.pods.preemption_notices() == {"lead-0.1": 5.0}
         made.until_ended("lead-0.1")
-        assert made.pods.ending("lead-0.1").lost.startswith("Evicted: ")
+        assert made.pods.exit_status("lead-0.1").lost.startswith("Evicted: ")
 
 
 def test_a_process_over_its_memory_is_lost_as_out_of_memory(
@@ -95,7 +95,9 @@ def test_a_process_over_its_memory_is_lost_as_out_of_memory(
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
         made.pods.start("lead-0.1", [sys.executable, "-c", grows], NEEDS)
         made.until_ended("lead-0.1")
-        assert made.pods.ending("lead-0.1") == Ending(status=-9, lost="OOMKilled", oom=True)
+        assert made.pods.exit_status("lead-0.1") == ExitStatus(
+            status=-9, lost="OOMKilled", oom=True
+        )
 
 
 def test_a_running_process_gets_more_memory_in_place_and_less_or_is_said_not_to(
@@ -110,13 +112,13 @@ def test_a_running_process_gets_more_memory_in_place_and_less_or_is_said_not_to(
         limits = {"cpu": "50m", "memory": str(256 << 20)}
         assert pod.spec.containers[0].resources.limits == limits
         assert pod.status.container_statuses[0].resources.limits == limits
-        assert made.pods.lives("lead-0.1")
+        assert made.pods.is_alive("lead-0.1")
         made.until(lambda: made.pods.resize("lead-0.1", 0.05, 192 << 20))
         (pod,) = cluster.core().list_namespaced_pod(namespace).items
         assert pod.status.container_statuses[0].resources.limits["memory"] == str(192 << 20)
         assert pod.status.container_statuses[0].restart_count == 0
         made.until(lambda: made.pods.resize("lead-0.1", 0.05, 1 << 40) is False)
-        assert made.pods.lives("lead-0.1")
+        assert made.pods.is_alive("lead-0.1")
         assert any("cannot be resized: " in line for line in made.said), made.said
 
 
@@ -125,10 +127,12 @@ def test_a_process_without_room_is_given_up_until_later(
 ) -> None:
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
         for attempt in (1, 2):
-            made.pods.start(f"lead-0.{attempt}", SLEEPS, Needs(cpus=64.0, memory_bytes=1 << 30))
-            assert made.pods.lives(f"lead-0.{attempt}")
+            made.pods.start(
+                f"lead-0.{attempt}", SLEEPS, ResourceRequest(cpus=64.0, memory_bytes=1 << 30)
+            )
+            assert made.pods.is_alive(f"lead-0.{attempt}")
             made.until_ended(f"lead-0.{attempt}")
-            lost = made.pods.ending(f"lead-0.{attempt}").lost
+            lost = made.pods.exit_status(f"lead-0.{attempt}").lost
             assert lost.startswith("Unschedulable: 0/")
         assert len([line for line in made.said if "Unschedulable" in line]) == 1
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
@@ -145,17 +149,17 @@ def test_a_process_over_the_quota_is_lost_and_begins_when_there_is_room(
         made.until(lambda: api.read_namespaced_resource_quota("small", namespace).status.hard)
         for attempt in (1, 2):
             made.pods.start(f"lead-0.{attempt}", SLEEPS, NEEDS)
-            assert made.pods.ending(f"lead-0.{attempt}") == Ending(lost="quota exceeded")
-        assert made.said == ["the namespace has no room in quota small"]
+            assert made.pods.exit_status(f"lead-0.{attempt}") == ExitStatus(lost="quota exceeded")
+        assert made.said == ["the namespace's quota small is exceeded"]
         api.delete_namespaced_resource_quota("small", namespace)
         attempts = (f"lead-0.{attempt}" for attempt in itertools.count(3))
 
         def begins() -> bool:  # the server forgets a quota in its own time
             made.pods.start(last := next(attempts), SLEEPS, NEEDS)
-            return made.pods.lives(last)
+            return made.pods.is_alive(last)
 
         made.until(begins)
-        begun = made.pods.newest("lead-")
+        begun = made.pods.newest_started("lead-")
         assert begun is not None
         made.until_up(begun)
 
@@ -166,7 +170,7 @@ def test_what_the_api_server_refuses_is_said_in_its_words(
     config = config_of(cluster, namespace, tmp_path, priority_class="absent")
     with bench(config, tmp_path) as made:
         made.pods.start("lead-0.1", SLEEPS, NEEDS)
-        refused = made.pods.ending("lead-0.1").refused
+        refused = made.pods.exit_status("lead-0.1").refused
         assert "no PriorityClass with name absent was found" in refused
 
 
@@ -180,8 +184,8 @@ def test_a_pod_of_that_name_which_is_anothers_stays_and_the_next_name_is_free(
         pod = {"metadata": {"name": name}, "spec": {"containers": [other]}}
         api.create_namespaced_pod(namespace, pod)
         made.pods.start("lead-0.1", SLEEPS, NEEDS)
-        assert made.pods.ending("lead-0.1").refused.startswith(f"Pod {name}: ")
-        made.pods.tidy([])
+        assert made.pods.exit_status("lead-0.1").refused.startswith(f"Pod {name}: ")
+        made.pods.remove_ended([])
         made.pods.start("lead-0.2", SLEEPS, NEEDS)
         made.until_up("lead-0.2")
         left = api.read_namespaced_pod(name, namespace)
@@ -218,7 +222,10 @@ def test_a_pod_that_lost_its_labels_is_ended_before_it_is_called_lost(
         cluster.core().patch_namespaced_pod(pod.metadata.name, namespace, patch)
         made.until_ended("lead-0.1")
         # It left as it was asked; whether that was seen before its object went is chance.
-        assert made.pods.ending("lead-0.1") in (Ending(status=0), Ending(lost="deleted"))
+        assert made.pods.exit_status("lead-0.1") in (
+            ExitStatus(status=0),
+            ExitStatus(lost="deleted"),
+        )
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
         assert any("has lost its labels" in line for line in made.said)
 
@@ -233,13 +240,13 @@ def test_a_restart_of_the_api_server_loses_nothing(
         cluster.stop("kube-apiserver")
         made.pods.start("store-0.1", SLEEPS, NEEDS)
         made.platform.poll()
-        assert made.pods.lives("store-0.1")
-        assert made.pods.lives("lead-0.1")
+        assert made.pods.is_alive("store-0.1")
+        assert made.pods.is_alive("lead-0.1")
         cluster.start("kube-apiserver")
         made.until_up("store-0.1")
         made.until_ended("segment-0.1")
-        assert made.pods.ending("segment-0.1").status == 1
-        made.pods.ask("lead-0.1")
+        assert made.pods.exit_status("segment-0.1").status == 1
+        made.pods.request_stop("lead-0.1")
         made.until_ended("lead-0.1")
         away = [line for line in made.said if "the API server" in line]
         assert away[0].startswith("the API server does not answer: ")
@@ -260,10 +267,10 @@ def test_a_process_whose_node_is_gone_is_lost_with_it(
             made.pods.start("lead-0.1", SLEEPS, NEEDS)
             made.until_up("lead-0.1")
             cluster.fail_node("node-lost")
-            made.until(made.pods.notices)
+            made.until(made.pods.preemption_notices)
             made.until_ended("lead-0.1")
-            assert made.pods.ending("lead-0.1").lost.startswith("NodeLost: ")
-            made.pods.tidy([])
+            assert made.pods.exit_status("lead-0.1").lost.startswith("NodeLost: ")
+            made.pods.remove_ended([])
             made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
     finally:
         cluster.remove_node("node-lost")

@@ -65,16 +65,16 @@ def test_the_shipped_rights_are_enough(
         name = pod_name((tmp_path / "instance").read_text().strip(), "job", "segment-0.1")
         patch = {"metadata": {"labels": {INSTANCE: None}}}
         cluster.core().patch_namespaced_pod(name, namespace, patch)
-        made.pods.ask("lead-0.1")
+        made.pods.request_stop("lead-0.1")
         made.until_ended("lead-0.1")
         made.until_ended("segment-0.1")
-        made.pods.tidy([])
+        made.pods.remove_ended([])
         made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
         assert not cluster.core().list_namespaced_secret(namespace).items
         memory, label = made.said
-        assert memory.startswith("no memory is read: metrics.k8s.io says ")
+        assert memory.startswith("memory cannot be read from metrics.k8s.io: ")
         assert "forbidden" not in memory, "there is no metrics server; one might be asked"
-        assert label == f"Pod {name} has lost its labels, and is ended"
+        assert label == f"Pod {name} has lost its labels and is deleted"
 
 
 def test_the_shipped_rights_are_no_more_than_that(

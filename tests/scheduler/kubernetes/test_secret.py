@@ -12,13 +12,13 @@ import yaml
 from cryptography import x509
 from kubernetes import client
 
-from scheduler.drivers.base import CHAIN, KEY, TOKEN, Ending
+from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, ExitStatus
 from scheduler.drivers.kubernetes.manifest import (
     LIFE,
     Task,
+    endpoint_of,
     make_certificate,
     pod_of,
-    reach_of,
     secret_name,
     secret_of,
 )
@@ -74,12 +74,12 @@ def test_make_certificate_holds_before_and_long_after_its_making() -> None:
 
 
 def test_secret_of_is_another_each_time_and_cannot_be_changed() -> None:
-    reach = reach_of(CONFIG, "a1", "job")
+    reach = endpoint_of(CONFIG, "a1", "job")
     assert reach is not None
     one, two = (secret_of(CONFIG, "a1", "job", reach) for _ in range(2))
     assert one["immutable"] is True
     assert one["metadata"]["labels"]["app.kubernetes.io/instance"] == "a1"
-    for file in (TOKEN, CHAIN, KEY):
+    for file in (TOKEN, CERTIFICATE, KEY):
         assert one["stringData"][file] != two["stringData"][file]
     assert secret_name("a1", "job") != secret_name("a2", "job")
 
@@ -91,7 +91,7 @@ def test_a_secret_is_there_before_the_pods_that_see_it_and_stays_as_it_is(
     pods.start("segment-0.1", [])
     assert not server.secrets
     pods.start("store-0.1", [])
-    assert server.calls[-2:] == ["have_secret", "apply"]
+    assert server.calls[-2:] == ["ensure_secret", "apply"]
     before = dict(server.secrets)
     pods.start("lead-0.1", [])
     assert list(before) == [secret_name(followed.instance, "job")]
@@ -104,20 +104,20 @@ def test_a_secret_goes_with_the_last_process_and_the_next_job_has_its_own(
     server, pods = followed.server, followed.pods
     pods.start("lead-0.1", [])
     first = dict(server.secrets)
-    pods.tidy(["lead-0.1"])
+    pods.remove_ended(["lead-0.1"])
     assert server.secrets
     pods.start("move-1-to-0.5", [])
-    pods.end("lead-0.1")
-    followed.until(lambda: not pods.lives("lead-0.1"))
-    pods.tidy([])
+    pods.kill("lead-0.1")
+    followed.until(lambda: not pods.is_alive("lead-0.1"))
+    pods.remove_ended([])
     assert server.secrets, "a move of slots lives unnamed"
-    pods.end("move-1-to-0.5")
-    followed.until(lambda: not pods.lives("move-1-to-0.5"))
-    pods.tidy([])
+    pods.kill("move-1-to-0.5")
+    followed.until(lambda: not pods.is_alive("move-1-to-0.5"))
+    pods.remove_ended([])
     assert not server.secrets
     for _ in range(3):
-        pods.tidy([])
-    assert server.calls.count("drop_secret") == 1, "asked once"
+        pods.remove_ended([])
+    assert server.calls.count("delete_secret") == 1, "asked once"
     pods.start("lead-0.2", [])
     assert server.secrets.keys() == first.keys()
     assert server.secrets != first
@@ -127,36 +127,36 @@ def test_a_secret_that_cannot_be_made_now_is_asked_for_again_before_the_pod(
     followed: Followed,
 ) -> None:
     server, pods = followed.server, followed.pods
-    server.fails["have_secret"] = SILENT
+    server.fails["ensure_secret"] = SILENT
     pods.start("lead-0.1", [])
     assert "apply" not in server.calls
-    assert pods.lives("lead-0.1"), "it waits"
+    assert pods.is_alive("lead-0.1"), "it waits"
     server.fails.clear()
     followed.until(lambda: followed.name("lead-0.1") in server.pods)
     assert server.secrets
 
 
 def test_a_process_whose_secret_is_refused_ends_with_the_reason(followed: Followed) -> None:
-    followed.server.fails["have_secret"] = FORBIDDEN
+    followed.server.fails["ensure_secret"] = FORBIDDEN
     followed.pods.start("lead-0.1", [])
     refused = f"Pod {followed.name('lead-0.1')}: no right"
-    assert followed.pods.ending("lead-0.1") == Ending(refused=refused)
+    assert followed.pods.exit_status("lead-0.1") == ExitStatus(refused=refused)
     followed.pods.start("segment-0.1", [])
-    assert followed.pods.lives("segment-0.1"), "it needs none"
+    assert followed.pods.is_alive("segment-0.1"), "it needs none"
 
 
 def test_a_secret_whose_end_is_not_answered_is_dropped_later(followed: Followed) -> None:
     server, pods = followed.server, followed.pods
     pods.start("lead-0.1", [])
-    pods.end("lead-0.1")
-    followed.until(lambda: not pods.lives("lead-0.1"))
-    server.fails["drop_secret"] = SILENT
-    pods.tidy([])
+    pods.kill("lead-0.1")
+    followed.until(lambda: not pods.is_alive("lead-0.1"))
+    server.fails["delete_secret"] = SILENT
+    pods.remove_ended([])
     server.fails.clear()
     assert server.secrets
 
     def is_gone() -> bool:
-        pods.tidy([])
+        pods.remove_ended([])
         return not server.secrets
 
     followed.until(is_gone)
@@ -167,10 +167,10 @@ def test_pods_of_one_loopback_have_no_secret(
 ) -> None:
     config = replace(CONFIG, shared_loopback=True)
     with following(tmp_path, monkeypatch, config) as shared:
-        assert shared.pods.reach is None
+        assert shared.pods.endpoint is None
         shared.pods.start("lead-0.1", [])
-        shared.pods.tidy([])
-        assert not {"have_secret", "drop_secret"} & set(shared.server.calls)
+        shared.pods.remove_ended([])
+        assert not {"ensure_secret", "delete_secret"} & set(shared.server.calls)
 
 
 SHOWS = [
@@ -189,12 +189,14 @@ def test_processes_of_pods_see_their_address_and_what_is_their_jobs(
 ) -> None:
     api = cluster.core()
     with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
-        reach = made.pods.reach
+        reach = made.pods.endpoint
         assert reach is not None
         for name in ("store-0.1", "store-1.1"):
             made.pods.start(name, [*SHOWS, reach.host, reach.folder], NEEDS)
             made.until_ended(name)
-            assert made.pods.ending(name) == Ending(status=0), made.pods.last_words(name)
+            assert made.pods.exit_status(name) == ExitStatus(status=0), made.pods.last_stderr_line(
+                name
+            )
         said = [made.pods.output(name).split(" ", 1) for name in ("store-0.1", "store-1.1")]
         addresses = {pod.status.pod_ip for pod in api.list_namespaced_pod(namespace).items}
         assert {address for address, _ in said} == addresses
@@ -202,7 +204,7 @@ def test_processes_of_pods_see_their_address_and_what_is_their_jobs(
         assert {files for _, files in said} == {"['tls.crt', 'tls.key', 'token']\n"}
         (secret,) = api.list_namespaced_secret(namespace).items
         assert secret.immutable
-        made.pods.tidy([])
+        made.pods.remove_ended([])
         made.until(lambda: not api.list_namespaced_secret(namespace).items)
 
 
@@ -217,7 +219,7 @@ def test_the_shipped_network_policy_is_one_and_holds_for_every_pod(
     selected = policy["spec"]["podSelector"]["matchLabels"]
     assert rule == {"from": [{"podSelector": {"matchLabels": selected}}]}
     for name in ("segment-0.1", "lead-0.1", "replica-1.2", "store-0.1", "move-1-to-2.3"):
-        task = Task(job="job", name=name, command=[], needs=NEEDS, folder=tmp_path)
+        task = Task(job="job", name=name, command=[], request=NEEDS, folder=tmp_path)
         labels = pod_of(CONFIG, "a1", task)["metadata"]["labels"]
         assert selected.items() <= labels.items()
     network: Any = client.NetworkingV1Api(cluster.client())

@@ -1,1 +1,0 @@
-"""Pools of processes on this machine."""
