@@ -33,7 +33,7 @@ from benchmarks.run_figures import figures_of
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.dataset import open_dataset
 from schemas.run_log import METRICS, SUMMARY, read_metrics
-from trainer.stores.remote.wire import slots_of_part
+from trainer.stores.remote.wire import slot_range_of_part
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo"
@@ -95,7 +95,7 @@ def inside(folder: Path) -> int:
 
 
 def _store(folder: Path, number: int, token: Path, delay_sec: float) -> subprocess.Popen[bytes]:
-    start, end = slots_of_part(number, NUM_STORES)
+    start, end = slot_range_of_part(number, NUM_STORES)
     command = [sys.executable, "-m", "trainer", "store", "--token-file", str(token)]
     command += ["--directory", str(folder / f"store-{number}"), "--slots", f"{start}:{end}"]
     command += ["--delay-sec", str(delay_sec), "--end-with-stdin"]

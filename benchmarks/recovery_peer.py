@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from benchmarks.scaling_sides import Sharded, Side
 from schemas.manifest import replace_bytes
 from schemas.run_log import METRICS
-from trainer.elastic.faults import Faults, Injector
+from trainer.elastic.faults import FaultInjector, Faults
 
 NEWEST = "newest"
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     sharded = Sharded(side)
     faults = Faults().kill(count - 1, told.kill_at) if told.kill_at >= 0 else Faults()
-    injector = Injector(faults, rank, run / "faults")
+    injector = FaultInjector(faults, rank, run / "faults")
     first = load(sharded, run)
     metrics = run / METRICS
     if rank == 0:

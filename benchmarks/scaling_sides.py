@@ -36,9 +36,9 @@ from schemas.dataset import open_dataset
 from trainer.components import build_parts, memory_stores
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.elastic.checkpoints import LastSave
-from trainer.elastic.context import Frontier, Setting
-from trainer.elastic.faults import Faults, Injector, Point
+from trainer.elastic.checkpoints import FinalCheckpoint
+from trainer.elastic.context import Frontier, ReplicaContext
+from trainer.elastic.faults import FaultInjector, FaultPoint, Faults
 from trainer.elastic.options import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import Replica
@@ -93,7 +93,7 @@ class Turn:
     losses: tuple[float, ...] = ()
 
 
-class Turns(Injector):
+class Turns(FaultInjector):
     """Holds a replica before a step until it is told to go on."""
 
     def __init__(self, wire: Connection, besides: int, folder: Path) -> None:
@@ -108,7 +108,7 @@ class Turns(Injector):
         self._wire, self._besides = wire, besides
         self._until, self._sent = 0, 0
 
-    def at(self, point: Point, step: int) -> None:
+    def at(self, point: FaultPoint, step: int) -> None:
         """Tell what was sent at the end of a turn, and wait for the next."""
         if point != "start" or step != self._until:
             return
@@ -131,7 +131,9 @@ def ours(side: Side, wire: Connection) -> None:
     data.first()
     frontier = Frontier(data, data.look(), Drain(), poll_sec=1.0)
     rows = MemoryRows(stores, parts.embedding)
-    setting = Setting(side.run, job, choice, frontier.span, parts, rows, 0, time.perf_counter)
+    setting = ReplicaContext(
+        side.run, job, choice, frontier.span, parts, rows, 0, time.perf_counter
+    )
     options = ReplicaOptions(
         number=side.rank,
         name=f"{side.rank:03d}",
@@ -142,7 +144,7 @@ def ours(side: Side, wire: Connection) -> None:
     lighthouse_port = int(side.meeting.rpartition(":")[2])
     turns = Turns(wire, lighthouse_port, side.run)
     watchdog = Watchdog(job.train.limits.seconds())
-    saves = LastSave(side.run, lambda _: None)
+    saves = FinalCheckpoint(side.run, lambda _: None)
     with Replica(setting, frontier, options, turns, Drain(), watchdog, saves) as replica:
         replica.train()
 

@@ -112,7 +112,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         refuse_run(arguments.output)
     from schemas.run_log import to_line
     from trainer.elastic.faults import Faults
-    from trainer.elastic.launcher import LaunchOptions, train_together
+    from trainer.elastic.launcher import LaunchOptions, train_replicas
     from trainer.runtime import show_progress
     from trainer.train import TrainOptions, train
 
@@ -140,7 +140,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             )
             if not arguments.replicas:
                 print(_BY_HAND.format(run=arguments.output), file=sys.stderr)
-            summary = train_together(*paths, options, launch, on_step, drain, say=_say)
+            summary = train_replicas(*paths, options, launch, on_step, drain, say=_say)
         else:
             clock = time.perf_counter
             summary = train(*paths, options, clock=clock, on_step=on_step, drain=drain, say=_say)
@@ -164,26 +164,26 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from trainer.elastic.context import TOKEN, read_together
+    from trainer.elastic.context import TOKEN, read_rendezvous
     from trainer.elastic.faults import Faults
-    from trainer.elastic.launcher import heed_stdin
+    from trainer.elastic.launcher import watch_stdin
     from trainer.elastic.options import ReplicaOptions
-    from trainer.elastic.worker import work
-    from trainer.stores.api import BehindError, StoreLostError
+    from trainer.elastic.worker import run_replica
+    from trainer.stores.api import BehindError, RowsLostError
     from trainer.stores.remote.connection import Access
-    from trainer.stores.remote.wire import read_token, read_trusted
+    from trainer.stores.remote.wire import read_authorities, read_token
 
     if arguments.end_with_stdin:
-        heed_stdin(drain)
+        watch_stdin(drain)
     torch.set_num_threads(arguments.threads)
-    together = read_together(arguments.run)
+    together = read_rendezvous(arguments.run)
     options = ReplicaOptions(
         number=arguments.number,
         name=f"{arguments.number:03d}-{secrets.token_hex(4)}",
         lighthouse=together.lighthouse,
         access=Access(
             token=read_token(arguments.token_file or arguments.run / TOKEN),
-            certificates=read_trusted(arguments.trusted),
+            certificates=read_authorities(arguments.trusted),
             certificate_name=arguments.tls_name,
         ),
         certificate=_certificate(arguments),
@@ -194,8 +194,8 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
     faults = Faults.from_json(arguments.faults)
     try:
         clock = time.perf_counter
-        work(arguments.run, options, clock=clock, faults=faults, drain=drain, say=_say)
-    except (BehindError, StoreLostError) as error:
+        run_replica(arguments.run, options, clock=clock, faults=faults, drain=drain, say=_say)
+    except (BehindError, RowsLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
         return BEHIND if isinstance(error, BehindError) else LOST
     return 0
@@ -268,20 +268,20 @@ def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
 
 
 def _store(arguments: argparse.Namespace) -> int:
-    from trainer.stores.remote.ownership import ranges_from
-    from trainer.stores.remote.server import Limits, StoreOptions, run_store
+    from trainer.stores.remote.ownership import parse_ranges
+    from trainer.stores.remote.server import MessageLimits, StoreOptions, run_store
 
     options = StoreOptions(
         directory=arguments.directory,
         token_file=arguments.token_file,
         host=arguments.host,
         port=arguments.port,
-        slots=ranges_from(arguments.slots),
+        slots=parse_ranges(arguments.slots),
         trusted=arguments.trusted,
         certificate_name=arguments.tls_name,
         certificate=_certificate(arguments),
         sync=arguments.fsync == "write",
-        limits=Limits(
+        limits=MessageLimits(
             message_bytes=arguments.message_bytes,
             in_flight_bytes=arguments.in_flight_bytes,
             delay_sec=arguments.delay_sec,
@@ -299,10 +299,10 @@ def _store(arguments: argparse.Namespace) -> int:
 
 
 def _migrate_slots(arguments: argparse.Namespace) -> int:
-    from trainer.stores.remote.ownership import ranges_from
+    from trainer.stores.remote.ownership import parse_ranges
     from trainer.stores.remote.processes import gather_slots, migrate_slots
 
-    givers, slots = arguments.givers.split(","), ranges_from(arguments.slots)
+    givers, slots = arguments.givers.split(","), parse_ranges(arguments.slots)
     if len(givers) > 1 and not arguments.served:
         raise SchemaError(f"--from must be one store, got {len(givers)}; add --served")
     move = gather_slots if arguments.served else migrate_slots

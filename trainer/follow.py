@@ -24,7 +24,7 @@ from trainer.horizon import Horizon, Known, decide, horizon_of
 from trainer.recovery import Drain
 from trainer.runtime import Held
 from trainer.stores.api import Store, group_of
-from trainer.stores.future_log import FutureLog, NextUse
+from trainer.stores.future_log import FutureLog, NextUseLookup
 
 # The dataset of a run: as it is, or followed while the pipeline builds it.
 #
@@ -355,11 +355,11 @@ def extend(
 
 
 def _reschedule(log: FutureLog, span: Span, step: int) -> None:
-    known: dict[str, NextUse] = {}  # of each table: a piece of the log has rows of all
+    known: dict[str, NextUseLookup] = {}  # of each table: a piece of the log has rows of all
 
     def next_uses(table: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if table not in known:
-            known[table] = NextUse(span.dataset, span.order, span.horizon.known)
+            known[table] = NextUseLookup(span.dataset, span.order, span.horizon.known)
         return known[table](table, step, rows)
 
     log.reschedule(next_uses)

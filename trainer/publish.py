@@ -45,7 +45,7 @@ from trainer.export import (
     texts_of,
     write_rows,
 )
-from trainer.stores.api import ROWS_AT_ONCE, Records
+from trainer.stores.api import ROWS_PER_CHUNK, Records
 
 # Rows that changed between two checkpoints of a run, and the newer model made of them.
 #
@@ -200,8 +200,8 @@ def _merged(
 
     def old() -> Iterator[RowsAndRecords]:
         rows, values = stored
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, len(rows), ROWS_PER_CHUNK):
+            part = slice(start, start + ROWS_PER_CHUNK)
             keep = np.isin(rows[part], dropped, invert=True, assume_unique=True)
             yield rows[part][keep], _records(values[part][keep])
 

@@ -35,7 +35,7 @@ from trainer.run import (
     steps_with_lines,
     write_dataset,
 )
-from trainer.stores.api import Store, StoreLostError, TableLayout, close_stores, group_of
+from trainer.stores.api import RowsLostError, Store, TableLayout, close_stores, group_of
 from trainer.stores.future_log import FutureLog, log_stores
 from trainer.stores.local import memory_store, mmap_store
 from trainer.stores.remote.client import open_group
@@ -466,7 +466,7 @@ def with_rollbacks(
     while True:
         try:
             return attempt(checkpoint), found
-        except StoreLostError as error:
+        except RowsLostError as error:
             committed = len((run / METRICS).read_text(encoding="utf-8").splitlines())
             in_vain = 0 if committed > furthest else in_vain + 1
             furthest = max(furthest, committed)

@@ -72,7 +72,7 @@ from trainer.step import (
     metric_of,
 )
 from trainer.stores.api import group_of
-from trainer.stores.future_log import FutureLog, NextUse
+from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.warm_start import said_of, steps_before
 
 READ_AHEAD = 2
@@ -341,7 +341,7 @@ def _start(
         if isinstance(group_of(parts.stores), FutureLog):
             known = span.horizon.known
             others = begun.origin is not None
-            next_use = NextUse(span.dataset, span.order, known, others=others)
+            next_use = NextUseLookup(span.dataset, span.order, known, others=others)
         manifest = verified(checkpoint, made_of(job, span.dataset))
         if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
             cached = load_cached(checkpoint / PLAN, parts.stores)

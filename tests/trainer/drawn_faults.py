@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 
-from trainer.elastic.faults import Faults, Point
+from trainer.elastic.faults import FaultPoint, Faults
 
 MOST = 4
 """Faults of a schedule, beside deaths of replicas that are to join."""
@@ -39,7 +39,7 @@ def draw(seed: int, num_replicas: int, num_steps: int) -> Faults:
     for _ in range(int(chance.integers(1, MOST + 1))):
         replica = int(chance.integers(num_replicas))
         step = int(chance.integers(max(1, num_steps * 3 // 4)))
-        point: Point = get_args(Point)[chance.integers(len(get_args(Point)))]
+        point: FaultPoint = get_args(FaultPoint)[chance.integers(len(get_args(FaultPoint)))]
         seconds = round(float(chance.uniform(0.05, LONGEST_SEC)), 3)
         kind = chance.choice([*CHANCES], p=[*CHANCES.values()])
         if point == "joining":  # one that dies first has to join

@@ -14,7 +14,7 @@ from tests.trainer.growing import commit
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.runs import checkpoint_at
 from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_together
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
 from trainer.recovery import Drain
 from trainer.setup import TrainOptions
 
@@ -105,7 +105,7 @@ class Together:
         self._ended.clear()
         watching.start()
         try:
-            return train_together(*paths, given, launch, act, self.drain, self.replicas.append, say)
+            return train_replicas(*paths, given, launch, act, self.drain, self.replicas.append, say)
         finally:
             self._ended.set()
             watching.join()

@@ -22,8 +22,8 @@ from trainer.checkpoint.manifest import complete
 from trainer.checkpoint.snapshot import CopyMemory, memory_path
 from trainer.components import build_parts, memory_stores, order_of
 from trainer.data.decode import spec_of
-from trainer.elastic.checkpoints import BesideSaves
-from trainer.elastic.context import Setting
+from trainer.elastic.checkpoints import BackgroundCheckpoints
+from trainer.elastic.context import ReplicaContext
 from trainer.elastic.peer_state import MemoryRows
 from trainer.follow import Span
 from trainer.horizon import Horizon
@@ -58,7 +58,9 @@ class OneReplica:
         end = order.num_steps
         self.span = Span(dataset, order, Horizon(until=end, known=end, last=True))
         options = TrainOptions()
-        setting = Setting(run, job, options, self.span, parts, self.rows, 0, time.perf_counter)
+        setting = ReplicaContext(
+            run, job, options, self.span, parts, self.rows, 0, time.perf_counter
+        )
         self.run = run
         self.memory = memory_path(folder / "memory", run)
         self.whole: list[int] = []
@@ -67,7 +69,7 @@ class OneReplica:
             self.whole.append(train_step)
             save_checkpoint(run, train_step, parts.model, parts.optimizer, self.stores, keep=20)
 
-        self.saves = BesideSaves(setting, 1 << 20, save_whole)
+        self.saves = BackgroundCheckpoints(setting, 1 << 20, save_whole)
 
     def train(self, steps: range, *, writes: bool) -> None:
         """Change row `step` in each step, and row 0 in all."""

@@ -12,7 +12,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.diff import compare_runs
 from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, train_together
+from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.run import verify_run
 from trainer.setup import TrainOptions
 
@@ -48,7 +48,7 @@ def test_drawn_faults_do_not_show(seed: int, folder: Path, tmp_path: Path) -> No
     for attempt in range(len(faults.schedule) + 1):
         options = TrainOptions(resume=attempt > 0)
         try:
-            train_together(job, folder / "dataset", run, options, launch, lambda *_: None)
+            train_replicas(job, folder / "dataset", run, options, launch, lambda *_: None)
             break
         except SchemaError:  # there is room again when the next attempt begins
             if not any(fault.kind == "fill_disk" for fault in faults.schedule):

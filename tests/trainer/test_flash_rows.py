@@ -14,7 +14,7 @@ from schemas.errors import SchemaError
 from trainer.checkpoint import manifest as manifests
 from trainer.checkpoint.agent import MOST_PARTS, persist
 from trainer.checkpoint.format import RowPart, newest
-from trainer.checkpoint.incremental import Changed, Changes, LeftRows, UsedPlaces
+from trainer.checkpoint.incremental import Changed, Changes, EvictedDirtyRows, UsedPlaces
 from trainer.checkpoint.load import CheckpointStore
 from trainer.checkpoint.manifest import alone, complete, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import (
@@ -83,7 +83,7 @@ def test_used_places_are_those_of_a_dictionary(
 def test_rows_that_left_are_those_of_a_dictionary(
     events: list[tuple[str, list[int], int]],
 ) -> None:
-    left, held = LeftRows(LAYOUT), dict[int, tuple[int, float]]()
+    left, held = EvictedDirtyRows(LAYOUT), dict[int, tuple[int, float]]()
     for step, (kind, rows, back) in enumerate(events):
         array = np.array(rows, np.int64)
         if kind == "put":

@@ -25,8 +25,8 @@ from trainer.__main__ import main
 from trainer.rows import initial_rows
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.local import memory_store
-from trainer.stores.remote.connection import Access, Peer
-from trainer.stores.remote.wire import slots_of_part
+from trainer.stores.remote.connection import Access, StoreConnection
+from trainer.stores.remote.wire import slot_range_of_part
 
 SHAPES = {
     "float32 with row state": LAYOUT,
@@ -61,7 +61,7 @@ def test_store_processes_hold_what_a_store_in_memory_does(
     layouts = {name: replace(SHAPES[shape], table=name) for name in ("items", "users")}
     started = []
     for part in range(count):
-        first, end = slots_of_part(part, count)
+        first, end = slot_range_of_part(part, count)
         # messages of few rows, so that requests are split
         options = ("--slots", f"{first}:{end}", "--message-bytes", "4096")
         started.append(start_store(tmp_path / f"store{part}", *options))
@@ -204,7 +204,9 @@ def test_store_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
 
 def test_stranger_on_the_port_of_a_store_that_died_is_waited_out() -> None:
     with fl.FlightServerBase("grpc://127.0.0.1:0") as stranger:
-        peer = Peer(f"grpc://127.0.0.1:{stranger.port}", replace(ACCESS, timeout_sec=0.3))
+        peer = StoreConnection(
+            f"grpc://127.0.0.1:{stranger.port}", replace(ACCESS, timeout_sec=0.3)
+        )
         with peer, pytest.raises(SchemaError, match=r"^store must answer within 0\.3 s"):
             peer.action("hello", {})
 

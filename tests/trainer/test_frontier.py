@@ -11,7 +11,7 @@ import pytest
 from schemas.config.job import load_job
 from schemas.errors import PlanError
 from tests.trainer.growing import commit, grown_versions
-from trainer.elastic.context import Frontier, RefusedError
+from trainer.elastic.context import DatasetRefusedError, Frontier
 from trainer.follow import Following, FollowOptions, Span
 from trainer.horizon import Horizon, Known, agreed, decide
 from trainer.recovery import Drain
@@ -148,6 +148,6 @@ def test_what_cannot_be_taken_in_is_refused_and_nothing_has_changed(waiting: Mem
     def refuse(span: Span, step: int) -> None:
         raise PlanError("cache must be larger")
 
-    with pytest.raises(RefusedError, match=r"^cache must be larger$"):
+    with pytest.raises(DatasetRefusedError, match=r"^cache must be larger$"):
         waiting.frontier.reach(waiting.frontier.seen, 12, refuse)
     assert waiting.frontier.told == before

@@ -28,13 +28,13 @@ def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_i
     store, first, more = mmap_store(LAYOUT, tmp_path), np.arange(900), np.arange(900, 3000)
     store.write(first, records_of(first))
     message = (
-        "disk must have room for the rows of a table, got File too large in "
-        f"{tmp_path / 'items' / 'values.bin'}; free 49152 bytes and train on with --resume"
+        "no room on disk for the rows of a table: File too large in "
+        f"{tmp_path / 'items' / 'values.bin'}; free 49152 bytes and continue with --resume"
     )
     with largest_file(20_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         store.write(more, records_of(more))
     assert (store.fetch(first).state[:, 0] == first).all()
-    with largest_file(20_000), pytest.raises(SchemaError, match=r"^disk must have room"):
+    with largest_file(20_000), pytest.raises(SchemaError, match=r"^no room on disk"):
         store.write(more, records_of(more))
     store.write(more, records_of(more))
     for rows in (first, more):

@@ -20,9 +20,9 @@ from tests.trainer.stores import largest_file
 from trainer.checkpoint.agent import NewCheckpoint
 from trainer.checkpoint.manifest import complete
 from trainer.diff import compare_runs
-from trainer.elastic.checkpoints import Writer
+from trainer.elastic.checkpoints import LogWriter
 from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, train_together
+from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.run import cut_run, verify_run
 from trainer.setup import TrainOptions, resumable_checkpoint
 
@@ -54,7 +54,7 @@ def resume_together(folder: Path, run: Path, faults: Faults | None = None) -> No
     launch = LaunchOptions(count=2, heartbeat_sec=2.0, faults=faults or Faults())
     options = TrainOptions(resume=faults is None)
     job = folder / "job" / "job.yaml"
-    train_together(job, folder / "dataset", run, options, launch, lambda *_: None)
+    train_replicas(job, folder / "dataset", run, options, launch, lambda *_: None)
 
 
 def assert_whole(folder: Path, run: Path) -> None:
@@ -251,7 +251,7 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def write_all(writer: Writer, steps: range, num_blocks: int = 1) -> None:
+def write_all(writer: LogWriter, steps: range, num_blocks: int = 1) -> None:
     for step in steps:
         writer.remember(*lines_of(step, num_blocks))
         writer.write()
@@ -269,13 +269,13 @@ def test_replica_s_line_that_is_written_in_parts_is_whole(
 ) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data)[:7]))
-    write_all(Writer(empty), range(3))
+    write_all(LogWriter(empty), range(3))
     for name in (METRICS, LEDGER):
         assert steps_in(empty / name) == [0, 1, 2]
 
 
 def test_replica_s_line_that_ends_with_the_disk_is_refused_and_written_again(empty: Path) -> None:
-    writer = Writer(empty)
+    writer = LogWriter(empty)
     write_all(writer, range(1), num_blocks=100)
     room = (empty / LEDGER).stat().st_size + 10
     with largest_file(room), pytest.raises(SchemaError, match=r"^disk must have room for the line"):
@@ -287,11 +287,11 @@ def test_replica_s_line_that_ends_with_the_disk_is_refused_and_written_again(emp
 
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_next_writer_drops_a_line_of_many_blocks_that_has_no_metric(end: str, empty: Path) -> None:
-    write_all(Writer(empty), range(2))
+    write_all(LogWriter(empty), range(2))
     longer_than_a_block = to_line(lines_of(2, num_blocks=30_000)[1][0])
     with (empty / LEDGER).open("a") as file:
         file.write(f"{longer_than_a_block}{end}")
-    write_all(Writer(empty), range(2, 4))
+    write_all(LogWriter(empty), range(2, 4))
     for name in (METRICS, LEDGER):
         assert steps_in(empty / name) == [0, 1, 2, 3]
 

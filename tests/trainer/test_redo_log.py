@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from trainer.stores.remote.wal import RedoLog, replay
+from trainer.stores.remote.wal import RecordLog, read_records
 
 
 def payloads_of(path: Path) -> list[bytes]:
-    return [bytes(payload) for payload in replay(path)]
+    return [bytes(payload) for payload in read_records(path)]
 
 
 def write_log(path: Path, payloads: list[bytes]) -> list[int]:
     """Append payloads and return where each record ends."""
-    log, ends = RedoLog(path, sync=False), []
+    log, ends = RecordLog(path, sync=False), []
     for payload in payloads:
         log.append([payload[:3], b"", payload[3:]])
         ends.append(log.num_bytes)

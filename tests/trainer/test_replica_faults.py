@@ -17,7 +17,7 @@ from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.diff import compare_runs
 from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_together
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger, verify_run
 from trainer.setup import TrainOptions
@@ -41,7 +41,7 @@ def together(
     launch = LaunchOptions(count=count, heartbeat_sec=2.0, faults=faults or Faults())
     given = TrainOptions(**options)  # type: ignore[arg-type]
     job = folder / "job" / "job.yaml"
-    return train_together(job, folder / "dataset", run, given, launch, lambda *_: None)
+    return train_replicas(job, folder / "dataset", run, given, launch, lambda *_: None)
 
 
 def assert_as_alone(folder: Path, run: Path) -> None:
@@ -109,7 +109,7 @@ def test_one_that_was_away_computes_leaves_again(what: str, folder: Path, tmp_pa
     faults = AWAY[what].pause(0, PAUSE_SEC)  # who stays, so that the other is back in time
     launch = LaunchOptions(count=2, heartbeat_sec=1.0, faults=faults)
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
-    train_together(job, dataset, run, TrainOptions(), launch, look)
+    train_replicas(job, dataset, run, TrainOptions(), launch, look)
     assert_as_alone(folder, run)
     assert back, "it came back and computed leaves"
 
@@ -126,7 +126,7 @@ def test_replicas_that_are_killed_too_often_are_given_up(folder: Path, tmp_path:
         os.kill(replicas.pids[0], signal.SIGKILL)
 
     with pytest.raises(SchemaError, match="replica 0 must live, got signal 9 once too often"):
-        train_together(
+        train_replicas(
             folder / "job" / "job.yaml",
             folder / "dataset",
             tmp_path / "run",
@@ -147,7 +147,7 @@ def test_replicas_that_are_started_by_hand_find_each_other(folder: Path, tmp_pat
 
     launch = LaunchOptions(count=0, heartbeat_sec=2.0)
     paths = (folder / "job" / "job.yaml", folder / "dataset", run)
-    train_together(*paths, TrainOptions(), launch, lambda *_: None, on_start=start)
+    train_replicas(*paths, TrainOptions(), launch, lambda *_: None, on_start=start)
     assert [replica.wait(PATIENCE) for replica in started] == [0, 0]
     assert_as_alone(folder, run)
     assert len(lives_of(run)) == 2
@@ -169,7 +169,7 @@ def test_a_run_that_is_asked_to_end_ends_and_goes_on(folder: Path, tmp_path: Pat
     slowly = Faults().pause(0, PAUSE_SEC, until=20).pause(1, PAUSE_SEC, until=20)
     launch = LaunchOptions(count=2, heartbeat_sec=2.0, faults=slowly)
     with pytest.raises(DrainInterrupt) as asked:
-        train_together(job, dataset, run, TrainOptions(), launch, ask, drain)
+        train_replicas(job, dataset, run, TrainOptions(), launch, ask, drain)
     assert "--resume" in asked.value.message
     together(folder, run, 2, resume=True)
     assert_as_alone(folder, run)

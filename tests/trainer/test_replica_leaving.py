@@ -18,11 +18,11 @@ from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, told
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.diff import compare_runs
-from trainer.elastic.exchange import Shares
+from trainer.elastic.exchange import SplitPlanner
 from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_together
-from trainer.elastic.membership import Lighthouse, Member, Membership, StandIns
-from trainer.elastic.options import Left, left_by
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
+from trainer.elastic.membership import DepartedMembers, Lighthouse, Member, Membership
+from trainer.elastic.options import LeaveOutcome, leave_outcome
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger, verify_run
 from trainer.setup import TrainOptions
@@ -58,7 +58,7 @@ def train_and(
 
     launch = LaunchOptions(count=2, heartbeat_sec=heartbeat_sec, restarts=0)
     paths = (folder / "job.yaml", folder / "dataset", run)
-    train_together(*paths, TrainOptions(), launch, on_step, on_start=replicas.append)
+    train_replicas(*paths, TrainOptions(), launch, on_step, on_start=replicas.append)
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
     run, job, drain = tmp_path / "run", folder / "job.yaml", Drain()
     paths, launch = (job, folder / "dataset", run), LaunchOptions(count=2)
     with pytest.raises(DrainInterrupt, match=r"^SIGTERM$") as found:
-        train_together(
+        train_replicas(
             *paths,
             TrainOptions(),
             launch,
@@ -147,21 +147,21 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
 
 def test_a_replica_leaves_after_the_step_in_whose_agreement_it_says_so() -> None:
     going = agreed(4, a=told(), b=told(since=1, leaving=True))
-    assert left_by(going, "a") is None
-    assert left_by(going, "b") == Left(saves=False, alone=True)
+    assert leave_outcome(going, "a") is None
+    assert leave_outcome(going, "b") == LeaveOutcome(saves=False, alone=True)
     assert going.writer == "a"
     assert list(going.ready) == ["a", "b"]
     first = replace(going.members["a"], told=told(leaving=True))
     all_go = replace(going, members={**going.members, "a": first})
-    assert left_by(all_go, "a") == Left(saves=True, alone=False)
-    assert left_by(all_go, "b") == Left(saves=False, alone=False)
+    assert leave_outcome(all_go, "a") == LeaveOutcome(saves=True, alone=False)
+    assert leave_outcome(all_go, "b") == LeaveOutcome(saves=False, alone=False)
     behind = Member(name="c", step=3, told=told(leaving=True))
     with_c = replace(all_go, members={**all_go.members, "c": behind})
-    assert left_by(with_c, "c") == Left(saves=False, alone=True)
+    assert leave_outcome(with_c, "c") == LeaveOutcome(saves=False, alone=True)
 
 
 def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps() -> None:
-    shares = {name: Shares(name) for name in "ab"}
+    shares = {name: SplitPlanner(name) for name in "ab"}
     both = agreed(0, a=told(), b=told())
     last = agreed(1, a=told(leaves=(0, 1)), b=told(leaves=(2, 3), leaving=True))
     for found in shares.values():
@@ -179,7 +179,7 @@ def test_lighthouse_waits_for_nobody_who_left_while_another_answers_for_it() -> 
         Membership(lighthouse.address, "b", NEVER_SEC, NEVER_SEC) as other,
         ThreadPoolExecutor(1) as pool,
     ):
-        stand_ins = StandIns(lighthouse.address, NEVER_SEC)
+        stand_ins = DepartedMembers(lighthouse.address, NEVER_SEC)
 
         def leave() -> None:
             while len(other.agree(0, told()).members) < 2:  # who asks first may be alone

@@ -17,9 +17,9 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, with_keys
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.diff import compare_runs
-from trainer.elastic.context import read_together, write_together
-from trainer.elastic.launcher import LaunchOptions, start_replica, train_together
-from trainer.elastic.worker import limits_of
+from trainer.elastic.context import read_rendezvous, write_rendezvous
+from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
+from trainer.elastic.worker import replica_limits
 from trainer.run import verify_run
 from trainer.setup import TrainOptions
 
@@ -49,7 +49,7 @@ def beside(folder: Path, run: Path, number: str) -> Path:
     own.mkdir()
     for path in run.iterdir():
         (own / path.name).symlink_to(path)
-    write_together(own, replace(read_together(run), dataset=str(folder / "stuck")))
+    write_rendezvous(own, replace(read_rendezvous(run), dataset=str(folder / "stuck")))
     return own
 
 
@@ -65,7 +65,7 @@ def together(folder: Path, run: Path, stuck: Sequence[str]) -> None:
 
     launch = LaunchOptions(count=2, heartbeat_sec=2.0, start=start)
     paths = (folder / "job.yaml", folder / "dataset", run)
-    train_together(*paths, TrainOptions(), launch, lambda *_: None)
+    train_replicas(*paths, TrainOptions(), launch, lambda *_: None)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_run_ends_where_all_replicas_hang(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_replica_waits_for_others_longer_than_they_may_take() -> None:
-    seconds = limits_of(LimitsConfig())
+    seconds = replica_limits(LimitsConfig())
     single = LimitsConfig().seconds()
     assert seconds["sync"] == single["sync"] + single["save"]
     assert seconds["wait"] == single["wait"] + seconds["sync"]

@@ -13,8 +13,8 @@ import torch
 from schemas.run_log import StepMetric
 from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
-from trainer.elastic.context import Together, write_together
-from trainer.elastic.peer_state import Committed, Peer, PeerError, PeerServer
+from trainer.elastic.context import Rendezvous, write_rendezvous
+from trainer.elastic.peer_state import CommittedStep, PeerClient, PeerError, PeerServer
 from trainer.horizon import Known
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
@@ -29,7 +29,7 @@ def serving(certificate: Certificate | None) -> Iterator[PeerServer]:
     """Serve the sums of one step."""
     server = PeerServer("127.0.0.1", ACCESS, certificate)
     try:
-        server.keep(3, Committed(KNOWN, METRIC, (), torch.arange(8, dtype=torch.uint8)))
+        server.keep(3, CommittedStep(KNOWN, METRIC, (), torch.arange(8, dtype=torch.uint8)))
         yield server
     finally:
         server.shutdown()
@@ -40,17 +40,20 @@ def test_sums_go_over_tls_to_who_trusts_the_certificate_and_has_the_token(tmp_pa
     trusting = replace(ACCESS, certificates=certificate[0].read_bytes())
     with serving(certificate) as server:
         assert server.address.startswith("grpc+tls://127.0.0.1:")
-        with Peer(server.address, trusting) as peer:
+        with PeerClient(server.address, trusting) as peer:
             sums = peer.sums(3)
         assert sums is not None
-        assert Committed.from_bytes(sums).metric == METRIC
+        assert CommittedStep.from_bytes(sums).metric == METRIC
         plain = server.address.replace("+tls", "")
         for address, access in (
             (server.address, ACCESS),
             (plain, trusting),
             (server.address, replace(trusting, token="guess")),
         ):
-            with Peer(address, access) as peer, pytest.raises(PeerError, match="sums of grpc"):
+            with (
+                PeerClient(address, access) as peer,
+                pytest.raises(PeerError, match="sums of grpc"),
+            ):
                 peer.sums(3)
 
 
@@ -58,7 +61,7 @@ def test_replica_beyond_loopback_must_have_a_certificate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "token").write_text("secret")
-    together = Together(
+    together = Rendezvous(
         job="j",
         dataset="d",
         lighthouse="http://127.0.0.1:1",
@@ -72,7 +75,7 @@ def test_replica_beyond_loopback_must_have_a_certificate(
         copy_bytes=0,
         shared=None,
     )
-    write_together(tmp_path, together)
+    write_rendezvous(tmp_path, together)
     arguments = ["replica", str(tmp_path), "--number", "0", "--host", "0.0.0.0"]
     assert main(arguments) == 1
     assert "host must be loopback without TLS, got host='0.0.0.0'" in capsys.readouterr().err

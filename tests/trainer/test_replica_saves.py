@@ -25,7 +25,7 @@ from trainer.checkpoint.snapshot import memory_path
 from trainer.diff import compare_runs
 from trainer.elastic import checkpoints as room
 from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_together
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
 from trainer.run import verify_run
 from trainer.setup import TrainOptions
 
@@ -61,7 +61,7 @@ def together(
     )
     given = TrainOptions(**options)  # type: ignore[arg-type]
     paths = (folder / "job" / "job.yaml", folder / "dataset", run)
-    train_together(*paths, given, launch, lambda *_: None, on_start=on_start)
+    train_replicas(*paths, given, launch, lambda *_: None, on_start=on_start)
 
 
 def steps_of(run: Path) -> list[int]:

@@ -20,7 +20,7 @@ from trainer.checkpoint.manager import COPIES
 from trainer.checkpoint.manifest import DENSE, complete
 from trainer.diff import compare_runs
 from trainer.elastic.faults import Faults
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_together
+from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
 from trainer.run import read_ledger, verify_run
 from trainer.setup import STORE, TrainOptions
 from trainer.stores.remote.wal import RowsEntry, read_entries
@@ -71,7 +71,7 @@ def together(
 
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     options = TrainOptions(embedding=embedding, stores=2)
-    return train_together(job, dataset, run, options, launch, act, on_start=on_start)
+    return train_replicas(job, dataset, run, options, launch, act, on_start=on_start)
 
 
 def assert_as_alone(folder: Path, run: Path) -> None:
@@ -205,4 +205,4 @@ def test_replicas_without_stores_are_told_to_share_some(folder: Path, tmp_path: 
     launch, options = LaunchOptions(count=2), TrainOptions(embedding="cached")
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     with pytest.raises(ValueError, match="must share store processes, got none; use --stores"):
-        train_together(job, dataset, tmp_path / "run", options, launch, lambda *_: None)
+        train_replicas(job, dataset, tmp_path / "run", options, launch, lambda *_: None)

@@ -18,12 +18,25 @@ from hypothesis import strategies as st
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, read_metrics
 from tests.trainer.processes import hold
-from trainer.elastic.checkpoints import REMEMBERED, Writer
-from trainer.elastic.exchange import AHEAD, Shares, agreed_speeds, smoothed, split
-from trainer.elastic.faults import Faults, Injector
-from trainer.elastic.group import Group, LostPeerError, Meeting, Shape, pack, unpack
-from trainer.elastic.membership import Agreement, Lighthouse, Member, Membership, Told
-from trainer.elastic.peer_state import Peer, PeerError
+from trainer.elastic.checkpoints import REMEMBERED_STEPS, LogWriter
+from trainer.elastic.exchange import (
+    SPLIT_AHEAD_STEPS,
+    SplitPlanner,
+    fill_missing_speeds,
+    smooth_speed,
+    split_microbatches,
+)
+from trainer.elastic.faults import FaultInjector, Faults
+from trainer.elastic.group import (
+    GlooGroup,
+    LostPeerError,
+    MeetingStore,
+    SumsShape,
+    pack_sums,
+    unpack_sums,
+)
+from trainer.elastic.membership import Agreement, Lighthouse, Member, Membership, ReplicaStatus
+from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import Node, Partial
 from trainer.stores.remote.connection import Access
@@ -35,7 +48,7 @@ speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_
 def test_a_split_is_a_cut_in_runs_and_no_whole_leaf_can_be_moved_to_be_done_sooner(
     num_leaves: int, by_name: dict[str, float]
 ) -> None:
-    runs = split(num_leaves, by_name)
+    runs = split_microbatches(num_leaves, by_name)
     assert list(runs) == sorted(by_name)
     assert [leaf for run in runs.values() for leaf in run] == list(range(num_leaves))
     slowest = max(len(run) / by_name[name] for name, run in runs.items())
@@ -43,18 +56,18 @@ def test_a_split_is_a_cut_in_runs_and_no_whole_leaf_can_be_moved_to_be_done_soon
         assert (len(run) + 1) / by_name[name] >= slowest - 1e-9
 
 
-def told(**changes: object) -> Told:
-    return replace(Told(since=0, state="s", meeting="m"), **changes)  # type: ignore[arg-type]
+def told(**changes: object) -> ReplicaStatus:
+    return replace(ReplicaStatus(since=0, state="s", meeting="m"), **changes)  # type: ignore[arg-type]
 
 
-def agreed(step: int, number: int = 1, **members: Told) -> Agreement:
+def agreed(step: int, number: int = 1, **members: ReplicaStatus) -> Agreement:
     return Agreement(
         number, {name: Member(name=name, step=step, told=t) for name, t in members.items()}
     )
 
 
 def test_all_replicas_work_out_the_same_shares_and_the_dead_one_s_leaves_are_taken_over() -> None:
-    shares = {name: Shares(name) for name in "abc"}
+    shares = {name: SplitPlanner(name) for name in "abc"}
     first = agreed(0, a=told(speed=1.0), b=told(speed=1.0), c=told(speed=2.0))
     more = {name: found.heed(first, lambda _: 8) for name, found in shares.items()}
     assert [leaf for m in more.values() for run in m.runs for leaf in run] == list(range(8))
@@ -75,8 +88,8 @@ def test_all_replicas_work_out_the_same_shares_and_the_dead_one_s_leaves_are_tak
 def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
     tmp_path: Path,
 ) -> None:
-    shares = {name: Shares(name) for name in "ab"}
-    writers = {name: Writer(tmp_path) for name in "ab"}
+    shares = {name: SplitPlanner(name) for name in "ab"}
+    writers = {name: LogWriter(tmp_path) for name in "ab"}
     speeds: dict[str, float | None] = {"a": None, "b": None}
     done: list[dict[str, range]] = []
     for step in range(16):
@@ -85,12 +98,12 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
         for name, share in shares.items():
             share.heed(agreement, lambda _: 24)
             writers[name].remember_splits(share.fixed())
-            speeds[name] = smoothed(speeds[name], 5.0 if name == "b" and step >= 6 else 10.0)
+            speeds[name] = smooth_speed(speeds[name], 5.0 if name == "b" and step >= 6 else 10.0)
         writers["a" if step < 9 else "b"].write_splits()
     assert [len(runs["b"]) for runs in done[1:7]] == [12] * 6
     assert len(done[15]["b"]) == 8
     lines = [json.loads(line) for line in (tmp_path / SPLITS).read_text().splitlines()]
-    assert all(line["step"] - line["fixed_at"] == AHEAD for line in lines[1:])
+    assert all(line["step"] - line["fixed_at"] == SPLIT_AHEAD_STEPS for line in lines[1:])
     logged: dict[int, dict[str, list[int]]] = {line["step"]: line["leaves"] for line in lines}
     for step in range(1, 16):
         newest = logged[max(s for s in logged if s <= step)]
@@ -102,7 +115,7 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
 
 def test_leaves_that_two_replicas_tell_count_for_one_of_them() -> None:
     both = agreed(0, a=told(leaves=(0, 1)), b=told(leaves=(1, 2), since=1))
-    kept, dropped = (Shares(name).heed(both, lambda _: 4) for name in "ab")
+    kept, dropped = (SplitPlanner(name).heed(both, lambda _: 4) for name in "ab")
     assert (kept.dropped, dropped.dropped) == (False, True)
     assert kept.owners == dropped.owners
     assert sorted(leaf for own in kept.owners.values() for leaf in own) == [0, 1, 2, 3]
@@ -124,8 +137,11 @@ def test_a_replica_slowed_by_half_gets_half_within_ten_steps() -> None:
     speed, shares = {"a": 4.0, "b": 4.0}, {"a": 8, "b": 8}
     for _ in range(10):
         measured = {"a": 4.0, "b": 2.0}
-        speed = {name: smoothed(speed[name], measured[name]) for name in speed}
-        shares = {name: len(run) for name, run in split(15, agreed_speeds(speed)).items()}
+        speed = {name: smooth_speed(speed[name], measured[name]) for name in speed}
+        shares = {
+            name: len(run)
+            for name, run in split_microbatches(15, fill_missing_speeds(speed)).items()
+        }
     assert shares == {"a": 10, "b": 5}
 
 
@@ -133,7 +149,7 @@ def test_a_replica_slowed_by_half_gets_half_within_ten_steps() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_sums_come_over_the_wire_as_they_are(seed: int, dtype: torch.dtype) -> None:
     chance = np.random.default_rng(seed)
-    shape = Shape(num_parameters=5, num_rows=int(chance.integers(1, 70)), dim=3, dtype=dtype)
+    shape = SumsShape(num_parameters=5, num_rows=int(chance.integers(1, 70)), dim=3, dtype=dtype)
     held: dict[Node, Partial] = {}
     for number in range(int(chance.integers(0, 4))):
         rows = np.flatnonzero(chance.random(shape.num_rows) < 0.4).astype(np.int32)
@@ -146,8 +162,8 @@ def test_sums_come_over_the_wire_as_they_are(seed: int, dtype: torch.dtype) -> N
                 torch.from_numpy(chance.normal(size=(len(rows), 3))).to(dtype),
             ),
         )
-    message = pack(held, shape)
-    found = unpack(message, shape)
+    message = pack_sums(held, shape)
+    found = unpack_sums(message, shape)
     assert list(found) == list(held)
     for node, value in held.items():
         other = found[node]
@@ -159,7 +175,7 @@ def test_sums_come_over_the_wire_as_they_are(seed: int, dtype: torch.dtype) -> N
         ]:
             assert torch.equal(one, two)
     with pytest.raises(ValueError, match="message must have"):
-        unpack(message[:-1], shape)
+        unpack_sums(message[:-1], shape)
 
 
 def lines_of(step: int) -> tuple[StepMetric, list[LedgerEntry]]:
@@ -180,7 +196,7 @@ def test_the_next_writer_adds_what_the_last_one_left_out(
 ) -> None:
     for name in (METRICS, LEDGER):
         (tmp_path / name).touch()
-    first, second = Writer(tmp_path), Writer(tmp_path)
+    first, second = LogWriter(tmp_path), LogWriter(tmp_path)
     for step in range(5):
         second.remember(*lines_of(step))
         if step < written:
@@ -203,8 +219,8 @@ def test_the_next_writer_adds_what_the_last_one_left_out(
 def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> None:
     for name in (METRICS, LEDGER):
         (tmp_path / name).touch()
-    writer = Writer(tmp_path)
-    for step in range(REMEMBERED + 1):
+    writer = LogWriter(tmp_path)
+    for step in range(REMEMBERED_STEPS + 1):
         writer.remember(*lines_of(step))
     with pytest.raises(SchemaError, match="lines must follow step -1, got 1 for the next"):
         writer.write()
@@ -218,10 +234,10 @@ def test_faults_are_data() -> None:
 
 def test_leaves_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_path: Path) -> None:
     faults = Faults().slow(0, 3.0, step=2).pause(0, 0.25, until=4).pause(1, 9.0)
-    injector = Injector(faults, 0, tmp_path)
+    injector = FaultInjector(faults, 0, tmp_path)
     found = [injector.slower_sec(step, 4, 0.5) for step in (0, 1, 2, 3, 4, 5)]
     assert found == [1.0, 1.0, 2.0, 2.0, 1.0, 1.0]
-    assert Injector(faults, 2, tmp_path).slower_sec(0, 4, 0.5) == 0.0
+    assert FaultInjector(faults, 2, tmp_path).slower_sec(0, 4, 0.5) == 0.0
 
 
 def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
@@ -236,8 +252,8 @@ def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
 
 @pytest.mark.slow
 def test_nobody_to_meet_is_said_within_the_time() -> None:
-    meeting = Meeting("127.0.0.1", 1.0)
-    group = Group("127.0.0.1", 1.0, 1.0)
+    meeting = MeetingStore("127.0.0.1", 1.0)
+    group = GlooGroup("127.0.0.1", 1.0, 1.0)
     with pytest.raises(LostPeerError, match="members must meet"):
         group.join("1/0/a,b", meeting.address, 0, 2)
     group.join("2/0/a", meeting.address, 0, 1)
@@ -249,10 +265,10 @@ def nobody() -> bool:
     raise AssertionError("there is nobody to ask")
 
 
-def two_groups(timeout_sec: float) -> tuple[Group, Group]:
+def two_groups(timeout_sec: float) -> tuple[GlooGroup, GlooGroup]:
     """Return two members that are connected."""
-    meeting = Meeting("127.0.0.1", 10.0)
-    groups = Group("127.0.0.1", timeout_sec, 10.0), Group("127.0.0.1", timeout_sec, 10.0)
+    meeting = MeetingStore("127.0.0.1", 10.0)
+    groups = GlooGroup("127.0.0.1", timeout_sec, 10.0), GlooGroup("127.0.0.1", timeout_sec, 10.0)
     with ThreadPoolExecutor(2) as pool:
         joined = [
             pool.submit(group.join, "1/0/a,b", meeting.address, rank, 2)
@@ -296,12 +312,12 @@ def test_a_process_that_is_held_does_not_say_that_it_lives() -> None:
     ) as held:
         assert held.stdout is not None
         address = held.stdout.readline().strip()
-        with Peer(address, Access(token="t", timeout_sec=60.0)) as peer:
+        with PeerClient(address, Access(token="t", timeout_sec=60.0)) as peer:
             peer.ask_if_it_lives()
         hold(held.pid)
         try:
             with (
-                Peer(address, Access(token="t", timeout_sec=1.0)) as peer,
+                PeerClient(address, Access(token="t", timeout_sec=1.0)) as peer,
                 pytest.raises(PeerError, match="lives of grpc"),
             ):
                 peer.ask_if_it_lives()

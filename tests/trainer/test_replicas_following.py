@@ -30,7 +30,7 @@ from tests.trainer.processes import (
 from tests.trainer.replicas_following import KNOWN, Together
 from tests.trainer.runs import checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
-from trainer.elastic.context import read_together, write_together
+from trainer.elastic.context import read_rendezvous, write_rendezvous
 from trainer.elastic.faults import Faults
 from trainer.elastic.launcher import start_replica
 from trainer.elastic.peer_state import REPLICAS
@@ -207,7 +207,7 @@ def seen_by_another(run: Path, dataset: Path) -> Path:
         (own / path.name).symlink_to(path)
     (own / REPLICAS).unlink(missing_ok=True)
     (own / REPLICAS).symlink_to(run / REPLICAS)
-    write_together(own, replace(read_together(run), dataset=str(dataset)))
+    write_rendezvous(own, replace(read_rendezvous(run), dataset=str(dataset)))
     return own
 
 

@@ -15,7 +15,7 @@ from tests.trainer.stores import (
     running,
     start_store,
 )
-from trainer.elastic.shared_rows import Retained
+from trainer.elastic.shared_rows import WriteBuffer
 from trainer.stores.api import BehindError, WriteBack
 
 ROWS = np.arange(12)
@@ -38,7 +38,7 @@ class Together:
             for first in (True, False)
         ]
         groups = [found["items"].group for found in opened]
-        self.replicas = [Retained(g, {"items": LAYOUT}, most_bytes) for g in groups]
+        self.replicas = [WriteBuffer(g, {"items": LAYOUT}, most_bytes) for g in groups]
         self.history: dict[int, int] = {}
         self.step = 1  # a record of step 0 would look like none
 

@@ -31,7 +31,7 @@ def entries_of(tables: list[int], rows: list[int]) -> Entries:
         st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1 << 62)), max_size=30), max_size=12
     ),
     run_bytes=st.sampled_from([1, 300, 2000, 1 << 20]),
-    piece_bytes=st.sampled_from([1, 200, 1 << 20]),
+    chunk_bytes=st.sampled_from([1, 200, 1 << 20]),
 )
 @settings(max_examples=100)
 def test_sorted_runs_give_each_table_ascending(
@@ -42,7 +42,7 @@ def test_sorted_runs_give_each_table_ascending(
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
     runs = SortedRuns(
-        BucketFiles(folder, 3, "float64", piece_bytes=piece_bytes), 3, run_bytes=run_bytes
+        BucketFiles(folder, 3, "float64", chunk_bytes=piece_bytes), 3, run_bytes=run_bytes
     )
     seen: set[tuple[int, int]] = set()
     for part in parts:

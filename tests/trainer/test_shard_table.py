@@ -74,4 +74,4 @@ def test_store_that_is_killed_still_refuses_rows_as_of_an_earlier_step(tmp_path:
                 BehindError, match=r"^rows as of step 2 were replaced by those of step 3"
             ):
                 group.fetch(9, {"items": rows}, as_of=2)
-            group.checkpointed(4)  # the new log has the steps, too
+            group.notify_checkpoint(4)  # the new log has the steps, too

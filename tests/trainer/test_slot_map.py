@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
 from tests.trainer.stores import ACCESS
-from trainer.stores.remote.members import Members, next_fill
+from trainer.stores.remote.members import StoreMembers, next_fill
 from trainer.stores.remote.ownership import (
-    Claims,
-    Described,
+    Ownership,
     Ranges,
     SlotMap,
-    claims_from,
-    covers,
+    StoreDescription,
+    covers_all_slots,
+    empty_ownership,
+    format_ranges,
+    initial_ownership,
     mask_of,
-    no_claims,
-    placement,
-    ranges_from,
+    ownership_from_json,
+    parse_ranges,
     ranges_of,
-    resolve,
-    text_of,
+    resolve_slot_map,
 )
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
@@ -33,9 +33,9 @@ SESSION = "process"
 
 def store(
     ranges: Ranges, version: int = 1, tag: int = 7, *, home: Ranges | None = None
-) -> Described:
-    claims = no_claims().taken(mask_of(ranges), version, tag)
-    return Described(
+) -> StoreDescription:
+    claims = empty_ownership().taken(mask_of(ranges), version, tag)
+    return StoreDescription(
         incarnation="process",
         session=SESSION,
         owner="run",
@@ -50,8 +50,8 @@ def store(
     )
 
 
-def mapped(**stores: Described) -> SlotMap:
-    found = resolve(None, stores, SESSION, {}).slot_map
+def mapped(**stores: StoreDescription) -> SlotMap:
+    found = resolve_slot_map(None, stores, SESSION, {}).slot_map
     assert found is not None
     return found
 
@@ -125,25 +125,29 @@ WITHOUT = {
 def test_map_is_not_known_when(case: str) -> None:
     before, change, waiting, lost = WITHOUT[case]
     acknowledged = dict.fromkeys(before, 10)
-    result = resolve(mapped(**before), {**before, **change}, SESSION, acknowledged)
+    result = resolve_slot_map(mapped(**before), {**before, **change}, SESSION, acknowledged)
     assert result.slot_map is None
     assert (result.waiting, result.lost) == (waiting, lost)
 
 
 @pytest.mark.parametrize("other", [None, replace(store(()), session=""), store(ALL, 0)])
-def test_copy_that_is_left_is_fenced_before_it_goes_on_alone(other: Described | None) -> None:
+def test_copy_that_is_left_is_fenced_before_it_goes_on_alone(
+    other: StoreDescription | None,
+) -> None:
     known = mapped(**COPIED)
-    result = resolve(known, {"a": store(ALL), "b": other}, SESSION, {})
+    result = resolve_slot_map(known, {"a": store(ALL), "b": other}, SESSION, {})
     assert result.slot_map is None
     assert result.fence == {"a": ALL}
-    alone = resolve(known, {"a": store(ALL, 2, 9), "b": other}, SESSION, {}).slot_map
+    alone = resolve_slot_map(known, {"a": store(ALL, 2, 9), "b": other}, SESSION, {}).slot_map
     assert alone is not None
     assert (alone.num_copies == 1).all()
     # the other one comes back as it was: it is not believed
-    later = resolve(alone, {"a": store(ALL, 2, 9), "b": store(ALL)}, SESSION, {}).slot_map
+    later = resolve_slot_map(alone, {"a": store(ALL, 2, 9), "b": store(ALL)}, SESSION, {}).slot_map
     assert later is not None
     assert (later.readers == later.addresses.index("a")).all()
-    filled = resolve(alone, {"a": store(ALL, 2, 9), "b": store(ALL, 2, 9)}, SESSION, {}).slot_map
+    filled = resolve_slot_map(
+        alone, {"a": store(ALL, 2, 9), "b": store(ALL, 2, 9)}, SESSION, {}
+    ).slot_map
     assert filled is not None
     assert (filled.num_copies == 2).all()
 
@@ -160,31 +164,31 @@ def test_copy_is_made_where_a_store_was_started_with_the_slots() -> None:
 
 def test_new_session_takes_slots_as_they_are_or_as_stores_were_started() -> None:
     moved = {"a": store(LOW, 3, home=ALL), "b": store(HIGH, 3, home=())}
-    version, claims = placement(moved, 1, "other")
+    version, claims = initial_ownership(moved, 1, "other")
     assert version == 4
     assert {a: ranges_of(c.served) for a, c in claims.items()} == {"a": LOW, "b": HIGH}
     torn = {"a": store(LOW, 3, home=ALL), "b": store((), 0, home=())}
-    version, claims = placement(torn, 1, "other")
+    version, claims = initial_ownership(torn, 1, "other")
     assert {a: ranges_of(c.served) for a, c in claims.items()} == {"a": ALL, "b": ()}
     assert len({int(t) for c in claims.values() for t in c.tags[c.served]}) == 1
     # the store that was started with the rest has left, and that which had it has lost it
     left = {"a": store(((0, 3000),), 3, home=LOW), "c": store((), 0, home=())}
-    _, claims = placement(left, 1, "other", elastic=True)
+    _, claims = initial_ownership(left, 1, "other", elastic=True)
     assert {a: ranges_of(c.served) for a, c in claims.items()} == {
         "a": ((0, 3000),),
         "c": ((3000, 4096),),
     }
     forgotten = "stores must serve each of 4096 slots once, got slot 2048 served 0 times by a, c; "
     with pytest.raises(SchemaError, match=f"^{re.escape(forgotten)}"):
-        placement(left, 1, "other")
-    assert not covers(left, 1)
-    assert covers(moved, 1)
+        initial_ownership(left, 1, "other")
+    assert not covers_all_slots(left, 1)
+    assert covers_all_slots(moved, 1)
     message = (
         "stores must serve each of 4096 slots twice, got slot 0 served 1 times by a, b; "
         "start them with other --slots"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        placement(torn, 2, "other")
+        initial_ownership(torn, 2, "other")
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 4095), st.integers(1, 4096)), max_size=5).map(
@@ -197,9 +201,9 @@ RANGES = st.lists(st.tuples(st.integers(0, 4095), st.integers(1, 4096)), max_siz
 def test_claims_and_ranges_are_read_as_they_were_written(one: Ranges, other: Ranges) -> None:
     mask = mask_of(one)
     assert mask_of(ranges_of(mask)).tolist() == mask.tolist()
-    assert ranges_from(text_of(ranges_of(mask))) == ranges_of(mask)
-    claims = no_claims().taken(mask, 1, 5).taken(mask_of(other), 2, 6)
-    read: Claims = claims_from(claims.to_json())
+    assert parse_ranges(format_ranges(ranges_of(mask))) == ranges_of(mask)
+    claims = empty_ownership().taken(mask, 1, 5).taken(mask_of(other), 2, 6)
+    read: Ownership = ownership_from_json(claims.to_json())
     assert read.versions.tolist() == claims.versions.tolist()
     assert read.tags.tolist() == claims.tags.tolist()
     assert (claims.given(mask).served == (claims.served & ~mask)).all()
@@ -208,7 +212,7 @@ def test_claims_and_ranges_are_read_as_they_were_written(one: Ranges, other: Ran
 @pytest.mark.parametrize("text", ["", "1", "3:2", "0:4097", "a:b", "1:2:3"])
 def test_slots_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^slots must "):
-        ranges_from(text)
+        parse_ranges(text)
 
 
 def test_what_stores_said_at_different_moments_is_not_believed(
@@ -217,7 +221,7 @@ def test_what_stores_said_at_different_moments_is_not_believed(
     giver, taker = store(ALL, 2, 7), store((), 0, home=ALL)
     filled = {"a": replace(giver, version=3), "b": replace(store(ALL, 2, 7), version=3)}
     answers = iter([{"a": filled["a"], "b": taker}, filled, filled, filled])
-    members = Members(("a", "b"), ACCESS, SESSION, replicas=2)
+    members = StoreMembers(("a", "b"), ACCESS, SESSION, replicas=2)
     monkeypatch.setattr(members, "_describe", lambda wanted: next(answers))
     members._learn(None)  # pyright: ignore[reportPrivateUsage]
     # a map with the giver alone would bring writes that the taker never hears of

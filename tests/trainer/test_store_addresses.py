@@ -23,8 +23,14 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
-from trainer.elastic.shared_rows import begin_stores, open_shared
-from trainer.stores.remote.connection import FILE, Access, Peer, found_at, tell_address
+from trainer.elastic.shared_rows import launch_shared_stores, open_shared
+from trainer.stores.remote.connection import (
+    FILE,
+    Access,
+    StoreConnection,
+    publish_address,
+    resolve_address,
+)
 from trainer.stores.remote.processes import migrate_slots
 
 HALF = ((0, 2048),)
@@ -53,7 +59,7 @@ def test_store_that_comes_back_at_another_host_is_found_by_its_file(tmp_path: Pa
         again = start_store(directory, "--host", "127.0.0.3", *options)
         with running(again):
             assert again.address.startswith("grpc+tls://127.0.0.3:")
-            assert found_at(file_of(directory)) == again.address
+            assert resolve_address(file_of(directory)) == again.address
             store.write(np.array([6]), record_of(2.0, 1), 1)
             assert whole(store)[0].tolist() == [5, 6]
 
@@ -90,7 +96,9 @@ def test_replicas_are_told_the_name_of_the_token_not_where_it_leads_to(tmp_path:
         config = StoresConfig(addresses=(store.address,), token_file="token")
         layouts, run = {LAYOUT.table: LAYOUT}, tmp_path / "run"
         run.mkdir()
-        with begin_stores(run, tmp_path / "job.yaml", config, layouts, None, None) as shared:
+        with launch_shared_stores(
+            run, tmp_path / "job.yaml", config, layouts, None, None
+        ) as shared:
             assert shared.token_file == str(token)
             opened = open_shared(shared, run, tmp_path / "job.yaml", config, layouts)
             assert whole(opened["items"])[0].tolist() == []
@@ -108,9 +116,9 @@ def test_store_whose_certificate_bears_another_name_is_not_talked_to(tmp_path: P
 
 
 def test_store_that_would_show_no_certificate_gets_no_token(tmp_path: Path) -> None:
-    tell_address(tmp_path, "grpc://127.0.0.1:1")
+    publish_address(tmp_path, "grpc://127.0.0.1:1")
     access = replace(ACCESS, certificate_name="stores", timeout_sec=0.3)
-    with Peer(file_of(tmp_path), access) as peer, pytest.raises(SchemaError) as caught:
+    with StoreConnection(file_of(tmp_path), access) as peer, pytest.raises(SchemaError) as caught:
         peer.action("describe", {})
     assert "must be grpc+tls:// to show a certificate of stores" in str(caught.value)
 
@@ -118,7 +126,10 @@ def test_store_that_would_show_no_certificate_gets_no_token(tmp_path: Path) -> N
 def test_store_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
     access = replace(ACCESS, timeout_sec=0.3)
     message = r"^store must answer within 0\.3 s"
-    with Peer(file_of(tmp_path), access) as peer, pytest.raises(SchemaError, match=message):
+    with (
+        StoreConnection(file_of(tmp_path), access) as peer,
+        pytest.raises(SchemaError, match=message),
+    ):
         peer.action("describe", {})
 
 

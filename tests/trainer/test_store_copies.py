@@ -15,11 +15,11 @@ from schemas.errors import SchemaError
 from tests.trainer.processes import wait_for
 from tests.trainer.stores import ACCESS, LAYOUT, kill_store
 from tests.trainer.test_store_moves import Writer
-from trainer.stores.api import StoreLostError
+from trainer.stores.api import RowsLostError
 from trainer.stores.remote.client import FlightGroup, FlightStore, open_group
 from trainer.stores.remote.connection import Access
-from trainer.stores.remote.members import Members
-from trainer.stores.remote.ownership import Described, ranges_of
+from trainer.stores.remote.members import StoreMembers
+from trainer.stores.remote.ownership import StoreDescription, ranges_of
 from trainer.stores.remote.processes import TOKEN, LocalStores, migrate_slots
 
 
@@ -52,7 +52,7 @@ def test_any_node_may_die_after_the_other_when_copies_are_whole_again(tmp_path: 
                 wait_for(lambda before=before: writer.store.group.members.slot_map is not before)
                 wait_for_copies(writer.store.group)
         writer.check()
-        writer.store.group.checkpointed(writer.step)
+        writer.store.group.notify_checkpoint(writer.step)
         writer.write_step()
         for number in range(3):  # what each store holds is the same, wherever it is read
             kill(stores, number, forget=True)
@@ -70,7 +70,7 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
     def refuse(index: int, port: int) -> None:
         raise BlockingIOError("no process to be had")
 
-    def ask_slowly(members: Members) -> dict[str, Described | None]:
+    def ask_slowly(members: StoreMembers) -> dict[str, StoreDescription | None]:
         calling.set()
         answered.wait()
         return {}
@@ -82,7 +82,7 @@ def test_stores_are_called_by_nobody_any_more_when_they_are_given_back(
         writer.write_step()
         group = writer.store.group
         assert (group.members.slot_map.num_copies == 1).all()
-        monkeypatch.setattr(Members, "describe_all", ask_slowly)
+        monkeypatch.setattr(StoreMembers, "describe_all", ask_slowly)
         wait_for(calling.is_set)  # by who has copies made again
         threading.Timer(1.0, answered.set).start()
         group.close()
@@ -125,7 +125,7 @@ def test_both_nodes_dead_at_once_is_said_and_never_first_values(tmp_path: Path) 
             r"^stores must have every write that they acknowledged, got none with slots 0:4096; "
             r"go back to the newest checkpoint, with --resume$"
         )
-        with pytest.raises(StoreLostError, match=message):
+        with pytest.raises(RowsLostError, match=message):
             writer.store.fetch(np.arange(10))
         writer.store.group.close()
 

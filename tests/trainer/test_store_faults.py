@@ -25,10 +25,10 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.stores.remote.client import FlightStore
-from trainer.stores.remote.connection import Peer
-from trainer.stores.remote.migration import Departures
-from trainer.stores.remote.ownership import mask_of, no_claims
-from trainer.stores.remote.server import Actions, Budget, BusyError, Limits, StoreServer
+from trainer.stores.remote.connection import StoreConnection
+from trainer.stores.remote.migration import OutgoingMigrations
+from trainer.stores.remote.ownership import empty_ownership, mask_of
+from trainer.stores.remote.server import Actions, BusyError, ByteBudget, MessageLimits, StoreServer
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wire import Request, record_bytes, rows_batch
 
@@ -76,7 +76,7 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
             for step in range(100_000):
                 begun[0] = step
                 if step % 50 == 49:
-                    store.group.checkpointed(step)
+                    store.group.notify_checkpoint(step)
                 rows = write_step(store, step)
                 last_step.update(dict.fromkeys(rows.tolist(), step))
 
@@ -122,7 +122,7 @@ def test_checkpoint_truncates_the_log_and_keeps_the_rows(tmp_path: Path) -> None
             last_step.update(dict.fromkeys(write_step(store, step).tolist(), step))
         (long,) = directory.glob("log-*.bin")
         long_bytes = long.stat().st_size
-        store.group.checkpointed(200)
+        store.group.notify_checkpoint(200)
         (short,) = directory.glob("log-*.bin")
         assert short != long
         assert short.stat().st_size < long_bytes / 20
@@ -169,7 +169,7 @@ def test_checkpoint_on_a_full_disk_keeps_the_old_log(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=r"^disk must have room for a record, got File too"):
             store.write(rows, record_of(2, 600), 2)
         assert_holds(store, dict.fromkeys(range(600), 1))
-        store.group.checkpointed(2)
+        store.group.notify_checkpoint(2)
         assert_holds(store, dict.fromkeys(range(600), 1))
 
 
@@ -186,7 +186,7 @@ def test_directory_of_a_running_store_is_refused_to_another(tmp_path: Path) -> N
 def test_store_restarted_with_other_slots_is_refused(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "store", ((0, 2048),), sync=True)
     shard.load()
-    claims = no_claims().taken(mask_of([(0, 2048)]), 1, 1)
+    claims = empty_ownership().taken(mask_of([(0, 2048)]), 1, 1)
     layouts = {"items": LAYOUT}
     shard.open("run", "process", layouts, claims=claims, version=1, reset=True)
     shard.close()
@@ -200,7 +200,7 @@ def test_store_restarted_with_other_slots_is_refused(tmp_path: Path) -> None:
 
 
 def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
-    budget, held = Budget(100, 120.0), []
+    budget, held = ByteBudget(100, 120.0), []
 
     def take(num_bytes: int) -> None:
         with budget.reserve(num_bytes):
@@ -211,7 +211,7 @@ def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
         list(pool.map(take, [30, 70, 10, 60, 50, 100] * 10))
     assert sum(held) == 3200
     assert 50 < budget.peak_bytes <= 100
-    short = Budget(100, 0.01)
+    short = ByteBudget(100, 0.01)
     message = "^60 of 100 bytes are under way$"
     with short.reserve(60), pytest.raises(BusyError, match=message), short.reserve(50):
         pytest.fail("there is no room")
@@ -223,8 +223,8 @@ def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
 def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "store", ALL, sync=False)
     shard.load()
-    limits = Limits(message_bytes=4096, in_flight_bytes=3 * 2 * 4096, delay_sec=0.2)
-    departures = Departures(shard, ACCESS, clock=time.monotonic)
+    limits = MessageLimits(message_bytes=4096, in_flight_bytes=3 * 2 * 4096, delay_sec=0.2)
+    departures = OutgoingMigrations(shard, ACCESS, clock=time.monotonic)
     actions = Actions(shard, departures, kill=lambda: None, restart=lambda: None)
     server = StoreServer(shard, "grpc://127.0.0.1:0", token=TOKEN, limits=limits, actions=actions)
     try:
@@ -235,7 +235,7 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(tmp_path:
             list(pool.map(lambda s: store.write(rows, record_of(s, len(rows)), s), steps))
         assert server.budget.peak_bytes == 3 * 2 * 4096
         assert store.fetch(rows).state.tolist() == [[47.0]] * len(rows)
-        large, peer = np.arange(500), Peer(f"grpc://127.0.0.1:{server.port}", ACCESS)
+        large, peer = np.arange(500), StoreConnection(f"grpc://127.0.0.1:{server.port}", ACCESS)
         request = Request(op="fetch", session="process", tables=(("items", 500),))
         with pytest.raises(
             SchemaError, match=r"^message must have at most 4096 bytes, got 500 rows"

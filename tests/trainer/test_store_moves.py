@@ -26,11 +26,11 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.api import StoreGoneError
+from trainer.stores.api import StoreUnavailableError
 from trainer.stores.remote.client import FlightGroup, FlightStore
-from trainer.stores.remote.connection import Peer
-from trainer.stores.remote.migration import Moved
-from trainer.stores.remote.ownership import described
+from trainer.stores.remote.connection import StoreConnection
+from trainer.stores.remote.migration import MigrationStats
+from trainer.stores.remote.ownership import description_from_json
 from trainer.stores.remote.processes import gather_slots, kill_store, migrate_slots, restart_store
 from trainer.stores.remote.wire import DESCRIBE
 
@@ -108,7 +108,7 @@ def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) ->
         group = writer.store.group
         assert served(group) == {one.address: 2048, two.address: 2048}
         writer.check()
-        group.checkpointed(writer.step)
+        group.notify_checkpoint(writer.step)
         for process in (one, two):
             process.kill()
         one.process = start_store(tmp_path / "one", *SMALL, "--port", one.port).process
@@ -199,7 +199,7 @@ def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
         wait_for(lambda: sum(served(group).values()) >= 4096)
         owners = served(group)
         assert sum(owners.values()) == 4096
-        if isinstance(outcome, Moved):
+        if isinstance(outcome, MigrationStats):
             assert owners == {one.address: 2048, two.address: 2048}
         writer.check()
         if owners.get(one.address) == 4096:  # it can be moved again
@@ -209,7 +209,7 @@ def test_slots_have_one_owner_and_all_rows_when_a_side_of_a_move_is_killed(
             writer.check()
 
 
-def result_of(moving: "Future[Moved]") -> Moved | SchemaError:
+def result_of(moving: "Future[MigrationStats]") -> MigrationStats | SchemaError:
     try:
         return moving.result()
     except SchemaError as error:
@@ -275,9 +275,9 @@ def test_store_is_killed_and_restarted_by_call_and_keeps_its_rows(
 def incarnation_of(process: StoreProcess) -> str:
     while True:
         try:
-            with Peer(process.address, ACCESS) as peer:
-                return described(peer.action_once(DESCRIBE, {}, 5.0)).incarnation
-        except (StoreGoneError, SchemaError):
+            with StoreConnection(process.address, ACCESS) as peer:
+                return description_from_json(peer.action_once(DESCRIBE, {}, 5.0)).incarnation
+        except (StoreUnavailableError, SchemaError):
             time.sleep(0.05)
 
 

@@ -7,8 +7,9 @@ import pytest
 from tests.trainer.stores import whole
 from trainer.data.lookup import stable_order
 from trainer.rows import initial_bound, initial_rows
-from trainer.stores.api import Records, RowMap, Store, TableLayout
+from trainer.stores.api import Records, Store, TableLayout
 from trainer.stores.local import memory_store, mmap_store
+from trainer.stores.row_map import RowMap
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=3)
 

@@ -48,7 +48,7 @@ from trainer.checkpoint.snapshot import (
     Snapshot,
 )
 from trainer.runtime import is_readable
-from trainer.stores.api import ROWS_AT_ONCE, Records, TableLayout
+from trainer.stores.api import ROWS_PER_CHUNK, Records, TableLayout
 
 # From a copy in memory, or from whole tables, to a complete checkpoint on disk.
 #
@@ -257,8 +257,8 @@ def _num_rows(folder: Path) -> int:
 
 def _ascending(rows: NDArray[np.int64], records: Records) -> Iterator[RowsAndRecords]:
     order = np.argsort(rows)
-    for start in range(0, len(order), ROWS_AT_ONCE):
-        chosen = order[start : start + ROWS_AT_ONCE]
+    for start in range(0, len(order), ROWS_PER_CHUNK):
+        chosen = order[start : start + ROWS_PER_CHUNK]
         yield rows[chosen], Records(records.values[chosen], records.state[chosen])
 
 

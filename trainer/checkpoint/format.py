@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from trainer.checkpoint.manifest import ROW_FILES
-from trainer.stores.api import ROWS_AT_ONCE, Records, TableLayout
+from trainer.stores.api import ROWS_PER_CHUNK, Records, TableLayout
 
 # Named arrays as bytes and back: checksummed, without pickle, in the layout of safetensors files.
 #
@@ -306,8 +306,8 @@ class RowPart:
 
     def pieces(self) -> Iterator[RowsAndRecords]:
         """Yield all rows, ascending, some at a time."""
-        for start in range(0, len(self.rows), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
+        for start in range(0, len(self.rows), ROWS_PER_CHUNK):
+            part = slice(start, start + ROWS_PER_CHUNK)
             records = Records(
                 np.array(self.records.values[part]), np.array(self.records.state[part])
             )

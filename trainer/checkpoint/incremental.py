@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from trainer.stores.api import Lent, Records, RowMap, TableLayout
+from trainer.stores.api import Lent, Records, TableLayout
+from trainer.stores.row_map import RowMap
 
 _CLEAN = -1
 
@@ -90,7 +91,7 @@ class UsedPlaces:
 _FIRST = 1024
 
 
-class LeftRows:
+class EvictedDirtyRows:
     """Copies of one table's rows, each once: a row that leaves again takes its own place."""
 
     def __init__(self, layout: TableLayout) -> None:
@@ -211,7 +212,7 @@ class Changes:
             layouts: tables by name.
         """
         self._used = {table: UsedPlaces() for table in layouts}
-        self._left = {table: LeftRows(layout) for table, layout in layouts.items()}
+        self._left = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
 
     @property
     def left_bytes(self) -> int:

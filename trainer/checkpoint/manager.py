@@ -33,7 +33,7 @@ from trainer.checkpoint.snapshot import (
 from trainer.components import Parts
 from trainer.embedding.cache import PlannedCache, RowSource, arrays_of_cached
 from trainer.runtime import close_pipes, is_readable, start_child
-from trainer.stores.api import TableLayout, checkpointed, group_of
+from trainer.stores.api import TableLayout, group_of, notify_checkpoint
 from trainer.stores.future_log import FutureLog
 
 logger = logging.getLogger(__name__)
@@ -462,7 +462,7 @@ class TrainState:
         self._changes.forget(train_step)
         if self._truncating is None or self._truncating.done():
             self.check()
-            self._truncating = self._pool.submit(checkpointed, self._parts.stores, train_step)
+            self._truncating = self._pool.submit(notify_checkpoint, self._parts.stores, train_step)
 
     def check(self) -> None:
         """Raise what a store raised."""
@@ -560,7 +560,7 @@ class AtEnd:
             cached=source.cached(train_step) if isinstance(source, PlannedCache) else None,
             made_of=self._made_of(),
         )
-        checkpointed(parts.stores, train_step)
+        notify_checkpoint(parts.stores, train_step)
         self._saved = train_step
 
     def close(self) -> None:

@@ -31,9 +31,9 @@ from trainer.checkpoint.snapshot import (
 )
 from trainer.components import build_parts, layouts_of, memory_stores
 from trainer.data.decode import spec_of
-from trainer.elastic.context import Setting
+from trainer.elastic.context import ReplicaContext
 from trainer.follow import Span
-from trainer.stores.api import StoreLostError
+from trainer.stores.api import RowsLostError
 
 
 def copy_bytes_of(job: Job, span: Span, first: int) -> int:
@@ -70,7 +70,7 @@ def check_room(config: CheckpointConfig, num_bytes: int) -> None:
         raise too_small(directory, START + num_bytes)
 
 
-class Saves(Protocol):
+class ReplicaCheckpoints(Protocol):
     """Saves a run, as one of its replicas."""
 
     def after(self, train_step: int, *, writes: bool) -> None:
@@ -99,7 +99,7 @@ class Saves(Protocol):
         ...
 
 
-class LastSave:
+class FinalCheckpoint:
     """Saves everything once, after the last step."""
 
     def __init__(self, run: Path, save: Callable[[int], None]) -> None:
@@ -139,13 +139,13 @@ def newest_step(run: Path) -> int | None:
 # Who writes may die at any moment, also between two lines. All replicas remember the last steps;
 # whoever writes next looks at what is there, drops what is torn and adds what is missing.
 
-REMEMBERED = 64
+REMEMBERED_STEPS = 64
 """Steps whose lines a replica can still write."""
 _BLOCK = 1 << 16
 """Bytes that are read at once from the end of a file."""
 
 
-class Writer:
+class LogWriter:
     """The lines of a run, as one replica knows them."""
 
     def __init__(self, run: Path) -> None:
@@ -156,7 +156,7 @@ class Writer:
         """
         self._run = run
         self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
-        self._splits: deque[Split] = deque(maxlen=REMEMBERED)
+        self._splits: deque[Split] = deque(maxlen=REMEMBERED_STEPS)
 
     def remember(self, metric: StepMetric, entries: Sequence[LedgerEntry]) -> None:
         """Keep the lines of a committed step.
@@ -167,7 +167,7 @@ class Writer:
         """
         ledger = "".join(f"{to_line(entry)}\n" for entry in entries)
         self._lines[metric.step] = (ledger.encode(), f"{to_line(metric)}\n".encode())
-        while len(self._lines) > REMEMBERED:
+        while len(self._lines) > REMEMBERED_STEPS:
             self._lines.popitem(last=False)
 
     def remember_splits(self, splits: Iterable[Split]) -> None:
@@ -288,11 +288,11 @@ class ReplicaState(TrainState):
         return {}
 
 
-class BesideSaves:
+class BackgroundCheckpoints:
     """Saves every so many steps: beside training, or whole where that cannot be."""
 
     def __init__(
-        self, setting: Setting, copy_bytes: int, save_whole: Callable[[int], None]
+        self, setting: ReplicaContext, copy_bytes: int, save_whole: Callable[[int], None]
     ) -> None:
         """Follow the rows from now on.
 
@@ -354,7 +354,7 @@ class BesideSaves:
                 saver, _ = self._begun = self._begun or self._begin()
                 saver.go_on_from(newest or 0)
                 save(saver, train_step)
-            except StoreLostError:
+            except RowsLostError:
                 raise
             except (SchemaError, OSError) as error:
                 self.let_go()

@@ -22,7 +22,7 @@ from trainer.checkpoint.load import load_state, state_of
 from trainer.components import Parts
 from trainer.data.microbatches import Leaves
 from trainer.data.reader import Reader
-from trainer.elastic.group import Shape
+from trainer.elastic.group import SumsShape
 from trainer.elastic.peer_state import ReplicaRows
 from trainer.elastic.shared_rows import SharedStores, StepRows
 from trainer.embedding.kernels.compiled import kernels_of
@@ -32,7 +32,7 @@ from trainer.horizon import Known, decide
 from trainer.recovery import Drain
 from trainer.setup import TrainOptions
 from trainer.step import Clock
-from trainer.stores.api import BehindError, StoreLostError
+from trainer.stores.api import BehindError, RowsLostError
 from trainer.train import reader_of
 
 TOKEN = "token"
@@ -42,7 +42,7 @@ ROWS_LOST = "rows-lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
+class Rendezvous:
     """One attempt at a run."""
 
     job: str
@@ -71,12 +71,12 @@ class Together:
     """Stores of the run; None where every replica has all rows in memory."""
 
 
-def write_together(run: Path, together: Together) -> None:
+def write_rendezvous(run: Path, together: Rendezvous) -> None:
     """Let replicas know."""
     replace_bytes(run / TOGETHER, canonical_json(asdict(together)).encode())
 
 
-def read_together(run: Path) -> Together:
+def read_rendezvous(run: Path) -> Rendezvous:
     """Return what `write_together` wrote.
 
     Raises:
@@ -88,7 +88,7 @@ def read_together(run: Path) -> Together:
         shared = body["shared"]
         if shared is not None:
             shared = SharedStores(**{**shared, "addresses": tuple(shared["addresses"])})
-        return Together(**{**body, "known": Known(**body["known"]), "shared": shared})
+        return Rendezvous(**{**body, "known": Known(**body["known"]), "shared": shared})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise SchemaError(
             f"run must be one that replicas are asked to join, got {error}; begin it with "
@@ -98,7 +98,7 @@ def read_together(run: Path) -> Together:
 
 
 @contextmanager
-def telling_lost_rows(run: Path, lighthouse: str) -> Generator[None]:
+def report_lost_rows(run: Path, lighthouse: str) -> Generator[None]:
     """Let whoever leads an attempt know when it cannot go on, since rows are lost.
 
     Args:
@@ -107,7 +107,7 @@ def telling_lost_rows(run: Path, lighthouse: str) -> Generator[None]:
     """
     try:
         yield
-    except StoreLostError:
+    except RowsLostError:
         replace_bytes(run / ROWS_LOST, lighthouse.encode())
         raise
 
@@ -133,7 +133,7 @@ Extend = Callable[[Span, int], None]
 """Lets a span be trained from a step on."""
 
 
-class RefusedError(SchemaError):
+class DatasetRefusedError(SchemaError):
     """Say that what has come cannot be trained; all replicas find the same, and save."""
 
 
@@ -291,19 +291,19 @@ class Frontier:
         try:
             extend(span, train_step)
         except (SchemaError, PlanError) as error:
-            raise RefusedError(str(error)) from error
+            raise DatasetRefusedError(str(error)) from error
         self.span, self._known, self._coming = span, known, None
 
     def _seen_by_me(self, known: Known) -> Span:
         """Return what may be trained when that much is known, as soon as it is seen here."""
-        while not covers(self._seen, known):
+        while not covers_known(self._seen, known):
             with self._drain.at_once():
                 self._drain.sleep(self._poll_sec)
             self._seen = self._data.look()
         return self._data.use(known)
 
 
-def covers(seen: Known, known: Known) -> bool:
+def covers_known(seen: Known, known: Known) -> bool:
     """Tell whether who has seen something can train what others know.
 
     Example:
@@ -316,7 +316,7 @@ def covers(seen: Known, known: Known) -> bool:
     return enough and (seen.finished or not known.finished)
 
 
-def known_at(order: Order, known: Known, train_step: int) -> Known:
+def known_at_step(order: Order, known: Known, train_step: int) -> Known:
     """Return the least that is known of a dataset when all steps before one are trained.
 
     Args:
@@ -358,7 +358,7 @@ class _Steps:
     step_rows: StepRows
 
 
-class Setting:
+class ReplicaContext:
     """A run as each of its replicas has it."""
 
     def __init__(
@@ -416,10 +416,10 @@ class Setting:
         rows = steps.step_rows.of(train_step)
         return steps.reader.leaves(train_step, slice(run.start, run.stop), rows)
 
-    def shape(self, leaves: Leaves) -> Shape:
+    def shape(self, leaves: Leaves) -> SumsShape:
         """Return the shape of a step's sums."""
         parameters = [p for p in self.parts.model.parameters() if p.requires_grad]
-        return Shape(
+        return SumsShape(
             num_parameters=sum(p.numel() for p in parameters),
             num_rows=sum(len(rows) for rows in leaves.rows.values()),
             dim=self.job.train.embedding_dim,

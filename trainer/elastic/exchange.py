@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from schemas.run_log import Split
-from trainer.elastic.group import Group, Meeting, Shape, pack, unpack
+from trainer.elastic.group import GlooGroup, MeetingStore, SumsShape, pack_sums, unpack_sums
 from trainer.elastic.membership import Agreement, Member
 from trainer.elastic.options import ReplicaOptions
-from trainer.elastic.peer_state import Peer, PeerError
+from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.step import Partial, Tree
 
 
-def split(num_leaves: int, speeds: Mapping[str, float]) -> dict[str, range]:
+def split_microbatches(num_leaves: int, speeds: Mapping[str, float]) -> dict[str, range]:
     """Cut the leaves of a step into one run per replica, in proportion to speed.
 
     Runs lie in the order of the names. The largest of all runs over speeds, the time of the step,
@@ -47,7 +47,7 @@ def split(num_leaves: int, speeds: Mapping[str, float]) -> dict[str, range]:
     return runs
 
 
-def taken_over(
+def reassign_missing(
     num_leaves: int, held: Mapping[str, Collection[int]], speeds: Mapping[str, float]
 ) -> dict[str, list[int]]:
     """Share out the leaves of a step in flight that no living replica has.
@@ -65,11 +65,11 @@ def taken_over(
         {'a': [1], 'c': [2]}
     """
     missing = sorted(set(range(num_leaves)) - {leaf for run in held.values() for leaf in run})
-    runs = split(len(missing), speeds)
+    runs = split_microbatches(len(missing), speeds)
     return {name: [missing[i] for i in run] for name, run in runs.items()}
 
 
-def smoothed(before: float | None, measured: float, weight: float = 0.3) -> float:
+def smooth_speed(before: float | None, measured: float, weight: float = 0.3) -> float:
     """Return a speed that follows what was measured, and forgets.
 
     Args:
@@ -80,7 +80,7 @@ def smoothed(before: float | None, measured: float, weight: float = 0.3) -> floa
     return measured if before is None else before + weight * (measured - before)
 
 
-def agreed_speeds(told: Mapping[str, float | None]) -> dict[str, float]:
+def fill_missing_speeds(told: Mapping[str, float | None]) -> dict[str, float]:
     """Return a speed for every replica: one that has none yet is as fast as the middle of them.
 
     Args:
@@ -91,13 +91,13 @@ def agreed_speeds(told: Mapping[str, float | None]) -> dict[str, float]:
     return {name: middle if speed is None else speed for name, speed in told.items()}
 
 
-AHEAD = 2
+SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed ahead."""
-NONE = range(0)
+NO_MICROBATCHES = range(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class More:
+class StepAssignment:
     """What an agreement leaves to do in the step in flight.
 
     Attributes:
@@ -111,7 +111,7 @@ class More:
     dropped: bool
 
 
-class Shares:
+class SplitPlanner:
     """Splits of the next steps; the same on all replicas that take part in them."""
 
     def __init__(self, name: str) -> None:
@@ -127,7 +127,7 @@ class Shares:
 
     def mine(self, step: int) -> range:
         """Return the leaves of a step that this replica is to compute."""
-        return self._splits.get(step, {}).get(self._name, NONE)
+        return self._splits.get(step, {}).get(self._name, NO_MICROBATCHES)
 
     def forget(self) -> None:
         """Drop all splits: the others have gone on without this replica."""
@@ -138,7 +138,7 @@ class Shares:
         found, self._fixed = self._fixed, []
         return found
 
-    def heed(self, agreement: Agreement, num_leaves: Callable[[int], int]) -> More:
+    def heed(self, agreement: Agreement, num_leaves: Callable[[int], int]) -> StepAssignment:
         """Share out what is left of a step, and fix the split of a later one.
 
         Args:
@@ -146,13 +146,13 @@ class Shares:
             num_leaves: of any step; none where it is not known yet.
         """
         step, ready = agreement.step, agreement.ready
-        speeds = agreed_speeds({name: m.told.speed for name, m in ready.items()})
+        speeds = fill_missing_speeds({name: m.told.speed for name, m in ready.items()})
         held = _without_doubles(ready)
-        added = taken_over(num_leaves(step), held, speeds)
+        added = reassign_missing(num_leaves(step), held, speeds)
         self._plan(step, {name: speeds[name] for name in agreement.staying}, num_leaves)
-        return More(
+        return StepAssignment(
             owners={name: sorted([*held[name], *added[name]]) for name in ready},
-            runs=runs_of(added[self._name]),
+            runs=contiguous_ranges(added[self._name]),
             dropped=len(held[self._name]) < len(ready[self._name].told.leaves),
         )
 
@@ -166,15 +166,15 @@ class Shares:
         changed = staying != self._staying
         self._staying = staying
         self._splits = {s: found for s, found in self._splits.items() if s > step and not changed}
-        for later in range(step + 1, step + AHEAD + 1) if staying else ():
+        for later in range(step + 1, step + SPLIT_AHEAD_STEPS + 1) if staying else ():
             if later not in self._splits and num_leaves(later):
-                self._splits[later] = split(num_leaves(later), speeds)
+                self._splits[later] = split_microbatches(num_leaves(later), speeds)
                 if self._splits[later] != self._splits.get(later - 1):
                     leaves = {n: (run.start, run.stop) for n, run in self._splits[later].items()}
                     self._fixed.append(Split(step=later, fixed_at=step, leaves=leaves))
 
 
-def runs_of(leaves: list[int]) -> list[range]:
+def contiguous_ranges(leaves: list[int]) -> list[range]:
     """Return ascending numbers as runs of neighbours.
 
     Example:
@@ -201,9 +201,9 @@ def _without_doubles(ready: Mapping[str, Member]) -> dict[str, tuple[int, ...]]:
     return held
 
 
-MEET_HEARTBEATS = 5
+JOIN_HEARTBEATS = 5
 """Heartbeats after which a member that was agreed on and does not come is asked about again."""
-ANSWER_HEARTBEATS = 2
+PING_HEARTBEATS = 2
 """Heartbeats after which a member is asked whether it lives, and in which it has to say so."""
 
 
@@ -213,11 +213,11 @@ class Exchange:
     def __init__(self, options: ReplicaOptions) -> None:
         """Listen; connections are made when they are agreed on."""
         self._name = options.name
-        self._look_sec = ANSWER_HEARTBEATS * options.heartbeat_sec
+        self._look_sec = PING_HEARTBEATS * options.heartbeat_sec
         self._asking = replace(options.access, timeout_sec=self._look_sec)
-        self._meeting = Meeting(options.host, options.access.timeout_sec)
-        meet_sec = min(options.access.timeout_sec, MEET_HEARTBEATS * options.heartbeat_sec)
-        self._group = Group(options.host, options.access.timeout_sec, meet_sec)
+        self._meeting = MeetingStore(options.host, options.access.timeout_sec)
+        meet_sec = min(options.access.timeout_sec, JOIN_HEARTBEATS * options.heartbeat_sec)
+        self._group = GlooGroup(options.host, options.access.timeout_sec, meet_sec)
 
     @property
     def meeting(self) -> str:
@@ -233,7 +233,7 @@ class Exchange:
         self._group.leave()
 
     def total(
-        self, agreement: Agreement, tree: Tree[Partial], shape: Shape
+        self, agreement: Agreement, tree: Tree[Partial], shape: SumsShape
     ) -> tuple[Partial, torch.Tensor]:
         """Return the sum of all leaves of a step, and that as a message.
 
@@ -251,22 +251,22 @@ class Exchange:
             rank = names.index(self._name)
             self._group.join(agreement.key, meeting, rank, len(names))
         found = self._group.gather(
-            pack(tree.held, shape), self._look_sec, lambda: self._others_live(agreement)
+            pack_sums(tree.held, shape), self._look_sec, lambda: self._others_live(agreement)
         )
         for name, message in zip(names, found, strict=True):
             if name != self._name:
-                for node, value in unpack(message, shape).items():
+                for node, value in unpack_sums(message, shape).items():
                     tree.add(node, value)
         total = tree.total()
         [node] = tree.held
-        return total, pack({node: total}, shape)
+        return total, pack_sums({node: total}, shape)
 
     def _others_live(self, agreement: Agreement) -> bool:
         """Tell whether all others answer: one that is held keeps its connections."""
         for name, member in agreement.ready.items():
             if name != self._name:
                 try:
-                    with Peer(member.told.state, self._asking) as peer:
+                    with PeerClient(member.told.state, self._asking) as peer:
                         peer.ask_if_it_lives()
                 except PeerError:
                     return False

@@ -19,7 +19,7 @@ from typing import Literal
 _BYTES = 1 << 16
 
 
-class Relay:
+class TcpRelay:
     """Hands connections on to another address until this process ends."""
 
     def __init__(self, target: str) -> None:
@@ -63,7 +63,7 @@ def _hand_on(side: socket.socket, other: socket.socket) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-Point = Literal["start", "computed", "exchanged", "committed", "joining"]
+FaultPoint = Literal["start", "computed", "exchanged", "committed", "joining"]
 """start: before leaves; computed: before the exchange; exchanged: before the update; committed:
 before the lines are written; joining: while the state of a peer is loaded."""
 
@@ -80,7 +80,7 @@ class Fault:
     """Number of the replica."""
     step: int = 0
     """First step at which it may happen, at the next that comes to its point; `slow` goes on."""
-    point: Point = "computed"
+    point: FaultPoint = "computed"
     """Where in the step."""
     factor: float = 1.0
     """Of `slow`."""
@@ -102,11 +102,13 @@ class Faults:
 
     schedule: tuple[Fault, ...] = ()
 
-    def kill(self, replica: int, step: int, point: Point = "computed") -> Faults:
+    def kill(self, replica: int, step: int, point: FaultPoint = "computed") -> Faults:
         """End a replica at a point, without a word."""
         return self._and(Fault(kind="kill", replica=replica, step=step, point=point))
 
-    def stop(self, replica: int, step: int, seconds: float, point: Point = "computed") -> Faults:
+    def stop(
+        self, replica: int, step: int, seconds: float, point: FaultPoint = "computed"
+    ) -> Faults:
         """Hold a replica for some seconds: it lives, and says nothing."""
         fault = Fault(kind="stop", replica=replica, step=step, point=point, seconds=seconds)
         return self._and(fault)
@@ -120,7 +122,7 @@ class Faults:
         return self._and(Fault(kind="partition", replica=replica, step=step, seconds=seconds))
 
     def fill_disk(
-        self, replica: int, step: int, seconds: float, point: Point = "computed"
+        self, replica: int, step: int, seconds: float, point: FaultPoint = "computed"
     ) -> Faults:
         """Let a replica find the disk full for some seconds."""
         fault = Fault(kind="fill_disk", replica=replica, step=step, point=point, seconds=seconds)
@@ -147,7 +149,7 @@ class Faults:
         return replace(self, schedule=(*self.schedule, fault))
 
 
-class Injector:
+class FaultInjector:
     """Lets the faults of one replica happen; each once, whatever is started again."""
 
     def __init__(self, faults: Faults, replica: int, done: Path) -> None:
@@ -161,16 +163,16 @@ class Injector:
         numbered = enumerate(faults.schedule)
         self._faults: Mapping[int, Fault] = {i: f for i, f in numbered if f.replica == replica}
         self._done = done
-        self._relay: Relay | None = None
+        self._relay: TcpRelay | None = None
 
     def way_to(self, lighthouse: str) -> str:
         """Return the address where this replica reaches the lighthouse, itself unless it is cut."""
         if any(fault.kind == "partition" for fault in self._faults.values()):
-            self._relay = Relay(lighthouse)
+            self._relay = TcpRelay(lighthouse)
             return self._relay.address
         return lighthouse
 
-    def at(self, point: Point, step: int) -> None:
+    def at(self, point: FaultPoint, step: int) -> None:
         """Let happen what is due."""
         for number, fault in self._faults.items():
             due = fault.kind != "slow" and fault.point == point and fault.step <= step

@@ -25,7 +25,7 @@ class LostPeerError(Exception):
     """A member did not answer: it died, or is not reached."""
 
 
-class Meeting:
+class MeetingStore:
     """Where replicas find each other: a key-value store that this process serves."""
 
     def __init__(self, host: str, timeout_sec: float) -> None:
@@ -48,7 +48,7 @@ class Meeting:
         )
 
 
-class Group:
+class GlooGroup:
     """The connections to all other members; `join` makes them, any failure ends them."""
 
     def __init__(self, host: str, timeout_sec: float, meet_sec: float) -> None:
@@ -166,7 +166,7 @@ _HEAD, _WORD = 5, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class SumsShape:
     """What all replicas know of a step's sums.
 
     Attributes:
@@ -182,7 +182,7 @@ class Shape:
     dtype: torch.dtype
 
 
-def pack(held: Mapping[Node, Partial], shape: Shape) -> torch.Tensor:
+def pack_sums(held: Mapping[Node, Partial], shape: SumsShape) -> torch.Tensor:
     """Return sums as (n,) uint8.
 
     Args:
@@ -201,7 +201,7 @@ def pack(held: Mapping[Node, Partial], shape: Shape) -> torch.Tensor:
     return torch.cat([_bytes(piece) for piece in (count, torch.from_numpy(head), *pieces)])
 
 
-def unpack(message: torch.Tensor, shape: Shape) -> dict[Node, Partial]:
+def unpack_sums(message: torch.Tensor, shape: SumsShape) -> dict[Node, Partial]:
     """Return the sums of a message; they share its memory.
 
     Args:

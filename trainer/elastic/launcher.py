@@ -33,17 +33,17 @@ from trainer.checkpoint.manager import claim_leftovers
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
 from trainer.elastic.checkpoints import check_room, copy_bytes_of
-from trainer.elastic.context import TOKEN, Together, rows_are_lost, write_together
+from trainer.elastic.context import TOKEN, Rendezvous, rows_are_lost, write_rendezvous
 from trainer.elastic.faults import Faults
 from trainer.elastic.membership import Lighthouse
-from trainer.elastic.options import what_is_left
+from trainer.elastic.options import resume_message
 from trainer.elastic.peer_state import REPLICAS
-from trainer.elastic.shared_rows import RETAINED_BYTES, begin_stores
+from trainer.elastic.shared_rows import RETAINED_BYTES, launch_shared_stores
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, told
 from trainer.run import cut_run, write_summary
 from trainer.runtime import close_pipes, end_children, start_child
 from trainer.setup import TrainOptions, begin_run, first_checkpoint, with_rollbacks
-from trainer.stores.api import StoreLostError
+from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
 
 
@@ -157,7 +157,7 @@ class LocalReplicas:
             if (drain.asked or finished) and until == math.inf:
                 until = time.monotonic() + drain_sec + _END_SEC
                 for number in running if drain.asked else ():
-                    tell_to_leave(self._processes[number])
+                    request_leave(self._processes[number])
             if time.monotonic() > until and finished:
                 logger.warning("replicas do not end, they are killed numbers=%s", sorted(running))
                 return
@@ -172,7 +172,7 @@ class LocalReplicas:
                     continue
                 running.discard(number)
                 if status == LOST:
-                    raise StoreLostError(_ROWS_LOST)
+                    raise RowsLostError(_ROWS_LOST)
                 if status == HUNG and not drain.asked and self._hung_before(number):
                     if not running and not self._run_is_finished():
                         raise SchemaError(
@@ -253,7 +253,7 @@ class LaunchOptions:
     """Starts the process of a replica."""
 
 
-def train_together(
+def train_replicas(
     job_path: Path,
     dataset_path: Path,
     run: Path,
@@ -312,12 +312,12 @@ def train_together(
         with ExitStack() as stack:
             shared = None
             if options.embedding != "plain":
-                stores = begin_stores(
+                stores = launch_shared_stores(
                     run, job_path, job.train.stores, layouts, options.stores, checkpoint
                 )
                 shared = stack.enter_context(stores)
             lighthouse = Lighthouse(launch.host, launch.port, launch.heartbeat_sec)
-            together = Together(
+            together = Rendezvous(
                 job=str(job_path.resolve()),
                 dataset=str(dataset_path.resolve()),
                 lighthouse=stack.enter_context(lighthouse).address,
@@ -333,7 +333,7 @@ def train_together(
             )
             (run / REPLICAS).unlink(missing_ok=True)
             write_token(run / TOKEN)
-            write_together(run, together)
+            write_rendezvous(run, together)
             replicas = stack.enter_context(
                 LocalReplicas(
                     launch.count,
@@ -351,12 +351,12 @@ def train_together(
             def poll() -> None:
                 tail()
                 if rows_are_lost(run, together.lighthouse):  # of which replicas by hand tell, too
-                    raise StoreLostError(_ROWS_LOST)
+                    raise RowsLostError(_ROWS_LOST)
 
             replicas.wait(poll, drain, drain_sec)
         if not (run / SUMMARY).is_file():
             horizon = data.current().horizon
-            with told(what_is_left(run, horizon.until if horizon.last else None)):
+            with told(resume_message(run, horizon.until if horizon.last else None)):
                 drain.check()
                 raise DrainInterrupt("SIGTERM")  # each replica was asked by itself
         return read_summary(run / SUMMARY)
@@ -378,7 +378,7 @@ def _threads_each(wanted: int | None, count: int) -> int:
     return wanted or max(1, len(os.sched_getaffinity(0)) // max(1, count))
 
 
-def tell_to_leave(replica: subprocess.Popen[bytes]) -> None:
+def request_leave(replica: subprocess.Popen[bytes]) -> None:
     """Ask a replica to leave, once: a signal could be the second one that it gets."""
     assert replica.stdin is not None, "its input is a pipe"
     with suppress(BrokenPipeError):
@@ -386,7 +386,7 @@ def tell_to_leave(replica: subprocess.Popen[bytes]) -> None:
         replica.stdin.flush()
 
 
-def heed_stdin(drain: Drain) -> None:
+def watch_stdin(drain: Drain) -> None:
     """Leave when standard input says so, and end this process when it ends."""
 
     def wait() -> None:

@@ -20,7 +20,7 @@ _BEATS_PER_TIMEOUT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ReplicaStatus:
     """What a replica tells all others at the start of a step."""
 
     since: int
@@ -64,7 +64,7 @@ class Member:
     """Unique; two lives of a replica have two names."""
     step: int
     """The step that it is about to commit."""
-    told: Told
+    told: ReplicaStatus
     """The rest."""
 
 
@@ -172,7 +172,7 @@ class Membership:
             self._last_beat = time.monotonic()
             self._silent = False
 
-    def agree(self, step: int, told: Told) -> Agreement:
+    def agree(self, step: int, told: ReplicaStatus) -> Agreement:
         """Tell all members of a step and return what all have told; waits for all living ones.
 
         Args:
@@ -185,8 +185,8 @@ class Membership:
         while True:
             try:
                 if self._client is None:
-                    self._client = connected(self._lighthouse)
-                quorum = ask(self._client, self.name, step, told, self._wait_sec)
+                    self._client = connect_lighthouse(self._lighthouse)
+                quorum = request_quorum(self._client, self.name, step, told, self._wait_sec)
             except (RuntimeError, TimeoutError, ConnectionError) as error:
                 self._client = None
                 if time.monotonic() - self._last_beat > self._wait_sec:
@@ -206,19 +206,21 @@ class Membership:
             if self._silent:
                 continue
             try:
-                client = client or connected(self._lighthouse)
+                client = client or connect_lighthouse(self._lighthouse)
                 client.heartbeat(self.name, timedelta(seconds=1))
                 self._last_beat = time.monotonic()
             except (RuntimeError, TimeoutError, ConnectionError):
                 client = None  # the lighthouse may come back
 
 
-def connected(lighthouse: str) -> LighthouseClient:
+def connect_lighthouse(lighthouse: str) -> LighthouseClient:
     """Return a connection to a lighthouse."""
     return LighthouseClient(lighthouse, timedelta(seconds=1))
 
 
-def ask(client: LighthouseClient, name: str, step: int, told: Told, wait_sec: float) -> Quorum:
+def request_quorum(
+    client: LighthouseClient, name: str, step: int, told: ReplicaStatus, wait_sec: float
+) -> Quorum:
     """Tell all members of a step as one of them, and wait for what all have told.
 
     Args:
@@ -280,9 +282,9 @@ class Lighthouse:
 
 
 def _member(name: str, step: int, data: Mapping[Any, Any] | None) -> Member:
-    body = {field.name: (data or {})[field.name] for field in fields(Told)}
+    body = {field.name: (data or {})[field.name] for field in fields(ReplicaStatus)}
     lists = {key: tuple(body[key]) for key in ("leaves", "frontier")}
-    return Member(name=name, step=step, told=Told(**{**body, **lists}))
+    return Member(name=name, step=step, told=ReplicaStatus(**{**body, **lists}))
 
 
 # Answers the lighthouse for members that have left as they were asked, so that nobody waits.
@@ -296,7 +298,7 @@ _NEVER = -1
 """A step that is never the one to be committed: others do not count on who tells it."""
 
 
-class StandIns:
+class DepartedMembers:
     """Those for whom this replica answers."""
 
     def __init__(self, lighthouse: str, heartbeat_sec: float) -> None:
@@ -325,9 +327,11 @@ class StandIns:
             wanted.set()
 
     def _ask(self, name: str, wanted: threading.Event) -> None:
-        told = Told(since=0, state="", meeting="", leaving=True)
+        told = ReplicaStatus(since=0, state="", meeting="", leaving=True)
         while wanted.wait():
             wanted.clear()
             # where it fails, the others wait a heartbeat's time, no more
             with suppress(RuntimeError, TimeoutError, ConnectionError):
-                ask(connected(self._lighthouse), name, _NEVER, told, self._heartbeat_sec)
+                request_quorum(
+                    connect_lighthouse(self._lighthouse), name, _NEVER, told, self._heartbeat_sec
+                )

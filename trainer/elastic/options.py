@@ -47,7 +47,7 @@ class ReplicaOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class LeaveOutcome:
     """How a replica left."""
 
     saves: bool
@@ -58,7 +58,7 @@ class Left:
     """Why nobody can."""
 
 
-def left_by(agreement: Agreement, name: str) -> Left | None:
+def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
     """Return how a replica leaves after a step, None where it stays.
 
     Args:
@@ -69,10 +69,10 @@ def left_by(agreement: Agreement, name: str) -> Left | None:
         return None
     alone = name not in agreement.ready or bool(agreement.staying)
     saves = not alone and agreement.writer == name
-    return Left(saves=saves, alone=alone, trouble=agreement.trouble)
+    return LeaveOutcome(saves=saves, alone=alone, trouble=agreement.trouble)
 
 
-def what_is_left(run: Path, last: int | None) -> str:
+def resume_message(run: Path, last: int | None) -> str:
     """Say from where a run goes on.
 
     Args:

@@ -27,7 +27,7 @@ from trainer.embedding.module import Embedding
 from trainer.follow import Span
 from trainer.horizon import Known
 from trainer.stores.api import BehindError, Records, Store, TableLayout
-from trainer.stores.remote.connection import Access, client_of
+from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (
     AUTHORIZATION,
     Certificate,
@@ -40,7 +40,7 @@ _LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedStep:
     """What a step left behind.
 
     Attributes:
@@ -71,7 +71,7 @@ class Committed:
         return len(lines).to_bytes(_LENGTH, "little") + lines + self.sums.numpy().tobytes()
 
     @staticmethod
-    def from_bytes(data: bytes) -> Committed:
+    def from_bytes(data: bytes) -> CommittedStep:
         """Read what `to_bytes` returned."""
         end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
         body = json.loads(data[_LENGTH:end])
@@ -79,7 +79,7 @@ class Committed:
             LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
         )
         sums = torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8)
-        return Committed(Known(**body["known"]), StepMetric(**body["metric"]), entries, sums)
+        return CommittedStep(Known(**body["known"]), StepMetric(**body["metric"]), entries, sums)
 
 
 STATE, SUMS, LIVES = "state", "sums", "lives"
@@ -112,13 +112,13 @@ class PeerServer(fl.FlightServerBase):
         self.address = f"{scheme}://{host}:{self.port}"
         self._wait_sec = access.timeout_sec
         self._changed = threading.Condition()
-        self._committed: OrderedDict[int, Committed] = OrderedDict()
+        self._committed: OrderedDict[int, CommittedStep] = OrderedDict()
         self._kept_bytes = 0
         self._times_let_go = 0
         self._wanted = 0
         self._given: bytes | None = None
 
-    def keep(self, train_step: int, committed: Committed) -> None:
+    def keep(self, train_step: int, committed: CommittedStep) -> None:
         """Keep a committed step for those that are behind.
 
         Args:
@@ -197,7 +197,7 @@ class PeerServer(fl.FlightServerBase):
         return next(reversed(self._committed), -1)
 
 
-class Peer:
+class PeerClient:
     """Another replica, as one that is behind sees it."""
 
     def __init__(self, address: str, access: Access) -> None:
@@ -208,7 +208,7 @@ class Peer:
             access: how replicas of the run are reached.
         """
         self._address = address
-        self._client = client_of(address, access)
+        self._client = connect(address, access)
         header = (AUTHORIZATION.encode(), f"Bearer {access.token}".encode())
         self._options = fl.FlightCallOptions(timeout=access.timeout_sec, headers=[header])
 
@@ -240,7 +240,7 @@ class Peer:
         """
         self._call(LIVES, {})
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> PeerClient:
         """Return it, to be closed at the end."""
         return self
 
@@ -265,7 +265,7 @@ REPLICAS = "replicas.json"
 """File of the run with the addresses."""
 
 
-class Addresses:
+class PeerAddresses:
     """Addresses of a run, as one of its replicas uses them."""
 
     def __init__(self, run: Path, access: Access) -> None:
@@ -290,7 +290,7 @@ class Addresses:
         """Return what the replica that writes has written."""
         return json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else []
 
-    def first(self, addresses: Iterable[str], use: Callable[[Peer], None]) -> str:
+    def first(self, addresses: Iterable[str], use: Callable[[PeerClient], None]) -> str:
         """Use the first replica that answers.
 
         Args:
@@ -303,7 +303,7 @@ class Addresses:
         trouble = ""
         for address in addresses:
             try:
-                with Peer(address, self._access) as peer:
+                with PeerClient(address, self._access) as peer:
                     use(peer)
                 return ""
             except PeerError as error:
@@ -434,13 +434,13 @@ class MemoryRows:
             rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
             values = np.concatenate([none.values, *(records.values for _, records in parts)])
             state = np.concatenate([none.state, *(records.state for _, records in parts)])
-            found |= named(f"{ROWS}/{table}", rows, Records(values, state))
+            found |= rows_to_arrays(f"{ROWS}/{table}", rows, Records(values, state))
         return found
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Take all rows."""
         for table, store in self._stores.items():
-            store.write(*taken(f"{ROWS}/{table}", arrays))
+            store.write(*rows_from_arrays(f"{ROWS}/{table}", arrays))
         self.known = train_step
 
     def settle(self, at: int | None = None) -> int:
@@ -460,7 +460,7 @@ class MemoryRows:
         """Do nothing."""
 
 
-def named(prefix: str, rows: NDArray[np.int64], records: Records) -> dict[str, Array]:
+def rows_to_arrays(prefix: str, rows: NDArray[np.int64], records: Records) -> dict[str, Array]:
     """Return rows and what they hold as named arrays."""
     return {
         f"{prefix}/rows": rows,
@@ -469,7 +469,7 @@ def named(prefix: str, rows: NDArray[np.int64], records: Records) -> dict[str, A
     }
 
 
-def taken(prefix: str, arrays: Mapping[str, Array]) -> tuple[NDArray[np.int64], Records]:
+def rows_from_arrays(prefix: str, arrays: Mapping[str, Array]) -> tuple[NDArray[np.int64], Records]:
     """Return what `named` was given."""
     rows, values, state = (arrays[f"{prefix}/{name}"] for name in ("rows", "values", "state"))
     return rows, Records(values, state)

@@ -14,14 +14,20 @@ import torch
 from schemas.arrays import Array
 from schemas.config.limits import SAVE, START, WAIT
 from trainer.data.microbatches import Leaves
-from trainer.elastic.checkpoints import Saves, Writer
-from trainer.elastic.context import Frontier, RefusedError, Setting
-from trainer.elastic.exchange import NONE, Exchange, Shares, smoothed
-from trainer.elastic.faults import Injector
-from trainer.elastic.group import LostPeerError, Shape, unpack
-from trainer.elastic.membership import Agreement, Membership, StandIns, Told
-from trainer.elastic.options import Left, ReplicaOptions, left_by
-from trainer.elastic.peer_state import Addresses, Committed, Peer, PeerError, PeerServer
+from trainer.elastic.checkpoints import LogWriter, ReplicaCheckpoints
+from trainer.elastic.context import DatasetRefusedError, Frontier, ReplicaContext
+from trainer.elastic.exchange import NO_MICROBATCHES, Exchange, SplitPlanner, smooth_speed
+from trainer.elastic.faults import FaultInjector
+from trainer.elastic.group import LostPeerError, SumsShape, unpack_sums
+from trainer.elastic.membership import Agreement, DepartedMembers, Membership, ReplicaStatus
+from trainer.elastic.options import LeaveOutcome, ReplicaOptions, leave_outcome
+from trainer.elastic.peer_state import (
+    CommittedStep,
+    PeerAddresses,
+    PeerClient,
+    PeerError,
+    PeerServer,
+)
 from trainer.follow import Span
 from trainer.horizon import decide
 from trainer.recovery import Drain, Watchdog
@@ -31,7 +37,7 @@ from trainer.step import LeafWork, Partial, PhaseTimer, Tree, check_loss, metric
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
+class ReadAhead(Generic[T]):
     """Calls a function of a step and a run of its leaves ahead of time; a context."""
 
     def __init__(self, function: Callable[[int, range], T]) -> None:
@@ -46,7 +52,7 @@ class Ahead(Generic[T]):
         )
         self._coming: dict[tuple[int, range], Future[T]] = {}
 
-    def __enter__(self) -> Ahead[T]:
+    def __enter__(self) -> ReadAhead[T]:
         """Do nothing: the thread starts with the first call."""
         return self
 
@@ -74,10 +80,10 @@ class Ahead(Generic[T]):
         return self._pool.submit(self._function, step, run).result()
 
 
-class Computing:
+class StepCompute:
     """Computes leaves, which are read ahead of time; a context that holds threads."""
 
-    def __init__(self, setting: Setting, injector: Injector, timer: PhaseTimer) -> None:
+    def __init__(self, setting: ReplicaContext, injector: FaultInjector, timer: PhaseTimer) -> None:
         """Keep the parts.
 
         Args:
@@ -90,11 +96,11 @@ class Computing:
         self._open: Leaves | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> Computing:
+    def __enter__(self) -> StepCompute:
         """Start threads."""
         parts, enter = self._setting.parts, self._stack.enter_context
         self._work = enter(LeafWork(parts.model, parts.embedding, self._setting.kernels))
-        self._ahead = enter(Ahead(self._setting.read))
+        self._ahead = enter(ReadAhead(self._setting.read))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -102,7 +108,7 @@ class Computing:
         self._stack.close()
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> SumsShape:
         """Return the shape of the sums of the step in flight."""
         assert self._open is not None, "rows of the step are open"
         return self._setting.shape(self._open)
@@ -123,7 +129,7 @@ class Computing:
             if slower_sec > 0:
                 time.sleep(slower_sec)
         if len(run):
-            self.speed = smoothed(self.speed, len(run) / (clock() - start))
+            self.speed = smooth_speed(self.speed, len(run) / (clock() - start))
         self._injector.at("computed", train_step)
         return tree
 
@@ -142,7 +148,7 @@ class Computing:
     def open(self, train_step: int) -> None:
         """Open the rows of a step that others have computed, unless they are."""
         if not self._is_open(train_step):
-            self._opened(train_step, NONE)
+            self._opened(train_step, NO_MICROBATCHES)
 
     def update(self, total: Partial) -> None:
         """Update all that is trained by the sum of all leaves of the step in flight."""
@@ -184,13 +190,13 @@ class Replica:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: ReplicaContext,
         frontier: Frontier,
         options: ReplicaOptions,
-        injector: Injector,
+        injector: FaultInjector,
         drain: Drain,
         watchdog: Watchdog,
-        saves: Saves,
+        saves: ReplicaCheckpoints,
     ) -> None:
         """Take part from the first step that is not trained yet.
 
@@ -218,12 +224,12 @@ class Replica:
         self._watchdog = watchdog
         self._saves = saves
         self._pause_sec = min(setting.job.train.follow.poll.total_seconds(), options.heartbeat_sec)
-        self._stand_ins = StandIns(options.lighthouse, options.heartbeat_sec)
-        self._shares = Shares(options.name)
-        self._writer = Writer(setting.run)
+        self._stand_ins = DepartedMembers(options.lighthouse, options.heartbeat_sec)
+        self._shares = SplitPlanner(options.name)
+        self._writer = LogWriter(setting.run)
         self._timer = PhaseTimer(setting.clock, watchdog)
-        self._computing = Computing(setting, injector, self._timer)
-        self._addresses = Addresses(setting.run, options.access)
+        self._computing = StepCompute(setting, injector, self._timer)
+        self._addresses = PeerAddresses(setting.run, options.access)
         self._stack = ExitStack()
 
     def __enter__(self) -> Replica:
@@ -246,7 +252,7 @@ class Replica:
         """End all of it."""
         self._stack.close()
 
-    def train(self) -> Left | None:
+    def train(self) -> LeaveOutcome | None:
         """Train all steps, or as many as there are until this replica is asked to leave.
 
         Returns:
@@ -263,9 +269,9 @@ class Replica:
                 self._wait_for_others()
         while self._comes() != "end":
             try:
-                left = left_by(self._train_step(), self.options.name)
-            except RefusedError as refused:
-                return Left(saves=self._writes, alone=False, trouble=str(refused))
+                left = leave_outcome(self._train_step(), self.options.name)
+            except DatasetRefusedError as refused:
+                return LeaveOutcome(saves=self._writes, alone=False, trouble=str(refused))
             if left is not None and self._comes() != "end":
                 return left
         return None
@@ -285,12 +291,14 @@ class Replica:
         self._stand_in(agreement)
         return agreement
 
-    def _agree(self, told: Told) -> Future[Agreement]:
+    def _agree(self, told: ReplicaStatus) -> Future[Agreement]:
         """Ask in a thread: the main one has signals to take."""
         return self._asking.submit(self._membership.agree, self.step, told)
 
-    def _told(self, leaves: tuple[int, ...], *, done: bool = False, leaving: bool = False) -> Told:
-        return Told(
+    def _told(
+        self, leaves: tuple[int, ...], *, done: bool = False, leaving: bool = False
+    ) -> ReplicaStatus:
+        return ReplicaStatus(
             since=self._since,
             state=self._server.address,
             meeting=self._exchange.meeting,
@@ -306,7 +314,7 @@ class Replica:
             trouble=self._frontier.trouble,
         )
 
-    def _told_in_step(self, leaves: Iterable[int]) -> Told:
+    def _told_in_step(self, leaves: Iterable[int]) -> ReplicaStatus:
         return self._told(tuple(leaves), leaving=self._drain.asked)
 
     def _wait_for_others(self) -> None:
@@ -430,7 +438,7 @@ class Replica:
         entries = [self.setting.entry(self.step, n, own) for n, own in owners.items() if own]
         num_samples = self.setting.num_samples(self.step)
         metric = metric_of(self.step, loss, num_samples, len(agreement.ready), self._timer)
-        committed = Committed(agreement.known, metric, tuple(entries), message)
+        committed = CommittedStep(agreement.known, metric, tuple(entries), message)
         self._server.keep(self.step, committed)
         self._remember(committed)
         self._injector.at("committed", self.step - 1)
@@ -450,12 +458,12 @@ class Replica:
             write_dataset(self.setting.run, span.dataset, self.setting.job.train, follows=True)
             self._written = span
 
-    def _know(self, committed: Committed) -> None:
+    def _know(self, committed: CommittedStep) -> None:
         settle = self.setting.rows.settle
         with self._timer(WAIT):
             self._frontier.committed(committed.known, self.step, settle, self._extend)
 
-    def _remember(self, committed: Committed) -> None:
+    def _remember(self, committed: CommittedStep) -> None:
         self._writer.remember(committed.metric, committed.entries)
         self.step += 1
 
@@ -474,7 +482,7 @@ class Replica:
         follow = partial(self._follow, target=agreement.step)
         self._addresses.reached(self._addresses.first(ahead, follow))
 
-    def _follow(self, peer: Peer, target: int) -> None:
+    def _follow(self, peer: PeerClient, target: int) -> None:
         while self.step < target:
             try:
                 data = peer.sums(self.step)
@@ -484,21 +492,21 @@ class Replica:
                 with self._membership.silent():  # or the peer would wait for this replica
                     self._load(peer.state())
             else:
-                self._apply(Committed.from_bytes(data))
+                self._apply(CommittedStep.from_bytes(data))
         # they commit the target without this replica, and wait for it when they agree on the next
         if self.step < self.setting.last:
             data = peer.sums(self.step, self.options.access.timeout_sec / 2)
             if data is not None:
-                self._apply(Committed.from_bytes(data))
+                self._apply(CommittedStep.from_bytes(data))
         self._since = self.step
 
-    def _apply(self, committed: Committed) -> None:
+    def _apply(self, committed: CommittedStep) -> None:
         """Update by the sums of a step that others have committed."""
         if self._comes() == "wait":
             with self._timer(WAIT):
                 self._frontier.reach(committed.known, self.step, self._extend)
         self._computing.open(self.step)
-        [total] = unpack(committed.sums, self._computing.shape).values()
+        [total] = unpack_sums(committed.sums, self._computing.shape).values()
         self._computing.update(total)
         self._timer.finish()
         self._server.keep(self.step, committed)
@@ -513,13 +521,13 @@ class Replica:
             self.setting.rows.begin(self.step, self.setting.span)
         return found
 
-    def _join(self, peer: Peer) -> None:
+    def _join(self, peer: PeerClient) -> None:
         self._load(peer.state())
         self.followed = True
         with suppress(PeerError):  # the next agreement says where the others are
             self._injector.at("joining", self.step)
             while (data := peer.sums(self.step)) is not None:
-                self._apply(Committed.from_bytes(data))
+                self._apply(CommittedStep.from_bytes(data))
         self._since = self.step
 
     def _tell_newcomers(self, agreement: Agreement) -> None:

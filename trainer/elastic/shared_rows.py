@@ -17,9 +17,9 @@ from schemas.cache_plan import Keyframe
 from schemas.config.train import StoresConfig, TrainConfig
 from schemas.dataset import Dataset
 from schemas.order import Order
-from trainer.checkpoint.incremental import Changes, LeftRows
+from trainer.checkpoint.incremental import Changes, EvictedDirtyRows
 from trainer.checkpoint.load import load_rows, step_of, verified
-from trainer.elastic.peer_state import ROWS, named, taken
+from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
 from trainer.embedding.cache import (
     CachedRows,
     DirectSource,
@@ -34,9 +34,9 @@ from trainer.setup import STORE, access_of, open_stores, owner_of
 from trainer.stores.api import (
     BehindError,
     Records,
+    RowsLostError,
     StepStore,
     Store,
-    StoreLostError,
     TableLayout,
     WriteBack,
     group_of,
@@ -79,11 +79,11 @@ class StepRows:
 RETAINED_BYTES = 16 << 20
 """Rows that wait: replicas that are that far behind can still read what they need."""
 _NO_ROWS = np.empty(0, np.int64)
-LeftOfTables = dict[str, tuple[NDArray[np.int64], Records]]
+EvictedRows = dict[str, tuple[NDArray[np.int64], Records]]
 """Table to rows and what they hold."""
 
 
-class Retained:
+class WriteBuffer:
     """The stores of a run as one replica has them: one thread fetches and writes."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Retained:
         self._group = group
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._left = {table: LeftRows(layout) for table, layout in layouts.items()}
+        self._left = {table: EvictedDirtyRows(layout) for table, layout in layouts.items()}
         self._written = self._last = -1
         self._waits = True
 
@@ -161,13 +161,13 @@ class Retained:
         finally:
             self._waits = True
 
-    def left(self) -> LeftOfTables:
+    def left(self) -> EvictedRows:
         """Return what waits."""
         with self._lock:
             found = {table: left.since(-1, _NO_ROWS) for table, left in self._left.items()}
             return {table: (rows, lent.taken()) for table, (rows, lent) in found.items()}
 
-    def take(self, left: LeftOfTables, train_step: int) -> None:
+    def take(self, left: EvictedRows, train_step: int) -> None:
         """Take what waits at another replica.
 
         Args:
@@ -187,9 +187,9 @@ class Retained:
             for left in self._left.values():
                 left.forget(written + 1)
 
-    def checkpointed(self, train_step: int) -> None:
+    def notify_checkpoint(self, train_step: int) -> None:
         """Take note that a checkpoint holds all rows as they are before a step."""
-        self._group.checkpointed(train_step)
+        self._group.notify_checkpoint(train_step)
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table that are in the stores, ascending, and their records."""
@@ -200,7 +200,7 @@ class Retained:
         self._group.close()
 
 
-def _write_backs(left: LeftOfTables) -> dict[str, WriteBack]:
+def _write_backs(left: EvictedRows) -> dict[str, WriteBack]:
     return {table: WriteBack(rows, records) for table, (rows, records) in left.items()}
 
 
@@ -228,7 +228,7 @@ class SharedStores:
 
 
 @contextmanager
-def begin_stores(
+def launch_shared_stores(
     run: Path,
     job: Path,
     config: StoresConfig,
@@ -311,7 +311,7 @@ class SharedRows:
     def __init__(
         self,
         stores: Mapping[str, Store],
-        retained: Retained,
+        retained: WriteBuffer,
         embedding: Embedding,
         planned: TrainConfig | None,
         first: int,
@@ -357,7 +357,7 @@ class SharedRows:
             StoreLostError: the stores lack rows as they are before that step.
         """
         if train_step != self._first:
-            raise StoreLostError(
+            raise RowsLostError(
                 f"rows of step {train_step} must be in the stores or with another replica, got "
                 f"stores that began with step {self._first} and no replica that answers"
             )
@@ -380,15 +380,15 @@ class SharedRows:
                 slots = each.keyframe.slots[each.held].astype(np.int32)
                 _, records = self.source.held(table, slots)
                 held = Records(records.values[slots], records.state[slots])
-                found |= named(f"{_CACHE}/{table}", each.rows[each.held], held)
+                found |= rows_to_arrays(f"{_CACHE}/{table}", each.rows[each.held], held)
             self.source.finish_writes()
         for table, (rows, records) in self._retained.left().items():
-            found |= named(f"{ROWS}/{table}", rows, records)
+            found |= rows_to_arrays(f"{ROWS}/{table}", rows, records)
         return found
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Begin with a step and what another replica has before it."""
-        left = {table: taken(f"{ROWS}/{table}", arrays) for table in self._stores}
+        left = {table: rows_from_arrays(f"{ROWS}/{table}", arrays) for table in self._stores}
         self._retained.take(left, train_step - 1)
         plans = {
             name.removeprefix(f"{_PLAN}/"): array
@@ -399,7 +399,7 @@ class SharedRows:
         self._open(train_step, span, {table: each.keyframe for table, each in cached.items()})
         for table, each in cached.items():
             assert isinstance(self.source, PlannedCache), "only a cache has plans"
-            self.source.hold(table, each, taken(f"{_CACHE}/{table}", arrays)[1])
+            self.source.hold(table, each, rows_from_arrays(f"{_CACHE}/{table}", arrays)[1])
 
     def settle(self, at: int | None = None) -> int:
         """Return the step that more may be known from, and fix it."""
@@ -468,6 +468,6 @@ def shared_rows(
         retained_bytes: most bytes of rows that the writer lets wait before they go to the stores.
         first: step before which the stores had every row.
     """
-    retained = Retained(group, layouts, retained_bytes)
+    retained = WriteBuffer(group, layouts, retained_bytes)
     stores: dict[str, Store] = {t: StepStore(retained, layout) for t, layout in layouts.items()}
     return SharedRows(stores, retained, embedding, planned, first)

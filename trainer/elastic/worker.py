@@ -22,9 +22,15 @@ from trainer.checkpoint.load import (
 )
 from trainer.components import Parts, build_parts, layouts_of, memory_stores
 from trainer.data.decode import spec_of
-from trainer.elastic.checkpoints import BesideSaves, LastSave, Saves
-from trainer.elastic.context import Frontier, Setting, known_at, read_together, telling_lost_rows
-from trainer.elastic.faults import Faults, Injector
+from trainer.elastic.checkpoints import BackgroundCheckpoints, FinalCheckpoint, ReplicaCheckpoints
+from trainer.elastic.context import (
+    Frontier,
+    ReplicaContext,
+    known_at_step,
+    read_rendezvous,
+    report_lost_rows,
+)
+from trainer.elastic.faults import FaultInjector, Faults
 from trainer.elastic.options import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows, ReplicaRows
 from trainer.elastic.replica import Replica
@@ -34,14 +40,14 @@ from trainer.recovery import Drain, Watchdog, told
 from trainer.run import check_run, read_identity, write_dataset, write_summary
 from trainer.setup import TrainOptions, chosen_of, how_of
 from trainer.step import Clock
-from trainer.stores.api import BehindError, Store, StoreLostError, checkpointed
+from trainer.stores.api import BehindError, RowsLostError, Store, notify_checkpoint
 from trainer.train import evaluate_parts, summary_of
 from trainer.warm_start import steps_before
 
 _PAUSE_SEC = 0.05
 
 
-def end(replica: Replica, finish: Callable[[], None], drain: Drain) -> None:
+def finish_run(replica: Replica, finish: Callable[[], None], drain: Drain) -> None:
     """Return when the run is finished, whoever of the replicas lives to do it.
 
     Args:
@@ -72,7 +78,7 @@ FAULTS_DONE = "faults"
 """Folder of the run where faults that happened leave a mark."""
 
 
-def work(
+def run_replica(
     run: Path,
     options: ReplicaOptions,
     *,
@@ -98,7 +104,7 @@ def work(
         DrainInterrupt: it was asked to leave; says what is left.
     """
     me = f"replica {options.number}"
-    together = read_together(run)
+    together = read_rendezvous(run)
     job_path, shared = Path(together.job), together.shared
     train_options = TrainOptions(
         steps=together.steps,
@@ -108,10 +114,10 @@ def work(
     )
     job = load_job(job_path)
     config = job.train
-    watchdog = Watchdog(limits_of(config.limits), rank=str(options.number))
+    watchdog = Watchdog(replica_limits(config.limits), rank=str(options.number))
     watchdog.write_to(run)
     with ExitStack() as stack, told(f"{me} stopped before a step"):
-        stack.enter_context(telling_lost_rows(run, together.lighthouse))
+        stack.enter_context(report_lost_rows(run, together.lighthouse))
         stack.enter_context(watchdog)
         drain.on_ask = watchdog.drain
         starting = stack.enter_context(ExitStack())
@@ -139,13 +145,13 @@ def work(
         stores = parts.stores if shared is None else {}
         first = _load_newest(run, parts, stores, made_of(job, dataset))
         poll_sec = config.follow.poll.total_seconds()
-        known = known_at(data.current().order, together.known, first)
+        known = known_at_step(data.current().order, together.known, first)
         with watchdog(WAIT):
             frontier = Frontier(data, known, drain, poll_sec, say)
-        setting = Setting(run, job, train_options, frontier.span, parts, rows, first, clock)
+        setting = ReplicaContext(run, job, train_options, frontier.span, parts, rows, first, clock)
         saves = _saves(setting, together.copy_bytes)
         stack.callback(saves.close)
-        injector = Injector(faults, options.number, run / FAULTS_DONE)
+        injector = FaultInjector(faults, options.number, run / FAULTS_DONE)
         options = replace(options, lighthouse=injector.way_to(options.lighthouse))
         starting.close()
         with Replica(setting, frontier, options, injector, drain, watchdog, saves) as replica:
@@ -154,11 +160,11 @@ def work(
             except BehindError as error:
                 if replica.followed or shared is None:
                     raise
-                raise StoreLostError(f"{error}; nobody is ahead of this replica") from error
+                raise RowsLostError(f"{error}; nobody is ahead of this replica") from error
             if left is None:
                 with told(f"{me} stopped after the last step"):
                     finish = _finishing(setting, saves, drain, watchdog)
-                    end(replica, finish, drain)
+                    finish_run(replica, finish, drain)
                 return
         if left.saves:  # nobody waits for this replica any more
             replica.write_lines()
@@ -215,7 +221,7 @@ def _load_newest(
     return 0
 
 
-def limits_of(config: LimitsConfig) -> dict[str, float]:
+def replica_limits(config: LimitsConfig) -> dict[str, float]:
     """Return the limits of a replica: it waits for others as long as they may take, and longer."""
     seconds = config.seconds()
     seconds[SYNC] += max(seconds[phase] for phase in {*PHASES, SAVE} - {SYNC, WAIT})
@@ -224,7 +230,7 @@ def limits_of(config: LimitsConfig) -> dict[str, float]:
 
 
 def _finishing(
-    setting: Setting, saves: Saves, drain: Drain, watchdog: Watchdog
+    setting: ReplicaContext, saves: ReplicaCheckpoints, drain: Drain, watchdog: Watchdog
 ) -> Callable[[], None]:
     def finish() -> None:
         parts, dataset, options = setting.parts, setting.span.dataset, setting.options
@@ -241,18 +247,18 @@ def _finishing(
     return finish
 
 
-def _saves(setting: Setting, copy_bytes: int) -> Saves:
+def _saves(setting: ReplicaContext, copy_bytes: int) -> ReplicaCheckpoints:
     """Return what saves a run as its job says."""
 
     def save(train_step: int) -> None:
         _save(setting, train_step)
 
     if setting.job.train.checkpoint.every_steps is None:
-        return LastSave(setting.run, save)
-    return BesideSaves(setting, copy_bytes, save)
+        return FinalCheckpoint(setting.run, save)
+    return BackgroundCheckpoints(setting, copy_bytes, save)
 
 
-def _save(setting: Setting, train_step: int) -> None:
+def _save(setting: ReplicaContext, train_step: int) -> None:
     """Save all rows, then let stores shorten their logs."""
     parts = setting.parts
     setting.rows.flush()
@@ -265,4 +271,4 @@ def _save(setting: Setting, train_step: int) -> None:
         keep=setting.job.train.checkpoint.keep,
         made_of=made_of(setting.job, setting.span.dataset),
     )
-    checkpointed(parts.stores, train_step)
+    notify_checkpoint(parts.stores, train_step)

@@ -32,8 +32,8 @@ from trainer.embedding.kernels.interface import ArenaRows, Kernels, PlaceGradien
 from trainer.embedding.module import arena_rows
 from trainer.embedding.optimizer import rule_at, state_width
 from trainer.embedding.pooling import Pooling
-from trainer.stores.api import ArrayStore, Lent, Records, TableLayout, fetch_rows
-from trainer.stores.local import memory_store
+from trainer.stores.api import Lent, Records, TableLayout, fetch_rows
+from trainer.stores.local import ArrayStore, memory_store
 
 
 class FusedRows:

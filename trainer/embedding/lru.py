@@ -12,16 +12,8 @@ from numpy.typing import NDArray
 from schemas.errors import PlanError
 from trainer.checkpoint.incremental import Changes, Found
 from trainer.embedding.cache import RowsOfTables
-from trainer.stores.api import (
-    Lent,
-    Records,
-    RowMap,
-    Store,
-    StoreThread,
-    TableLayout,
-    WriteBack,
-    fetch_rows,
-)
+from trainer.stores.api import Lent, Records, Store, StoreThread, TableLayout, WriteBack, fetch_rows
+from trainer.stores.row_map import RowMap
 
 # The cache that users have today: least recently used rows leave, and nobody knows the future.
 #

@@ -23,7 +23,7 @@ from schemas.errors import SchemaError
 # Pieces go past the page cache where the file system allows it: each is written once and read
 # once, so a copy in memory would only push out what is used again.
 
-PIECE_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
 """Most bytes of one read or write."""
 _ALIGNMENT = 4096
 """Of memory, places and lengths when the page cache is passed by."""
@@ -61,7 +61,7 @@ class Entries:
         )
 
 
-def joined(parts: Iterable[Entries], width: int, dtype: str | np.dtype) -> Entries:
+def concatenate_entries(parts: Iterable[Entries], width: int, dtype: str | np.dtype) -> Entries:
     """Return entries one after the other."""
     none = Entries(
         np.empty(0, np.int32),
@@ -101,7 +101,7 @@ class BucketFiles:
     """Appends entries to files by name; gives back whole files."""
 
     def __init__(
-        self, directory: Path, width: int, dtype: str, *, piece_bytes: int = PIECE_BYTES
+        self, directory: Path, width: int, dtype: str, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         """Remember where; nothing is opened.
 
@@ -109,14 +109,14 @@ class BucketFiles:
             directory: of the files, which must exist.
             width: numbers of a record.
             dtype: of the numbers.
-            piece_bytes: most bytes of one read or write.
+            chunk_bytes: most bytes of one read or write.
         """
         self.width = width
         self.dtype = np.dtype(dtype)
         self.traffic = Traffic()
         self._directory = directory
         self._entry_bytes = 20 + width * self.dtype.itemsize
-        self._most_entries = max(1, piece_bytes // self._entry_bytes)
+        self._most_entries = max(1, chunk_bytes // self._entry_bytes)
         self._pieces: dict[str, list[_Piece]] = {}
         self._outgoing = memoryview(b"")
 
@@ -151,7 +151,7 @@ class BucketFiles:
         self.traffic.num_writes += len(added)
         self.traffic.written_bytes += end - start
 
-    def num_pieces(self, name: str) -> int:
+    def num_chunks(self, name: str) -> int:
         """Return how many pieces a file has."""
         return len(self._pieces.get(name, []))
 
@@ -261,13 +261,13 @@ def _write_all(file: int, buffer: memoryview, start: int) -> None:
 
 RUN_BYTES = 32 << 20
 """Rows that are sorted in memory at once."""
-SORT_BYTES = 256 << 10
+MERGE_CHUNK_BYTES = 256 << 10
 """Of each run, what is in memory while runs are merged."""
-Part = tuple[NDArray[np.int64], Array]
+SortedChunk = tuple[NDArray[np.int64], Array]
 """(rows, (len(rows), width) records)."""
 
 
-def merged(streams: Sequence[Iterator[Part]]) -> Iterator[Part]:
+def merge_sorted(streams: Sequence[Iterator[SortedChunk]]) -> Iterator[SortedChunk]:
     """Merge ascending streams of rows; no row is in two of them, no part is empty.
 
     In memory is one part of each stream.
@@ -281,8 +281,8 @@ def merged(streams: Sequence[Iterator[Part]]) -> Iterator[Part]:
     heads = [(part, stream) for stream in streams if (part := next(stream, None)) is not None]
     while heads:
         bound = min(int(rows[-1]) for (rows, _), _ in heads)
-        taken: list[Part] = []
-        left: list[tuple[Part, Iterator[Part]]] = []
+        taken: list[SortedChunk] = []
+        left: list[tuple[SortedChunk, Iterator[SortedChunk]]] = []
         for (rows, block), stream in heads:
             cut = int(np.searchsorted(rows, bound, side="right"))
             taken.append((rows[:cut], block[:cut]))
@@ -320,7 +320,7 @@ class SortedRuns:
             if sum(e.num_bytes for e in self._waiting) >= self._run_bytes:
                 self._write_run()
 
-    def table(self, number: int) -> Iterator[Part]:
+    def table(self, number: int) -> Iterator[SortedChunk]:
         """Yield the rows of a table, ascending, and their records, after all were added."""
         if not self._rest:
             self._rest = self._sorted()
@@ -328,7 +328,7 @@ class SortedRuns:
         streams = [self._part(run, number) for run in range(len(self._pieces))]
         if len(rest):
             streams.append(iter([(rest.rows, rest.block)]))
-        return merged(streams)
+        return merge_sorted(streams)
 
     def remove(self) -> None:
         """Forget all rows, and give the space of files back."""
@@ -338,7 +338,7 @@ class SortedRuns:
 
     def _sorted(self) -> list[Entries]:
         """Return what waits, the rows of each table ascending, and wait for others."""
-        entries = joined(self._waiting, self._files.width, self._files.dtype)
+        entries = concatenate_entries(self._waiting, self._files.width, self._files.dtype)
         self._waiting = []
         entries = entries.take(np.lexsort((entries.rows, entries.tables)))
         cuts = np.searchsorted(entries.tables, np.arange(self._num_tables + 1)).tolist()
@@ -349,10 +349,10 @@ class SortedRuns:
         pieces = [0]
         for entries in self._sorted():
             self._files.append(name, [entries])
-            pieces.append(self._files.num_pieces(name))
+            pieces.append(self._files.num_chunks(name))
         self._pieces.append(pieces)
 
-    def _part(self, run: int, number: int) -> Iterator[Part]:
+    def _part(self, run: int, number: int) -> Iterator[SortedChunk]:
         first, end = self._pieces[run][number : number + 2]
         for entries in self._files.read(_run_name(run), first, end):
             yield entries.rows, entries.block

@@ -20,11 +20,17 @@ from schemas.errors import PlanError, SchemaError
 from schemas.order import Order
 from trainer.rows import initial_rows
 from trainer.stores.api import Records, StepStore, TableLayout, WriteBack
-from trainer.stores.bucket_files import SORT_BYTES as RUN_PIECE_BYTES
-from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns, Traffic, joined
+from trainer.stores.bucket_files import MERGE_CHUNK_BYTES as RUN_PIECE_BYTES
+from trainer.stores.bucket_files import (
+    BucketFiles,
+    Entries,
+    SortedRuns,
+    Traffic,
+    concatenate_entries,
+)
 
 
-class NextUse:
+class NextUseLookup:
     """Answers for one table after the other, from the access lists of the steps to come."""
 
     def __init__(
@@ -139,7 +145,7 @@ class FutureLog:
         self._num_buckets = 0  # that may have a file
         self._final = _FINAL.format(0)  # rows that no step is known to use
         self._run_files = BucketFiles(
-            directory, self._width, first.dtype, piece_bytes=RUN_PIECE_BYTES
+            directory, self._width, first.dtype, chunk_bytes=RUN_PIECE_BYTES
         )
         self._runs: SortedRuns | None = None  # of what was there at the last checkpoint
 
@@ -161,7 +167,7 @@ class FutureLog:
             PlanError: a row that was written down for this step is not asked for.
         """
         self._read_buckets(train_step)
-        due = joined(self._due.pop(train_step, []), self._width, self._dtype)
+        due = concatenate_entries(self._due.pop(train_step, []), self._width, self._dtype)
         due = due.take(np.lexsort((due.rows, due.tables)))
         self._handed[train_step] = due
         found = {table: self._records(table, due, wanted) for table, wanted in rows.items()}
@@ -235,7 +241,7 @@ class FutureLog:
         for rows, block in self._runs.table(self._index[table]):
             yield rows, self._split(block)
 
-    def checkpointed(self, train_step: int) -> None:
+    def notify_checkpoint(self, train_step: int) -> None:
         """Do nothing: a checkpoint has its own copy of all rows."""
 
     def close(self) -> None:

@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, offsets_of
 from schemas.hashing import slot_of_row
 from trainer.stores.api import (
-    MapChangedError,
     Records,
+    SlotMapChangedError,
     StepStore,
-    StoreGoneError,
+    StoreUnavailableError,
     TableLayout,
     WriteBack,
 )
-from trainer.stores.bucket_files import Part, merged
-from trainer.stores.remote.connection import Access, Answer
-from trainer.stores.remote.members import Attempts, Members, Repair
+from trainer.stores.bucket_files import SortedChunk, merge_sorted
+from trainer.stores.remote.connection import Access, Reply
+from trainer.stores.remote.members import CallAttempts, CopyRepair, StoreMembers
 from trainer.stores.remote.ownership import SlotMap
 from trainer.stores.remote.wire import (
     CHECKPOINTED,
@@ -52,7 +52,7 @@ class FlightGroup:
     """
 
     def __init__(
-        self, members: Members, layouts: Mapping[str, TableLayout], message_bytes: int
+        self, members: StoreMembers, layouts: Mapping[str, TableLayout], message_bytes: int
     ) -> None:
         """Keep the parts; `open_group` makes them.
 
@@ -67,7 +67,7 @@ class FlightGroup:
         self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
         workers = _CALLS_PER_PEER * len(members.addresses)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="stores")
-        self._repair = Repair(members)
+        self._repair = CopyRepair(members)
 
     def repair(self) -> None:
         """Make missing copies again, from now on."""
@@ -125,7 +125,7 @@ class FlightGroup:
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table ever written, ascending, and their records, in parts."""
-        after, attempts = -1, Attempts(self.members)
+        after, attempts = -1, CallAttempts(self.members)
         while True:
             slot_map = self.members.slot_map
             streams = [
@@ -133,27 +133,27 @@ class FlightGroup:
                 for place in np.unique(slot_map.readers).tolist()
             ]
             try:
-                for rows, block in merged(streams):
+                for rows, block in merge_sorted(streams):
                     yield rows, self._records(block)
                     after = int(rows[-1])
-            except (StoreGoneError, MapChangedError) as error:
+            except (StoreUnavailableError, SlotMapChangedError) as error:
                 attempts.failed(slot_map, [error], after)
             else:
                 return
 
-    def checkpointed(self, train_step: int) -> None:
+    def notify_checkpoint(self, train_step: int) -> None:
         """Let the stores truncate their logs."""
         body = {"session": self.members.session}
 
         def tell(address: str) -> None:
             self.members.peer(address).action(CHECKPOINTED, body)
 
-        attempts = Attempts(self.members)
+        attempts = CallAttempts(self.members)
         while True:
             slot_map = self.members.slot_map
             try:
                 list(self._pool.map(tell, slot_map.addresses))
-            except (StoreGoneError, MapChangedError) as error:
+            except (StoreUnavailableError, SlotMapChangedError) as error:
                 attempts.failed(slot_map, [error])
             else:
                 return
@@ -173,7 +173,7 @@ class FlightGroup:
     ) -> None:
         """Ask the stores of all rows, again those whose answer is missing under a newer map."""
         slots, left = slot_of_row(flat), np.arange(len(flat))
-        attempts = Attempts(self.members)
+        attempts = CallAttempts(self.members)
         while len(left):
             errors: list[Exception] = []
             slot_map = self.members.slot_map
@@ -191,7 +191,7 @@ class FlightGroup:
                 for start in range(0, len(mine), self._rows_per_message):
                     try:
                         ask(slot_map, place, mine[start : start + self._rows_per_message])
-                    except (StoreGoneError, MapChangedError) as error:
+                    except (StoreUnavailableError, SlotMapChangedError) as error:
                         errors.append(error)
                         return mine[start:]
                 return mine[:0]
@@ -203,13 +203,15 @@ class FlightGroup:
 
     def _exchange(
         self, slot_map: SlotMap, place: int, request: Request, batch: pa.RecordBatch | None
-    ) -> Answer:
+    ) -> Reply:
         address = slot_map.addresses[place]
         answer = self.members.peer(address).exchange(request.to_bytes(), batch, self._layout)
         self.members.note(address, answer.sequence)
         return answer
 
-    def _contents_of(self, slot_map: SlotMap, place: int, table: str, after: int) -> Iterator[Part]:
+    def _contents_of(
+        self, slot_map: SlotMap, place: int, table: str, after: int
+    ) -> Iterator[SortedChunk]:
         """Yield what is read from one process, a message at a time; the next is under way."""
         size, mine = self._rows_per_message, slot_map.readers == place
 
@@ -299,7 +301,7 @@ def open_group(
         SchemaError: one refuses or cannot be reached, or together they do not serve every slot
             so often.
     """
-    members = Members(addresses, access, session, replicas)
+    members = StoreMembers(addresses, access, session, replicas)
     try:
         message_bytes = members.open(owner, layouts, reset=reset)
     except BaseException:

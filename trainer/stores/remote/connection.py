@@ -23,8 +23,8 @@ from trainer.stores.api import (
     MAP,
     REFUSED,
     BehindError,
-    MapChangedError,
-    StoreGoneError,
+    SlotMapChangedError,
+    StoreUnavailableError,
     TableLayout,
 )
 from trainer.stores.remote.wire import AUTHORIZATION, records_schema, rows_batch
@@ -39,12 +39,12 @@ FILE = "file://"
 """Begins the address of a store that is found by such a file."""
 
 
-def tell_address(directory: Path, address: str) -> None:
+def publish_address(directory: Path, address: str) -> None:
     """Let callers know where the store of this directory listens from now on."""
     replace_bytes(directory / STORE_ADDRESS, f"{address}\n".encode())
 
 
-def found_at(address: str) -> str:
+def resolve_address(address: str) -> str:
     """Return where a store listens now: its address, or what the file says that it names.
 
     Raises:
@@ -75,7 +75,7 @@ _Call = Callable[[fl.FlightClient, fl.FlightCallOptions], T]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """One message of a store.
 
     Attributes:
@@ -103,7 +103,7 @@ class Access:
     """Whether stores may serve slots in the place of others that have left."""
 
 
-class Peer:
+class StoreConnection:
     """Calls one address; every call may be repeated, because writes carry absolute values."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Peer:
         batch: pa.RecordBatch | None,
         layout: TableLayout,
         within_sec: float | None = None,
-    ) -> Answer:
+    ) -> Reply:
         """Have one message of rows answered now; a store that is busy is asked again.
 
         Args:
@@ -162,7 +162,7 @@ class Peer:
         """
         sent = rows_batch(np.empty(0, np.int64)) if batch is None else batch
 
-        def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> Answer:
+        def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> Reply:
             descriptor = fl.FlightDescriptor.for_command(request)
             writer, reader = client.do_exchange(descriptor, options)
             try:
@@ -181,11 +181,11 @@ class Peer:
                     "use a store of the trainer's release",
                     file=self.address,
                 )
-            return Answer(chunk.data, int(chunk.app_metadata.to_pybytes()))
+            return Reply(chunk.data, int(chunk.app_metadata.to_pybytes()))
 
         return self._once(call, self._access.timeout_sec if within_sec is None else within_sec)
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> StoreConnection:
         """Return it, to be closed at the end."""
         return self
 
@@ -204,9 +204,11 @@ class Peer:
         while True:
             try:
                 return self._once(call, self._access.timeout_sec)
-            except StoreGoneError as error:
+            except StoreUnavailableError as error:
                 if self._clock() - start + pause > self._access.timeout_sec:
-                    raise unreachable(self.address, self._access.timeout_sec, error) from error
+                    raise unreachable_error(
+                        self.address, self._access.timeout_sec, error
+                    ) from error
                 self._sleep(pause)
                 pause = min(2 * pause, 1.0)
 
@@ -222,7 +224,7 @@ class Peer:
             except _GONE as error:
                 if _code_and_line(error)[0] != BUSY:
                     self.close()
-                    raise StoreGoneError(_reason(error), self.address) from error
+                    raise StoreUnavailableError(_reason(error), self.address) from error
                 if self._clock() - start > self._access.timeout_sec:
                     raise SchemaError(_code_and_line(error)[1], file=self.address) from error
                 self._sleep(pause)
@@ -232,13 +234,13 @@ class Peer:
 
     def _connected(self) -> fl.FlightClient:
         if self._client is None:
-            self._client = client_of(found_at(self.address), self._access)
+            self._client = connect(resolve_address(self.address), self._access)
         return self._client
 
     def _refused(self, error: Exception) -> Exception:
         code, line = _code_and_line(error)
         if code == MAP:
-            return MapChangedError(line)
+            return SlotMapChangedError(line)
         if code == BEHIND:
             return BehindError(line, file=self.address)
         what, separator, advice = line.replace("\n", " ").partition("; ")
@@ -247,7 +249,7 @@ class Peer:
         return SchemaError(f"{what}{separator}{advice}", file=self.address)
 
 
-def client_of(address: str, access: Access) -> fl.FlightClient:
+def connect(address: str, access: Access) -> fl.FlightClient:
     """Return a connection to a server, made with the first call.
 
     Args:
@@ -263,7 +265,7 @@ def client_of(address: str, access: Access) -> fl.FlightClient:
     return fl.FlightClient(address, tls_root_certs=access.certificates, override_hostname=name)
 
 
-def unreachable(address: str, timeout_sec: float, error: Exception | None) -> SchemaError:
+def unreachable_error(address: str, timeout_sec: float, error: Exception | None) -> SchemaError:
     """Return what is said of a store that stayed away."""
     return SchemaError(
         f"store must answer within {timeout_sec:g} s, got {str(error)!r}; start it "

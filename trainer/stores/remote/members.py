@@ -17,17 +17,22 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS
-from trainer.stores.api import MapChangedError, StoreGoneError, StoreLostError, TableLayout
-from trainer.stores.remote.connection import Access, Peer, unreachable
+from trainer.stores.api import (
+    RowsLostError,
+    SlotMapChangedError,
+    StoreUnavailableError,
+    TableLayout,
+)
+from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
 from trainer.stores.remote.ownership import (
-    Described,
     SlotMap,
-    covers,
-    described,
-    placement,
+    StoreDescription,
+    covers_all_slots,
+    description_from_json,
+    format_ranges,
+    initial_ownership,
     ranges_of,
-    resolve,
-    text_of,
+    resolve_slot_map,
 )
 from trainer.stores.remote.wire import DESCRIBE, FENCE, FILL, OPEN
 
@@ -37,7 +42,7 @@ _DESCRIBE_SEC = 5.0
 _PAUSE_SEC = 0.05
 
 
-class Members:
+class StoreMembers:
     """Knows the stores, and learns anew who serves what when one is gone or slots have moved."""
 
     def __init__(
@@ -66,7 +71,7 @@ class Members:
         self.access = access
         self.clock = clock
         self._sleep = sleep
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, StoreConnection] = {}
         self._map: SlotMap | None = None
         self._acknowledged: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -79,11 +84,11 @@ class Members:
         assert self._map is not None, "stores are opened first"
         return self._map
 
-    def peer(self, address: str) -> Peer:
+    def peer(self, address: str) -> StoreConnection:
         """Return the caller of a store."""
         with self._lock:
             if address not in self._peers:
-                self._peers[address] = Peer(address, self.access)
+                self._peers[address] = StoreConnection(address, self.access)
             return self._peers[address]
 
     def acknowledged(self, address: str) -> int:
@@ -103,7 +108,9 @@ class Members:
             SchemaError: one refuses or cannot be reached, or they do not serve every slot.
         """
         found = self._there()
-        version, claims = placement(found, self.replicas, self.session, elastic=self.access.elastic)
+        version, claims = initial_ownership(
+            found, self.replicas, self.session, elastic=self.access.elastic
+        )
         body: dict[str, Any] = {"owner": owner, "session": self.session, "version": version}
         body |= {"reset": reset, "layouts": [asdict(layout) for layout in layouts.values()]}
         for address, mine in claims.items():
@@ -112,16 +119,18 @@ class Members:
         self._learn(None)
         return min(store.message_bytes for store in found.values())
 
-    def _there(self) -> dict[str, Described]:
+    def _there(self) -> dict[str, StoreDescription]:
         """Return what stores say; one that is away is waited for, unless it has no slot any more.
 
         Of copies it may have the newer one, so then all are waited for.
         """
         if self.access.elastic and self.replicas == 1:
             there = _known(self.describe_all())
-            if covers(there, self.replicas):
+            if covers_all_slots(there, self.replicas):
                 return there
-        first = {a: described(self.peer(a).action(DESCRIBE, {})) for a in self.addresses}
+        first = {
+            a: description_from_json(self.peer(a).action(DESCRIBE, {})) for a in self.addresses
+        }
         return _known(self._with_takers(first))
 
     def learn_anew(self, before: SlotMap) -> None:
@@ -135,7 +144,7 @@ class Members:
             if self._map is before:
                 self._learn(before)
 
-    def describe_all(self) -> dict[str, Described | None]:
+    def describe_all(self) -> dict[str, StoreDescription | None]:
         """Ask all known stores, and those that took slots over; None for one that is gone."""
         known = self._map.addresses if self._map is not None else ()
         return self._with_takers(self._describe({*self.addresses, *known}))
@@ -153,14 +162,14 @@ class Members:
             with self._lock:
                 acknowledged = dict(self._acknowledged)  # before they are asked, for it grows
             found = self.describe_all()
-            result = resolve(before, found, self.session, acknowledged)
+            result = resolve_slot_map(before, found, self.session, acknowledged)
             if (result.lost or result.slot_map is not None) and not self._are_still(found):
                 continue  # slots moved while they were asked, one after the other
             if result.lost:
                 self._check_sessions(found)
-                raise StoreLostError(
+                raise RowsLostError(
                     f"stores must have every write that they acknowledged, got none with slots "
-                    f"{text_of(result.lost)}; go back to the newest checkpoint, with --resume"
+                    f"{format_ranges(result.lost)}; go back to the newest checkpoint, with --resume"
                 )
             elif result.slot_map is not None:
                 self._count_from(found, result.slot_map.addresses)
@@ -172,23 +181,27 @@ class Members:
                 self._fence(found, result.fence)
             elif self.clock() - start > self.access.timeout_sec:
                 address = result.waiting[0]
-                raise unreachable(address, self.access.timeout_sec, self._why(address))
+                raise unreachable_error(address, self.access.timeout_sec, self._why(address))
             else:
                 self._sleep(_PAUSE_SEC)
 
-    def _are_still(self, found: Mapping[str, Described | None]) -> bool:
+    def _are_still(self, found: Mapping[str, StoreDescription | None]) -> bool:
         """Tell whether stores say the same again: then all of it was so at one moment."""
         there = {a: store.state for a, store in found.items() if store is not None}
         again = self._describe(there)
         return there == {a: store and store.state for a, store in again.items()}
 
-    def _count_from(self, found: Mapping[str, Described | None], addresses: Sequence[str]) -> None:
+    def _count_from(
+        self, found: Mapping[str, StoreDescription | None], addresses: Sequence[str]
+    ) -> None:
         """Go by what stores in the map say; one that is not in it will begin anew."""
         said = {a: store.sequence for a, store in found.items() if store is not None}
         with self._lock:
             self._acknowledged = {a: max(said[a], self._acknowledged.get(a, 0)) for a in addresses}
 
-    def _fence(self, found: Mapping[str, Described | None], fence: Mapping[str, Any]) -> None:
+    def _fence(
+        self, found: Mapping[str, StoreDescription | None], fence: Mapping[str, Any]
+    ) -> None:
         """Have the copies that are left served in a newer version, which those away do not know."""
         version = max(store.version for store in found.values() if store is not None) + 1
         body = {"session": self.session, "version": version, "tag": secrets.randbits(56) + 1}
@@ -196,19 +209,19 @@ class Members:
             logger.warning(
                 "slots served by one store: a copy is away store=%s slots=%s",
                 address,
-                text_of(slots),
+                format_ranges(slots),
             )
-            with suppress(StoreGoneError, MapChangedError):  # then it is asked again
+            with suppress(StoreUnavailableError, SlotMapChangedError):  # then it is asked again
                 self.peer(address).action_once(FENCE, body | {"slots": slots}, _DESCRIBE_SEC)
 
     def _why(self, address: str) -> Exception:
         try:
             self.peer(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC)
-        except (StoreGoneError, SchemaError, MapChangedError) as error:
+        except (StoreUnavailableError, SchemaError, SlotMapChangedError) as error:
             return error
-        return StoreGoneError("it does not know whether its slots were taken over")
+        return StoreUnavailableError("it does not know whether its slots were taken over")
 
-    def _check_sessions(self, found: Mapping[str, Described | None]) -> None:
+    def _check_sessions(self, found: Mapping[str, StoreDescription | None]) -> None:
         for address, store in found.items():
             if store is not None and store.session not in ("", self.session):
                 raise SchemaError(
@@ -217,7 +230,9 @@ class Members:
                     file=address,
                 )
 
-    def _with_takers(self, found: Mapping[str, Described | None]) -> dict[str, Described | None]:
+    def _with_takers(
+        self, found: Mapping[str, StoreDescription | None]
+    ) -> dict[str, StoreDescription | None]:
         """Ask the stores that others name, too."""
         everyone = dict(found)
         while True:
@@ -226,21 +241,23 @@ class Members:
                 return everyone
             everyone |= self._describe(named)
 
-    def _describe(self, addresses: Iterable[str]) -> dict[str, Described | None]:
-        def ask(address: str) -> Described | None:
+    def _describe(self, addresses: Iterable[str]) -> dict[str, StoreDescription | None]:
+        def ask(address: str) -> StoreDescription | None:
             try:
-                return described(self.peer(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC))
-            except StoreGoneError:
+                return description_from_json(
+                    self.peer(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC)
+                )
+            except StoreUnavailableError:
                 return None
 
         wanted = sorted(addresses)
         return dict(zip(wanted, self._pool.map(ask, wanted), strict=True))
 
 
-class Attempts:
+class CallAttempts:
     """The attempts of one call, which is repeated until the stores have answered it."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: StoreMembers) -> None:
         """Keep the stores that are called."""
         self._members = members
         self._state: object = None
@@ -263,14 +280,14 @@ class Attempts:
         state = slot_map.addresses, slot_map.incarnations, slot_map.versions, num_left
         if state != self._state:
             self._state, self._since = state, now
-        gone = next((error for error in errors if isinstance(error, StoreGoneError)), None)
+        gone = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
         timeout_sec = members.access.timeout_sec
         if gone is not None and now - self._since >= timeout_sec:
-            raise unreachable(gone.address, timeout_sec, gone)
+            raise unreachable_error(gone.address, timeout_sec, gone)
         members.learn_anew(slot_map)
 
 
-def _known(found: Mapping[str, Described | None]) -> dict[str, Described]:
+def _known(found: Mapping[str, StoreDescription | None]) -> dict[str, StoreDescription]:
     """Return what those say that answered."""
     return {address: store for address, store in found.items() if store is not None}
 
@@ -280,10 +297,10 @@ _ASK_SEC = 5.0
 """Longest that a store may take to answer; it fills the other one afterwards."""
 
 
-class Repair:
+class CopyRepair:
     """Looks for slots with too few copies, beside training, and has more made."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: StoreMembers) -> None:
         """Keep the parts; no thread runs yet."""
         self._members = members
         self._ending = threading.Event()
@@ -313,7 +330,7 @@ class Repair:
             try:
                 self._fill(slot_map)
                 told = ""
-            except (StoreGoneError, MapChangedError, SchemaError, RuntimeError) as error:
+            except (StoreUnavailableError, SlotMapChangedError, SchemaError, RuntimeError) as error:
                 if str(error) != told and not self._ending.is_set():
                     told = str(error)
                     logger.info("slots have too few copies: %s", error)
@@ -338,7 +355,7 @@ class Repair:
 
 
 def next_fill(
-    slot_map: SlotMap, found: dict[str, Described], replicas: int
+    slot_map: SlotMap, found: dict[str, StoreDescription], replicas: int
 ) -> tuple[str, str, NDArray[np.bool_]] | None:
     """Return giver, taker and slots of the next copy to be made, None for none.
 

@@ -14,10 +14,17 @@ from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
-from trainer.stores.api import MapChangedError, StoreGoneError, TableLayout
-from trainer.stores.remote.connection import Access, Peer
-from trainer.stores.remote.ownership import Control, Move, claims_from, mask_of, ranges_of, text_of
-from trainer.stores.remote.shard import ROWS_PER_RECORD, Shard, ShardTable, Watch
+from trainer.stores.api import SlotMapChangedError, StoreUnavailableError, TableLayout
+from trainer.stores.remote.connection import Access, StoreConnection
+from trainer.stores.remote.ownership import (
+    ShardControl,
+    SlotMigration,
+    format_ranges,
+    mask_of,
+    ownership_from_json,
+    ranges_of,
+)
+from trainer.stores.remote.shard import ROWS_PER_RECORD, ChangeTracker, Shard, ShardTable
 from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
     ARRIVE,
@@ -30,7 +37,7 @@ from trainer.stores.remote.wire import (
 )
 
 
-class Arrivals:
+class IncomingMigrations:
     """Moves to one store, one at a time; a later one takes the place of one that stays away."""
 
     def __init__(self, shard: Shard) -> None:
@@ -38,7 +45,7 @@ class Arrivals:
         self._shard = shard
 
     def begin(
-        self, move: Move, owner: str, session: str, layouts: Mapping[str, TableLayout]
+        self, move: SlotMigration, owner: str, session: str, layouts: Mapping[str, TableLayout]
     ) -> None:
         """Expect the rows of a move; what was here of its slots is forgotten.
 
@@ -56,12 +63,14 @@ class Arrivals:
         with shard.lock:
             shard.check_owner(owner, layouts)
             if session != shard.control.session:
-                control = Control(home=shard.control.home, owner=owner, session=session)
+                control = ShardControl(home=shard.control.home, owner=owner, session=session)
                 tables = {name: ShardTable(layout) for name, layout in layouts.items()}
                 shard.replace_log(control, tables)
             control = shard.control
             # an older claim is of a store that came back: others have gone on without it
-            mine = move.slots & (control.claims.versions >= claims_from(move.claims).versions)
+            mine = move.slots & (
+                control.claims.versions >= ownership_from_json(move.claims).versions
+            )
             if mine.any():
                 raise SchemaError(
                     f"slots must not be served by the store that takes them, got "
@@ -111,7 +120,7 @@ class Arrivals:
             shard.log_control(
                 replace(
                     control,
-                    claims=control.claims.joined(claims_from(move.claims)),
+                    claims=control.claims.joined(ownership_from_json(move.claims)),
                     version=max(control.version + 1, move.version),
                     arriving=None,
                     taken=(*control.taken, move_id),
@@ -133,7 +142,7 @@ class Arrivals:
                 shard.log_control(replace(control, arriving=None), dropped)
             return move_id in control.taken or session != control.session
 
-    def _check(self, move_id: str) -> Move:
+    def _check(self, move_id: str) -> SlotMigration:
         move = self._shard.control.arriving
         if move is None or move.id != move_id:
             raise SchemaError(f"move must be the one expected, got {move_id!r}; begin it anew")
@@ -158,7 +167,7 @@ Rows = Mapping[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class MigrationStats:
     """What a move was."""
 
     num_rows: int
@@ -171,7 +180,7 @@ class Moved:
     """Time in which the giver answered nobody."""
 
 
-class Departures:
+class OutgoingMigrations:
     """Moves from one store, one at a time."""
 
     def __init__(self, shard: Shard, access: Access, *, clock: Callable[[], float]) -> None:
@@ -189,7 +198,9 @@ class Departures:
         self._ended = threading.Event()
         self._beside: dict[str, threading.Thread] = {}
 
-    def move(self, to: str, slots: NDArray[np.bool_], *, move_id: str, keep: bool) -> Moved:
+    def move(
+        self, to: str, slots: NDArray[np.bool_], *, move_id: str, keep: bool
+    ) -> MigrationStats:
         """Give slots to another store; returns when it serves them.
 
         Args:
@@ -205,9 +216,9 @@ class Departures:
         if not self._one.acquire(blocking=False):
             raise SchemaError("store must give slots to one other at a time, got a second; wait")
         try:
-            with Peer(to, replace(self._access, timeout_sec=_CUT_SEC)) as peer:
+            with StoreConnection(to, replace(self._access, timeout_sec=_CUT_SEC)) as peer:
                 return self._move(peer, slots, move_id, keep)
-        except (StoreGoneError, MapChangedError) as error:
+        except (StoreUnavailableError, SlotMapChangedError) as error:
             line = f"taker must answer, got {error}; start it, and move again"
             raise SchemaError(line, file=to) from error
         finally:
@@ -234,13 +245,13 @@ class Departures:
         else:
             logger.warning("slots served by two stores again store=%s %s", to, moved)
 
-    def settle(self, move: Move) -> bool:
+    def settle(self, move: SlotMigration) -> bool:
         """Ask the taker of a move in doubt whose the slots are; return whether it could tell."""
-        with Peer(move.to, replace(self._access, timeout_sec=_CUT_SEC)) as peer:
+        with StoreConnection(move.to, replace(self._access, timeout_sec=_CUT_SEC)) as peer:
             body = {"id": move.id, "session": self._shard.control.session}
             try:
                 taken = bool(peer.action_once(GIVE_UP, body, _CUT_SEC).get("taken"))
-            except (StoreGoneError, SchemaError, MapChangedError) as error:
+            except (StoreUnavailableError, SchemaError, SlotMapChangedError) as error:
                 logger.info("move in doubt: taker does not answer to=%s error=%s", move.to, error)
                 return False
         with self._shard.lock:
@@ -271,7 +282,9 @@ class Departures:
                     return
             self._ended.wait(_SETTLE_SEC)
 
-    def _move(self, peer: Peer, slots: NDArray[np.bool_], move_id: str, keep: bool) -> Moved:
+    def _move(
+        self, peer: StoreConnection, slots: NDArray[np.bool_], move_id: str, keep: bool
+    ) -> MigrationStats:
         start = self._clock()
         move, rows, layouts = self._begin(peer.address, slots, move_id, keep)
         doubt, num_rows, num_rounds = False, 0, 0
@@ -299,18 +312,18 @@ class Departures:
             if doubt and self._shard.control.leaving is not None:
                 self.settle_in_background()
             elif not doubt:
-                with suppress(StoreGoneError, SchemaError, MapChangedError):
+                with suppress(StoreUnavailableError, SchemaError, SlotMapChangedError):
                     body = {"id": move.id, "session": self._shard.control.session}
                     peer.action_once(GIVE_UP, body, _CUT_SEC)
             raise
         self._stop_watch()
-        return Moved(
+        return MigrationStats(
             num_rows=num_rows, num_rounds=num_rounds, copy_sec=cut - start, pause_sec=end - cut
         )
 
     def _begin(
         self, to: str, slots: NDArray[np.bool_], move_id: str, keep: bool
-    ) -> tuple[Move, Rows, dict[str, TableLayout]]:
+    ) -> tuple[SlotMigration, Rows, dict[str, TableLayout]]:
         """Begin to watch; return the move, its rows, and the tables."""
         shard = self._shard
         with shard.lock:
@@ -324,24 +337,26 @@ class Departures:
             if not slots.any() or not shard.control.served[slots].all():
                 raise SchemaError(
                     f"slots must be served by the store that gives them, got "
-                    f"{text_of(ranges_of(slots))}; it serves "
-                    f"{text_of(ranges_of(shard.control.served))}"
+                    f"{format_ranges(ranges_of(slots))}; it serves "
+                    f"{format_ranges(ranges_of(shard.control.served))}"
                 )
-            move = Move(
+            move = SlotMigration(
                 id=move_id,
                 to=to,
                 claims=tuple(shard.control.claims.given(~slots).to_json()),
                 version=shard.control.version + 1,
                 keep=keep,
             )
-            shard.watch = Watch(slots)
+            shard.watch = ChangeTracker(slots)
             rows = {
                 name: table.rows[slots[slot_of_row(table.rows)]]
                 for name, table in shard.tables.items()
             }
             return move, rows, {name: table.layout for name, table in shard.tables.items()}
 
-    def _announce(self, peer: Peer, move: Move, layouts: Mapping[str, TableLayout]) -> int:
+    def _announce(
+        self, peer: StoreConnection, move: SlotMigration, layouts: Mapping[str, TableLayout]
+    ) -> int:
         """Tell the taker; return the bytes that a message may have."""
         control = self._shard.control
         body: dict[str, Any] = {"move": asdict(move), "owner": control.owner}
@@ -350,7 +365,7 @@ class Departures:
         return int(peer.action(ARRIVE, body)["message_bytes"])
 
     def _sender(
-        self, peer: Peer, move: Move, layout: TableLayout, message_bytes: int
+        self, peer: StoreConnection, move: SlotMigration, layout: TableLayout, message_bytes: int
     ) -> Callable[[Rows, float], int]:
         size = min(ROWS_PER_RECORD, max(1, message_bytes // record_bytes(layout)))
 
@@ -365,8 +380,8 @@ class Departures:
 
     def _send(
         self,
-        peer: Peer,
-        move: Move,
+        peer: StoreConnection,
+        move: SlotMigration,
         layout: TableLayout,
         table: str,
         rows: NDArray[np.int64],
@@ -387,20 +402,20 @@ class Departures:
         with self._shard.lock:
             return self._watch().take()
 
-    def _watch(self) -> Watch:
+    def _watch(self) -> ChangeTracker:
         watch = self._shard.watch
         if watch is None:
             raise SchemaError("session must stay while slots move, got another; move again")
         return watch
 
-    def _check_still(self, move: Move) -> None:
+    def _check_still(self, move: SlotMigration) -> None:
         control = self._shard.control
         if not control.served[move.slots].all() or control.version >= move.version:
             raise SchemaError("map must stay while slots move, got a newer one; move again")
 
-    def _end(self, move: Move | None) -> None:
+    def _end(self, move: SlotMigration | None) -> None:
         """Log how a move ended, None for one that was not taken over; the lock is held."""
-        control: Control = replace(self._shard.control, leaving=None)
+        control: ShardControl = replace(self._shard.control, leaving=None)
         if move is not None:
             control = replace(
                 control,

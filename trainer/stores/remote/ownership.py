@@ -15,12 +15,12 @@ from schemas.hashing import NUM_SLOTS
 
 Ranges = tuple[tuple[int, int], ...]
 """First slot of each range and the one after its last."""
-Claim = tuple[int, int, int, int]
+OwnershipRange = tuple[int, int, int, int]
 """(first slot, one after the last, version, tag)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class Ownership:
     """Slots that a store serves.
 
     Attributes:
@@ -37,22 +37,22 @@ class Claims:
         """(NUM_SLOTS,) whether each slot is served."""
         return self.versions >= 0
 
-    def taken(self, slots: NDArray[np.bool_], version: int, tag: int) -> Claims:
+    def taken(self, slots: NDArray[np.bool_], version: int, tag: int) -> Ownership:
         """Return them with slots that are served since a version."""
-        return Claims(np.where(slots, version, self.versions), np.where(slots, tag, self.tags))
+        return Ownership(np.where(slots, version, self.versions), np.where(slots, tag, self.tags))
 
-    def joined(self, other: Claims) -> Claims:
+    def joined(self, other: Ownership) -> Ownership:
         """Return them with those of other slots."""
-        return Claims(
+        return Ownership(
             np.where(other.served, other.versions, self.versions),
             np.where(other.served, other.tags, self.tags),
         )
 
-    def given(self, slots: NDArray[np.bool_]) -> Claims:
+    def given(self, slots: NDArray[np.bool_]) -> Ownership:
         """Return them without slots."""
         return self.taken(slots, -1, 0)
 
-    def to_json(self) -> list[Claim]:
+    def to_json(self) -> list[OwnershipRange]:
         """Return runs of slots with one version and tag.
 
         Example:
@@ -69,14 +69,14 @@ class Claims:
         ]
 
 
-def no_claims() -> Claims:
+def empty_ownership() -> Ownership:
     """Return the claims of a store that serves nothing."""
-    return Claims(np.full(NUM_SLOTS, -1, np.int64), np.zeros(NUM_SLOTS, np.int64))
+    return Ownership(np.full(NUM_SLOTS, -1, np.int64), np.zeros(NUM_SLOTS, np.int64))
 
 
-def claims_from(body: Iterable[Sequence[int]]) -> Claims:
+def ownership_from_json(body: Iterable[Sequence[int]]) -> Ownership:
     """Read what `to_json` returned."""
-    claims = no_claims()
+    claims = empty_ownership()
     for first, end, version, tag in body:
         claims = claims.taken(mask_of([(first, end)]), version, tag)
     return claims
@@ -116,7 +116,7 @@ def check_ranges(ranges: Iterable[Sequence[int]]) -> None:
             )
 
 
-def text_of(ranges: Iterable[Sequence[int]]) -> str:
+def format_ranges(ranges: Iterable[Sequence[int]]) -> str:
     """Return ranges as the command line takes them.
 
     Example:
@@ -126,7 +126,7 @@ def text_of(ranges: Iterable[Sequence[int]]) -> str:
     return ",".join(f"{first}:{end}" for first, end in ranges) or "none"
 
 
-def ranges_from(text: str) -> Ranges:
+def parse_ranges(text: str) -> Ranges:
     """Read ranges as the command line takes them.
 
     Raises:
@@ -149,11 +149,11 @@ def ranges_from(text: str) -> Ranges:
     return ranges_of(mask_of(ranges))
 
 
-MOST_COPIES = 2
+MAX_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class StoreDescription:
     """A store as it describes itself.
 
     Attributes:
@@ -175,7 +175,7 @@ class Described:
     owner: str
     sequence: int
     version: int
-    claims: Claims
+    claims: Ownership
     leaving: NDArray[np.bool_]
     keeps: bool
     home: NDArray[np.bool_]
@@ -188,15 +188,15 @@ class Described:
         return self.incarnation, self.version, bool(self.leaving.any())
 
 
-def described(body: Mapping[str, Any]) -> Described:
+def description_from_json(body: Mapping[str, Any]) -> StoreDescription:
     """Read the answer to `describe`."""
-    return Described(
+    return StoreDescription(
         incarnation=str(body["incarnation"]),
         session=str(body["session"]),
         owner=str(body["owner"]),
         sequence=int(body["sequence"]),
         version=int(body["version"]),
-        claims=claims_from(body["claims"]),
+        claims=ownership_from_json(body["claims"]),
         leaving=mask_of(body["leaving"]),
         keeps=bool(body["keeps"]),
         home=mask_of(body["slots"]),
@@ -221,7 +221,7 @@ class SlotMap:
     incarnations: tuple[str, ...]
     versions: tuple[int, ...]
     copies: NDArray[np.int64]
-    claims: Claims
+    claims: Ownership
 
     @property
     def num_copies(self) -> NDArray[np.int64]:
@@ -252,9 +252,9 @@ class Resolution:
     fence: Mapping[str, Ranges] | None = None
 
 
-def resolve(
+def resolve_slot_map(
     known: SlotMap | None,
-    found: Mapping[str, Described | None],
+    found: Mapping[str, StoreDescription | None],
     session: str,
     acknowledged: Mapping[str, int],
 ) -> Resolution:
@@ -301,22 +301,22 @@ def resolve(
         if fewer.any():
             fence = {a: ranges_of(holds[k] & fewer) for k, a in enumerate(addresses)}
             return Resolution(fence={a: ranges for a, ranges in fence.items() if ranges})
-    order = np.argsort(~holds, axis=0, kind="stable")[:MOST_COPIES]
-    copies = np.full((MOST_COPIES, NUM_SLOTS), -1, np.int64)
+    order = np.argsort(~holds, axis=0, kind="stable")[:MAX_COPIES]
+    copies = np.full((MAX_COPIES, NUM_SLOTS), -1, np.int64)
     copies[: len(order)] = np.where(np.take_along_axis(holds, order, 0), order, -1)
     slot_map = SlotMap(
         addresses=addresses,
         incarnations=tuple(there[address].incarnation for address in addresses),
         versions=tuple(there[address].version for address in addresses),
         copies=copies,
-        claims=Claims(newest, tag),
+        claims=Ownership(newest, tag),
     )
     return Resolution(slot_map=slot_map)
 
 
-def placement(
-    found: Mapping[str, Described], replicas: int, session: str, *, elastic: bool = False
-) -> tuple[int, dict[str, Claims]]:
+def initial_ownership(
+    found: Mapping[str, StoreDescription], replicas: int, session: str, *, elastic: bool = False
+) -> tuple[int, dict[str, Ownership]]:
     """Return who shall serve what in a new session: as it is, or as stores were started.
 
     Where stores come and go, a slot of a run that nobody serves any more, as its store has left or
@@ -349,12 +349,12 @@ def placement(
     return version, dict(zip(found, claims, strict=True))
 
 
-def covers(found: Mapping[str, Described], replicas: int) -> bool:
+def covers_all_slots(found: Mapping[str, StoreDescription], replicas: int) -> bool:
     """Tell whether stores say that they serve each slot so often."""
     return bool((_held(list(found.values())).sum(0) == replicas).all())
 
 
-def _held(stores: Sequence[Described]) -> NDArray[np.bool_]:
+def _held(stores: Sequence[StoreDescription]) -> NDArray[np.bool_]:
     """Return (num_stores, NUM_SLOTS) whose claim on a slot is in force."""
     versions, _ = _claims_of(stores)
     newest = versions.max(0, initial=-1)
@@ -371,7 +371,7 @@ def _filled(held: NDArray[np.bool_], home: NDArray[np.bool_]) -> NDArray[np.bool
     return first
 
 
-def _claims_of(stores: Sequence[Described]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _claims_of(stores: Sequence[StoreDescription]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (num_stores, NUM_SLOTS) versions and tags."""
     if not stores:
         return np.empty((0, NUM_SLOTS), np.int64), np.empty((0, NUM_SLOTS), np.int64)
@@ -379,19 +379,19 @@ def _claims_of(stores: Sequence[Described]) -> tuple[NDArray[np.int64], NDArray[
     return np.stack([each.versions for each in served]), np.stack([each.tags for each in served])
 
 
-def _one_claim(mask: NDArray[np.bool_], version: int, tag: int) -> Claims:
-    return Claims(np.where(mask, version, -1), np.where(mask, tag, 0))
+def _one_claim(mask: NDArray[np.bool_], version: int, tag: int) -> Ownership:
+    return Ownership(np.where(mask, version, -1), np.where(mask, tag, 0))
 
 
 def _waited_for(
-    known: SlotMap | None, found: Mapping[str, Described | None], missing: NDArray[np.bool_]
+    known: SlotMap | None, found: Mapping[str, StoreDescription | None], missing: NDArray[np.bool_]
 ) -> tuple[str, ...]:
     """Return the stores that may yet say that they serve what nobody does."""
     return tuple(a for a in found if (_could_hold(known, found, a) & missing).any())
 
 
 def _could_hold(
-    known: SlotMap | None, found: Mapping[str, Described | None], address: str
+    known: SlotMap | None, found: Mapping[str, StoreDescription | None], address: str
 ) -> NDArray[np.bool_]:
     store = found[address]
     if store is not None:
@@ -413,7 +413,7 @@ def _check_covered(served: NDArray[np.int64], replicas: int, addresses: tuple[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class SlotMigration:
     """Slots on their way from one store to another.
 
     Attributes:
@@ -426,7 +426,7 @@ class Move:
 
     id: str
     to: str
-    claims: tuple[Claim, ...]
+    claims: tuple[OwnershipRange, ...]
     version: int
     keep: bool
 
@@ -441,19 +441,19 @@ class Move:
         return ranges_of(self.slots)
 
 
-def move_from(body: Mapping[str, Any]) -> Move:
+def migration_from_json(body: Mapping[str, Any]) -> SlotMigration:
     """Read JSON of a move."""
-    return Move(
+    return SlotMigration(
         id=str(body["id"]),
         to=str(body["to"]),
-        claims=tuple(claims_from(body["claims"]).to_json()),
+        claims=tuple(ownership_from_json(body["claims"]).to_json()),
         version=int(body["version"]),
         keep=bool(body["keep"]),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class ShardControl:
     """State of a store beside its rows; changed by replacing it, after it is in the log.
 
     Attributes:
@@ -472,11 +472,11 @@ class Control:
     home: Ranges
     owner: str = ""
     session: str = ""
-    claims: Claims = field(default_factory=no_claims)
+    claims: Ownership = field(default_factory=empty_ownership)
     version: int = 0
     sequence: int = 0
-    leaving: Move | None = None
-    arriving: Move | None = None
+    leaving: SlotMigration | None = None
+    arriving: SlotMigration | None = None
     taken: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
 
@@ -492,7 +492,7 @@ class Control:
         return held if self.arriving is None else held | self.arriving.slots
 
     @property
-    def _sure(self) -> Claims:
+    def _sure(self) -> Ownership:
         return self.claims if self.leaving is None else self.claims.given(self.leaving.slots)
 
     def to_json(self) -> dict[str, Any]:
@@ -523,21 +523,21 @@ class Control:
             "addresses": self.addresses,
         }
 
-    def _moves(self) -> dict[str, Move | None]:
+    def _moves(self) -> dict[str, SlotMigration | None]:
         return {"leaving": self.leaving, "arriving": self.arriving}
 
 
-def control_from(body: Mapping[str, Any]) -> Control:
+def control_from_json(body: Mapping[str, Any]) -> ShardControl:
     """Read what `Control.to_json` returned."""
-    return Control(
+    return ShardControl(
         home=tuple((int(first), int(end)) for first, end in body["home"]),
         owner=str(body["owner"]),
         session=str(body["session"]),
-        claims=claims_from(body["claims"]),
+        claims=ownership_from_json(body["claims"]),
         version=int(body["version"]),
         sequence=int(body["sequence"]),
-        leaving=move_from(body["leaving"]) if body["leaving"] else None,
-        arriving=move_from(body["arriving"]) if body["arriving"] else None,
+        leaving=migration_from_json(body["leaving"]) if body["leaving"] else None,
+        arriving=migration_from_json(body["arriving"]) if body["arriving"] else None,
         taken=tuple(body["taken"]),
         addresses=tuple(body["addresses"]),
     )

@@ -17,18 +17,24 @@ from typing import Any
 from schemas.errors import SchemaError
 from schemas.paths import SINGLE_WRITER
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
-from trainer.stores.api import MapChangedError, StoreGoneError
-from trainer.stores.remote.connection import Access, Peer, unreachable
-from trainer.stores.remote.migration import Moved
-from trainer.stores.remote.ownership import Ranges, described, mask_of, ranges_of, text_of
+from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
+from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
+from trainer.stores.remote.migration import MigrationStats
+from trainer.stores.remote.ownership import (
+    Ranges,
+    description_from_json,
+    format_ranges,
+    mask_of,
+    ranges_of,
+)
 from trainer.stores.remote.wire import (
     DESCRIBE,
     KILL,
     MOVE,
     RESTART,
-    home_of_store,
+    home_slots,
+    read_authorities,
     read_token,
-    read_trusted,
     write_token,
 )
 
@@ -105,7 +111,7 @@ class LocalStores:
         self._end()
 
     def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
-        slots = text_of(home_of_store(index, self._count, self._replicas))
+        slots = format_ranges(home_slots(index, self._count, self._replicas))
         arguments = ["store", "--port", str(port), "--slots", slots, "--end-with-stdin"]
         arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
         arguments += ["--token-file", str(self.directory / TOKEN)]
@@ -186,7 +192,7 @@ def migrate_slots(
     token_file: Path,
     trusted: Path | None = None,
     certificate_name: str | None = None,
-) -> Moved:
+) -> MigrationStats:
     """Move slots of a run from one store to another while it trains; returns when they are there.
 
     Args:
@@ -213,7 +219,7 @@ def gather_slots(
     token_file: Path,
     trusted: Path | None = None,
     certificate_name: str | None = None,
-) -> Moved:
+) -> MigrationStats:
     """Move those of some slots that stores serve to one that does not, whoever of them it is.
 
     Who does not know for sure who serves what asks for it so, and again: what is there already
@@ -234,14 +240,14 @@ def gather_slots(
         SchemaError: a store refuses or cannot be reached; moves up to then stay.
     """
     access = _access(token_file, trusted, certificate_name)
-    wanted, moves = mask_of(slots), list[Moved]()
+    wanted, moves = mask_of(slots), list[MigrationStats]()
     for giver in dict.fromkeys(givers):
         if giver == taker:
             continue
-        serves = described(_asked(giver, DESCRIBE, {}, _TELL_SEC, access)).claims.served
+        serves = description_from_json(_asked(giver, DESCRIBE, {}, _TELL_SEC, access)).claims.served
         if (mine := wanted & serves).any():
             moves.append(_moved(giver, taker, ranges_of(mine), access))
-    return Moved(
+    return MigrationStats(
         num_rows=sum(one.num_rows for one in moves),
         num_rounds=max((one.num_rounds for one in moves), default=0),
         copy_sec=sum(one.copy_sec for one in moves),
@@ -281,15 +287,15 @@ def restart_store(
     _asked(address, RESTART, {}, _TELL_SEC, access)
 
 
-def _moved(giver: str, taker: str, slots: Ranges, access: Access) -> Moved:
+def _moved(giver: str, taker: str, slots: Ranges, access: Access) -> MigrationStats:
     body = {"to": taker, "slots": slots}
-    return Moved(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"])
+    return MigrationStats(**_asked(giver, MOVE, body, _MOVE_SEC, access)["moved"])
 
 
 def _access(token_file: Path, trusted: Path | None, certificate_name: str | None) -> Access:
     return Access(
         token=read_token(token_file),
-        certificates=read_trusted(trusted),
+        certificates=read_authorities(trusted),
         certificate_name=certificate_name,
     )
 
@@ -297,12 +303,12 @@ def _access(token_file: Path, trusted: Path | None, certificate_name: str | None
 def _asked(
     address: str, action: str, body: dict[str, Any], within_sec: float, access: Access
 ) -> dict[str, Any]:
-    with Peer(address, access) as peer:
+    with StoreConnection(address, access) as peer:
         try:
             return peer.action_once(action, body, within_sec)
-        except StoreGoneError as error:
-            raise unreachable(address, within_sec, error) from error
-        except MapChangedError as error:
+        except StoreUnavailableError as error:
+            raise unreachable_error(address, within_sec, error) from error
+        except SlotMapChangedError as error:
             raise SchemaError(
                 f"store must serve a run, got: {error}; begin training", file=address
             ) from error

@@ -27,13 +27,19 @@ from trainer.stores.api import (
     MAP,
     REFUSED,
     BehindError,
-    MapChangedError,
-    StoreGoneError,
+    SlotMapChangedError,
+    StoreUnavailableError,
     TableLayout,
 )
-from trainer.stores.remote.connection import Access, tell_address
-from trainer.stores.remote.migration import Arrivals, Departures, slots_of
-from trainer.stores.remote.ownership import Ranges, check_ranges, claims_from, move_from, ranges_of
+from trainer.stores.remote.connection import Access, publish_address
+from trainer.stores.remote.migration import IncomingMigrations, OutgoingMigrations, slots_of
+from trainer.stores.remote.ownership import (
+    Ranges,
+    check_ranges,
+    migration_from_json,
+    ownership_from_json,
+    ranges_of,
+)
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
@@ -57,10 +63,10 @@ from trainer.stores.remote.wire import (
     TokenCheck,
     block_of,
     check_host,
-    layouts_from,
+    layouts_from_json,
+    read_authorities,
     read_certificate,
     read_token,
-    read_trusted,
     record_bytes,
     records_batch,
     records_schema,
@@ -76,7 +82,7 @@ class BusyError(Exception):
     """Say that no room came free in time."""
 
 
-class Budget:
+class ByteBudget:
     """Hands out room for bytes, first to those who fit."""
 
     def __init__(self, limit_bytes: int, wait_sec: float) -> None:
@@ -128,7 +134,7 @@ class Actions:
     def __init__(
         self,
         shard: Shard,
-        departures: Departures,
+        departures: OutgoingMigrations,
         *,
         kill: Callable[[], None],
         restart: Callable[[], None],
@@ -142,12 +148,12 @@ class Actions:
             restart: ends it shortly, in order, and starts it anew in its place.
         """
         self._shard = shard
-        self.arrivals = Arrivals(shard)
+        self.arrivals = IncomingMigrations(shard)
         self._departures = departures
         self._actions: dict[str, Callable[[_Body], dict[str, Any] | None]] = {
             DESCRIBE: lambda _: None,
             OPEN: self._open,
-            CHECKPOINTED: lambda body: shard.checkpointed(str(body.get("session"))),
+            CHECKPOINTED: lambda body: shard.notify_checkpoint(str(body.get("session"))),
             FENCE: self._fence,
             MOVE: self._move,
             FILL: self._fill,
@@ -177,12 +183,12 @@ class Actions:
         return {**self._shard.describe(), **(result or {})}
 
     def _open(self, body: _Body) -> None:
-        layouts = layouts_from(body["layouts"])
+        layouts = layouts_from_json(body["layouts"])
         self._shard.open(
             str(body["owner"]),
             str(body["session"]),
             layouts,
-            claims=claims_from(body["claims"]),
+            claims=ownership_from_json(body["claims"]),
             version=int(body["version"]),
             reset=bool(body["reset"]),
         )
@@ -203,8 +209,8 @@ class Actions:
         )
 
     def _arrive(self, body: _Body) -> None:
-        layouts = layouts_from(body["layouts"])
-        move = move_from(body["move"])
+        layouts = layouts_from_json(body["layouts"])
+        move = migration_from_json(body["move"])
         self.arrivals.begin(move, str(body["owner"]), str(body["session"]), layouts)
 
     def _give_up(self, body: _Body) -> dict[str, Any]:
@@ -212,7 +218,7 @@ class Actions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class MessageLimits:
     """What a store process holds for its callers at once."""
 
     message_bytes: int = 4 << 20
@@ -242,7 +248,7 @@ class StoreServer(fl.FlightServerBase):
         location: str,
         *,
         token: str,
-        limits: Limits,
+        limits: MessageLimits,
         actions: Actions,
         certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
@@ -259,7 +265,7 @@ class StoreServer(fl.FlightServerBase):
         self._shard = shard
         self._actions = actions
         self._limits = limits
-        self.budget = Budget(limits.in_flight_bytes, limits.wait_sec)
+        self.budget = ByteBudget(limits.in_flight_bytes, limits.wait_sec)
         super().__init__(
             location,
             tls_certificates=[certificate] if certificate else None,
@@ -367,11 +373,11 @@ def _named() -> Iterator[None]:
     except BusyError as error:
         line = f"store is busy: {error}"
         raise fl.FlightUnavailableError(line, extra_info=_info(BUSY, line)) from error
-    except MapChangedError as error:
+    except SlotMapChangedError as error:
         raise fl.FlightServerError(str(error), extra_info=_info(MAP, str(error))) from error
     except BehindError as error:
         raise fl.FlightServerError(str(error), extra_info=_info(BEHIND, str(error))) from error
-    except (SchemaError, OSError, StoreGoneError) as error:
+    except (SchemaError, OSError, StoreUnavailableError) as error:
         raise fl.FlightServerError(str(error), extra_info=_info(REFUSED, str(error))) from error
 
 
@@ -405,7 +411,7 @@ class StoreOptions:
     """Name that certificates of other stores bear; the host of their address when None."""
     sync: bool = False
     """Whether each write waits for the device."""
-    limits: Limits = field(default_factory=Limits)
+    limits: MessageLimits = field(default_factory=MessageLimits)
     """Of messages."""
 
     def __post_init__(self) -> None:
@@ -435,10 +441,10 @@ def run_store(
     shard = Shard(options.directory, options.slots, sync=options.sync)
     access = Access(
         token=token,
-        certificates=read_trusted(options.trusted),
+        certificates=read_authorities(options.trusted),
         certificate_name=options.certificate_name,
     )
-    departures = Departures(shard, access, clock=time.monotonic)
+    departures = OutgoingMigrations(shard, access, clock=time.monotonic)
     ended, again = threading.Event(), threading.Event()
 
     def end_soon(function: Callable[[], None]) -> None:
@@ -470,7 +476,7 @@ def run_store(
         if end_with is not None:
             threading.Thread(target=_wait_for_end, args=(end_with, ended), daemon=True).start()
         address = f"{scheme}://{options.host}:{server.port}"
-        tell_address(options.directory, address)
+        publish_address(options.directory, address)
         announce(json.dumps({"address": address, "pid": os.getpid(), "slots": options.slots}))
         ended.wait()
         stopping = threading.Thread(target=server.shutdown, daemon=True)

@@ -17,12 +17,13 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from trainer.rows import initial_rows
-from trainer.stores.api import BehindError, MapChangedError, RowMap, TableLayout
-from trainer.stores.remote.ownership import Claims, Control, Ranges, mask_of, text_of
+from trainer.stores.api import BehindError, SlotMapChangedError, TableLayout
+from trainer.stores.remote.ownership import Ownership, Ranges, ShardControl, format_ranges, mask_of
 from trainer.stores.remote.wal import ControlEntry, Entry, OpenEntry, RowsEntry, ShardLog
 from trainer.stores.remote.wire import Request, check_same_layouts, record_width
+from trainer.stores.row_map import RowMap
 
-Stepped = tuple[NDArray[np.int64], NDArray[np.int64], Array]
+VersionedRows = tuple[NDArray[np.int64], NDArray[np.int64], Array]
 """(rows, steps that made them, records)."""
 _NEVER = -(1 << 62)
 
@@ -96,7 +97,7 @@ class ShardTable:
         self._steps[chosen], self._block[chosen] = steps[newer], block[newer]
         self.newest_step = max(self.newest_step, int(steps.max(initial=_NEVER)))
 
-    def ascending(self, after: int, count: int) -> Stepped:
+    def ascending(self, after: int, count: int) -> VersionedRows:
         """Return the rows that follow one, their steps, and copies of their records."""
         if len(self._order) != len(self._map):
             self._order = np.argsort(self._map.rows)
@@ -104,7 +105,7 @@ class ShardTable:
         chosen = self._order[start : start + count]
         return self._map.rows[chosen], self._steps[chosen], self._block[chosen]
 
-    def records(self, rows: NDArray[np.int64]) -> Stepped:
+    def records(self, rows: NDArray[np.int64]) -> VersionedRows:
         """Return those of the rows that were written, with their records."""
         positions = self._map.find(rows)
         known = positions >= 0
@@ -144,7 +145,7 @@ class ShardTable:
         self._steps, self._block = steps, block
 
 
-class Watch:
+class ChangeTracker:
     """Rows of some slots that were written since they were asked for."""
 
     def __init__(self, slots: NDArray[np.bool_]) -> None:
@@ -169,7 +170,7 @@ class Watch:
         return {table: np.unique(np.concatenate(parts)) for table, parts in changed.items()}
 
 
-class Boundary:
+class StepBarrier:
     """Lets something happen between the writes of two steps, under the lock of the store."""
 
     def __init__(self, lock: threading.Condition) -> None:
@@ -237,12 +238,12 @@ class Shard:
         self._log = ShardLog(directory, sync=sync)
         self._where = str(directory)
         self.lock = threading.Condition()
-        self.control = Control(home=home)
+        self.control = ShardControl(home=home)
         self.tables: dict[str, ShardTable] = {}
         self.incarnation = secrets.token_hex(8)
         self.sequence = 0
-        self.watch: Watch | None = None
-        self.boundary = Boundary(self.lock)
+        self.watch: ChangeTracker | None = None
+        self.boundary = StepBarrier(self.lock)
 
     def load(self) -> None:
         """Take the directory and replay its newest log.
@@ -255,8 +256,8 @@ class Shard:
             self._apply(entry)
         if self.control.home != home:
             raise SchemaError(
-                f"store must be started with the slots of its log, got --slots {text_of(home)} for "
-                f"{text_of(self.control.home)}; use these",
+                f"--slots differ from those in the log: {format_ranges(home)}, not "
+                f"{format_ranges(self.control.home)}; start the store with the latter",
                 file=self._where,
             )
 
@@ -273,7 +274,7 @@ class Shard:
         session: str,
         layouts: Mapping[str, TableLayout],
         *,
-        claims: Claims,
+        claims: Ownership,
         version: int,
         reset: bool,
     ) -> None:
@@ -296,7 +297,7 @@ class Shard:
             self.check_owner(owner, layouts)
             kept = self.tables if not reset else {}
             tables = {t: kept.get(t) or ShardTable(layout) for t, layout in layouts.items()}
-            control = Control(
+            control = ShardControl(
                 home=self.control.home,
                 owner=owner,
                 session=session,
@@ -381,7 +382,7 @@ class Shard:
                     return rows[mine], block[mine], Acknowledged(self.sequence)
                 after = int(rows[-1])
 
-    def checkpointed(self, session: str) -> None:
+    def notify_checkpoint(self, session: str) -> None:
         """Truncate the log: what it held is now there once.
 
         Raises:
@@ -404,12 +405,12 @@ class Shard:
             mask = mask_of(slots) & self.control.served
             if version <= self.control.version:
                 if not (self.control.claims.tags[mask] == tag).all():
-                    raise MapChangedError("map must be newer than what the store knows")
+                    raise SlotMapChangedError("map must be newer than what the store knows")
                 return  # repeated
             claims = self.control.claims.taken(mask, version, tag)
             self.log_control(replace(self.control, claims=claims, version=version))
 
-    def log_control(self, control: Control, dropped: Ranges = ()) -> None:
+    def log_control(self, control: ShardControl, dropped: Ranges = ()) -> None:
         """Log a new state beside the rows, then take it; the caller holds the lock."""
         control = replace(control, sequence=self.sequence)
         entry = ControlEntry(control, dropped)
@@ -417,7 +418,7 @@ class Shard:
         self._log.flush_to_disk()  # rare, and other stores go by it
         self._apply(entry)
 
-    def replace_log(self, control: Control, tables: dict[str, ShardTable]) -> None:
+    def replace_log(self, control: ShardControl, tables: dict[str, ShardTable]) -> None:
         """Write a new log with all rows, then take it over; the caller holds the lock."""
         self._log.replace(_entries(control, tables))
         self.control, self.tables, self.sequence = control, tables, control.sequence
@@ -441,7 +442,7 @@ class Shard:
             SchemaError: another process trains on it.
         """
         if not self.tables:
-            raise MapChangedError("store must have been opened, got one that began empty")
+            raise SlotMapChangedError("store must have been opened, got one that began empty")
         if session != self.control.session:
             raise SchemaError(
                 f"session must be the newest that opened the store, got {session!r}; "
@@ -452,11 +453,13 @@ class Shard:
     def _check(self, request: Request, tables: Tables) -> None:
         self.check_session(request.session)
         if request.incarnation != self.incarnation:
-            raise MapChangedError("store must be the process that was described, got a later one")
+            raise SlotMapChangedError(
+                "store must be the process that was described, got a later one"
+            )
         if request.acknowledged > self.sequence:
-            raise MapChangedError("store must have what it acknowledged, got an older state")
+            raise SlotMapChangedError("store must have what it acknowledged, got an older state")
         if request.store_version != self.control.version:
-            raise MapChangedError("slots must be as they were described, got another version")
+            raise SlotMapChangedError("slots must be as they were described, got another version")
         for table, rows in tables.items():
             if table not in self.tables:
                 raise SchemaError(
@@ -464,7 +467,9 @@ class Shard:
                     file=self._where,
                 )
             if not self.control.served[slot_of_row(rows)].all():
-                raise MapChangedError(f"rows must be of slots served here, got others in {table!r}")
+                raise SlotMapChangedError(
+                    f"rows must be of slots served here, got others in {table!r}"
+                )
 
     def _apply(self, entry: Entry) -> None:
         if isinstance(entry, OpenEntry):
@@ -482,7 +487,7 @@ class Shard:
                 self.tables[name].write(rows, steps, block)
 
 
-def _entries(control: Control, tables: Mapping[str, ShardTable]) -> Iterator[Entry]:
+def _entries(control: ShardControl, tables: Mapping[str, ShardTable]) -> Iterator[Entry]:
     """Yield a log that says what there is."""
     yield OpenEntry({name: table.layout for name, table in tables.items()})
     yield ControlEntry(control)

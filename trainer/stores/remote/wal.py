@@ -20,8 +20,8 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.manifest import sync_directory
 from trainer.stores.api import TableLayout
-from trainer.stores.remote.ownership import Control, Ranges, control_from
-from trainer.stores.remote.wire import layouts_from, record_width
+from trainer.stores.remote.ownership import Ranges, ShardControl, control_from_json
+from trainer.stores.remote.wire import layouts_from_json, record_width
 
 # An append-only file of checksummed records: what a store process replays after it died.
 #
@@ -38,7 +38,7 @@ _FRONT = _HEADER.size + _LENGTH.size
 Buffer = bytes | bytearray | memoryview
 
 
-class RedoLog:
+class RecordLog:
     """Appends records; each is whole or absent."""
 
     def __init__(self, path: Path, *, sync: bool) -> None:
@@ -100,7 +100,7 @@ class RedoLog:
         os.close(self._file)
 
 
-def replay(path: Path) -> Iterator[memoryview]:
+def read_records(path: Path) -> Iterator[memoryview]:
     """Yield the payload of each record, and cut a torn last one off.
 
     Raises:
@@ -171,7 +171,7 @@ class ControlEntry:
         dropped: slots whose rows are forgotten.
     """
 
-    control: Control
+    control: ShardControl
     dropped: Ranges = ()
 
     def parts(self) -> list[Buffer]:
@@ -213,15 +213,15 @@ def read_entries(path: Path) -> Iterator[Entry]:
         SchemaError: a record before a good one is damaged.
     """
     layouts: Mapping[str, TableLayout] = {}
-    for payload in replay(path):
+    for payload in read_records(path):
         size = 4 + int.from_bytes(payload[:4], "little")
         header = json.loads(bytes(payload[4:size]))
         if header["op"] == "open":
-            layouts = layouts_from(header["layouts"])
+            layouts = layouts_from_json(header["layouts"])
             yield OpenEntry(layouts)
         elif header["op"] == "control":
             dropped = tuple((int(first), int(end)) for first, end in header["dropped"])
-            yield ControlEntry(control_from(header), dropped)
+            yield ControlEntry(control_from_json(header), dropped)
         else:
             yield _rows_entry(header, payload, size, next(iter(layouts.values())))
 
@@ -266,7 +266,7 @@ class ShardLog:
         self.directory = directory
         self._sync = sync
         self._generation = 0
-        self._log: RedoLog | None = None
+        self._log: RecordLog | None = None
         self._held: int | None = None
 
     def load(self) -> Iterator[Entry]:
@@ -286,7 +286,7 @@ class ShardLog:
         for old in logs[:-1]:
             old.unlink()
         self._generation = int(logs[-1].stem.removeprefix("log-"))
-        self._log = RedoLog(logs[-1], sync=self._sync)
+        self._log = RecordLog(logs[-1], sync=self._sync)
 
     def append(self, entry: Entry) -> None:
         """Append one record.
@@ -312,7 +312,7 @@ class ShardLog:
         path = self.directory / f"log-{generation:0{_NAME_DIGITS}}.bin"
         partial = path.with_suffix(".partial")
         partial.unlink(missing_ok=True)
-        log = RedoLog(partial, sync=False)
+        log = RecordLog(partial, sync=False)
         try:
             for entry in entries:
                 log.append(entry.parts())
@@ -326,7 +326,7 @@ class ShardLog:
         sync_directory(self.directory)
         if self._log is not None:
             self._log.close()
-        self._log = RedoLog(path, sync=self._sync)
+        self._log = RecordLog(path, sync=self._sync)
         for old in self.directory.glob("log-*.bin"):
             if old != path:
                 old.unlink()

@@ -56,7 +56,7 @@ def scheme_of(certificate: Certificate | None) -> str:
     return "grpc" if certificate is None else "grpc+tls"
 
 
-def read_trusted(path: Path | None) -> bytes | None:
+def read_authorities(path: Path | None) -> bytes | None:
     """Return the authorities that are trusted, PEM; None for those of the system.
 
     Raises:
@@ -222,7 +222,7 @@ def block_of(batch: pa.RecordBatch, layout: TableLayout) -> Array:
     return batch.column("record").flatten().to_numpy().reshape(-1, record_width(layout))
 
 
-def slots_of_part(index: int, count: int) -> tuple[int, int]:
+def slot_range_of_part(index: int, count: int) -> tuple[int, int]:
     """Return the first slot of a part and the one after its last.
 
     Example:
@@ -232,14 +232,14 @@ def slots_of_part(index: int, count: int) -> tuple[int, int]:
     return NUM_SLOTS * index // count, NUM_SLOTS * (index + 1) // count
 
 
-def home_of_store(index: int, count: int, replicas: int) -> Ranges:
+def home_slots(index: int, count: int, replicas: int) -> Ranges:
     """Return the slots of one of some stores: its own part and copies of those before.
 
     Example:
         >>> [home_of_store(k, 3, 2) for k in range(3)]
         [((0, 1365), (2730, 4096)), ((0, 2730),), ((1365, 4096),)]
     """
-    parts = [slots_of_part((index - k) % count, count) for k in range(replicas)]
+    parts = [slot_range_of_part((index - k) % count, count) for k in range(replicas)]
     return ranges_of(mask_of(parts))
 
 
@@ -267,7 +267,7 @@ def check_same_layouts(
                 )
 
 
-def layouts_from(body: Any) -> dict[str, TableLayout]:
+def layouts_from_json(body: Any) -> dict[str, TableLayout]:
     """Read the layouts of tables from JSON.
 
     Raises:
