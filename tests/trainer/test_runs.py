@@ -37,12 +37,12 @@ def entries_of(tables: list[int], rows: list[int]) -> Entries:
 def test_sorted_runs_give_each_table_ascending(
     parts: list[list[tuple[int, int]]],
     run_bytes: int,
-    piece_bytes: int,
+    chunk_bytes: int,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
     runs = SortedRuns(
-        BucketFiles(folder, 3, "float64", chunk_bytes=piece_bytes), 3, run_bytes=run_bytes
+        BucketFiles(folder, 3, "float64", chunk_bytes=chunk_bytes), 3, run_bytes=run_bytes
     )
     seen: set[tuple[int, int]] = set()
     for part in parts:
