@@ -38,9 +38,9 @@ from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.checkpoint.snapshot import copy_bytes
 from trainer.components import build_parts, layouts_of, order_of, plans_of
 from trainer.data.decode import spec_of
-from trainer.data.reader import Reader, prefetched
+from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
-from trainer.models.build import wants_sides
+from trainer.models.build import uses_shared_features
 from trainer.setup import TrainOptions, open_stores
 from trainer.step import PhaseTimer
 from trainer.train import steps_of
@@ -71,7 +71,7 @@ def measured(
     assert every is not None, "the job saves"
     order, spec = order_of(job, dataset), spec_of(dataset, config.dtype)
     last = min(order.num_steps, WARM // every * every + every * (rounds + 1))
-    reader = Reader(dataset, order, spec, sides=wants_sides(config))
+    reader = Reader(dataset, order, spec, find_shared=uses_shared_features(config))
     layouts = layouts_of(spec, config)
     kind = "memory" if embedding == "plain" else config.cache.files
     run.mkdir()
@@ -93,7 +93,7 @@ def measured(
                 prefetch_steps=config.cache.prefetch_steps,
                 saves_at=lambda step: step % every == 0,
             )
-        parts.embedding.read_from(source)
+        parts.embedding.set_source(source)
         planned = config.cache if embedding == "cached" else None
         saver = saver_of(
             run,
@@ -115,7 +115,7 @@ def measured(
 
         try:
             steps = opened.enter_context(steps_of(TrainOptions(), config, reader, parts))
-            batches = prefetched(steps.read, range(last), 2)
+            batches = prefetch(steps.read, range(last), 2)
             start = time.perf_counter()
             for step in range(last):
                 steps.train(next(batches), timer)

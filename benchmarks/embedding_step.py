@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas import order
 from trainer.data.collate import Batch
-from trainer.data.lookup import TableLookup, places_of, table_lookup
+from trainer.data.lookup import TableLookup, table_lookup, vector_layout
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import ArenaRows, Kernels, TableRows
 from trainer.embedding.pooling import Pooling
@@ -94,8 +94,8 @@ class Step:
                 rows=rows[table],
                 readers=lookup.readers,
                 reader_offsets=lookup.reader_offsets,
-                factors=None,
-                more=None,
+                per_sample_weights=None,
+                extra_gradient=None,
             )
             for table, lookup in self.batch.lookups.items()
         ]
@@ -134,7 +134,7 @@ def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
 def _lookups(
     ids: tuple[NDArray[np.int64], ...], batch: Batch, kernels: Kernels
 ) -> dict[str, TableLookup]:
-    places = places_of(batch.group_of, {}, batch.num_samples)
+    places = vector_layout(batch.group_of, {}, batch.num_samples)
     return {
         name: table_lookup(
             (name,),

@@ -35,10 +35,10 @@ from schemas.dataset import Dataset, open_dataset
 from schemas.order import Order
 from trainer.components import build_parts, memory_stores, order_of, plans_of
 from trainer.data.decode import spec_of
-from trainer.data.reader import Reader, prefetched
+from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import PlannedCache, RowsOfTables, TablePlan
 from trainer.step import PhaseTimer, train_step
-from trainer.stores.api import Lent
+from trainer.stores.api import GatheredRows
 
 CACHE_SHARE = 0.05
 """Belady's cache, as a share of the rows of the largest table, but at least what it needs."""
@@ -96,13 +96,13 @@ class Watched(PlannedCache):
         super().__init__(*parts, **settings)
         self._waits = waits
 
-    def lend(self, train_step: int, rows: RowsOfTables) -> dict[str, Lent]:
+    def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return where a step's rows lie, after the read of them that was issued steps before."""
-        if self._arrivals:
+        if self._pending:
             start, cpu_start = time.perf_counter(), time.thread_time()
-            self._arrivals[0].result()
+            self._pending[0].result()
             self._waits.add(start, cpu_start)
-        return super().lend(train_step, rows)
+        return super().gather(train_step, rows)
 
 
 def train_planned(dataset: Dataset, cache: CacheConfig, most_steps: int) -> dict[str, float]:
@@ -125,9 +125,9 @@ def train_planned(dataset: Dataset, cache: CacheConfig, most_steps: int) -> dict
         parts.stores, plans, waits=waits, first_step=0, last_step=last,
         prefetch_steps=cache.prefetch_steps,
     )  # fmt: skip
-    parts.embedding.read_from(source)
+    parts.embedding.set_source(source)
     timer = PhaseTimer(time.perf_counter)
-    batches = prefetched(Reader(dataset, order, spec).read, range(last), 2)
+    batches = prefetch(Reader(dataset, order, spec).read, range(last), 2)
     ends: list[float] = []
     for _ in range(last):
         train_step(parts.model, parts.embedding, parts.optimizer, next(batches), timer)

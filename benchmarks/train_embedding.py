@@ -31,8 +31,8 @@ from schemas.dataset import Dataset
 from trainer.components import Parts, build_parts, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
-from trainer.data.microbatches import whole
-from trainer.data.shared_features import Sides
+from trainer.data.microbatches import single_microbatch
+from trainer.data.shared_features import SharedFeatures
 from trainer.embedding.module import Embedding
 from trainer.step import PhaseTimer
 
@@ -54,10 +54,10 @@ class Given:
         """Return (num_samples, num_features * dim)."""
         return torch.cat([self.by_feature[f] for f in features], dim=1)
 
-    def sided(self, sides: Sides) -> tuple[torch.Tensor, torch.Tensor]:
+    def pool_shared(self, sides: SharedFeatures) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what comes back for rows, summed over their samples, and for samples."""
-        own = self._stacked(sides.sample_features)
-        wide = self._stacked(sides.row_features)
+        own = self._stacked(sides.per_sample_features)
+        wide = self._stacked(sides.shared_features)
         rows = wide.new_zeros(sides.num_rows, *wide.shape[1:])
         return rows.index_add_(0, sides.rows.indices, wide), own
 
@@ -124,13 +124,13 @@ def _peer_steps(tables: FusedTables, plain: Sequence[Batch], given: Given) -> An
 
 
 def _wide_steps(embedding: Embedding, ours: Sequence[Batch], given: Given) -> Any:
-    back = given.wide(ours[0].places.keys)
+    back = given.wide(ours[0].layout.keys)
 
     def step(number: int) -> float:
         batch = ours[number]
-        embedding.open(whole(batch))
+        embedding.open(single_microbatch(batch))
         embedding(batch.sparse).values().backward(back)
-        embedding.close()
+        embedding.update_from_backward()
         return 0.0
 
     return step
@@ -141,23 +141,25 @@ def _sided_steps(
 ) -> Any:
     """Return steps as the deduplicating DLRM makes them: wide where samples share nothing."""
     backs = [
-        (given.wide(batch.places.keys),) if batch.sides is None else given.sided(batch.sides)
+        (given.wide(batch.layout.keys),)
+        if batch.shared is None
+        else given.pool_shared(batch.shared)
         for batch in ours
     ]
 
     def step(number: int) -> float:
         batch = ours[number]
         with timer("fetch"):
-            embedding.open(whole(batch))
+            embedding.open(single_microbatch(batch))
         with timer("forward"):
-            if batch.sides is None:
+            if batch.shared is None:
                 vectors = (embedding(batch.sparse).values(),)
             else:
-                vectors = embedding.sided(batch.sparse)
+                vectors = embedding.pool_shared(batch.sparse)
         with timer("backward"):
             torch.autograd.backward(vectors, backs[number])
         with timer("update"):
-            embedding.close()
+            embedding.update_from_backward()
         return 0.0
 
     return step

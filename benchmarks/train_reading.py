@@ -26,7 +26,7 @@ from schemas.dataset import Dataset
 from trainer.components import build_parts, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.reader import prefetched
+from trainer.data.reader import prefetch
 from trainer.embedding.optimizer import dense_optimizer
 from trainer.step import PhaseTimer, loss_of, train_step
 
@@ -84,7 +84,7 @@ def read_plain(
     """
     rows = pq.ParquetFile(path).iter_batches(num_samples)
     num_batches = -(-pq.read_metadata(path).num_rows // num_samples)
-    return prefetched(lambda _: _fed(next(rows), spec, features), range(num_batches), READ_AHEAD)
+    return prefetch(lambda _: _fed(next(rows), spec, features), range(num_batches), READ_AHEAD)
 
 
 def _fed(rows: pa.RecordBatch, spec: BatchSpec, features: Sequence[str]) -> Plain:
@@ -151,7 +151,7 @@ def measure_reading(
 
     def our_pass() -> int:
         reader = reader_of(dataset, config, expanded=False)  # anew: decoded row groups are kept
-        for batch in prefetched(reader.read, range(len(plain)), READ_AHEAD):
+        for batch in prefetch(reader.read, range(len(plain)), READ_AHEAD):
             train_step(parts.model, parts.embedding, parts.optimizer, batch, timer)
         return len(plain)
 

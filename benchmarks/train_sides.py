@@ -45,7 +45,7 @@ def reader_of(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> Reade
     """Return a reader as `trainer train` makes it."""
     order = order_of(replace(dataset.job, train=config), dataset)
     spec, sort = spec_of(dataset, config.dtype), kernels_of(config.kernels).transpose
-    return Reader(dataset, order, spec, expanded=expanded, sides=not expanded, transpose=sort)
+    return Reader(dataset, order, spec, expanded=expanded, find_shared=not expanded, transpose=sort)
 
 
 def batches(

@@ -30,7 +30,7 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def moved(value: T, device: torch.device) -> T:
+def to_device(value: T, device: torch.device) -> T:
     """Return a batch, or any part of one, with its tensors on a device.
 
     To a GPU they go from pinned memory, without waiting; arrays stay where they are.
@@ -41,43 +41,43 @@ def moved(value: T, device: torch.device) -> T:
     """
     if device.type == "cpu":
         return value
-    return _moved(value, device)
+    return _to_device(value, device)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        return _pinned(value, device).to(device, non_blocking=True)
+        return _pin(value, device).to(device, non_blocking=True)
     if isinstance(value, KeyedJaggedTensor):
-        return _moved_keyed(value, device)
+        return _kjt_to_device(value, device)
     if is_dataclass(value) and not isinstance(value, type):
-        found = {f.name: _moved(getattr(value, f.name), device) for f in fields(value)}
+        found = {f.name: _to_device(getattr(value, f.name), device) for f in fields(value)}
         return replace(value, **found)
     if isinstance(value, dict):
-        return {name: _moved(part, device) for name, part in value.items()}
+        return {name: _to_device(part, device) for name, part in value.items()}
     return value
 
 
-def _moved_keyed(value: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
+def _kjt_to_device(value: KeyedJaggedTensor, device: torch.device) -> KeyedJaggedTensor:
     """Return TorchRec's own class: what the reader found is beside it in the batch."""
     inverse = value.inverse_indices_or_none()
     weights = value.weights_or_none()
     variable = value.variable_stride_per_key()
     return KeyedJaggedTensor(
         value.keys(),
-        _moved(value.values(), device),
-        None if weights is None else _moved(weights, device),
-        lengths=_moved(value.lengths(), device),
-        offsets=_moved(value.offsets(), device),
+        _to_device(value.values(), device),
+        None if weights is None else _to_device(weights, device),
+        lengths=_to_device(value.lengths(), device),
+        offsets=_to_device(value.offsets(), device),
         stride=None if variable else value.stride(),
         stride_per_key_per_rank=value.stride_per_key_per_rank() if variable else None,
-        inverse_indices=None if inverse is None else (inverse[0], _moved(inverse[1], device)),
+        inverse_indices=None if inverse is None else (inverse[0], _to_device(inverse[1], device)),
     )
 
 
-def reaches_arenas(device: torch.device) -> bool:
+def updates_in_place(device: torch.device) -> bool:
     """Tell whether kernels of a device change rows where they lie, or copies of them."""
     return device.type == "cpu"
 
 
-def _pinned(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _pin(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.pin_memory() if device.type == "cuda" else value

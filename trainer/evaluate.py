@@ -138,7 +138,7 @@ def evaluate(
     model.eval()
     with torch.no_grad():
         for batch in batches:
-            embedding.look(batch, stores)
+            embedding.open_copies(batch, stores)
             metrics.add(batch, model(batch))
     model.train()
     return metrics.finish()

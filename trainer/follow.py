@@ -351,7 +351,7 @@ def extend(
     plans = plans_of_span(span, stores, config, step, source.keyframes())
     log = group_of(stores)
     reschedule = partial(_reschedule, log, span, step) if isinstance(log, FutureLog) else None
-    source.go_on(plans, span.horizon.until, reschedule)
+    source.replace_plans(plans, span.horizon.until, reschedule)
 
 
 def _reschedule(log: FutureLog, span: Span, step: int) -> None:

@@ -11,7 +11,7 @@ from schemas.order import Order
 from trainer.components import order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
-from trainer.data.reader import Reader, prefetched
+from trainer.data.reader import Reader, prefetch
 from trainer.embedding.kernels.compiled import kernels_of
 
 READ_AHEAD = 2
@@ -33,7 +33,7 @@ def training_batches(
         SchemaError: job or dataset break their format.
     """
     reader, order = _reader(*_opened(job, dataset), expanded=expanded)
-    yield from prefetched(reader.read, range(first_step, order.num_steps), READ_AHEAD)
+    yield from prefetch(reader.read, range(first_step, order.num_steps), READ_AHEAD)
 
 
 def evaluation_batches(

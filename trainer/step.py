@@ -22,9 +22,9 @@ from schemas.config.limits import WAIT
 from schemas.errors import SchemaError
 from schemas.run_log import PHASES, StepMetric
 from trainer.data.collate import Batch
-from trainer.data.microbatches import Leaves, whole
+from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.data.reader import Reader
-from trainer.device import moved
+from trainer.device import to_device
 from trainer.embedding.kernels.interface import Kernels, RowSums
 from trainer.embedding.module import Embedding
 
@@ -223,14 +223,14 @@ class LeafWork:
         """
         return Tree(num_leaves, partial(added, self._kernels))
 
-    def compute(self, leaves: Leaves, tree: Tree[Partial] | None = None) -> Tree[Partial]:
+    def compute(self, leaves: Microbatches, tree: Tree[Partial] | None = None) -> Tree[Partial]:
         """Compute open leaves and add them to a tree.
 
         Args:
             leaves: that the embedding has open.
             tree: of the step; a new one when None.
         """
-        into = tree or self.tree(leaves.num_leaves)
+        into = tree or self.tree(leaves.num_microbatches)
 
         def add(numbered: tuple[int, Batch]) -> None:
             number, batch = numbered
@@ -255,15 +255,17 @@ class LeafWork:
         loss = F.binary_cross_entropy_with_logits(
             self._model(batch), batch.labels, weight=batch.weights, reduction="sum"
         )
-        leaf = self._embedding.leaf(batch)
-        found = torch.autograd.grad(loss, [*self._parameters, *leaf.ends], allow_unused=True)
+        leaf = self._embedding.microbatch(batch)
+        found = torch.autograd.grad(
+            loss, [*self._parameters, *leaf.autograd_inputs], allow_unused=True
+        )
         count = len(self._parameters)
-        leaf.take(found[count:])
+        leaf.set_gradients(found[count:])
         return Partial(
             loss=loss.item(),
             weight=batch.weights.sum().item(),
             dense=_flat(self._parameters, found[:count]),
-            rows=leaf.sums(),
+            rows=leaf.row_gradients(),
         )
 
 
@@ -282,7 +284,7 @@ def _flat(
 Clock = Callable[[], float]
 Watch = Callable[[str], AbstractContextManager[object]]
 """Phase to what is entered while it lasts."""
-B = TypeVar("B", Batch, Leaves)
+B = TypeVar("B", Batch, Microbatches)
 
 
 class PhaseTimer:
@@ -349,7 +351,7 @@ def train_step(
     together, so this is for one process that computes all of a step.
     """
     with timer("fetch"):
-        embedding.open(whole(batch))
+        embedding.open(single_microbatch(batch))
     with timer("forward"):
         loss = loss_of(model(batch), batch)
     with timer("backward"):
@@ -357,7 +359,7 @@ def train_step(
         loss.backward()
     with timer("update"):
         optimizer.step()
-        embedding.close()
+        embedding.update_from_backward()
     return loss.item()
 
 
@@ -365,7 +367,7 @@ def train_leaves(
     work: LeafWork,
     embedding: Embedding,
     optimizer: torch.optim.Optimizer,
-    leaves: Leaves,
+    leaves: Microbatches,
     timer: PhaseTimer,
 ) -> float:
     """Train all leaves of a step and return its loss before the update.
@@ -442,10 +444,10 @@ class LeafSteps:
         optimizer: torch.optim.Optimizer,
     ) -> None:
         """Keep the parts of the run."""
-        self.read = reader.leaves
+        self.read = reader.read_microbatches
         self._parts = (work, embedding, optimizer)
 
-    def train(self, batch: Leaves, timer: PhaseTimer) -> float:
+    def train(self, batch: Microbatches, timer: PhaseTimer) -> float:
         """Train all leaves of a step and return its loss before the update."""
         return train_leaves(*self._parts, batch, timer)
 
@@ -468,7 +470,7 @@ class WholeSteps:
 
     def read(self, train_step: int) -> Batch:
         """Return the batch of a step where it is computed."""
-        return moved(self._reader.read(train_step), self._device)
+        return to_device(self._reader.read(train_step), self._device)
 
     def train(self, batch: Batch, timer: PhaseTimer) -> float:
         """Train a batch and return its loss before the update."""

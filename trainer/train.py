@@ -32,16 +32,16 @@ from trainer.checkpoint.snapshot import copy_bytes
 from trainer.components import Parts, build_parts, layouts_of, memory_stores, order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
-from trainer.data.microbatches import Leaves
-from trainer.data.reader import Reader, prefetched
-from trainer.device import device_of, moved
+from trainer.data.microbatches import Microbatches
+from trainer.data.reader import Reader, prefetch
+from trainer.device import device_of, to_device
 from trainer.embedding.cache import CachedRows, DirectSource, PlannedCache, RowSource, load_cached
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.lru import LruCache
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.follow import Following, Span, extend, plans_of_span, settle
 from trainer.horizon import decide
-from trainer.models.build import wants_sides
+from trainer.models.build import uses_shared_features
 from trainer.recovery import Drain, Watchdog, told
 from trainer.run import (
     RunIdentity,
@@ -154,7 +154,7 @@ class Training:
         reader = reader_of(span.dataset, span.order, self._options, config)
         with ExitStack() as stack:
             steps = stack.enter_context(steps_of(self._options, config, reader, self._parts))
-            batches = prefetched(steps.read, range(step, until), READ_AHEAD)
+            batches = prefetch(steps.read, range(step, until), READ_AHEAD)
             stack.enter_context(closing(batches))
             while step < until and not self._drain.asked:
                 self._watchdog.step = step
@@ -217,7 +217,7 @@ def reader_of(dataset: Dataset, order: Order, options: TrainOptions, config: Tra
         order,
         spec_of(dataset, config.dtype),
         expanded=options.expanded,
-        sides=wants_sides(config),
+        find_shared=uses_shared_features(config),
         transpose=kernels_of(config.kernels).transpose,
     )
 
@@ -235,7 +235,7 @@ def steps_of(
         yield LeafSteps(reader, work, parts.embedding, parts.optimizer)
 
 
-def _entry(batch: Batch | Leaves, dataset: Dataset, reader: Reader) -> LedgerEntry:
+def _entry(batch: Batch | Microbatches, dataset: Dataset, reader: Reader) -> LedgerEntry:
     return LedgerEntry(
         step=batch.step.train_step,
         epoch=batch.step.epoch,
@@ -351,7 +351,7 @@ def _start(
     source = _source(options, span, job, parts, first, cached)
     if isinstance(source, PlannedCache) and checkpoint is not None:
         _hold(source, checkpoint, parts, cached)
-    parts.embedding.read_from(source)
+    parts.embedding.set_source(source)
     return first, source
 
 
@@ -361,9 +361,11 @@ def evaluate_parts(
     """Evaluate what the stores hold."""
     columns = columns_of(dataset, job.train)
     spec = spec_of(dataset, job.train.dtype, columns.kept)
-    reader = Reader(dataset, order_of(job, dataset), spec, sides=wants_sides(job.train))
+    reader = Reader(
+        dataset, order_of(job, dataset), spec, find_shared=uses_shared_features(job.train)
+    )
     device = device_of(job.train.device)
-    batches = (moved(batch, device) for batch in reader.evaluation_batches())
+    batches = (to_device(batch, device) for batch in reader.evaluation_batches())
     if watchdog is not None:
         batches = watchdog.each(EVALUATE, batches)
     return evaluate(parts.model, parts.embedding, parts.stores, batches, columns)
@@ -442,7 +444,7 @@ def _hold(
     """Fill the cache with the rows of a checkpoint that it held."""
     rows = stores_of(checkpoint, parts.stores)
     for table, found in cached.items():
-        source.hold(table, found, rows[table].fetch(found.rows[found.held]))
+        source.restore(table, found, rows[table].fetch(found.rows[found.is_cached]))
 
 
 def _kind_of_store(options: TrainOptions, config: TrainConfig) -> Literal["memory", "mmap", "log"]:

@@ -20,17 +20,17 @@ def job(tmp_path: Path) -> Path:
 
 def test_gradient_of_rows_is_that_of_their_samples_added_up(job: Path, tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
-    batch = reader_of(job, dataset, sides=True).read(0)
-    sides = batch.sides
+    batch = reader_of(job, dataset, find_shared=True).read(0)
+    sides = batch.shared
     assert sides is not None
-    given = given_for(sides.row_features + sides.sample_features, batch.num_samples, 8)
-    rows, own = given.sided(sides)
-    assert rows.shape == (sides.num_rows, len(sides.row_features), 8)
-    for column, feature in enumerate(sides.row_features):
+    given = given_for(sides.shared_features + sides.per_sample_features, batch.num_samples, 8)
+    rows, own = given.pool_shared(sides)
+    assert rows.shape == (sides.num_rows, len(sides.shared_features), 8)
+    for column, feature in enumerate(sides.shared_features):
         for row in range(sides.num_rows):
             mine = given.by_feature[feature][sides.rows.indices == row].sum(0)
             torch.testing.assert_close(rows[row, column], mine)
-    assert torch.equal(own.flatten(1), given.wide(sides.sample_features))
+    assert torch.equal(own.flatten(1), given.wide(sides.per_sample_features))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.order import Step
 from trainer.data.collate import Batch
-from trainer.data.lookup import inverse_of, places_of, table_lookup
+from trainer.data.lookup import inverse_of, table_lookup, vector_layout
 
 NUM_ROWS = 6
 TABLES = {"items": ("item", "clicked"), "users": ("user",)}
@@ -49,9 +49,9 @@ class Case:
         bags = {f: self.expanded(f) if expanded else self.bags[f] for f in FEATURES}
         indices = np.array(self.inverse, np.int64)
         num_tuples = len(self.bags["user"])
-        places = places_of(group_of, {"session": num_tuples}, self.num_samples)
+        places = vector_layout(group_of, {"session": num_tuples}, self.num_samples)
         inverse = inverse_of(indices, num_tuples)
-        factors = {
+        per_sample_weights = {
             table: np.array([x for f in features for bag in self.factors_of(f) for x in bag])
             for table, features in TABLES.items()
         }
@@ -69,7 +69,7 @@ class Case:
                     [flat(bags[f]) for f in features],
                     [np.array([len(b) for b in bags[f]], np.int64) for f in features],
                     [places.of(f) for f in features],
-                    None if dtype is None else factors[table].astype(dtype),
+                    None if dtype is None else per_sample_weights[table].astype(dtype),
                 )
                 for table, features in TABLES.items()
             },

@@ -64,12 +64,12 @@ def losses_of(run: Path) -> np.ndarray:
 
 
 def reader_of(
-    job_path: Path, dataset_path: Path, *, expanded: bool = False, sides: bool = False
+    job_path: Path, dataset_path: Path, *, expanded: bool = False, find_shared: bool = False
 ) -> Reader:
     """Return a reader as `train` makes it."""
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     spec = spec_of(dataset, job.train.dtype, (dataset.job.data.session.key,))
-    return Reader(dataset, order_of(job, dataset), spec, expanded=expanded, sides=sides)
+    return Reader(dataset, order_of(job, dataset), spec, expanded=expanded, find_shared=find_shared)
 
 
 def parts_of(job_path: Path, dataset_path: Path) -> Parts:

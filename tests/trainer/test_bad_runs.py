@@ -88,7 +88,7 @@ def test_train_without_a_sparse_feature_is_refused(
         tuple(f for f in opened.features.features if f.role != "sparse")
     )
     poorer = type(opened)(**{**vars(opened), "features": features})
-    message = "schema must have a sparse feature, got none; tag one"
+    message = "schema has no sparse feature; tag one"
     with pytest.raises(SchemaError, match=f"^{message}$"):
         spec_of(poorer, "float32")
 

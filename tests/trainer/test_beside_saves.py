@@ -75,9 +75,9 @@ class OneReplica:
         """Change row `step` in each step, and row 0 in all."""
         for step in steps:
             rows = {TABLE: np.array([0, 1 + step])}
-            lent = self.rows.source.lend(step, rows)[TABLE]
-            lent.records.values[lent.places] = step
-            self.rows.source.take_back(step, rows)
+            gathered = self.rows.source.gather(step, rows)[TABLE]
+            gathered.records.values[gathered.positions] = step
+            self.rows.source.release(step, rows)
             self.saves.after(step + 1, writes=writes)
 
     def assert_saved(self, train_step: int) -> None:

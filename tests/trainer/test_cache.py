@@ -46,11 +46,11 @@ def run_source(
     """Return what each step was handed; each adds something that depends on the step."""
     handed: list[bytes] = []
     for step, rows in enumerate(steps):
-        lent = source.lend(step, {"items": rows})["items"]
-        records = lent.taken()
+        gathered = source.gather(step, {"items": rows})["items"]
+        records = gathered.copy()
         handed.append(records.values.tobytes() + records.state.tobytes())
-        lent.put(Records(records.values * 1.25 + step, records.state + rows[:, None] + 1))
-        source.take_back(step, {"items": rows})
+        gathered.put(Records(records.values * 1.25 + step, records.state + rows[:, None] + 1))
+        source.release(step, {"items": rows})
         if flush_every is not None and (step + 1) % flush_every == 0:
             source.flush()
     source.flush()
@@ -148,7 +148,7 @@ def test_lru_reads_as_often_as_a_dictionary_in_order_of_use(
 
 def test_lru_that_is_smaller_than_a_step_names_the_size_that_works() -> None:
     cache = LruCache({"items": memory_store(LAYOUT)}, 2)
-    with pytest.raises(PlanError, match=r"got cache_rows=2 and 3 rows of table 'items'") as error:
+    with pytest.raises(PlanError, match=r"cache_rows=2 and 3 rows of table 'items'") as error:
         run_source(cache, [np.array([1, 2]), np.array([1, 2, 3])])
     assert error.value.required_rows == 3
     cache.close()
@@ -170,8 +170,8 @@ def test_cache_with_the_plan_of_other_rows_names_table_and_step() -> None:
     steps = [np.array([1, 2]), np.array([3])]
     cache = cache_over(steps, [np.array([1, 2]), np.array([3, 4])], None)
     message = (
-        "index must list the rows of each batch, got 2 rows of table 'items' at step 1 "
-        "where the batch has 1; rebuild the dataset"
+        "index does not match the batch: it lists 2 rows of table 'items' at step 1, "
+        "and the batch has 1; rebuild the dataset"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_source(cache, steps)
@@ -203,14 +203,14 @@ def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
     direct = DirectSource({"items": stores[1]})
     for step, rows in enumerate(steps):
         given = {"items": rows} if len(rows) else {}
-        both = cache.lend(step, given), direct.lend(step, given)
+        both = cache.gather(step, given), direct.gather(step, given)
         for table in given:
-            found, wanted = (lent[table].taken() for lent in both)
+            found, wanted = (gathered[table].copy() for gathered in both)
             assert found.values.tobytes() == wanted.values.tobytes()
-            for lent in both:
-                lent[table].put(Records(wanted.values * 1.25 + step, wanted.state + 1))
-        cache.take_back(step, given)
-        direct.take_back(step, given)
+            for gathered in both:
+                gathered[table].put(Records(wanted.values * 1.25 + step, wanted.state + 1))
+        cache.release(step, given)
+        direct.release(step, given)
     cache.flush()
     cache.close()
     assert whole(stores[0])[1].values.tobytes() == whole(stores[1])[1].values.tobytes()

@@ -283,11 +283,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a feature of two tables": (
         lambda: EmbeddingBagCollection(with_tables(feature_names=["user"])),
-        "feature must be named once, got 'user' twice; rename one",
+        "feature names must be unique, got 'user' twice; rename one",
     ),
     "a table without features": (
         lambda: EmbeddingBagCollection(with_tables(feature_names=[])),
-        "table must have feature_names, got none of 'countries'; add one",
+        "table 'countries' has no feature_names; add one",
     ),
     "a feature that is not there": (
         lambda: EmbeddingBagCollection(with_tables(feature_names=["city"]))(
@@ -338,7 +338,7 @@ def test_collection_refuses_by_name(call: Callable[[], Any], message: str) -> No
 
 
 def test_init_function_that_is_left_out_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="init_fn of table 'countries' is not used"):
+    with pytest.warns(UserWarning, match="init_fn of table 'countries' is ignored"):
         EmbeddingBagCollection(with_tables(init_fn=torch.nn.init.zeros_))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,8 +14,8 @@ from trainer.components import build_parts, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.lookup import inverse_of
-from trainer.data.microbatches import whole
-from trainer.data.shared_features import sides_of
+from trainer.data.microbatches import single_microbatch
+from trainer.data.shared_features import find_shared_features
 from trainer.embedding.kernels.compiled import interactions_of
 from trainer.embedding.module import Embedding
 from trainer.models.dlrm import DedupDlrm, DlrmModel, columns_of
@@ -38,7 +38,7 @@ def plain_and_dedup(
 def results(model: torch.nn.Module, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
     """Return logits and the gradient of everything that is trained."""
     model.zero_grad()
-    embedding.open(whole(batch))
+    embedding.open(single_microbatch(batch))
     logits = model(batch)
     loss_of(logits, batch).backward()
     found = {"logits": logits.detach()}
@@ -54,8 +54,8 @@ def test_dedup_dlrm_has_the_logits_and_gradients_of_torchrecs(
 ) -> None:
     plain, dedup, embedding = plain_and_dedup(dataset, tmp_path / "job", pooling, kernels)
     job = write_job(tmp_path / "j", dtype="float64")
-    batch = reader_of(job, dataset, sides=True).read(step)
-    assert batch.sides is not None
+    batch = reader_of(job, dataset, find_shared=True).read(step)
+    assert batch.shared is not None
     wanted, found = results(plain, embedding, batch), results(dedup, embedding, batch)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -65,8 +65,8 @@ def test_dedup_dlrm_has_the_logits_and_gradients_of_torchrecs(
 def test_dedup_dlrm_of_an_expanded_batch_is_torchrecs(dataset: Path, tmp_path: Path) -> None:
     plain, dedup, embedding = plain_and_dedup(dataset, tmp_path / "job")
     job = write_job(tmp_path / "j", dtype="float64")
-    batch = reader_of(job, dataset, expanded=True, sides=True).read(0)
-    assert batch.sides is None
+    batch = reader_of(job, dataset, expanded=True, find_shared=True).read(0)
+    assert batch.shared is None
     wanted, found = results(plain, embedding, batch), results(dedup, embedding, batch)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
@@ -87,25 +87,25 @@ def test_rows_are_combinations_of_tuples_and_stand_for_their_samples(
     samples = torch.arange(plain.num_samples)
     batch = regrouped(plain, [samples // 8 % 5, samples // 2 % 7])  # hardly more pairs than tuples
     features = tuple(batch.group_of)
-    sides = sides_of(batch.groups, batch.group_of, batch.dense)
-    assert sides is not None
-    assert len(sides.tuples) == len(batch.groups) == 2
-    for group, tuples in sides.tuples.items():
+    shared = find_shared_features(batch.groups, batch.group_of, batch.dense)
+    assert shared is not None
+    assert len(shared.tuples) == len(batch.groups) == 2
+    for group, tuples in shared.tuples.items():
         assert tuples is not None
-        assert torch.equal(tuples.indices[sides.rows.indices], batch.groups[group].indices)
+        assert torch.equal(tuples.indices[shared.rows.indices], batch.groups[group].indices)
     pairs = {tuple(p) for p in torch.stack([i.indices for i in batch.groups.values()], 1).tolist()}
-    assert sides.num_rows == len(pairs)
-    assert set(sides.row_features) == {f for f in features if batch.group_of[f] is not None}
+    assert shared.num_rows == len(pairs)
+    assert set(shared.shared_features) == {f for f in features if batch.group_of[f] is not None}
 
 
 def test_groups_that_cross_are_not_put_together(dataset: Path, tmp_path: Path) -> None:
     plain = reader_of(write_job(tmp_path / "j", dtype="float64"), dataset).read(0)
     samples = torch.arange(plain.num_samples)
     batch = regrouped(plain, [samples % 8, samples % 9])  # 64 samples, 64 pairs
-    sides = sides_of(batch.groups, batch.group_of, batch.dense)
-    assert sides is not None
-    assert len(sides.tuples) == 1
-    assert sides.dense_by_row is None
+    shared = find_shared_features(batch.groups, batch.group_of, batch.dense)
+    assert shared is not None
+    assert len(shared.tuples) == 1
+    assert shared.shared_dense is None
 
 
 def test_every_column_of_the_first_layer_is_filled_once() -> None:

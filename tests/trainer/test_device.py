@@ -17,7 +17,7 @@ from schemas.run_log import SUMMARY, read_summary
 from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
-from trainer.device import moved
+from trainer.device import to_device
 from trainer.embedding.module import Embedding
 from trainer.train import evaluate_run
 
@@ -61,14 +61,14 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def test_every_tensor_of_a_batch_is_moved(expanded: bool, dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     batch = reader_of(job, dataset, expanded=expanded).read(0)
-    there = moved(batch, torch.device("meta"))
+    there = to_device(batch, torch.device("meta"))
     found, wanted = tensors_of(there), tensors_of(batch)
     assert len(found) == len(wanted) > 10
     assert {t.device.type for t in found} == {"meta"}
     assert [t.shape for t in found] == [t.shape for t in wanted]
     assert there.sparse.keys() == batch.sparse.keys()
     assert there.inverse_of("item").device.type == "meta"
-    assert moved(batch, torch.device("cpu")) is batch
+    assert to_device(batch, torch.device("cpu")) is batch
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_copies_of_rows_train_with_the_bits_of_rows_where_they_lie(
 ) -> None:
     job = write_job(tmp_path / "job", model=MODELS[model], kernels="torch")
     here = run_job(job, few, tmp_path / "here", embedding=embedding)
-    monkeypatch.setattr("trainer.embedding.module.reaches_arenas", lambda device: False)
+    monkeypatch.setattr("trainer.embedding.module.updates_in_place", lambda device: False)
     monkeypatch.setattr("trainer.embedding.module.moved", lambda rows, device: rows)
     there = run_job(job, few, tmp_path / "there", embedding=embedding)
     assert losses_of(tmp_path / "here").tobytes() == losses_of(tmp_path / "there").tobytes()

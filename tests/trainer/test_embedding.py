@@ -12,7 +12,7 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of
 from trainer.data.collate import Batch
 from trainer.data.lookup import take_unsorted
-from trainer.data.microbatches import whole
+from trainer.data.microbatches import single_microbatch
 from trainer.embedding.module import Embedding
 from trainer.embedding.optimizer import rule_at, state_width, update_rows
 from trainer.stores.api import Store
@@ -34,7 +34,7 @@ def reference_pooled(batch: Batch, feature: str, table: nn.EmbeddingBag) -> torc
 def train_both(
     batch: Batch, embedding: Embedding, table: nn.EmbeddingBag, target: torch.Tensor
 ) -> None:
-    embedding.open(whole(batch))
+    embedding.open(single_microbatch(batch))
     pooled = embedding(batch.sparse).to_dict()
     features = ("clicked", "item", "viewed")
     for feature in features:
@@ -42,7 +42,7 @@ def train_both(
     torch.stack([(pooled[f] * target).sin().sum() for f in features]).sum().backward()
     expected = [reference_pooled(batch, f, table) for f in features]
     torch.stack([(e * target).sin().sum() for e in expected]).sum().backward()
-    embedding.close()
+    embedding.update_from_backward()
 
 
 REFERENCES = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
@@ -74,7 +74,7 @@ def test_embedding_trains_like_embedding_bag(
 def test_sequence_gives_the_rows_of_each_unique_list(dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     parts, batch = parts_of(job, dataset), reader_of(job, dataset).read(3)
-    parts.embedding.open(whole(batch))
+    parts.embedding.open(single_microbatch(batch))
     values, offsets = parts.embedding.sequence(batch.sparse, "viewed")
     every = weights_of(parts.stores["items"], NUM_ITEMS).requires_grad_()
     jagged = batch.jagged_of("viewed")

@@ -17,7 +17,7 @@ import torch
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, run_job
 from trainer.checkpoint.load import load_checkpoint, verified
-from trainer.data.microbatches import whole
+from trainer.data.microbatches import single_microbatch
 from trainer.models.dlrm import DedupDlrm
 from trainer.step import loss_of
 
@@ -124,10 +124,10 @@ def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(
             checkpoint = checkpoint_at(tmp_path / "run", step)
             manifest = verified(checkpoint, None)
             load_checkpoint(checkpoint, manifest, parts.model, None, parts.stores)
-            batch = reader_of(job, dataset, expanded=expanded, sides=True).read(step)
-            assert (batch.sides is None) == (not batch.groups) == expanded
+            batch = reader_of(job, dataset, expanded=expanded, find_shared=True).read(step)
+            assert (batch.shared is None) == (not batch.groups) == expanded
             assert isinstance(parts.model, DedupDlrm) == (model == "dlrm")
-            parts.embedding.open(whole(batch))
+            parts.embedding.open(single_microbatch(batch))
             loss = loss_of(parts.model(batch), batch)
             loss.backward()
             dense = {name: p.grad for name, p in parts.model.named_parameters()}

@@ -18,7 +18,7 @@ from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
 from trainer.components import Parts
-from trainer.data.reader import Reader, prefetched
+from trainer.data.reader import Reader, prefetch
 from trainer.evaluate import Evaluation, columns_of, evaluate
 from trainer.metrics import auc, calibration, gauc, normalized_entropy
 from trainer.run import verify_run
@@ -40,7 +40,7 @@ def test_metrics_of_a_run_are_those_of_its_logits_sample_by_sample(
     found = evaluate_now(job, dataset, parts, reader)
     columns: list[list[np.ndarray]] = []
     for batch in reader.evaluation_batches():
-        parts.embedding.look(batch, parts.stores)
+        parts.embedding.open_copies(batch, parts.stores)
         logits = parts.model(batch).detach()
         key = batch.kept["session"]
         columns.append([key, key, *(t.numpy() for t in (batch.labels, logits, batch.weights))])
@@ -100,7 +100,7 @@ def train_all(job: Path, dataset: Path, evaluate_every: int | None) -> tuple[lis
     parts, reader = parts_of(job, dataset), reader_of(job, dataset)
     scored = reader_of(job, dataset)
     losses: list[float] = []
-    for batch in prefetched(reader.read, range(32), 2):
+    for batch in prefetch(reader.read, range(32), 2):
         assert batch.step.train_step == len(losses), "no training batch may be lost"
         timer = PhaseTimer(lambda: 0.0)
         losses.append(train_step(parts.model, parts.embedding, parts.optimizer, batch, timer))

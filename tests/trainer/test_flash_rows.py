@@ -29,7 +29,7 @@ from trainer.checkpoint.snapshot import (
     memory_path,
     most_changed,
 )
-from trainer.stores.api import Lent, Records, TableLayout
+from trainer.stores.api import GatheredRows, Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
 OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)
@@ -91,8 +91,8 @@ def test_rows_that_left_are_those_of_a_dictionary(
             left.put(array, records_of(values), np.full(len(rows), step))
             held |= {r: (step, v) for r, v in zip(rows, values.tolist(), strict=True)}
         elif kind == "since":
-            found, lent = left.since(step - back, array)
-            records = lent.taken()
+            found, gathered = left.since(step - back, array)
+            records = gathered.copy()
             assert (records.values == records.state).all()
             assert dict(zip(found.tolist(), records.state[:, 0].tolist(), strict=True)) == {
                 r: value for r, (at, value) in held.items() if at >= step - back and r not in rows
@@ -121,8 +121,8 @@ def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now() -> None:
     changes.used("items", np.array([2]), 6)
     arena.state[2] = 7
     (back, left) = changes.since(5, held)["items"]
-    assert (back.rows.tolist(), back.lent.taken().state.tolist()) == ([11], [[7]])
-    assert (left.rows.tolist(), left.lent.taken().state.tolist()) == ([10], [[1]])
+    assert (back.rows.tolist(), back.gathered.copy().state.tolist()) == ([11], [[7]])
+    assert (left.rows.tolist(), left.gathered.copy().state.tolist()) == ([10], [[1]])
     changes.forget(6)
     assert [part.rows.tolist() for part in changes.since(0, held)["items"]] == [[11]]
 
@@ -167,7 +167,7 @@ def snapshot_of(
         found = np.array([*values], np.int64)
         half = len(found) // 2
         parts = [slice(0, half), slice(half, None)]
-        changed[table] = [Changed(found[p], Lent(records_of(numbers[p]))) for p in parts]
+        changed[table] = [Changed(found[p], GatheredRows(records_of(numbers[p]))) for p in parts]
     about = About(train_step=step, since=since, made_of={"a": 1}, layouts=layouts)
     size = copy_to(memory, about, {"w": np.arange(step)}, {}, changed)
     assert memory.state == COMMITTED

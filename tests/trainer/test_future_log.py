@@ -16,7 +16,7 @@ from tests.trainer.stores import largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
 from trainer.rows import initial_rows
-from trainer.stores.api import Lent, Records, StepStore, Store, WriteBack
+from trainer.stores.api import GatheredRows, Records, StepStore, Store, WriteBack
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import memory_store
 
@@ -47,15 +47,15 @@ class Checked:
     def __getattr__(self, name: str) -> object:
         return getattr(self.source, name)
 
-    def lend(self, step: int, rows: RowsOfTables) -> dict[str, Lent]:
-        self.lent = self.source.lend(step, rows)
-        return self.lent
+    def gather(self, step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
+        self.gathered = self.source.gather(step, rows)
+        return self.gathered
 
-    def take_back(self, step: int, rows: RowsOfTables) -> None:
-        for table, lent in self.reference.lend(step, rows).items():
-            lent.put(self.lent[table].taken())
-        self.reference.take_back(step, rows)
-        self.source.take_back(step, rows)
+    def release(self, step: int, rows: RowsOfTables) -> None:
+        for table, gathered in self.reference.gather(step, rows).items():
+            gathered.put(self.gathered[table].copy())
+        self.reference.release(step, rows)
+        self.source.release(step, rows)
 
     def flush(self) -> None:
         self.source.flush()

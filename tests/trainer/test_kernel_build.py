@@ -16,11 +16,11 @@ from trainer.embedding.kernels.compiled import (
     COMPILERS,
     EMBEDDING,
     CompiledKernels,
+    build_library,
     cache_folder,
-    forget,
+    clear_cached_kernels,
     interactions_of,
     kernels_of,
-    library,
 )
 from trainer.embedding.kernels.interaction import TorchInteractions
 from trainer.embedding.kernels.torch_ops import TorchKernels
@@ -30,14 +30,14 @@ UNOPTIMIZED = replace(EMBEDDING, flags=(*EMBEDDING.flags, "-O0"))
 
 
 def build_into(folder: str) -> str:
-    return str(library(Path(folder), COMPILERS, UNOPTIMIZED))
+    return str(build_library(Path(folder), COMPILERS, UNOPTIMIZED))
 
 
 @pytest.mark.slow
 def test_library_is_made_once_and_found_again(tmp_path: Path) -> None:
-    made = library(tmp_path / "cache", COMPILERS, UNOPTIMIZED)
+    made = build_library(tmp_path / "cache", COMPILERS, UNOPTIMIZED)
     first = made.stat().st_mtime_ns
-    assert library(tmp_path / "cache", ("no-such-compiler",), UNOPTIMIZED) == made
+    assert build_library(tmp_path / "cache", ("no-such-compiler",), UNOPTIMIZED) == made
     assert made.stat().st_mtime_ns == first
     assert list((tmp_path / "cache").iterdir()) == [made]
     CompiledKernels(made)
@@ -54,19 +54,19 @@ def test_processes_that_build_at_once_share_one_library(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_library_is_made_elsewhere_when_the_cache_is_not_ours(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert library(tmp_path / "cache", COMPILERS, UNOPTIMIZED).is_file()
+    assert build_library(tmp_path / "cache", COMPILERS, UNOPTIMIZED).is_file()
 
 
 @pytest.mark.slow
 def test_library_is_made_elsewhere_when_the_cache_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("in the way")
-    assert library(tmp_path / "cache", COMPILERS, UNOPTIMIZED).is_file()
+    assert build_library(tmp_path / "cache", COMPILERS, UNOPTIMIZED).is_file()
 
 
 @pytest.mark.slow
 def test_library_of_another_source_has_another_name(tmp_path: Path) -> None:
     other = replace(UNOPTIMIZED, flags=(*UNOPTIMIZED.flags, "-DOTHER"))
-    assert len({library(tmp_path, COMPILERS, what) for what in (UNOPTIMIZED, other)}) == 2
+    assert len({build_library(tmp_path, COMPILERS, what) for what in (UNOPTIMIZED, other)}) == 2
 
 
 def test_cache_folder_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +81,16 @@ def test_without_a_compiler_torch_is_used_and_said_once(
     dataset = make_dataset(tmp_path / "dataset", write_job(tmp_path / "job"), SEGMENTS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    forget()
+    clear_cached_kernels()
     try:
         with caplog.at_level(logging.WARNING):
             run_job(tmp_path / "job" / "job.yaml", dataset, tmp_path / "run", steps=3)
         assert isinstance(kernels_of("compiled"), TorchKernels)
         assert isinstance(interactions_of("compiled"), TorchInteractions)
     finally:
-        forget()
+        clear_cached_kernels()
     assert [r.getMessage() for r in caplog.records if r.name == build.__name__] == [
-        "kernel must be compiled, got no compiler among g++, c++, clang++; slower torch operators "
+        "kernels cannot be compiled: no compiler among g++, c++, clang++; slower torch operators "
         "are used, install g++, or set train.kernels to torch"
     ]
 
@@ -102,12 +102,12 @@ def test_compiler_that_refuses_is_quoted(
     refused = replace(EMBEDDING, flags=("-fno-such-flag",))
     monkeypatch.setattr(build, "EMBEDDING", refused)
     with pytest.raises(CalledProcessError):
-        library(tmp_path, COMPILERS, refused)
-    forget()
+        build_library(tmp_path, COMPILERS, refused)
+    clear_cached_kernels()
     try:
         assert isinstance(kernels_of("compiled"), TorchKernels)
     finally:
-        forget()
+        clear_cached_kernels()
     assert "no-such-flag" in caplog.text
 
 

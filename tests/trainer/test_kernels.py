@@ -18,7 +18,12 @@ from schemas.config.train import SparseOptimizerConfig
 from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
 from trainer.data.collate import Batch
 from trainer.data.lookup import transpose
-from trainer.embedding.kernels.compiled import COMPILERS, CompiledKernels, cache_folder, library
+from trainer.embedding.kernels.compiled import (
+    COMPILERS,
+    CompiledKernels,
+    build_library,
+    cache_folder,
+)
 from trainer.embedding.kernels.interface import ArenaRows, Kernels, RowRule, TableRows
 from trainer.embedding.kernels.torch_ops import TorchKernels
 from trainer.embedding.optimizer import rule_at, state_width
@@ -35,7 +40,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def compiled() -> CompiledKernels:
-    return CompiledKernels(library(cache_folder(), COMPILERS))
+    return CompiledKernels(build_library(cache_folder(), COMPILERS))
 
 
 def first_tables(case: Case, dtype: torch.dtype, width: int) -> Tables:
@@ -82,8 +87,8 @@ def run_step(
                 rows=rows[t],
                 readers=batch.lookups[t].readers,
                 reader_offsets=batch.lookups[t].reader_offsets,
-                factors=batch.lookups[t].reader_factors,
-                more=None,
+                per_sample_weights=batch.lookups[t].reader_weights,
+                extra_gradient=None,
             )
             for t in tables
         ],
@@ -131,7 +136,7 @@ def test_steps_give_what_fbgemm_gives(
         weight.copy_(values)
     bags = [bag for f in FEATURES for bag in case.expanded(f)]
     offsets = torch.tensor([0, *(len(b) for b in bags)]).cumsum(0)
-    factors = [
+    per_sample_weights = [
         x
         for f in FEATURES
         for bag in replace(case, bags=case.bags | {f: case.expanded(f)}).factors_of(f)
@@ -142,7 +147,9 @@ def test_steps_give_what_fbgemm_gives(
         batch = case.batch(weighted=torch.float32 if weighted else None)
         pooled = run_step(kernels, batch, tables, gradient, rule_at(config, step), mean=mean)
         expected = theirs(
-            torch.from_numpy(flat(bags)), offsets, torch.tensor(factors) if weighted else None
+            torch.from_numpy(flat(bags)),
+            offsets,
+            torch.tensor(per_sample_weights) if weighted else None,
         ).view(gradient.shape)
         torch.testing.assert_close(pooled, expected.detach(), rtol=1e-4, atol=1e-5)
         expected.backward(gradient)
@@ -196,7 +203,9 @@ def reference_pooled(
     case: Case, feature: str, weight: torch.Tensor, *, mean: bool, weighted: bool
 ) -> torch.Tensor:
     bags = case.bags[feature]
-    factors = torch.tensor([x for b in case.factors_of(feature) for x in b], dtype=torch.float64)
+    per_sample_weights = torch.tensor(
+        [x for b in case.factors_of(feature) for x in b], dtype=torch.float64
+    )
     pooled = torch.nn.functional.embedding_bag(
         torch.from_numpy(flat(bags)),
         weight,
@@ -204,7 +213,7 @@ def reference_pooled(
         mode="mean" if mean else "sum",
         sparse=True,
         include_last_offset=True,
-        per_sample_weights=factors if weighted else None,
+        per_sample_weights=per_sample_weights if weighted else None,
     )
     return pooled if feature == "item" else pooled[torch.tensor(case.inverse)]
 

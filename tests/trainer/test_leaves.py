@@ -14,7 +14,7 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import RowSums
-from trainer.models.build import wants_sides
+from trainer.models.build import uses_shared_features
 from trainer.step import LeafWork, Partial
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
@@ -71,13 +71,13 @@ def test_it_does_not_show_who_computed_which_leaf(
 ) -> None:
     path = write_job(tmp_path / "job", dtype="float32", model=MODELS[model])
     job = load_job(path).train
-    reader = reader_of(path, dataset, sides=wants_sides(job))
-    every = reader.leaves(2)
-    assert every.num_leaves == 4
+    reader = reader_of(path, dataset, find_shared=uses_shared_features(job))
+    every = reader.read_microbatches(2)
+    assert every.num_microbatches == 4
 
     def computed(first: int, end: int) -> dict:
         parts = parts_of(path, dataset)
-        leaves = reader.leaves(2, slice(first, end), every.rows)
+        leaves = reader.read_microbatches(2, slice(first, end), every.rows)
         parts.embedding.open(leaves)
         with LeafWork(parts.model, parts.embedding, kernels_of(job.kernels)) as work:
             return work.compute(leaves).held
@@ -125,8 +125,8 @@ def test_kernels_merge_sums_alike(seed: int, dtype: torch.dtype) -> None:
 
 def test_rows_that_the_step_does_not_have_are_refused(dataset: Path, tmp_path: Path) -> None:
     reader = reader_of(write_job(tmp_path / "job"), dataset)
-    rows = dict(reader.leaves(1).rows)
+    rows = dict(reader.read_microbatches(1).rows)
     table = next(iter(rows))
     rows[table] = rows[table][1:]
-    with pytest.raises(ValueError, match=f"got 1 others in table '{table}'"):
-        reader.leaves(1, rows=rows)
+    with pytest.raises(ValueError, match=f"1 rows of table '{table}'"):
+        reader.read_microbatches(1, rows=rows)

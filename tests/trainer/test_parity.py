@@ -216,7 +216,7 @@ def test_torn_keyframe_is_refused_by_name(dataset: Path, tmp_path: Path) -> None
     path = checkpoint_at(tmp_path / "run", 3) / PLAN
     path.write_bytes(to_bytes({"items/rows": np.arange(3)}))
     message = (
-        f"plan of a checkpoint must be arrays by table and name, got other content in {path}; "
+        f"file with the cache plan's state has other content in {path}; "
         "remove this checkpoint to use the one before it"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):

@@ -19,7 +19,7 @@ from tests.trainer.make_dataset import make_dataset, make_samples, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, run_job
 from trainer.data.collate import Batch
 from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
-from trainer.data.reader import prefetched
+from trainer.data.reader import prefetch
 
 SPARSE = ("user", "clicked", "item", "page", "viewed")
 
@@ -123,7 +123,7 @@ def test_evaluation_batches_give_the_evaluation_split_once(job: Path, dataset: P
 
 
 def places_of_bags(batch: Batch, feature: str) -> np.ndarray:
-    first, step = batch.places.of(feature)
+    first, step = batch.layout.of(feature)
     return first + step * np.arange(len(batch.jagged_of(feature).lengths()))
 
 
@@ -189,19 +189,19 @@ def test_decode_refuses_blocks_that_lie_elsewhere(dataset: Path) -> None:
     counts = BlockCounts(blocks=names, samples=sizes, uniques=uniques)
     assert len(decode(spec, counts, read).labels) == 48
     message = (
-        "row group of samples must hold 48 rows of the blocks that blocks.parquet says, "
-        "got 48 rows or another order; rebuild the dataset"
+        "row group of samples does not match blocks.parquet: 48 rows where it lists 48, "
+        "or another order; rebuild the dataset"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         decode(spec, replace(counts, blocks=names[::-1]), read)
     fewer = {**uniques, "user": uniques["user"] - [0, 1, -1]}
-    with pytest.raises(SchemaError, match=r"^row group of user must hold "):
+    with pytest.raises(SchemaError, match=r"^row group of user does not match "):
         decode(spec, replace(counts, uniques=fewer), read)
 
 
 def test_prefetched_keeps_the_order_and_hands_on_an_error() -> None:
-    assert list(prefetched(lambda x: x * x, range(7), 2)) == [x * x for x in range(7)]
-    numbers = prefetched(lambda x: 6 // (2 - x), range(5), 2)
+    assert list(prefetch(lambda x: x * x, range(7), 2)) == [x * x for x in range(7)]
+    numbers = prefetch(lambda x: 6 // (2 - x), range(5), 2)
     assert [next(numbers), next(numbers)] == [3, 6]
     with pytest.raises(ZeroDivisionError):
         next(numbers)

@@ -30,7 +30,7 @@ from tests.trainer.runs import reader_of
 from trainer.components import build_parts, memory_stores
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
-from trainer.data.microbatches import whole
+from trainer.data.microbatches import single_microbatch
 from trainer.embedding.module import Embedding
 from trainer.models import dcn, deepfm, wide_deep
 from trainer.models.shared_compute import dense_part, first_layer
@@ -140,7 +140,7 @@ def test_dense_features_are_fed_once_per_tuple_where_it_decides_them() -> None:
 def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
     """Return logits and the gradient of everything that is trained."""
     model.zero_grad()
-    embedding.open(whole(batch))
+    embedding.open(single_microbatch(batch))
     logits = model(batch)
     loss_of(logits, batch).backward()
     found = {"logits": logits.detach()}

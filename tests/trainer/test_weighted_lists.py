@@ -15,7 +15,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, run_job
 from tests.trainer.test_own_loops import job_tables
 from trainer.data.decode import spec_of
-from trainer.data.microbatches import whole
+from trainer.data.microbatches import single_microbatch
 from trainer.embedding.collections import EmbeddingBagCollection
 
 WEIGHTS = ", clicked_weights"
@@ -35,7 +35,7 @@ def test_weighted_bags_and_their_gradients_are_torchs(
 ) -> None:
     job = write_job(tmp_path / "job", weights=WEIGHTS, pooling=pooling)
     parts, batch = parts_of(job, dataset), reader_of(job, dataset, expanded=expanded).read(3)
-    parts.embedding.open(whole(batch))
+    parts.embedding.open(single_microbatch(batch))
     pooled = parts.embedding(batch.sparse).to_dict()
     every = parts.stores["items"].fetch(np.arange(300)).values
     table = torch.from_numpy(every).requires_grad_()

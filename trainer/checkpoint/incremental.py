@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from trainer.stores.api import Lent, Records, TableLayout
+from trainer.stores.api import GatheredRows, Records, TableLayout
 from trainer.stores.row_map import RowMap
 
 _CLEAN = -1
@@ -128,7 +128,7 @@ class EvictedDirtyRows:
         self._records.state[places] = records.state
         self._last[places] = last_use
 
-    def find(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], Lent]:
+    def find(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], GatheredRows]:
         """Return which rows there are copies of, and where these lie.
 
         Args:
@@ -136,9 +136,11 @@ class EvictedDirtyRows:
         """
         places = self._map.find(rows)
         here = places >= 0
-        return here, Lent(self._records, places[here].astype(np.int32))
+        return here, GatheredRows(self._records, places[here].astype(np.int32))
 
-    def since(self, train_step: int, without: NDArray[np.int64]) -> tuple[NDArray[np.int64], Lent]:
+    def since(
+        self, train_step: int, without: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], GatheredRows]:
         """Return the rows whose last use was at a step or later, and where their copies lie.
 
         Args:
@@ -150,14 +152,14 @@ class EvictedDirtyRows:
             back = self._map.find(without)
             chosen[back[back >= 0]] = False
         places = np.flatnonzero(chosen)
-        return self._map.rows[places], Lent(self._records, places.astype(np.int32))
+        return self._map.rows[places], GatheredRows(self._records, places.astype(np.int32))
 
     def forget(self, train_step: int) -> None:
         """Forget rows whose last use was before a step."""
         if not len(self):
             return
-        rows, lent = self.since(train_step, np.empty(0, np.int64))
-        kept, last = lent.taken(), self._last[lent.places]
+        rows, gathered = self.since(train_step, np.empty(0, np.int64))
+        kept, last = gathered.copy(), self._last[gathered.positions]
         self._clear(max(_FIRST, len(rows)))
         self.put(rows, kept, last)
 
@@ -195,11 +197,11 @@ class Changed:
 
     Attributes:
         rows: (n,) distinct.
-        lent: the rows, until the next step is lent.
+        gathered: the rows, until the next step is gathered.
     """
 
     rows: NDArray[np.int64]
-    lent: Lent
+    gathered: GatheredRows
 
 
 class Changes:
@@ -265,8 +267,8 @@ class Changes:
         rows = np.empty(0, np.int64)
         if len(places):
             rows, records = held(table, places)
-            found.append(Changed(rows, Lent(records, places)))
-        left_rows, lent = self._left[table].since(train_step, rows)
+            found.append(Changed(rows, GatheredRows(records, places)))
+        left_rows, gathered = self._left[table].since(train_step, rows)
         if len(left_rows):
-            found.append(Changed(left_rows, lent))
+            found.append(Changed(left_rows, gathered))
         return found

@@ -488,7 +488,7 @@ def load_rows(
 ) -> None:
     """Write the rows of a checkpoint into stores; arguments are those of `load_checkpoint`."""
     train_step = manifest.train_step
-    held = {table: rows.rows[rows.held] for table, rows in (cached or {}).items()}
+    held = {table: rows.rows[rows.is_cached] for table, rows in (cached or {}).items()}
     for table, store in stores.items():
         apart_from = held.get(table, _NO_ROWS) if next_use is not None else _NO_ROWS
         for all_rows, all_records in store_of(checkpoint, manifest, store).contents():

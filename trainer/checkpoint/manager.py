@@ -363,7 +363,7 @@ def saver_of(
         return AtEnd(run, config, parts, source, made_of, first_step)
     layouts = {table: store.layout for table, store in parts.stores.items()}
     changes = Changes(layouts)
-    source.follow(changes)
+    source.track_changes(changes)
     state = TrainState(parts, source, changes, made_of)
     memory = CopyMemory(memory_path(Path(config.copy_to), run))
     saver = BesideSaver(
@@ -455,7 +455,7 @@ class TrainState:
 
     def changed(self, since: int) -> Mapping[str, list[Changed]]:
         """Return by table the rows that steps from one on used, and where they lie."""
-        return self._changes.since(since, self._source.held)
+        return self._changes.since(since, self._source.rows_at)
 
     def saved(self, train_step: int) -> None:
         """Forget what a checkpoint has, and let stores shorten their logs, beside training."""

@@ -338,8 +338,8 @@ def copy_to(
         for part in parts:
             stop = start + len(part.rows)
             rows[start:stop] = part.rows
-            _gather(part.lent.records.values, part.lent.places, values[start:stop])
-            _gather(part.lent.records.state, part.lent.places, state[start:stop])
+            _gather(part.gathered.records.values, part.gathered.positions, values[start:stop])
+            _gather(part.gathered.records.state, part.gathered.positions, state[start:stop])
             start = stop
     memory.state = COMMITTED
     return end

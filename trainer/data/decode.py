@@ -1,4 +1,4 @@
-"""Decode one row group of a segment to flat arrays, once, and cut them into blocks."""
+"""Decode one row group of a segment to flat arrays."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from schemas.features import FeatureSet
 from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
 from schemas.model_inputs import bags_of, factors_of, in_range, numbers_of
 
-_RANGES = {"label": (0.0, 1.0), "weight": (0.0, np.inf)}
-
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """Which columns make up a batch, and where they lie."""
+    """The columns of a batch, their dedup groups and tables."""
 
     label: str
     """Label column."""
@@ -38,9 +36,9 @@ class BatchSpec:
     weighted: tuple[str, ...]
     """Sparse features whose list entries have weights."""
     kept: tuple[str, ...]
-    """Columns that no model reads and evaluation does: keys of samples, and times."""
+    """Columns that only evaluation reads: keys of samples, and times."""
     owner: Mapping[str, str]
-    """Column to its dedup group; absent when stored per sample."""
+    """Column to its dedup group; without an entry it is stored per sample."""
     tables: Mapping[str, TableConfig]
     """Embedding tables."""
     table_of: Mapping[str, str]
@@ -50,20 +48,19 @@ class BatchSpec:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Dedup groups that some column of the batch lies in, in order of first use."""
-        found = [self.owner[c] for c in self.columns if c in self.owner]
-        return tuple(dict.fromkeys(found))
+        """Dedup groups of the columns, in order of first use."""
+        return tuple(dict.fromkeys(self.owner[c] for c in self.columns if c in self.owner))
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column that is read, inverse indices left out."""
+        """Every column that is read, without inverse indices."""
         single = [c for c in (self.label, self.weight) if c is not None]
         weights = [weights_column(f) for f in self.weighted]
         return tuple(dict.fromkeys([*single, *self.kept, *self.dense, *self.sparse, *weights]))
 
 
 def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
-    """Return what a batch of a dataset is made of.
+    """Return the columns of a batch of a dataset.
 
     Args:
         dataset: open dataset.
@@ -84,14 +81,14 @@ def spec_of_columns(
     kept: tuple[str, ...] = (),
     owner: Mapping[str, str] | None = None,
 ) -> BatchSpec:
-    """Return what a batch of some columns is made of.
+    """Return the columns of a batch with the given features.
 
     Args:
         features: declared columns.
-        data: tables, and which features look into them.
+        data: tables and their features.
         dtype: float32 or float64.
         kept: further columns, for evaluation.
-        owner: column to its dedup group; None where nothing is deduplicated.
+        owner: column to its dedup group; None if nothing is deduplicated.
 
     Raises:
         SchemaError: as `spec_of`.
@@ -101,18 +98,18 @@ def spec_of_columns(
     for feature in sparse:
         if feature not in data.table_of_feature:
             raise SchemaError(
-                f"sparse feature must belong to a table, got {feature!r}; "
+                f"sparse feature belongs to no table: {feature!r}; "
                 f"{nearest(feature, data.table_of_feature)}"
             )
     if not sparse:
-        raise SchemaError("schema must have a sparse feature, got none; tag one")
+        raise SchemaError("schema has no sparse feature; tag one")
     for name in kept:
-        features[name]
+        features[name]  # raises SchemaError if it is no column
     weights = features.with_role("weight")
-    stored = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None  # holds the job's own, too
+    computed = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None  # includes the job's own
     return BatchSpec(
         label=features.label,
-        weight=stored or (weights[0] if weights else None),
+        weight=computed or (weights[0] if weights else None),
         dense=features.with_role("dense"),
         sparse=sparse,
         weighted=tuple(f for f in sparse if _has_weights(features, owner, f)),
@@ -125,20 +122,20 @@ def spec_of_columns(
 
 
 def _has_weights(features: FeatureSet, owner: Mapping[str, str], feature: str) -> bool:
-    """Tell whether the entries of a list feature have weights; these lie where the lists do."""
+    """Return whether the entries of a list feature have weights; checks their type and group."""
     name = weights_column(feature)
     if name not in features:
         return False
-    found = features[name]
-    if not (found.is_list and found.type == "FLOAT" and found.role == "kept"):
+    column = features[name]
+    if not (column.is_list and column.type == "FLOAT" and column.role == "kept"):
         raise SchemaError(
             f"weights of list entries must be a FLOAT list of role kept, got {name!r} of type "
-            f"{found.type} and role {found.role}; declare it so, or rename it"
+            f"{column.type} and role {column.role}; declare it so, or rename it"
         )
     if owner.get(name) != owner.get(feature):
         raise SchemaError(
             f"weights of list entries must be in the group of their list, got {name!r} in "
-            f"{owner.get(name)} and {feature!r} in {owner.get(feature)}; put them together"
+            f"{owner.get(name)} and {feature!r} in {owner.get(feature)}; declare them in one group"
         )
     return True
 
@@ -163,15 +160,15 @@ class RowGroup:
     """A decoded row group.
 
     Attributes:
-        sample_offsets: (num_blocks + 1,) where each block's samples lie.
-        unique_offsets: by group, (num_blocks + 1,) where each block's unique tuples lie.
+        sample_offsets: (num_blocks + 1,) offsets of each block's samples.
+        unique_offsets: by group, (num_blocks + 1,) offsets of each block's unique tuples.
         labels: (num_samples,).
         weights: (num_samples,).
         dense: (num_samples, num_dense), nulls as 0.
-        kept: by column, (num_samples,) int64; equal where the values are, times in order.
+        kept: by column, (num_samples,) int64: equal for equal values, times in order.
         inverse: by group, (num_samples,) int64, the tuple of each sample in the row group.
         sparse: by feature, rows of its table; one bag per unique tuple, or per sample.
-        factors: by weighted feature, the weight of each entry of `sparse`.
+        per_sample_weights: by weighted feature, the weight of each entry of `sparse`.
     """
 
     sample_offsets: NDArray[np.int64]
@@ -182,10 +179,10 @@ class RowGroup:
     kept: Mapping[str, NDArray[np.int64]]
     inverse: Mapping[str, NDArray[np.int64]]
     sparse: Mapping[str, Jagged]
-    factors: Mapping[str, Array]
+    per_sample_weights: Mapping[str, Array]
 
     def without(self, rows: NDArray[np.int64]) -> RowGroup:
-        """Return the row group with weight 0 for some samples, by their place in it."""
+        """Return the row group with weight 0 for the samples at `rows`."""
         if not len(rows):
             return self
         weights = self.weights.copy()
@@ -194,15 +191,15 @@ class RowGroup:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the arrays."""
+        """Bytes of the arrays."""
         flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
-        flat += self.factors.values()
+        flat += self.per_sample_weights.values()
         bags = [x for j in self.sparse.values() for x in (j.values, j.offsets)]
         return sum(x.nbytes for x in [*flat, *bags])
 
 
 ReadTable = Callable[[str, list[str]], pa.Table]
-"""(`samples` or a group, columns) to the Arrow table of the row group."""
+"""(`samples` or a group, columns) to the row group's columns."""
 
 
 def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
@@ -210,8 +207,8 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
 
     Args:
         spec: columns to decode.
-        counts: the blocks that the row group must hold.
-        read: gives the row group's columns of one table.
+        counts: expected blocks of the row group.
+        read: reads columns of the row group from the samples or from a group.
 
     Raises:
         SchemaError: the files and `blocks.parquet` disagree, or a column does not fit its role.
@@ -236,25 +233,21 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         for group, column in inverse_of.items()
     }
 
-    def per_sample(name: str, flat: Callable[[pa.Array], Array]) -> Array:
-        owner = spec.owner.get(name, SAMPLES)
-        values = flat(one_chunk(tables[owner][name]))
-        return values if owner == SAMPLES else values[inverse[owner]]
-
-    def numbers(name: str) -> Array:
-        values = per_sample(name, lambda column: numbers_of(column, spec.dtype))
-        return in_range(values, name, *_RANGES.get(roles.get(name, ""), (-np.inf, np.inf)))
-
-    roles = {spec.label: "label", spec.weight: "weight"}
-
     def column_of(name: str) -> pa.Array:
         return one_chunk(tables[spec.owner.get(name, SAMPLES)][name])
 
+    def per_sample(name: str, to_array: Callable[[pa.Array], Array]) -> Array:
+        values = to_array(column_of(name))
+        return values[inverse[spec.owner[name]]] if name in spec.owner else values
+
+    def numbers(name: str, low: float = -np.inf, high: float = np.inf) -> Array:
+        values = per_sample(name, lambda column: numbers_of(column, spec.dtype))
+        return in_range(values, name, low, high)
+
     num_samples = int(counts.samples.sum())
-    table_of = {name: spec.table_of[name] for name in spec.sparse}
     sparse = {
-        name: bags_of(column_of(name), table, spec.tables[table])
-        for name, table in table_of.items()
+        name: bags_of(column_of(name), spec.table_of[name], spec.tables[spec.table_of[name]])
+        for name in spec.sparse
     }
     dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
     for index, name in enumerate(spec.dense):
@@ -262,13 +255,15 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
     return RowGroup(
         sample_offsets=offsets_of(counts.samples),
         unique_offsets={g: offsets_of(counts.uniques[g]) for g in spec.groups},
-        labels=numbers(spec.label),
-        weights=np.ones(num_samples, spec.dtype) if spec.weight is None else numbers(spec.weight),
+        labels=numbers(spec.label, 0.0, 1.0),
+        weights=(
+            np.ones(num_samples, spec.dtype) if spec.weight is None else numbers(spec.weight, 0.0)
+        ),
         dense=dense,
         kept={name: per_sample(name, _keys) for name in spec.kept},
         inverse=inverse,
         sparse=sparse,
-        factors={
+        per_sample_weights={
             f: factors_of(column_of(weights_column(f)), f, sparse[f], spec.dtype)
             for f in spec.weighted
         },
@@ -278,33 +273,33 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
 def _check_blocks(
     table: pa.Table, blocks: NDArray[np.int64], rows: NDArray[np.int64], name: str
 ) -> None:
-    found = table[BLOCK].to_numpy()
-    if not np.array_equal(found, np.repeat(blocks, rows)):
+    block_of_row = table[BLOCK].to_numpy()
+    if not np.array_equal(block_of_row, np.repeat(blocks, rows)):
         raise SchemaError(
-            f"row group of {name} must hold {rows.sum()} rows of the blocks that blocks.parquet "
-            f"says, got {len(found)} rows or another order; rebuild the dataset"
+            f"row group of {name} does not match blocks.parquet: {len(block_of_row)} rows where it "
+            f"lists {rows.sum()}, or another order; rebuild the dataset"
         )
 
 
 def _inverse(column: pa.ChunkedArray, counts: BlockCounts, group: str) -> NDArray[np.int64]:
-    """Return inverse indices that count from the row group's first tuple, not the block's."""
+    """Return inverse indices relative to the row group's first tuple instead of the block's."""
     inverse = numpy_of(column).astype(np.int64)
     uniques = counts.uniques[group]
     if np.any((inverse < 0) | (inverse >= np.repeat(uniques, counts.samples))):
         raise SchemaError(
-            f"inverse_indices of {group} must be below the unique tuples of their block, got "
+            f"inverse_indices of {group} must be in [0, unique tuples of their block), got up to "
             f"{inverse.max()}; rebuild the dataset"
         )
     return inverse + np.repeat(offsets_of(uniques)[:-1], counts.samples)
 
 
 def _keys(column: pa.Array) -> Array:
-    """Return values that are equal when the keys are; a null is a key of its own."""
+    """Return int64 values that are equal iff the keys are; null is a key."""
     if not column.null_count:
         if pa.types.is_timestamp(column.type):
             column = column.cast(pa.int64())
         if pa.types.is_integer(column.type):
             return numpy_of(column).astype(np.int64)
-        if pa.types.is_dictionary(column.type):  # texts: each distinct one is hashed once
+        if pa.types.is_dictionary(column.type):  # strings: each distinct one is hashed once
             return _keys(column.dictionary)[numpy_of(column.indices)]
     return hash_keys(comparable(column)).view(np.int64)

@@ -1,4 +1,8 @@
-"""The microbatches of a step: its blocks, or those of them that one process computes."""
+"""The microbatches of a step: one per block, of all its blocks or of those of one process.
+
+Forward and backward run per microbatch, so that its result depends on its block alone. Embedding
+rows are gathered and updated once per step, for all microbatches.
+"""
 
 from __future__ import annotations
 
@@ -14,99 +18,97 @@ from schemas.order import Step
 from trainer.data.collate import Batch
 from trainer.data.lookup import Transpose, transpose
 
-# The leaves of a step: its blocks, or those of them that one process computes.
-#
-# Forward and backward run leaf by leaf, so that what a leaf gives depends on its block alone.
-# Rows are borrowed and updated once per step, for all leaves.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaves:
-    """Consecutive leaves of one step.
+class Microbatches:
+    """Consecutive microbatches of one step.
 
     Attributes:
         step: all blocks of the step.
-        num_leaves: of the step.
-        first: number of the first leaf that is here.
-        batches: the samples of each leaf that is here.
-        rows: by table, distinct ascending rows; all that these leaves look up are among them.
-        places: of each leaf, by table, (leaf's rows,) int32: where its rows lie in `rows`; None:
-            they are the same.
+        num_microbatches: of the step.
+        first: index of `batches[0]` within the step.
+        batches: samples of each microbatch.
+        rows: by table, distinct ascending rows; a superset of those that `batches` look up.
+        row_positions: per microbatch, by table, (num_rows_of_microbatch,) int32 positions in
+            `rows`; None: all rows, in order.
     """
 
     step: Step
-    num_leaves: int
+    num_microbatches: int
     first: int
     batches: tuple[Batch, ...]
     rows: Mapping[str, NDArray[np.int64]]
-    places: tuple[Mapping[str, torch.Tensor] | None, ...]
+    row_positions: tuple[Mapping[str, torch.Tensor] | None, ...]
 
     @property
     def num_samples(self) -> int:
-        """Samples of the leaves that are here."""
+        """Samples of `batches`."""
         return sum(batch.num_samples for batch in self.batches)
 
 
-def whole(batch: Batch) -> Leaves:
-    """Return a batch as the only leaf of its step."""
-    rows = {table: lookup.rows for table, lookup in batch.lookups.items()}
-    return Leaves(
-        step=batch.step, num_leaves=1, first=0, batches=(batch,), rows=rows, places=(None,)
+def single_microbatch(batch: Batch) -> Microbatches:
+    """Return a batch as the only microbatch of its step."""
+    return Microbatches(
+        step=batch.step,
+        num_microbatches=1,
+        first=0,
+        batches=(batch,),
+        rows={table: lookup.rows for table, lookup in batch.lookups.items()},
+        row_positions=(None,),
     )
 
 
-def leaves_of(
+def make_microbatches(
     step: Step,
     first: int,
     batches: Sequence[Batch],
     rows: Mapping[str, NDArray[np.int64]] | None = None,
     transpose: Transpose = transpose,
-) -> Leaves:
-    """Return leaves among the rows of their step.
+) -> Microbatches:
+    """Return batches as microbatches, with the positions of their rows among those of the step.
 
     Args:
-        step: all blocks of the step; each is a leaf.
-        first: number of the first leaf.
-        batches: one for each leaf; none only where rows are given.
-        rows: by table, the rows that the step looks up, distinct and ascending; None: those that
-            these leaves look up.
-        transpose: how rows are sorted.
+        step: all blocks of the step; each is a microbatch.
+        first: index of the first microbatch within the step.
+        batches: one per microbatch; may be empty only if `rows` is given.
+        rows: by table, distinct ascending rows of the step; None: the rows of `batches`.
+        transpose: sorts rows.
 
     Raises:
-        ValueError: a leaf looks up a row that is not among them.
+        ValueError: a batch looks up a row that is not in `rows`.
     """
-    found: dict[str, NDArray[np.int64]] = {}
-    places: list[dict[str, torch.Tensor]] = [{} for _ in batches]
+    step_rows: dict[str, NDArray[np.int64]] = {}
+    row_positions: list[dict[str, torch.Tensor]] = [{} for _ in batches]
     for table in batches[0].lookups if rows is None else rows:
-        lists = [batch.lookups[table].rows for batch in batches]
-        every = np.concatenate([np.empty(0, np.int64), *lists])
+        rows_per_batch = [batch.lookups[table].rows for batch in batches]
+        all_rows = np.concatenate([np.empty(0, np.int64), *rows_per_batch])
         if rows is None:
-            found[table], positions, _, _ = transpose(every)
+            step_rows[table], positions, _, _ = transpose(all_rows)
         else:
-            found[table] = rows[table]
-            positions = _positions(table, found[table], every)
-        edges = np.cumsum([0, *(len(part) for part in lists)]).tolist()
-        for by_table, (start, end) in zip(places, pairwise(edges), strict=True):
+            step_rows[table] = rows[table]
+            positions = _positions(table, rows[table], all_rows)
+        edges = np.cumsum([0, *map(len, rows_per_batch)]).tolist()
+        for by_table, (start, end) in zip(row_positions, pairwise(edges), strict=True):
             by_table[table] = torch.from_numpy(positions[start:end].astype(np.int32, copy=False))
-    return Leaves(
+    return Microbatches(
         step=step,
-        num_leaves=len(step.positions),
+        num_microbatches=len(step.positions),
         first=first,
         batches=tuple(batches),
-        rows=found,
-        places=tuple(places),
+        rows=step_rows,
+        row_positions=tuple(row_positions),
     )
 
 
 def _positions(
-    table: str, rows: NDArray[np.int64], wanted: NDArray[np.int64]
+    table: str, step_rows: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> NDArray[np.integer]:
-    positions = np.searchsorted(rows, wanted)
-    missing = positions == len(rows)
-    missing[~missing] = rows[positions[~missing]] != wanted[~missing]
+    positions = np.searchsorted(step_rows, rows)
+    missing = positions == len(step_rows)
+    missing[~missing] = step_rows[positions[~missing]] != rows[~missing]
     if missing.any():
         raise ValueError(
-            f"rows of a step must hold all that its samples look up, got {int(missing.sum())} "
-            f"others in table {table!r}, {wanted[missing][0]} first; build the oracle again"
+            f"index lacks rows that samples of the step look up: {int(missing.sum())} rows of "
+            f"table {table!r}, the first is {rows[missing][0]}; rebuild the oracle"
         )
     return positions

@@ -1,4 +1,8 @@
-"""From a dataset to batches in training order, cut from decoded row groups."""
+"""Read the batches of a dataset in training order, from decoded row groups.
+
+A row group is decoded once and kept while its blocks are read; blocks of a batch that are
+neighbours in a row group are collated as one range.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ from schemas.files import CheckedFile
 from schemas.group_files import read_group
 from schemas.layout import EVALUATION, TRAIN, samples_path
 from schemas.order import Order, Step
-from trainer.data.collate import Batch, Piece, collate
+from trainer.data.collate import Batch, BlockRange, collate
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode
 from trainer.data.lookup import Transpose, transpose
-from trainer.data.microbatches import Leaves, leaves_of
+from trainer.data.microbatches import Microbatches, make_microbatches
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that are kept; training order reads each row group from start to end."""
@@ -31,8 +35,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class _SegmentBlocks:
-    """Where the blocks of one segment lie: arrays over positions in `blocks.parquet`."""
+class _BlockIndex:
+    """File, row group and index in the row group of each block of a segment."""
 
     def __init__(self, segment: Segment, groups: Sequence[str]) -> None:
         self.segment = segment
@@ -41,30 +45,27 @@ class _SegmentBlocks:
         self._blocks = segment.block_names
         self._samples = segment.column("num_samples")
         self._uniques = {group: segment.num_unique(group) for group in groups}
-        place = self.file << 32 | self.row_group
-        self._by_place = np.lexsort((self._blocks, place))
-        self._places = place[self._by_place]
-        self.index = np.empty(len(place), np.int64)
-        first = np.searchsorted(self._places, self._places)
-        self.index[self._by_place] = np.arange(len(place)) - first
+        keys = self.file << 32 | self.row_group
+        self._order = np.lexsort((self._blocks, keys))
+        self._sorted_keys = keys[self._order]
+        self.index_in_row_group = np.empty(len(keys), np.int64)
+        first = np.searchsorted(self._sorted_keys, self._sorted_keys)
+        self.index_in_row_group[self._order] = np.arange(len(keys)) - first
 
     def counts(self, file: int, row_group: int) -> BlockCounts:
         """Return the blocks of a row group, in file order."""
-        place = file << 32 | row_group
-        start, end = np.searchsorted(self._places, [place, place + 1])
-        chosen = self._by_place[start:end]
+        key = file << 32 | row_group
+        start, end = np.searchsorted(self._sorted_keys, [key, key + 1])
+        positions = self._order[start:end]
         return BlockCounts(
-            blocks=self._blocks[chosen],
-            samples=self._samples[chosen],
-            uniques={group: counts[chosen] for group, counts in self._uniques.items()},
+            blocks=self._blocks[positions],
+            samples=self._samples[positions],
+            uniques={group: counts[positions] for group, counts in self._uniques.items()},
         )
 
 
 class Reader:
-    """Reads the batch of any step; what it returns depends on the step alone.
-
-    Not safe for several threads at once.
-    """
+    """Reads the batch of any step; the result depends on the step alone. Not thread-safe."""
 
     def __init__(
         self,
@@ -73,25 +74,25 @@ class Reader:
         spec: BatchSpec,
         *,
         expanded: bool = False,
-        sides: bool = False,
+        find_shared: bool = False,
         transpose: Transpose = transpose,
     ) -> None:
-        """Find out where the blocks lie; no data file is opened yet.
+        """Index the blocks of all segments; no data file is opened.
 
         Args:
             dataset: open dataset.
             order: global order of the run.
-            spec: what a batch is made of.
+            spec: columns of a batch.
             expanded: undo the deduplication, for comparison.
-            sides: find what samples share, for models that compute it once.
-            transpose: how look-ups are sorted.
+            find_shared: set `Batch.shared`, for models that compute shared features once.
+            transpose: sorts look-ups.
         """
         self._transpose = transpose
         self._spec = spec
         self._order = order
         self._expanded = expanded
-        self._sides = sides
-        self._segments = [_SegmentBlocks(s, spec.groups) for s in dataset.segments]
+        self._find_shared = find_shared
+        self._segments = [_BlockIndex(s, spec.groups) for s in dataset.segments]
         self._absent = [absent_columns(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
         self._decoded: OrderedDict[tuple[int, int, int], RowGroup] = OrderedDict()
@@ -100,33 +101,33 @@ class Reader:
         """Return the batch of a step.
 
         Raises:
-            SchemaError: a file is missing, a byte of it has changed, or its content does not fit.
+            SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
         step = self._order.step(train_step)
         train = self._segments[step.segment].segment.positions(TRAIN)
         return self._assemble(step, train[step.positions])
 
-    def leaves(
+    def read_microbatches(
         self,
         train_step: int,
         run: slice = slice(None),
         rows: Mapping[str, NDArray[np.int64]] | None = None,
-    ) -> Leaves:
-        """Return the blocks of a step, each by itself.
+    ) -> Microbatches:
+        """Return blocks of a step, one microbatch per block.
 
         Args:
             train_step: position in the run.
-            run: which of its blocks, none only where rows are given; all when left out.
-            rows: by table, all rows that the step looks up; None: those of the chosen blocks.
+            run: blocks of the step; may be empty only if `rows` is given.
+            rows: by table, all rows of the step; None: the rows of the chosen blocks.
 
         Raises:
-            SchemaError: a file is missing, a byte of it has changed, or its content does not fit.
+            SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
         step = self._order.step(train_step)
         train = self._segments[step.segment].segment.positions(TRAIN)
         chosen = range(len(step.positions))[run]
         batches = [self._assemble(step, train[step.positions[i : i + 1]]) for i in chosen]
-        return leaves_of(step, chosen.start, batches, rows, self._transpose)
+        return make_microbatches(step, chosen.start, batches, rows, self._transpose)
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yield the samples of the evaluation split once, in stored order."""
@@ -145,44 +146,45 @@ class Reader:
 
     def _assemble(self, step: Step, positions: NDArray[np.int64]) -> Batch:
         blocks = self._segments[step.segment]
-        pieces: list[Piece] = []
+        ranges: list[BlockRange] = []
         for position in positions.tolist():
-            place = (step.segment, int(blocks.file[position]), int(blocks.row_group[position]))
-            index = int(blocks.index[position])
-            row_group = self._row_group(*place)
-            if pieces and pieces[-1].row_group is row_group and pieces[-1].end == index:
-                pieces[-1] = Piece(row_group, pieces[-1].start, index + 1)
+            row_group = self._row_group(
+                step.segment, int(blocks.file[position]), int(blocks.row_group[position])
+            )
+            index = int(blocks.index_in_row_group[position])
+            if ranges and ranges[-1].row_group is row_group and ranges[-1].end == index:
+                ranges[-1] = BlockRange(row_group, ranges[-1].start, index + 1)
             else:
-                pieces.append(Piece(row_group, index, index + 1))
+                ranges.append(BlockRange(row_group, index, index + 1))
         return collate(
             self._spec,
             step,
-            pieces,
+            ranges,
             expanded=self._expanded,
-            sides=self._sides,
+            find_shared=self._find_shared,
             transpose=self._transpose,
         )
 
     def _row_group(self, segment: int, file: int, row_group: int) -> RowGroup:
-        place = (segment, file, row_group)
-        if place in self._decoded:
-            self._decoded.move_to_end(place)
-            return self._decoded[place]
+        key = (segment, file, row_group)
+        if key in self._decoded:
+            self._decoded.move_to_end(key)
+            return self._decoded[key]
 
         open_file = partial(self._file, segment)
 
         def read(owner: str, columns: list[str]) -> pa.Table:
-            def stored(present: list[str]) -> pa.Table:
+            def read_present(present: list[str]) -> pa.Table:
                 if owner == SAMPLES:
                     return open_file(samples_path(file)).read_row_group(row_group, present)
                 return read_group(open_file, owner, file, row_group, present)
 
-            return read_with_absent(stored, columns, self._absent[segment])
+            return read_with_absent(read_present, columns, self._absent[segment])
 
         blocks = self._segments[segment]
         decoded = decode(self._spec, blocks.counts(file, row_group), read)
         decoded = decoded.without(blocks.segment.forgotten_rows(file, row_group))
-        self._decoded[place] = decoded
+        self._decoded[key] = decoded
         while len(self._decoded) > 1 and (
             sum(d.num_bytes for d in self._decoded.values()) > CACHE_BYTES
         ):
@@ -196,22 +198,21 @@ class Reader:
         return self._files[segment, path]
 
 
-def prefetched(
+def prefetch(
     function: Callable[[T], R], items: Iterable[T], depth: int
 ) -> Generator[R, None, None]:
     """Yield function(item) of each item in order, computed up to `depth` ahead in one thread.
 
-    It takes no other thread to help it: they would wait for its small pieces of work, spinning.
+    The thread runs torch operators without helper threads, which would spin between its calls.
     """
     remaining = iter(items)
-    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
-    with ThreadPoolExecutor(1, "reader", **alone) as pool:
-        ahead: list[Future[R]] = [pool.submit(function, i) for i in islice(remaining, depth)]
+    with ThreadPoolExecutor(1, "reader", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        pending: list[Future[R]] = [pool.submit(function, i) for i in islice(remaining, depth)]
         try:
-            while ahead:
-                result = ahead.pop(0).result()
-                ahead.extend(pool.submit(function, i) for i in islice(remaining, 1))
+            while pending:
+                result = pending.pop(0).result()
+                pending.extend(pool.submit(function, i) for i in islice(remaining, 1))
                 yield result
         finally:
-            for future in ahead:
+            for future in pending:
                 future.cancel()

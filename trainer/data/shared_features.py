@@ -1,4 +1,9 @@
-"""Which features of a batch are equal for many samples, and which samples share them."""
+"""Features of a batch that many samples share, for models that compute them once.
+
+A shared row is a distinct combination of the tuples of some dedup groups. One request has one
+user, so request and user together have hardly more shared rows than requests. Groups are added
+greedily while that lowers the number of dot products of two vectors.
+"""
 
 from __future__ import annotations
 
@@ -9,123 +14,116 @@ import torch
 
 from trainer.data.lookup import Inverse, Transpose, inverse_of, transpose
 
-# Which part of a batch is the same for many samples: rows, and the samples that share one.
-#
-# Rows are the distinct combinations of the tuples of some groups (one request has one user, so
-# request and user together have hardly more rows than requests). Groups are added to the rows
-# while that leaves fewer products of two vectors to be made. A pure function of the batch,
-# computed beside the reader.
-
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """A batch cut into what rows share and what each sample has for itself.
+class SharedFeatures:
+    """The features of a batch, divided into shared and per-sample ones.
 
     Attributes:
-        rows: from samples to rows.
-        tuples: by group of the row side, from rows to tuples; None: row i has tuple i.
-        row_features: features that are known once per row, group by group.
-        sample_features: the others: those of no group, then group by group.
-        dense_by_row: (num_rows, num_dense), or None where it differs within a row.
+        rows: from samples to shared rows.
+        tuples: by group in the shared rows, from shared rows to tuples; None: row i has tuple i.
+        shared_features: features with one value per shared row, group by group.
+        per_sample_features: the others: ungrouped ones, then group by group.
+        shared_dense: (num_rows, num_dense), or None if it differs within a shared row.
     """
 
     rows: Inverse
     tuples: Mapping[str, Inverse | None]
-    row_features: tuple[str, ...]
-    sample_features: tuple[str, ...]
-    dense_by_row: torch.Tensor | None
+    shared_features: tuple[str, ...]
+    per_sample_features: tuple[str, ...]
+    shared_dense: torch.Tensor | None
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
+        """Number of shared rows."""
         return len(self.rows.offsets) - 1
 
 
-def sides_of(
+def find_shared_features(
     groups: Mapping[str, Inverse],
     group_of: Mapping[str, str | None],
     dense: torch.Tensor,
     transpose: Transpose = transpose,
-) -> Sides | None:
-    """Return the cheapest cut of a batch that is found; None where none saves a product.
+) -> SharedFeatures | None:
+    """Return the cheapest division by greedy search; None if none saves a product.
 
     Args:
         groups: dedup groups of the batch.
         group_of: by sparse feature, its dedup group or None.
         dense: (num_samples, num_dense).
-        transpose: how rows are sorted.
+        transpose: sorts rows.
     """
-    best: _Cut | None = None
-    cost = _cost(0, len(group_of) + 1, 0, len(dense))
-    left = list(groups)
-    while left:
-        tried = [_extended(groups, group_of, dense, best, group, transpose) for group in left]
-        least = min(tried, key=lambda cut: cut.cost)
-        if least.cost >= cost:
+    best: _Candidate | None = None
+    cost = _num_products(0, len(group_of) + 1, 0, len(dense))
+    remaining = list(groups)
+    while remaining:
+        candidates = [
+            _add_group(groups, group_of, dense, best, group, transpose) for group in remaining
+        ]
+        cheapest = min(candidates, key=lambda candidate: candidate.cost)
+        if cheapest.cost >= cost:
             break
-        best, cost = least, least.cost
-        left.remove(least.members[-1])
-    return None if best is None else _sides(groups, group_of, best, transpose)
+        best, cost = cheapest, cheapest.cost
+        remaining.remove(cheapest.members[-1])
+    return None if best is None else _shared_features(groups, group_of, best, transpose)
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """Groups of the row side, their rows, and the products of two vectors that are left."""
+class _Candidate:
+    """Groups of the shared rows, these rows, and the products of two vectors that it needs."""
 
     members: tuple[str, ...]
     rows: Inverse
-    dense_by_row: torch.Tensor | None
+    shared_dense: torch.Tensor | None
     cost: int
 
 
-def _extended(
+def _add_group(
     groups: Mapping[str, Inverse],
     group_of: Mapping[str, str | None],
     dense: torch.Tensor,
-    held: _Cut | None,
+    candidate: _Candidate | None,
     group: str,
     transpose: Transpose,
-) -> _Cut:
-    """Return the cut with one more group on the side of the rows."""
+) -> _Candidate:
     members, rows = (group,), groups[group]
-    if held is not None:
-        members, rows = (*held.members, group), _together(held.rows, rows, transpose)
-    by_row = rows.once(dense)
-    same = by_row is not None
-    shared = sum(g in members for g in group_of.values())
-    num_rows = len(rows.offsets) - 1
-    cost = _cost(shared + same, len(group_of) - shared + (not same), num_rows, len(dense))
-    return _Cut(members, rows, by_row, cost)
+    if candidate is not None:
+        members, rows = (*candidate.members, group), _pairs(candidate.rows, rows, transpose)
+    shared_dense = rows.unique_values(dense)
+    num_shared = sum(g in members for g in group_of.values()) + (shared_dense is not None)
+    num_own = len(group_of) + 1 - num_shared
+    cost = _num_products(num_shared, num_own, len(rows.offsets) - 1, len(dense))
+    return _Candidate(members, rows, shared_dense, cost)
 
 
-def _sides(
+def _shared_features(
     groups: Mapping[str, Inverse],
     group_of: Mapping[str, str | None],
-    cut: _Cut,
+    candidate: _Candidate,
     transpose: Transpose,
-) -> Sides:
-    def of_rows(group: str) -> Inverse | None:
-        if len(cut.members) == 1:
+) -> SharedFeatures:
+    def tuples_of_rows(group: str) -> Inverse | None:
+        if len(candidate.members) == 1:
             return None
-        tuples = groups[group].indices[cut.rows.first_samples]
+        tuples = groups[group].indices[candidate.rows.first_samples]
         return inverse_of(tuples.numpy(), len(groups[group].offsets) - 1, transpose)
 
-    def features(*wanted: str | None) -> tuple[str, ...]:
-        return tuple(f for group in wanted for f, g in group_of.items() if g == group)
+    def features_of(*names: str | None) -> tuple[str, ...]:
+        return tuple(f for name in names for f, group in group_of.items() if group == name)
 
-    inside = [group for group in groups if group in cut.members]
-    outside = [group for group in groups if group not in cut.members]
-    return Sides(
-        cut.rows,
-        {group: of_rows(group) for group in inside},
-        features(*inside),
-        features(None, *outside),
-        cut.dense_by_row,
+    shared = [group for group in groups if group in candidate.members]
+    per_sample = [group for group in groups if group not in candidate.members]
+    return SharedFeatures(
+        candidate.rows,
+        {group: tuples_of_rows(group) for group in shared},
+        features_of(*shared),
+        features_of(None, *per_sample),
+        candidate.shared_dense,
     )
 
 
-def _together(left: Inverse, right: Inverse, transpose: Transpose) -> Inverse:
-    """Return the rows that are distinct pairs of two kinds of rows."""
+def _pairs(left: Inverse, right: Inverse, transpose: Transpose) -> Inverse:
+    """Return the distinct pairs of a left and a right row."""
     pairs = left.indices * (len(right.offsets) - 1) + right.indices
     _, positions, order, offsets = transpose(pairs.numpy())
     return Inverse(
@@ -135,7 +133,8 @@ def _together(left: Inverse, right: Inverse, transpose: Transpose) -> Inverse:
     )
 
 
-def _cost(shared: int, own: int, num_rows: int, num_samples: int) -> int:
-    """Return the number of products of two vectors that are made."""
-    pairs = shared * (shared - 1) // 2
-    return num_rows * pairs + num_samples * (shared * own + own * (own - 1) // 2)
+def _num_products(num_shared: int, num_own: int, num_rows: int, num_samples: int) -> int:
+    """Return the dot products of all vectors, shared ones computed once per shared row."""
+    shared_pairs = num_shared * (num_shared - 1) // 2
+    own_pairs = num_shared * num_own + num_own * (num_own - 1) // 2
+    return num_rows * shared_pairs + num_samples * own_pairs

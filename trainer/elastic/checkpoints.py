@@ -307,7 +307,7 @@ class BackgroundCheckpoints:
         self._save_whole = save_whole
         self._layouts = {table: store.layout for table, store in setting.parts.stores.items()}
         self._changes = Changes(self._layouts)
-        setting.rows.follow(self._changes)
+        setting.rows.track_changes(self._changes)
         self._begun: tuple[BesideSaver, ReplicaState] | None = None
         self._has_told = False
 

@@ -20,7 +20,7 @@ from schemas.order import Order
 from schemas.run_log import TOGETHER, LedgerEntry
 from trainer.checkpoint.load import load_state, state_of
 from trainer.components import Parts
-from trainer.data.microbatches import Leaves
+from trainer.data.microbatches import Microbatches
 from trainer.data.reader import Reader
 from trainer.elastic.group import SumsShape
 from trainer.elastic.peer_state import ReplicaRows
@@ -410,13 +410,13 @@ class ReplicaContext:
             return 0
         return len(self.span.order.step(train_step).positions)
 
-    def read(self, train_step: int, run: range) -> Leaves:
+    def read(self, train_step: int, run: range) -> Microbatches:
         """Return some leaves of a step among all of its rows; called by the reader's thread."""
         steps = self._steps  # another thread may let more be known
         rows = steps.step_rows.of(train_step)
-        return steps.reader.leaves(train_step, slice(run.start, run.stop), rows)
+        return steps.reader.read_microbatches(train_step, slice(run.start, run.stop), rows)
 
-    def shape(self, leaves: Leaves) -> SumsShape:
+    def shape(self, leaves: Microbatches) -> SumsShape:
         """Return the shape of a step's sums."""
         parameters = [p for p in self.parts.model.parameters() if p.requires_grad]
         return SumsShape(

@@ -30,9 +30,9 @@ class ReplicaStatus:
     meeting: str
     """Address of its `Meeting`."""
     speed: float | None = None
-    """Leaves per second; None before its first step."""
+    """Microbatches per second; None before its first step."""
     leaves: tuple[int, ...] = ()
-    """Leaves of the step that it computes, or has computed."""
+    """Microbatches of the step that it computes, or has computed."""
     failures: int = 0
     """How many exchanges have failed here so far."""
     written: int = -1

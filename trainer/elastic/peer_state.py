@@ -347,7 +347,7 @@ class ReplicaRows(Protocol):
         """The step that they were begun with: what changed from it on was told of."""
         ...
 
-    def follow(self, changes: Changes) -> None:
+    def track_changes(self, changes: Changes) -> None:
         """Tell from the first step on which rows change."""
         ...
 
@@ -415,11 +415,11 @@ class MemoryRows:
         self._stores = stores
         self.known = 0
         self.source = DirectSource(stores)
-        embedding.read_from(self.source)
+        embedding.set_source(self.source)
 
-    def follow(self, changes: Changes) -> None:
+    def track_changes(self, changes: Changes) -> None:
         """Tell from the first step on which rows change."""
-        self.source.follow(changes)
+        self.source.track_changes(changes)
 
     def begin(self, train_step: int, span: Span) -> None:
         """Begin with a step: the checkpoint was loaded into memory."""

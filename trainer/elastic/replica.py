@@ -13,7 +13,7 @@ import torch
 
 from schemas.arrays import Array
 from schemas.config.limits import SAVE, START, WAIT
-from trainer.data.microbatches import Leaves
+from trainer.data.microbatches import Microbatches
 from trainer.elastic.checkpoints import LogWriter, ReplicaCheckpoints
 from trainer.elastic.context import DatasetRefusedError, Frontier, ReplicaContext
 from trainer.elastic.exchange import NO_MICROBATCHES, Exchange, SplitPlanner, smooth_speed
@@ -93,7 +93,7 @@ class StepCompute:
         """
         self.speed: float | None = None  # leaves per second; none before the first
         self._setting, self._injector, self._timer = setting, injector, timer
-        self._open: Leaves | None = None
+        self._open: Microbatches | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> StepCompute:
@@ -138,7 +138,7 @@ class StepCompute:
         with self._timer("read"):
             leaves = self._ahead.also(train_step, run)
         with self._timer("backward"):
-            self._setting.parts.embedding.more(leaves)
+            self._setting.parts.embedding.add(leaves)
             self._work.compute(leaves, tree)
 
     def anew(self, train_step: int) -> Tree[Partial]:
@@ -161,13 +161,13 @@ class StepCompute:
         """Have no step in flight."""
         self._open = None
 
-    def _opened(self, train_step: int, run: range) -> Leaves:
+    def _opened(self, train_step: int, run: range) -> Microbatches:
         with self._timer("read"):
             leaves = self._ahead.take(train_step, run)
         embedding = self._setting.parts.embedding
         with self._timer("fetch"):
             if self._is_open(train_step):  # begun before, and others could not be followed
-                embedding.more(leaves)
+                embedding.add(leaves)
             else:
                 embedding.open(leaves)
         self._open = leaves

@@ -128,7 +128,7 @@ class WriteBuffer:
         """
         with self._lock:
             held = {table: self._left[table].find(wanted) for table, wanted in rows.items()}
-            kept = {table: (here, lent.taken()) for table, (here, lent) in held.items()}
+            kept = {table: (here, gathered.copy()) for table, (here, gathered) in held.items()}
         asked = {table: rows[table][~here] for table, (here, _) in kept.items()}
         if not any(map(len, asked.values())):
             return {table: records for table, (_, records) in kept.items()}
@@ -165,7 +165,7 @@ class WriteBuffer:
         """Return what waits."""
         with self._lock:
             found = {table: left.since(-1, _NO_ROWS) for table, left in self._left.items()}
-            return {table: (rows, lent.taken()) for table, (rows, lent) in found.items()}
+            return {table: (rows, gathered.copy()) for table, (rows, gathered) in found.items()}
 
     def take(self, left: EvictedRows, train_step: int) -> None:
         """Take what waits at another replica.
@@ -346,7 +346,7 @@ class SharedRows:
         """The last step of which all rows that left are known to be in the stores."""
         return self._retained.written
 
-    def follow(self, changes: Changes) -> None:
+    def track_changes(self, changes: Changes) -> None:
         """Tell from the first step on which rows change."""
         self._changes = changes
 
@@ -377,10 +377,10 @@ class SharedRows:
                 return None
             found |= {f"{_PLAN}/{name}": a for name, a in arrays_of_cached(cached).items()}
             for table, each in cached.items():
-                slots = each.keyframe.slots[each.held].astype(np.int32)
-                _, records = self.source.held(table, slots)
+                slots = each.keyframe.slots[each.is_cached].astype(np.int32)
+                _, records = self.source.rows_at(table, slots)
                 held = Records(records.values[slots], records.state[slots])
-                found |= rows_to_arrays(f"{_CACHE}/{table}", each.rows[each.held], held)
+                found |= rows_to_arrays(f"{_CACHE}/{table}", each.rows[each.is_cached], held)
             self.source.finish_writes()
         for table, (rows, records) in self._retained.left().items():
             found |= rows_to_arrays(f"{ROWS}/{table}", rows, records)
@@ -399,7 +399,7 @@ class SharedRows:
         self._open(train_step, span, {table: each.keyframe for table, each in cached.items()})
         for table, each in cached.items():
             assert isinstance(self.source, PlannedCache), "only a cache has plans"
-            self.source.hold(table, each, rows_from_arrays(f"{_CACHE}/{table}", arrays)[1])
+            self.source.restore(table, each, rows_from_arrays(f"{_CACHE}/{table}", arrays)[1])
 
     def settle(self, at: int | None = None) -> int:
         """Return the step that more may be known from, and fix it."""
@@ -446,8 +446,8 @@ class SharedRows:
         )
         self.known = train_step
         if self._changes is not None:
-            self._source.follow(self._changes)
-        self._embedding.read_from(self._source)
+            self._source.track_changes(self._changes)
+        self._embedding.set_source(self._source)
 
 
 def shared_rows(

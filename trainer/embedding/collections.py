@@ -1,4 +1,10 @@
-"""TorchRec's embedding collections on our rows, with the update in the backward pass."""
+"""TorchRec's EmbeddingBagCollection and EmbeddingCollection, with the update in the backward pass.
+
+To use them, change the import of a TorchRec model. Differences to TorchRec: tables use no memory
+before their rows are looked up and may have 2**63 rows; rows are no parameters but are updated in
+the backward pass, as by FBGEMM's fused optimizers, and are extra state in `state_dict`; both
+collections accept inverse indices.
+"""
 
 from __future__ import annotations
 
@@ -25,243 +31,21 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from schemas.arrays import Array
 from schemas.config.train import SparseOptimizerConfig
-from trainer.data.collate import Batch, OrderedKeyedTensor, step_of
+from trainer.data.collate import Batch, OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import inverse_of, take_unsorted
 from trainer.embedding.kernels.compiled import kernels_of
-from trainer.embedding.kernels.interface import ArenaRows, Kernels, PlaceGradients, TableRows
+from trainer.embedding.kernels.interface import ArenaRows, Kernels, TableRows, VectorGradients
 from trainer.embedding.module import arena_rows
 from trainer.embedding.optimizer import rule_at, state_width
 from trainer.embedding.pooling import Pooling
-from trainer.stores.api import Lent, Records, TableLayout, fetch_rows
+from trainer.stores.api import GatheredRows, Records, TableLayout, fetch_rows
 from trainer.stores.local import ArrayStore, memory_store
 
-
-class FusedRows:
-    """Rows of equal width, fetched for a step and updated when its gradient is known."""
-
-    def __init__(
-        self,
-        num_rows: Mapping[str, int],
-        dim: int,
-        optimizer: SparseOptimizerConfig,
-        kernels: Kernels,
-        *,
-        seed: int,
-        dtype: str,
-    ) -> None:
-        """Begin with no row in memory.
-
-        Args:
-            num_rows: rows of each table; one costs nothing before it is looked up.
-            dim: width of a row.
-            optimizer: update rule, whose state lies beside each row.
-            kernels: what computes.
-            seed: of the rows' first values.
-            dtype: float32 or float64.
-        """
-        self._num_rows, self._optimizer, self.kernels = dict(num_rows), optimizer, kernels
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        width = state_width(optimizer, dim)
-        self.stores: dict[str, ArrayStore] = {
-            table: memory_store(
-                TableLayout(table=table, dim=dim, state_width=width, dtype=dtype, seed=seed)
-            )
-            for table in num_rows
-        }
-        self._num_lent = 0
-        self._num_updates = 0
-
-    def lend(self, rows: Mapping[str, NDArray[np.int64]]) -> tuple[int, dict[str, ArenaRows]]:
-        """Return where rows lie, and the number of this call, which `update` asks for.
-
-        Where no gradient is wanted, these are copies, and no row is made.
-
-        Args:
-            rows: table to distinct ascending rows.
-
-        Raises:
-            ValueError: a row is beyond its table.
-        """
-        for table, wanted in rows.items():
-            limit = self._num_rows[table]
-            if len(wanted) and wanted[-1] >= limit:
-                raise ValueError(
-                    f"ids must be below num_embeddings, got {wanted[-1]} for table {table!r} with "
-                    f"num_embeddings={limit}; hash them, or enlarge the table"
-                )
-        if not torch.is_grad_enabled():
-            found = fetch_rows(self.stores, self._num_updates, rows)
-            return self._num_lent, {table: arena_rows(Lent(r)) for table, r in found.items()}
-        self._num_lent += 1
-        return self._num_lent, self._lent(rows)
-
-    def update(
-        self,
-        number: int,
-        rows: Mapping[str, NDArray[np.int64]],
-        lent: Mapping[str, ArenaRows],
-        readers: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
-        gradients: PlaceGradients,
-    ) -> None:
-        """Sum the gradients of rows over who reads them, and apply the update rule.
-
-        Args:
-            number: of the call that lent them; where others came since, rows may lie elsewhere.
-            rows: table to the rows of the step.
-            lent: where they lay.
-            readers: table to readers, where each row's lie, and the factors of each.
-            gradients: of each place that is read from.
-        """
-        if number != self._num_lent:
-            lent = self._lent(rows)
-        tables = [
-            TableRows(
-                rows=lent[table],
-                readers=found,
-                reader_offsets=offsets,
-                factors=factors,
-                more=None,
-            )
-            for table, (found, offsets, factors) in readers.items()
-        ]
-        self.kernels.update(tables, gradients, rule_at(self._optimizer, self._num_updates))
-        self._num_updates += 1
-
-    def _lent(self, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, ArenaRows]:
-        return {table: arena_rows(self.stores[table].lend(found)) for table, found in rows.items()}
-
-    def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
-        """Give rows other values, and no optimizer state.
-
-        Args:
-            table: its name.
-            rows: (n,), distinct.
-            values: (n, dim).
-        """
-        store = self.stores[table]
-        state = np.zeros((len(rows), store.layout.state_width), values.dtype)
-        store.write(rows, Records(values, state))
-        self._num_lent += 1
-
-    def state(self) -> dict[str, Any]:
-        """Return every row ever updated, with its optimizer state."""
-        tables: dict[str, dict[str, torch.Tensor]] = {}
-        for table, store in self.stores.items():
-            none = np.zeros(0, np.int64)
-            parts = [(none, store.fetch(none)), *store.contents()]
-            arrays = {
-                "rows": [rows for rows, _ in parts],
-                "values": [records.values for _, records in parts],
-                "state": [records.state for _, records in parts],
-            }
-            tables[table] = {n: torch.from_numpy(np.concatenate(a)) for n, a in arrays.items()}
-        return {"num_updates": self._num_updates, "tables": tables}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take the rows of `state` in the place of those with the same number."""
-        for table, arrays in state["tables"].items():
-            records = Records(arrays["values"].numpy(), arrays["state"].numpy())
-            self.stores[table].write(arrays["rows"].numpy(), records)
-        self._num_updates = state["num_updates"]
-        self._num_lent += 1
-
-
-class PooledStep:
-    """Pooled look-ups of one forward pass."""
-
-    def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
-        """Fetch the rows of a batch."""
-        self._rows = rows
-        self._lookups = batch.lookups
-        self._pooling = Pooling(rows.kernels, batch, mean=mean)
-        self.keys = self._pooling.keys
-        self._wanted = {t: lookup.rows for t, lookup in batch.lookups.items()}
-        self._number, self._lent = rows.lend(self._wanted)
-
-    def outputs(self) -> tuple[torch.Tensor]:
-        """Return (num_samples, num_features * dim), features in the order of `keys`."""
-        return (self._pooling.pool(self._lent),)
-
-    def update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Update rows by the gradients of the outputs."""
-        self._pooling.add(gradients[0])
-        found = self._pooling.gradients
-        assert found is not None, "a gradient was just added"
-        readers = {
-            t: (lookup.readers, lookup.reader_offsets, lookup.reader_factors)
-            for t, lookup in self._lookups.items()
-        }
-        self._rows.update(self._number, self._wanted, self._lent, readers, found)
-
-
-class SequenceStep:
-    """Look-ups of one forward pass that are not pooled: each is read by itself."""
-
-    def __init__(self, rows: FusedRows, batch: Batch) -> None:
-        """Fetch the rows of a batch."""
-        self._rows = rows
-        self._lookups = batch.lookups
-        self._wanted = {t: lookup.rows for t, lookup in batch.lookups.items()}
-        self._number, self._lent = rows.lend(self._wanted)
-
-    def outputs(self) -> tuple[torch.Tensor, ...]:
-        """Return by table (num_values, dim), features one after the other."""
-        found: list[torch.Tensor] = []
-        for table, lookup in self._lookups.items():
-            rows, places = self._lent[table], lookup.positions
-            if rows.places is not None:
-                places = rows.places.index_select(0, places)
-            found.append(rows.values.index_select(0, places))
-        return tuple(found)
-
-    def update(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Update rows by the gradients of the outputs."""
-        readers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
-        first = 0
-        for table, lookup in self._lookups.items():
-            positions = lookup.positions.numpy().astype("int64")
-            found = inverse_of(positions, len(lookup.rows), self._rows.kernels.transpose)
-            readers[table] = found.order + first, found.offsets, None
-            first += len(lookup.positions)
-        every = torch.cat(list(gradients))
-        places = PlaceGradients(outputs=every[:, None], num_features=1, bags=every[:0], scales=None)
-        self._rows.update(self._number, self._wanted, self._lent, readers, places)
-
-
-class Fused(torch.autograd.Function):
-    """Outputs of a step; its backward is the step's update."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        """Return what the step gives; the first argument makes autograd come back."""
-        _, step = args
-        ctx.step = step
-        return step.outputs()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Hand the gradients to the step."""
-        ctx.step.update(grads)
-        return None, None
-
-
-def outputs_of(step: Any, anchor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return a step's outputs; with gradients wanted, going back through them updates rows."""
-    return Fused.apply(anchor, step) if torch.is_grad_enabled() else step.outputs()
-
-
-# TorchRec's collections on our rows: change the import, keep the model.
-#
-# Differences that a user sees: tables cost no memory before they are used and may have 2**63
-# rows; rows are no parameters but are updated in the backward pass, as by FBGEMM's fused
-# optimizers, and lie in `state_dict` as extra state; inverse indices are understood by both
-# collections.
-
-_PROCESSOR = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
-    """Pooled look-ups: TorchRec's class of that name, trained by its own backward pass."""
+    """Pooled look-ups: a replacement of TorchRec's class, updated in its backward pass."""
 
     def __init__(
         self,
@@ -274,19 +58,19 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         dtype: str = "float32",
         kernels: str = "compiled",
     ) -> None:
-        """Keep the tables; no row is made yet.
+        """Create empty tables.
 
         Args:
-            tables: TorchRec's configs, any width and either pooling of each.
+            tables: TorchRec's configs; widths and poolings may differ.
             is_weighted: look-ups have weights; a mean divides by their number, as FBGEMM's does.
-            device: the processor, or None.
-            optimizer: update rule of the rows; row-wise Adagrad when None.
-            seed: of the rows' first values.
+            device: cpu or None.
+            optimizer: update rule of the rows; None: row-wise Adagrad.
+            seed: of the rows' initial values.
             dtype: float32 or float64.
             kernels: `compiled` or `torch`.
 
         Raises:
-            ValueError: something that TorchRec knows and this does not; it says what.
+            ValueError: a config that TorchRec supports and this class does not.
         """
         super().__init__()
         _check(tables, device)
@@ -307,47 +91,49 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pool the rows of each bag; every sample gets its bag's vector.
+        """Pool the rows of each bag and return the vector of each sample's bag.
 
         Args:
-            features: of a reader's batch, or any other; inverse indices may be there.
+            features: with or without inverse indices.
         """
-        found: list[tuple[Sequence[str], int, torch.Tensor]] = []
+        parts: list[tuple[Sequence[str], int, torch.Tensor]] = []
         for key, part in self._parts.items():
             rows = self._rows[key]
             names = {t.name: tuple(t.feature_names) for t in part}
             dtype = rows.dtype if self._is_weighted else None
-            batch = step_of(features, names, weighted=dtype, transpose=rows.kernels.transpose)
+            batch = batch_from_kjt(
+                features, names, weighted=dtype, transpose=rows.kernels.transpose
+            )
             step = PooledStep(rows, batch, mean=part[0].pooling is PoolingType.MEAN)
-            (pooled,) = outputs_of(step, self._anchor)
-            found.append((step.keys, part[0].embedding_dim, pooled))
-        return OrderedKeyedTensor([f for t in self._tables for f in t.feature_names], found)
+            (pooled,) = _fused_outputs(step, self._anchor)
+            parts.append((step.keys, part[0].embedding_dim, pooled))
+        return OrderedKeyedTensor([f for t in self._tables for f in t.feature_names], parts)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configs of the tables."""
         return self._tables
 
     def is_weighted(self) -> bool:
-        """Tell whether look-ups have weights."""
+        """Return whether look-ups have weights."""
         return self._is_weighted
 
     @property
     def device(self) -> torch.device:
-        """The processor."""
-        return _PROCESSOR
+        """The CPU."""
+        return _CPU
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return every row ever updated, for `state_dict`."""
         return {key: rows.state() for key, rows in self._rows.items()}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take the rows of a `state_dict`."""
+        """Load the rows of a `state_dict`."""
         for key, rows in self._rows.items():
             rows.load(state[key])
 
 
 class EmbeddingCollection(EmbeddingCollectionInterface):
-    """Look-ups that are not pooled: TorchRec's class of that name, trained by its backward pass."""
+    """Unpooled look-ups: a replacement of TorchRec's class, updated in its backward pass."""
 
     def __init__(
         self,
@@ -360,10 +146,10 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         dtype: str = "float32",
         kernels: str = "compiled",
     ) -> None:
-        """Keep the tables; no row is made yet. See `EmbeddingBagCollection`.
+        """Create empty tables. See `EmbeddingBagCollection`.
 
         Raises:
-            ValueError: tables differ in width, or something that this does not know.
+            ValueError: tables differ in width, or a config is not supported.
         """
         super().__init__()
         _check(tables, device)
@@ -383,15 +169,17 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         """Return the rows of each list once per unique tuple, and the tuple of each sample.
 
         Args:
-            features: of a reader's batch, or any other.
+            features: with or without inverse indices.
 
         Returns:
-            By feature its lists, and (num_samples,) int64, None where each sample has its own.
+            By feature its lists, and (num_samples,) int64; None if sample i has list i.
         """
         names = {t.name: tuple(t.feature_names) for t in self._tables}
-        batch = step_of(features, names, weighted=None, transpose=self._rows.kernels.transpose)
-        found: dict[str, tuple[JaggedTensor, torch.Tensor | None]] = {}
-        outputs = outputs_of(SequenceStep(self._rows, batch), self._anchor)
+        batch = batch_from_kjt(
+            features, names, weighted=None, transpose=self._rows.kernels.transpose
+        )
+        results: dict[str, tuple[JaggedTensor, torch.Tensor | None]] = {}
+        outputs = _fused_outputs(SequenceStep(self._rows, batch), self._anchor)
         for lookup, values in zip(batch.lookups.values(), outputs, strict=True):
             parts = values.split(lookup.values_per_feature)
             for feature, part in zip(lookup.features, parts, strict=True):
@@ -399,13 +187,13 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
                 indices = jagged.values() if self._need_indices else None
                 lists = JaggedTensor(part, lengths=jagged.lengths(), weights=indices)
                 group = batch.group_of[feature]
-                found[feature] = lists, None if group is None else batch.groups[group].indices
-        return found
+                results[feature] = lists, None if group is None else batch.groups[group].indices
+        return results
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the rows of each sample's list; `unique` has them once per unique tuple."""
+        """Return the rows of each sample's list; see `unique` for one list per tuple."""
         return {
-            feature: lists if inverse is None else _expanded(lists, inverse)
+            feature: lists if inverse is None else _expand(lists, inverse)
             for feature, (lists, inverse) in self.unique(features).items()
         }
 
@@ -414,7 +202,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         return self._tables
 
     def need_indices(self) -> bool:
-        """Tell whether outputs carry the ids as weights."""
+        """Return whether outputs carry the ids as weights."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
@@ -427,15 +215,15 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
 
     @property
     def device(self) -> torch.device:
-        """The processor."""
-        return _PROCESSOR
+        """The CPU."""
+        return _CPU
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return every row ever updated, for `state_dict`."""
         return self._rows.state()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take the rows of a `state_dict`."""
+        """Load the rows of a `state_dict`."""
         self._rows.load(state)
 
 
@@ -445,11 +233,12 @@ def rows_of(
     """Return copies of some rows, (n, dim).
 
     Args:
-        collection: which has the table.
+        collection: contains the table.
         table: its name.
         rows: (n,) int64.
     """
-    return torch.from_numpy(_rows_with(collection, table).stores[table].fetch(rows.numpy()).values)
+    records = _rows_with(collection, table).stores[table].fetch(rows.numpy())
+    return torch.from_numpy(records.values)
 
 
 def set_rows(
@@ -458,10 +247,10 @@ def set_rows(
     rows: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Give rows other values, such as those of a trained TorchRec table; their state becomes 0.
+    """Set the values of rows, such as those of a trained TorchRec table, and clear their state.
 
     Args:
-        collection: which has the table.
+        collection: contains the table.
         table: its name.
         rows: (n,) int64, distinct.
         values: (n, dim).
@@ -470,21 +259,21 @@ def set_rows(
 
 
 def _rows_with(collection: EmbeddingBagCollection | EmbeddingCollection, table: str) -> FusedRows:
-    found = collection._rows
-    parts = found.values() if isinstance(found, dict) else [found]
+    rows = collection._rows
+    parts = rows.values() if isinstance(rows, dict) else [rows]
     return next(part for part in parts if table in part.stores)
 
 
-def _expanded(lists: JaggedTensor, inverse: torch.Tensor) -> JaggedTensor:
-    """Repeat lists for the samples that have them."""
+def _expand(lists: JaggedTensor, inverse: torch.Tensor) -> JaggedTensor:
+    """Repeat lists for their samples."""
     lengths = lists.lengths()[inverse]
     starts = lists.offsets()[inverse] - (lengths.cumsum(0) - lengths)
-    places = torch.arange(int(lengths.sum())) + starts.repeat_interleave(lengths)
+    positions = torch.arange(int(lengths.sum())) + starts.repeat_interleave(lengths)
     indices = lists.weights_or_none()
     return JaggedTensor(
-        take_unsorted(lists.values(), places),
+        take_unsorted(lists.values(), positions),
         lengths=lengths,
-        weights=None if indices is None else indices[places],
+        weights=None if indices is None else indices[positions],
     )
 
 
@@ -507,18 +296,20 @@ def _fused_rows(
 
 
 def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -> None:
-    """Refuse what the collections cannot do; warn of what they leave out."""
+    """Raise ValueError for unsupported configs; warn of ignored settings."""
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"device must be cpu, got {device}; leave it out")
     names = [t.name for t in tables]
     features = [f for t in tables for f in t.feature_names]
-    for what, found in (("table", names), ("feature", features)):
-        twice = sorted({name for name in found if found.count(name) > 1})
-        if twice:
-            raise ValueError(f"{what} must be named once, got {twice[0]!r} twice; rename one")
+    for kind, kind_names in (("table", names), ("feature", features)):
+        duplicates = sorted({name for name in kind_names if kind_names.count(name) > 1})
+        if duplicates:
+            raise ValueError(
+                f"{kind} names must be unique, got {duplicates[0]!r} twice; rename one"
+            )
     for table in tables:
         if not table.feature_names:
-            raise ValueError(f"table must have feature_names, got none of {table.name!r}; add one")
+            raise ValueError(f"table {table.name!r} has no feature_names; add one")
         if table.data_type is not DataType.FP32:
             raise ValueError(
                 f"data_type must be FP32, got {table.data_type.name} of table {table.name!r}; "
@@ -526,7 +317,225 @@ def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -
             )
         if not isinstance(table.init_fn, functools.partial):
             warnings.warn(
-                f"init_fn of table {table.name!r} is not used: rows start as a hash of their "
-                "number; set others by trainer.embedding.collections.set_rows",
+                f"init_fn of table {table.name!r} is ignored: initial values are a hash of the "
+                "row; set others by trainer.embedding.collections.set_rows",
                 stacklevel=3,
             )
+
+
+# ---- Rows that are updated in the backward pass ----
+
+
+class FusedRows:
+    """Rows of equal width, fetched in the forward pass and updated in the backward pass."""
+
+    def __init__(
+        self,
+        num_rows: Mapping[str, int],
+        dim: int,
+        optimizer: SparseOptimizerConfig,
+        kernels: Kernels,
+        *,
+        seed: int,
+        dtype: str,
+    ) -> None:
+        """Create empty stores.
+
+        Args:
+            num_rows: rows of each table; a row uses memory once it is looked up.
+            dim: width of a row.
+            optimizer: update rule; its state is stored with each row.
+            kernels: compute the updates.
+            seed: of the rows' initial values.
+            dtype: float32 or float64.
+        """
+        self._num_rows, self._optimizer, self.kernels = dict(num_rows), optimizer, kernels
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        width = state_width(optimizer, dim)
+        self.stores: dict[str, ArrayStore] = {
+            table: memory_store(
+                TableLayout(table=table, dim=dim, state_width=width, dtype=dtype, seed=seed)
+            )
+            for table in num_rows
+        }
+        self._version = 0  # of the rows' positions in the stores
+        self._num_updates = 0
+
+    def gather(self, rows: Mapping[str, NDArray[np.int64]]) -> tuple[int, dict[str, ArenaRows]]:
+        """Return rows in place, and a version number for `update`.
+
+        Without gradients, these are copies, and no row is created.
+
+        Args:
+            rows: table to distinct ascending rows.
+
+        Raises:
+            ValueError: a row is beyond its table.
+        """
+        for table, table_rows in rows.items():
+            limit = self._num_rows[table]
+            if len(table_rows) and table_rows[-1] >= limit:
+                raise ValueError(
+                    f"ids must be below num_embeddings, got {table_rows[-1]} for table {table!r} "
+                    f"with num_embeddings={limit}; hash them, or enlarge the table"
+                )
+        if not torch.is_grad_enabled():
+            records = fetch_rows(self.stores, self._num_updates, rows)
+            copies = {table: arena_rows(GatheredRows(r)) for table, r in records.items()}
+            return self._version, copies
+        self._version += 1
+        return self._version, self._gather(rows)
+
+    def update(
+        self,
+        version: int,
+        rows: Mapping[str, NDArray[np.int64]],
+        gathered: Mapping[str, ArenaRows],
+        readers: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+        gradients: VectorGradients,
+    ) -> None:
+        """Sum the gradients of each row over its readers, and apply the update rule.
+
+        Args:
+            version: from `gather`; rows are gathered again if it is outdated.
+            rows: table to the rows of the step.
+            gathered: from `gather`.
+            readers: table to readers, offsets of each row's readers, and the readers' weights.
+            gradients: of the vectors that are read.
+        """
+        if version != self._version:
+            gathered = self._gather(rows)
+        tables = [
+            TableRows(
+                rows=gathered[table],
+                readers=table_readers,
+                reader_offsets=offsets,
+                per_sample_weights=weights,
+                extra_gradient=None,
+            )
+            for table, (table_readers, offsets, weights) in readers.items()
+        ]
+        self.kernels.update(tables, gradients, rule_at(self._optimizer, self._num_updates))
+        self._num_updates += 1
+
+    def _gather(self, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, ArenaRows]:
+        return {table: arena_rows(self.stores[table].gather(r)) for table, r in rows.items()}
+
+    def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
+        """Set the values of rows and clear their optimizer state.
+
+        Args:
+            table: its name.
+            rows: (n,), distinct.
+            values: (n, dim).
+        """
+        store = self.stores[table]
+        state = np.zeros((len(rows), store.layout.state_width), values.dtype)
+        store.write(rows, Records(values, state))
+        self._version += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return every row ever updated, with its optimizer state."""
+        tables: dict[str, dict[str, torch.Tensor]] = {}
+        for table, store in self.stores.items():
+            no_rows = np.zeros(0, np.int64)
+            parts = [(no_rows, store.fetch(no_rows)), *store.contents()]
+            arrays = {
+                "rows": [rows for rows, _ in parts],
+                "values": [records.values for _, records in parts],
+                "state": [records.state for _, records in parts],
+            }
+            tables[table] = {n: torch.from_numpy(np.concatenate(a)) for n, a in arrays.items()}
+        return {"num_updates": self._num_updates, "tables": tables}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Write the rows of `state`; others keep their values."""
+        for table, arrays in state["tables"].items():
+            records = Records(arrays["values"].numpy(), arrays["state"].numpy())
+            self.stores[table].write(arrays["rows"].numpy(), records)
+        self._num_updates = state["num_updates"]
+        self._version += 1
+
+
+class PooledStep:
+    """Pooled look-ups of one forward pass."""
+
+    def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
+        """Gather the rows of a batch."""
+        self._rows = rows
+        self._lookups = batch.lookups
+        self._pooling = Pooling(rows.kernels, batch, mean=mean)
+        self.keys = self._pooling.keys
+        self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
+        self._version, self._gathered = rows.gather(self._step_rows)
+
+    def outputs(self) -> tuple[torch.Tensor]:
+        """Return (num_samples, num_features * dim), features in the order of `keys`."""
+        return (self._pooling.pool(self._gathered),)
+
+    def update(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Update rows by the gradients of the outputs."""
+        self._pooling.add_gradient(gradients[0])
+        vector_gradients = self._pooling.gradients
+        assert vector_gradients is not None, "a gradient was just added"
+        readers = {
+            t: (lookup.readers, lookup.reader_offsets, lookup.reader_weights)
+            for t, lookup in self._lookups.items()
+        }
+        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
+
+
+class SequenceStep:
+    """Unpooled look-ups of one forward pass."""
+
+    def __init__(self, rows: FusedRows, batch: Batch) -> None:
+        """Gather the rows of a batch."""
+        self._rows = rows
+        self._lookups = batch.lookups
+        self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
+        self._version, self._gathered = rows.gather(self._step_rows)
+
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Return by table (num_values, dim), features one after the other."""
+        outputs: list[torch.Tensor] = []
+        for table, lookup in self._lookups.items():
+            rows, positions = self._gathered[table], lookup.positions
+            if rows.positions is not None:
+                positions = rows.positions.index_select(0, positions)
+            outputs.append(rows.values.index_select(0, positions))
+        return tuple(outputs)
+
+    def update(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Update rows by the gradients of the outputs."""
+        readers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        first = 0
+        for table, lookup in self._lookups.items():
+            positions = lookup.positions.numpy().astype("int64")
+            inverse = inverse_of(positions, len(lookup.rows), self._rows.kernels.transpose)
+            readers[table] = inverse.order + first, inverse.offsets, None
+            first += len(lookup.positions)
+        vectors = torch.cat(list(gradients))
+        vector_gradients = VectorGradients(
+            outputs=vectors[:, None], num_features=1, bags=vectors[:0], scales=None
+        )
+        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
+
+
+class _Fused(torch.autograd.Function):
+    """Outputs of a step; its backward is the step's update."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        _, step = args  # the first argument requires grad, so that autograd calls the backward
+        ctx.step = step
+        return step.outputs()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.step.update(grads)
+        return None, None
+
+
+def _fused_outputs(step: PooledStep | SequenceStep, anchor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return a step's outputs; their backward updates its rows."""
+    return _Fused.apply(anchor, step) if torch.is_grad_enabled() else step.outputs()

@@ -1,4 +1,11 @@
-"""The embedding of one step's rows: fetched, looked up, updated and written back."""
+"""The embedding module: rows of one step are gathered, looked up, updated and released.
+
+`open` gathers the rows of a step from a row source. TorchRec models look them up by `forward` and
+`sequence`, one microbatch at a time, several in threads of their own. `microbatch` returns the
+gradients of one microbatch's rows; `update` applies the sum over all microbatches in place. With
+one microbatch `update_from_backward` does both in one pass. Plain and cached training differ only
+in the row source.
+"""
 
 from __future__ import annotations
 
@@ -15,172 +22,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from schemas.config.train import TrainConfig
 from trainer.data.collate import Batch
 from trainer.data.lookup import take_unsorted
-from trainer.data.microbatches import Leaves, whole
-from trainer.device import moved, reaches_arenas
+from trainer.data.microbatches import Microbatches, single_microbatch
+from trainer.device import to_device, updates_in_place
 from trainer.embedding.cache import RowSource
 from trainer.embedding.kernels.compiled import kernels_of
 from trainer.embedding.kernels.interface import (
     ArenaRows,
     Kernels,
-    PlaceGradients,
     RowRule,
     RowSums,
     TableRows,
+    VectorGradients,
 )
 from trainer.embedding.optimizer import rule_at
 from trainer.embedding.pooling import Pooling
-from trainer.stores.api import Lent, Records, Store, fetch_rows
-
-
-class OpenLeaf:
-    """Look-ups of a leaf among the rows of its step; leaves may be used by several threads."""
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        batch: Batch,
-        rows: Mapping[str, ArenaRows],
-        places: Mapping[str, torch.Tensor] | None,
-        *,
-        mean: bool,
-    ) -> None:
-        """Keep what is needed.
-
-        Args:
-            kernels: what computes.
-            batch: look-ups of the leaf.
-            rows: by table, the rows of the step where they lie.
-            places: by table, which of them are the leaf's; None: all, in order.
-            mean: divide by the length of each bag.
-        """
-        self.batch = batch
-        self.rows = _placed(rows, places)
-        self.pooling = Pooling(kernels, batch, mean=mean)
-        self._kernels = kernels
-        self._step_rows = rows
-        self._places = places
-        self._copies: dict[str, torch.Tensor] = {}
-
-    @property
-    def ends(self) -> list[torch.Tensor]:
-        """Tensors that a backward must reach for `take`."""
-        return [self.pooling.way_back, *self._copies.values()]
-
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take the gradients of `ends`, for a backward that leaves them nowhere."""
-        for copy, gradient in zip(self._copies.values(), gradients[1:], strict=True):
-            copy.grad = gradient
-
-    def unpooled(self, table: str, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of a feature and where its bags begin."""
-        lookup = self.batch.lookups[table]
-        values, bags = lookup.part(feature)
-        offsets = lookup.bag_offsets[bags.start : bags.stop + 1]
-        positions = lookup.positions[values].long()
-        return take_unsorted(self._copy_of(table), positions), (offsets - offsets[0]).long()
-
-    def update(self, rows: Mapping[str, ArenaRows], rule: RowRule) -> None:
-        """Sum the gradients of each row over its readers and apply a rule to it, in place.
-
-        Args:
-            rows: by table, what is updated, for each row of the leaf.
-            rule: what the gradients do.
-        """
-        pooled = self.pooling.gradients
-        tables: list[TableRows] = []
-        for table in self._asked():
-            lookup, copy = self.batch.lookups[table], self._copies.get(table)
-            tables.append(
-                TableRows(
-                    rows=rows[table],
-                    readers=lookup.readers,
-                    reader_offsets=_none_of(lookup.reader_offsets, pooled),
-                    factors=lookup.reader_factors,
-                    more=None if copy is None else copy.grad,
-                )
-            )
-        if tables:
-            none = no_gradients(tables[0].rows.values)
-            self._kernels.update(tables, pooled or none, rule)
-
-    def sums(self) -> RowSums:
-        """Return the gradients of the leaf's rows."""
-        asked = self._asked()
-        counts = [len(self.rows[table]) for table in asked]
-        like = next(iter(self.rows.values())).values
-        sums = like.new_empty(sum(counts), like.shape[1])
-        parts = zip(asked, sums.split(counts), strict=True)
-        self.update({t: ArenaRows(part, part[:, :0]) for t, part in parts}, RowRule(name="sum"))
-        none = torch.empty(0, dtype=torch.int32)
-        return RowSums(torch.cat([none, *self._numbers(asked)]), sums)
-
-    def _numbers(self, tables: Sequence[str]) -> list[torch.Tensor]:
-        """Return the numbers of the leaf's rows among those of the step, table by table."""
-        first, firsts = 0, dict[str, int]()
-        for table, rows in self._step_rows.items():
-            firsts[table] = first
-            first += len(rows)
-        if self._places is None:
-            return [
-                torch.arange(firsts[t], firsts[t] + len(self.rows[t]), dtype=torch.int32)
-                for t in tables
-            ]
-        return [self._places[table] + firsts[table] for table in tables]
-
-    def _asked(self) -> list[str]:
-        """Return the tables that a gradient came back for."""
-        if self.pooling.gradients is not None:
-            return list(self.batch.lookups)
-        found = [t for t, copy in self._copies.items() if copy.grad is not None]
-        return [table for table in self.batch.lookups if table in found]
-
-    def _copy_of(self, table: str) -> torch.Tensor:
-        """Return the rows of a table, in order, with a gradient of their own."""
-        if table not in self._copies:
-            rows = self.rows[table]
-            copy = rows.values if rows.places is None else rows.values[rows.places]
-            self._copies[table] = copy.detach().requires_grad_()
-        return self._copies[table]
-
-
-def no_gradients(like: torch.Tensor) -> PlaceGradients:
-    """Return the gradients of no place.
-
-    Args:
-        like: (n, dim).
-    """
-    none = like[:0]
-    return PlaceGradients(outputs=none[:, None], num_features=1, bags=none, scales=None)
-
-
-def _none_of(reader_offsets: torch.Tensor, pooled: PlaceGradients | None) -> torch.Tensor:
-    """Return offsets that leave all readers out where nothing came back for them."""
-    return torch.zeros_like(reader_offsets) if pooled is None else reader_offsets
-
-
-def _placed(
-    rows: Mapping[str, ArenaRows], places: Mapping[str, torch.Tensor] | None
-) -> dict[str, ArenaRows]:
-    """Return where the rows of a leaf lie, of those of its step."""
-    if places is None:
-        return dict(rows)
-    return {
-        table: ArenaRows(
-            found.values,
-            found.state,
-            places[table] if found.places is None else found.places[places[table]],
-        )
-        for table, found in rows.items()
-    }
-
-
-# The embedding of one step's rows: borrowed, looked up, updated and given back.
-#
-# `open` borrows the rows that a step looks up from where they lie, and TorchRec models look them
-# up through `forward` and `sequence`, leaf by leaf, several at once in threads of their own.
-# `leaf` has the gradients of the rows of a leaf, `update` changes all rows of the step by the sum
-# of all leaves, in place. With one leaf `close` does both in one pass. Where rows lie is the
-# source's affair; plain and cached training run this same code.
+from trainer.stores.api import GatheredRows, Records, Store, fetch_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +52,7 @@ class TableSpec:
 
 
 class Embedding(nn.Module):
-    """What TorchRec's models need of an EmbeddingBagCollection, on rows of one step.
+    """The part of EmbeddingBagCollection that TorchRec's models use, on the rows of one step.
 
     It has no parameters: rows belong to the source, not to the module's state.
     """
@@ -209,10 +65,10 @@ class Embedding(nn.Module):
         *,
         steps_before: int = 0,
     ) -> None:
-        """Keep what is needed; nothing is fetched yet.
+        """Keep the arguments; nothing is fetched yet.
 
         Args:
-            tables: that are looked up.
+            tables: tables of the model.
             config: of the job.
             source: of the rows.
             steps_before: steps that rows were trained before step 0, for rules that count them.
@@ -224,16 +80,16 @@ class Embedding(nn.Module):
         self._steps_before = steps_before
         self._table_of = {f: t.name for t in tables for f in t.features}
         self._mean = config.pooling == "mean"
-        self._open: dict[int, OpenLeaf] = {}
-        self._leaves: Leaves | None = None
+        self._lookups: dict[int, MicrobatchLookups] = {}
+        self._microbatches: Microbatches | None = None
         self._rows: dict[str, ArenaRows] = {}
-        self._lent: Mapping[str, Lent] = {}
+        self._gathered: Mapping[str, GatheredRows] = {}
         self._device = torch.device(config.device)
 
-    def read_from(self, source: RowSource) -> None:
-        """Take rows from another source from now on."""
+    def set_source(self, source: RowSource) -> None:
+        """Gather rows from another source from now on."""
         self._source = source
-        self._open = {}
+        self._lookups = {}
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return one config per table, as TorchRec's collection does."""
@@ -248,51 +104,53 @@ class Embedding(nn.Module):
             for table in self._tables
         ]
 
-    def open(self, leaves: Leaves) -> None:
-        """Borrow the rows of a step; look-ups are of its leaves until the next one."""
-        self._lent = self._source.lend(leaves.step.train_step, leaves.rows)
-        self._set(leaves, {table: self._here(found) for table, found in self._lent.items()})
+    def open(self, microbatches: Microbatches) -> None:
+        """Gather the rows of a step for look-ups of its microbatches."""
+        self._gathered = self._source.gather(microbatches.step.train_step, microbatches.rows)
+        rows = {table: self._on_device(gathered) for table, gathered in self._gathered.items()}
+        self._set(microbatches, rows)
 
-    def more(self, leaves: Leaves) -> None:
-        """Open more leaves of the open step, among the same rows."""
-        self._add(leaves, self._rows)
+    def add(self, microbatches: Microbatches) -> None:
+        """Open more microbatches of the open step, among the same rows."""
+        kernels = kernels_of(self._config.kernels)
+        for batch, positions in zip(microbatches.batches, microbatches.row_positions, strict=True):
+            self._lookups[id(batch.sparse)] = MicrobatchLookups(
+                kernels, batch, self._rows, positions, mean=self._mean
+            )
 
-    def look(self, batch: Batch, stores: Mapping[str, Store]) -> None:
-        """Take copies of the rows of a batch, for look-ups that train nothing.
+    def open_copies(self, batch: Batch, stores: Mapping[str, Store]) -> None:
+        """Open copies of the rows of a batch, for evaluation.
 
         Args:
-            batch: is looked up.
+            batch: its rows are looked up.
             stores: by table; no row is created.
         """
-        leaves = whole(batch)
-        records = fetch_rows(stores, batch.step.train_step, leaves.rows)
-        self._set(leaves, {table: self._here(Lent(found)) for table, found in records.items()})
+        microbatches = single_microbatch(batch)
+        records = fetch_rows(stores, batch.step.train_step, microbatches.rows)
+        rows = {table: self._on_device(GatheredRows(found)) for table, found in records.items()}
+        self._set(microbatches, rows)
 
-    def close(self) -> None:
-        """Update the rows of the only leaf by their gradients where they lie, and give them back.
+    def update_from_backward(self) -> None:
+        """Update the rows of the only microbatch by their gradients in place, and release them.
 
-        One pass over the gradients: none of the size of the rows is made.
+        One pass over the gradients, without a temporary of the size of the rows.
         """
-        leaves = self._step()
-        [opened] = self._open.values()
-        opened.update(opened.rows, self._rule(leaves))
-        self._give_back(leaves)
+        microbatches = self._open_microbatches()
+        [lookups] = self._lookups.values()
+        lookups.update(lookups.rows, self._rule(microbatches))
+        self._release(microbatches)
 
-    def leaf(self, batch: Batch) -> OpenLeaf:
-        """Return what an open leaf looks up and what came back for it.
-
-        Args:
-            batch: of the leaf.
-        """
-        return self._opened(batch.sparse)
+    def microbatch(self, batch: Batch) -> MicrobatchLookups:
+        """Return the look-ups of an open microbatch."""
+        return self._lookups_of(batch.sparse)
 
     def update(self, total: RowSums) -> None:
-        """Update the rows of the step by the sum of all its leaves, and give them back.
+        """Update the rows of the step by the sum over all its microbatches, and release them.
 
         Args:
-            total: gradients of the rows of the step; others stay as they are.
+            total: gradients of rows of the step; other rows do not change.
         """
-        leaves = self._step()
+        microbatches = self._open_microbatches()
         tables: list[TableRows] = []
         first = 0
         for rows in self._rows.values():
@@ -301,67 +159,67 @@ class Embedding(nn.Module):
             ).tolist()
             first += len(rows)
             if low == high:
-                continue  # nothing came back for this table
-            assert high - low == len(rows), "all rows of a table come back, or none"
+                continue  # no gradient for this table
+            assert high - low == len(rows), "all rows of a table have a gradient, or none"
             tables.append(
                 TableRows(
                     rows=rows,
                     readers=total.rows[:0],
                     reader_offsets=total.rows.new_zeros(len(rows) + 1),
-                    factors=None,
-                    more=total.sums[low:high],
+                    per_sample_weights=None,
+                    extra_gradient=total.sums[low:high],
                 )
             )
         if tables:
             kernels_of(self._config.kernels).update(
-                tables, no_gradients(total.sums), self._rule(leaves)
+                tables, _no_gradients(total.sums), self._rule(microbatches)
             )
-        self._give_back(leaves)
+        self._release(microbatches)
 
     def gradients(self) -> Mapping[str, tuple[NDArray[np.int64], torch.Tensor]]:
-        """Return by table the rows of the only open leaf and the gradient of each."""
-        [opened] = self._open.values()
+        """Return by table the rows of the only open microbatch and the gradient of each."""
+        [lookups] = self._lookups.values()
         sums = {
             table: ArenaRows(rows.values.new_zeros(len(rows), rows.values.shape[1]), rows.state)
-            for table, rows in opened.rows.items()
+            for table, rows in lookups.rows.items()
         }
-        opened.update(sums, RowRule(name="sum"))
-        lookups = opened.batch.lookups
-        return {table: (lookups[table].rows, rows.values) for table, rows in sums.items()}
+        lookups.update(sums, RowRule(name="sum"))
+        by_table = lookups.batch.lookups
+        return {table: (by_table[table].rows, rows.values) for table, rows in sums.items()}
 
     def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Pool the rows of each bag and give each sample its bag's vector.
+        """Pool the rows of each bag and return the vector of each sample's bag.
 
         Args:
-            sparse: `batch.sparse` of the open batch.
+            sparse: `batch.sparse` of an open batch.
 
         Returns:
             (num_samples, dim) for each key.
         """
-        opened = self._opened(sparse)
-        keys = list(opened.pooling.keys)
-        pooled = opened.pooling(opened.rows)
+        lookups = self._lookups_of(sparse)
+        keys = list(lookups.pooling.keys)
+        pooled = lookups.pooling(lookups.rows)
         return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), pooled)
 
     def unique(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
 
         Args:
-            sparse: `batch.sparse` of the open batch.
+            sparse: `batch.sparse` of an open batch.
         """
-        opened = self._opened(sparse)
-        return opened.pooling.unique(opened.rows)
+        lookups = self._lookups_of(sparse)
+        return lookups.pooling.unique(lookups.rows)
 
-    def sided(self, sparse: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what rows share, (num_rows, num_row_features, dim), and what each sample has.
+    def pool_shared(self, sparse: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pooled rows of shared and of per-sample features; see `Pooling.pool_shared`.
 
         Args:
-            sparse: `batch.sparse` of the open batch, which has sides.
+            sparse: `batch.sparse` of an open batch with `batch.shared`.
         """
-        opened = self._opened(sparse)
-        sides = opened.batch.sides
-        assert sides is not None, "the reader is asked for sides"
-        return opened.pooling.sided(opened.rows, sides)
+        lookups = self._lookups_of(sparse)
+        shared = lookups.batch.shared
+        assert shared is not None, "the reader was created with find_shared"
+        return lookups.pooling.pool_shared(lookups.rows, shared)
 
     def sequence(
         self, sparse: KeyedJaggedTensor, feature: str
@@ -369,55 +227,187 @@ class Embedding(nn.Module):
         """Return the rows of a feature unpooled, one bag per unique tuple.
 
         Args:
-            sparse: `batch.sparse` of the open batch.
+            sparse: `batch.sparse` of an open batch.
             feature: sparse feature.
 
         Returns:
             values: (sum of lengths, dim).
             offsets: (num_bags + 1,) int64.
         """
-        return self._opened(sparse).unpooled(self._table_of[feature], feature)
+        return self._lookups_of(sparse).unpooled(self._table_of[feature], feature)
 
-    def _here(self, lent: Lent) -> ArenaRows:
-        """Return rows where they lie, or copies for a device that cannot reach them."""
-        if reaches_arenas(self._device):
-            return arena_rows(lent)
-        return moved(arena_rows(Lent(lent.taken())), self._device)
+    def _on_device(self, gathered: GatheredRows) -> ArenaRows:
+        """Return rows in place, or copies for a device that cannot access them."""
+        if updates_in_place(self._device):
+            return arena_rows(gathered)
+        return to_device(arena_rows(GatheredRows(gathered.copy())), self._device)
 
-    def _rule(self, leaves: Leaves) -> RowRule:
-        train_step = self._steps_before + leaves.step.train_step
+    def _rule(self, microbatches: Microbatches) -> RowRule:
+        train_step = self._steps_before + microbatches.step.train_step
         return rule_at(self._config.sparse_optimizer, train_step)
 
-    def _set(self, leaves: Leaves, rows: dict[str, ArenaRows]) -> None:
-        self._leaves, self._rows, self._open = leaves, rows, {}
-        self._add(leaves, rows)
+    def _set(self, microbatches: Microbatches, rows: dict[str, ArenaRows]) -> None:
+        self._microbatches, self._rows, self._lookups = microbatches, rows, {}
+        self.add(microbatches)
 
-    def _add(self, leaves: Leaves, rows: Mapping[str, ArenaRows]) -> None:
-        kernels = kernels_of(self._config.kernels)
-        for batch, places in zip(leaves.batches, leaves.places, strict=True):
-            leaf = OpenLeaf(kernels, batch, rows, places, mean=self._mean)
-            self._open[id(batch.sparse)] = leaf
+    def _release(self, microbatches: Microbatches) -> None:
+        if not updates_in_place(self._device):
+            for table, gathered in self._gathered.items():
+                rows = self._rows[table]
+                gathered.put(Records(rows.values.cpu().numpy(), rows.state.cpu().numpy()))
+        self._source.release(microbatches.step.train_step, microbatches.rows)
+        self._lookups, self._microbatches = {}, None
 
-    def _give_back(self, leaves: Leaves) -> None:
-        if not reaches_arenas(self._device):
-            for table, lent in self._lent.items():
-                found = self._rows[table]
-                lent.put(Records(found.values.cpu().numpy(), found.state.cpu().numpy()))
-        self._source.take_back(leaves.step.train_step, leaves.rows)
-        self._open, self._leaves = {}, None
+    def _open_microbatches(self) -> Microbatches:
+        assert self._microbatches is not None, "rows are updated while a step is open"
+        return self._microbatches
 
-    def _step(self) -> Leaves:
-        assert self._leaves is not None, "rows are updated while a step is open"
-        return self._leaves
-
-    def _opened(self, sparse: KeyedJaggedTensor) -> OpenLeaf:
-        opened = self._open.get(id(sparse))
-        assert opened is not None, "look-ups are of a batch that is open"
-        return opened
+    def _lookups_of(self, sparse: KeyedJaggedTensor) -> MicrobatchLookups:
+        lookups = self._lookups.get(id(sparse))
+        assert lookups is not None, "the batch is open"
+        return lookups
 
 
-def arena_rows(lent: Lent) -> ArenaRows:
-    """Return lent rows as tensors over the same memory."""
-    places = None if lent.places is None else torch.from_numpy(lent.places)
-    values, state = torch.from_numpy(lent.records.values), torch.from_numpy(lent.records.state)
-    return ArenaRows(values, state, places)
+class MicrobatchLookups:
+    """Look-ups of a microbatch among the rows of its step.
+
+    Different microbatches may be used by different threads.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        batch: Batch,
+        step_rows: Mapping[str, ArenaRows],
+        positions: Mapping[str, torch.Tensor] | None,
+        *,
+        mean: bool,
+    ) -> None:
+        """Select the rows of the microbatch.
+
+        Args:
+            kernels: compute pooling and updates.
+            batch: samples of the microbatch.
+            step_rows: by table, the rows of the step.
+            positions: by table, positions of the microbatch's rows in `step_rows`; None: all, in
+                order.
+            mean: divide by the length of each bag.
+        """
+        self.batch = batch
+        self.rows = _select_rows(step_rows, positions)
+        self.pooling = Pooling(kernels, batch, mean=mean)
+        self._kernels = kernels
+        self._step_rows = step_rows
+        self._positions = positions
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @property
+    def autograd_inputs(self) -> list[torch.Tensor]:
+        """Tensors to pass to `torch.autograd.grad`; see `set_gradients`."""
+        return [self.pooling.autograd_anchor, *self._copies.values()]
+
+    def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Set the gradients of `autograd_inputs`, which `torch.autograd.grad` does not store."""
+        for copy, gradient in zip(self._copies.values(), gradients[1:], strict=True):
+            copy.grad = gradient
+
+    def unpooled(self, table: str, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of a feature and the offsets of its bags."""
+        lookup = self.batch.lookups[table]
+        values, bags = lookup.slices_of(feature)
+        offsets = lookup.bag_offsets[bags.start : bags.stop + 1]
+        positions = lookup.positions[values].long()
+        return take_unsorted(self._copy_of(table), positions), (offsets - offsets[0]).long()
+
+    def update(self, rows: Mapping[str, ArenaRows], rule: RowRule) -> None:
+        """Sum the gradients of each row over its readers and apply a rule to it, in place.
+
+        Args:
+            rows: by table, one row to update for each row of the microbatch.
+            rule: update rule.
+        """
+        pooled = self.pooling.gradients
+        tables: list[TableRows] = []
+        for table in self._tables_with_gradients():
+            lookup, copy = self.batch.lookups[table], self._copies.get(table)
+            offsets = lookup.reader_offsets
+            tables.append(
+                TableRows(
+                    rows=rows[table],
+                    readers=lookup.readers,
+                    reader_offsets=torch.zeros_like(offsets) if pooled is None else offsets,
+                    per_sample_weights=lookup.reader_weights,
+                    extra_gradient=None if copy is None else copy.grad,
+                )
+            )
+        if tables:
+            no_gradients = _no_gradients(tables[0].rows.values)
+            self._kernels.update(tables, pooled or no_gradients, rule)
+
+    def row_gradients(self) -> RowSums:
+        """Return the gradients of the microbatch's rows."""
+        tables = self._tables_with_gradients()
+        counts = [len(self.rows[table]) for table in tables]
+        like = next(iter(self.rows.values())).values
+        sums = like.new_empty(sum(counts), like.shape[1])
+        parts = zip(tables, sums.split(counts), strict=True)
+        self.update({t: ArenaRows(part, part[:, :0]) for t, part in parts}, RowRule(name="sum"))
+        empty = torch.empty(0, dtype=torch.int32)
+        return RowSums(torch.cat([empty, *self._row_numbers(tables)]), sums)
+
+    def _row_numbers(self, tables: Sequence[str]) -> list[torch.Tensor]:
+        """Return the numbers of the microbatch's rows as in `RowSums`, table by table."""
+        first, first_of_table = 0, dict[str, int]()
+        for table, rows in self._step_rows.items():
+            first_of_table[table] = first
+            first += len(rows)
+        if self._positions is None:
+            return [
+                torch.arange(
+                    first_of_table[t], first_of_table[t] + len(self.rows[t]), dtype=torch.int32
+                )
+                for t in tables
+            ]
+        return [self._positions[table] + first_of_table[table] for table in tables]
+
+    def _tables_with_gradients(self) -> list[str]:
+        if self.pooling.gradients is not None:
+            return list(self.batch.lookups)
+        tables = [t for t, copy in self._copies.items() if copy.grad is not None]
+        return [table for table in self.batch.lookups if table in tables]
+
+    def _copy_of(self, table: str) -> torch.Tensor:
+        """Return a copy of the rows of a table, in order, that requires grad."""
+        if table not in self._copies:
+            rows = self.rows[table]
+            copy = rows.values if rows.positions is None else rows.values[rows.positions]
+            self._copies[table] = copy.detach().requires_grad_()
+        return self._copies[table]
+
+
+def _no_gradients(like: torch.Tensor) -> VectorGradients:
+    """Return gradients of zero vectors of the width of `like`."""
+    empty = like[:0]
+    return VectorGradients(outputs=empty[:, None], num_features=1, bags=empty, scales=None)
+
+
+def _select_rows(
+    step_rows: Mapping[str, ArenaRows], positions: Mapping[str, torch.Tensor] | None
+) -> dict[str, ArenaRows]:
+    if positions is None:
+        return dict(step_rows)
+    return {
+        table: ArenaRows(
+            rows.values,
+            rows.state,
+            positions[table] if rows.positions is None else rows.positions[positions[table]],
+        )
+        for table, rows in step_rows.items()
+    }
+
+
+def arena_rows(gathered: GatheredRows) -> ArenaRows:
+    """Return gathered rows as tensors over the same memory."""
+    positions = None if gathered.positions is None else torch.from_numpy(gathered.positions)
+    records = gathered.records
+    return ArenaRows(torch.from_numpy(records.values), torch.from_numpy(records.state), positions)

@@ -1,4 +1,4 @@
-"""Update rules of embedding rows; the optimizer state lies beside each row."""
+"""Update rules of embedding rows, whose optimizer state is stored with each row."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trainer.embedding.kernels.interface import RowRule
 
 
 def state_width(config: SparseOptimizerConfig, dim: int) -> int:
-    """Return how many numbers of state a row of `dim` numbers has."""
+    """Return the width of the optimizer state of a row of width `dim`."""
     return {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim, "adam": 2 * dim}[config.name]
 
 
 def rule_at(config: SparseOptimizerConfig, train_step: int) -> RowRule:
     """Return the update rule of one step; steps count from 0.
 
-    Adam's two bias corrections are of the step, not of the row, as in torch's SparseAdam: they
-    become one factor of the learning rate.
+    Adam's bias corrections depend on the step, not on the row, as in torch's SparseAdam: they
+    are a factor of the learning rate.
     """
     rate = config.learning_rate
     if config.name == "adam":
-        seen = train_step + 1
-        rate *= math.sqrt(1 - config.beta2**seen) / (1 - config.beta1**seen)
+        count = train_step + 1
+        rate *= math.sqrt(1 - config.beta2**count) / (1 - config.beta1**count)
     return RowRule(
         name=config.name,
         learning_rate=rate,
@@ -48,10 +48,10 @@ def update_rows(
         adam             (m, v) = s;  m += (1 - beta1) (g - m);  v += (1 - beta2) (g * g - v)
                          w -= a m / (sqrt(v) + eps)
 
-    Rows that a step does not read are left alone, their state too: that is lazy Adam.
+    Rows that a step does not read keep their values and state (lazy Adam).
 
     Args:
-        rule: rule of this step and its constants.
+        rule: of this step.
         values: (n, dim).
         state: (n, state_width).
         gradient: (n, dim), summed over all look-ups of the step.

@@ -1,4 +1,8 @@
-"""Pooled look-ups of one step, and their gradients."""
+"""Pooled look-ups of one step, and their gradients.
+
+The gradient of a pooled output is kept as it is. The row update sums it over the readers of each
+row and changes the row in the same pass, so the gradient of a row is never stored.
+"""
 
 from __future__ import annotations
 
@@ -8,196 +12,199 @@ from typing import Any
 import torch
 
 from trainer.data.collate import Batch
-from trainer.data.lookup import Inverse, TableLookup
-from trainer.data.shared_features import Sides
+from trainer.data.lookup import Inverse
+from trainer.data.shared_features import SharedFeatures
 from trainer.embedding.kernels.interface import (
     ArenaRows,
     FeatureBags,
     GroupSamples,
     Kernels,
-    PlaceGradients,
+    VectorGradients,
 )
-
-# The pooled look-ups of one step, and what came back for them.
-#
-# The gradient of a pooled output is kept where it is: the update sums it over the readers of each
-# row and changes the row in the same pass, so that the gradient of a row is never stored.
 
 
 class Pooling:
-    """Pools the rows of an open step and collects the gradients of its places."""
+    """Pools the rows of an open step and collects the gradients of its vectors.
+
+    The autograd functions below take `autograd_anchor` as an input that requires grad, since rows
+    themselves do not.
+    """
 
     def __init__(self, kernels: Kernels, batch: Batch, *, mean: bool) -> None:
-        """Keep what is needed.
-
-        Args:
-            kernels: what computes.
-            batch: look-ups of the step.
-            mean: divide by the length of each bag.
-        """
+        """Keep the arguments; `mean` divides by the length of each bag."""
         self._kernels = kernels
         self._batch = batch
         self._mean = mean and any(t.longest_bag > 1 for t in batch.lookups.values())
-        self._places = batch.places
+        self._layout = batch.layout
         self._scales: torch.Tensor | None = None
-        self._gradients: PlaceGradients | None = None
-        self.way_back = torch.empty(0, requires_grad=True)
+        self._gradients: VectorGradients | None = None
+        self.autograd_anchor = torch.empty(0, requires_grad=True)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Features in the order of the output."""
-        return self._places.keys
+        return self._layout.keys
 
     @property
-    def gradients(self) -> PlaceGradients | None:
-        """The gradient of each place, None when no backward came by."""
+    def gradients(self) -> VectorGradients | None:
+        """The gradient of each vector, None before a backward."""
         return self._gradients
 
     def __call__(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
         """Return (num_samples, num_features * dim), features in the order of `keys`.
 
         Args:
-            rows: by table, where the rows of the step lie.
+            rows: by table, rows of the step.
         """
-        return _Pool.apply(self, rows, self.way_back)
+        return _Pool.apply(self, rows, self.autograd_anchor)
 
     def pool(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
-        """Return the output without a way back."""
-        places = self._places
-        self._begin(rows)
-        return self._pooled(rows, places.keys, places.num_samples, self._samples_of()).flatten(1)
+        """Return the output of `__call__` without autograd."""
+        layout = self._layout
+        self._reset_scales(rows)
+        pooled = self._pool(rows, layout.keys, layout.num_samples, self._inverse_of_groups())
+        return pooled.flatten(1)
 
     def unique(self, rows: Mapping[str, ArenaRows]) -> dict[str, torch.Tensor]:
         """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
 
         Args:
-            rows: by table, where the rows of the step lie.
+            rows: by table, rows of the step.
         """
-        parts = _PoolUnique.apply(self, rows, self.way_back)
-        found: dict[str, torch.Tensor] = {}
+        parts = _PoolUnique.apply(self, rows, self.autograd_anchor)
+        vectors: dict[str, torch.Tensor] = {}
         for members, part in zip(self._members(), parts, strict=True):
-            found.update(zip(members, part.unbind(1), strict=True))
-        return found
+            vectors.update(zip(members, part.unbind(1), strict=True))
+        return vectors
 
     def pool_unique(self, rows: Mapping[str, ArenaRows]) -> tuple[torch.Tensor, ...]:
-        """Return (num_bags, num_features, dim) by `_members`, without a way back."""
-        places = self._places
-        self._begin(rows)
-        counts = [places.num_samples, *(block.num_tuples for block in places.groups.values())]
-        each = {group: None for group in (None, *places.groups)}
+        """Return (num_bags, num_features, dim) for each of `_members`, without autograd."""
+        layout = self._layout
+        self._reset_scales(rows)
+        counts = [layout.num_samples, *(group.num_tuples for group in layout.groups.values())]
+        identity = {group: None for group in (None, *layout.groups)}
         return tuple(
-            self._pooled(rows, members, count, each)
+            self._pool(rows, members, count, identity)
             for members, count in zip(self._members(), counts, strict=True)
         )
 
-    def add_unique(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        """Take the gradients of what `pool_unique` returned."""
-        own, *groups = gradients
-        places, dim = self._places, own.shape[2]
-        outputs = own.new_zeros(places.num_samples, len(places.keys), dim)
-        outputs[:, : own.shape[1]] = own  # features of no group come first; no one reads the rest
-        bags = torch.cat([own.new_empty(0, dim), *(g.reshape(-1, dim) for g in groups)])
-        self._keep(outputs, bags)
-
-    def sided(
-        self, rows: Mapping[str, ArenaRows], sides: Sides
+    def pool_shared(
+        self, rows: Mapping[str, ArenaRows], shared: SharedFeatures
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what rows share, (num_rows, num_row_features, dim), and what each sample has.
+        """Return the pooled rows of shared and of per-sample features.
 
         Args:
-            rows: by table, where the rows of the step lie.
-            sides: of the batch.
-        """
-        return _PoolSides.apply(self, sides, rows, self.way_back)
+            rows: by table, rows of the step.
+            shared: of the batch.
 
-    def pool_sides(
-        self, rows: Mapping[str, ArenaRows], sides: Sides
+        Returns:
+            (num_shared_rows, num_shared_features, dim) and
+            (num_samples, num_per_sample_features, dim).
+        """
+        return _PoolShared.apply(self, shared, rows, self.autograd_anchor)
+
+    def pool_divided(
+        self, rows: Mapping[str, ArenaRows], shared: SharedFeatures
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of `sided` without a way back."""
-        own = self._samples_of()
-        self._begin(rows)
+        """Return the output of `pool_shared` without autograd."""
+        inverse = self._inverse_of_groups()
+        self._reset_scales(rows)
         return (
-            self._pooled(rows, sides.row_features, sides.num_rows, {**own, **sides.tuples}),
-            self._pooled(rows, sides.sample_features, self._places.num_samples, own),
+            self._pool(rows, shared.shared_features, shared.num_rows, {**inverse, **shared.tuples}),
+            self._pool(rows, shared.per_sample_features, self._layout.num_samples, inverse),
         )
 
-    def add_sides(self, sides: Sides, of_rows: torch.Tensor, of_own: torch.Tensor) -> None:
-        """Take the gradients of what `pool_sides` returned."""
-        places, dim = self._places, of_own.shape[2]
-        num_bags = places.num_places - places.num_outputs
-        of_rows, of_own = of_rows.contiguous(), of_own.contiguous()
-        if len(places.groups) == 1 and list(sides.tuples.values()) == [None]:
-            self._keep(of_own, of_rows.view(num_bags, dim))
-            return
-        bags = of_own.new_empty(num_bags, dim)
-        own, rows = [], []
-        for name, block in places.groups.items():
-            if name not in sides.tuples:
-                own.append(self._samples(name, sides.sample_features, self._batch.groups[name]))
-            elif (inverse := sides.tuples[name]) is not None:
-                rows.append(self._samples(name, sides.row_features, inverse))
-            else:
-                first = block.first - places.num_outputs
-                count = block.num_tuples * block.num_features
-                bags[first : first + count] = of_rows.view(count, dim)  # the only group of rows
-        if own:
-            self._kernels.contract(own, of_own, bags)
-        if rows:
-            self._kernels.contract(rows, of_rows, bags)
-        self._keep(of_own, bags)
-
-    def _members(self) -> list[tuple[str, ...]]:
-        """Return the features of no group, then those of each group, in the order of `keys`."""
-        groups = (None, *self._places.groups)
-        of = self._places.group_of
-        return [tuple(f for f in self.keys if of[f] == group) for group in groups]
-
-    def add(self, gradient: torch.Tensor) -> None:
-        """Take the gradient of an output; several outputs of one step add up."""
-        places = self._places
-        dim = gradient.shape[1] // len(places.keys)
-        outputs = gradient.contiguous().view(places.num_samples, len(places.keys), dim)
-        bags = gradient.new_empty(places.num_places - places.num_outputs, dim)
-        if places.groups:
+    def add_gradient(self, gradient: torch.Tensor) -> None:
+        """Add the gradient of an output of `pool`."""
+        layout = self._layout
+        dim = gradient.shape[1] // len(layout.keys)
+        outputs = gradient.contiguous().view(layout.num_samples, len(layout.keys), dim)
+        bags = gradient.new_empty(layout.num_vectors - layout.num_outputs, dim)
+        if layout.groups:
             groups = self._batch.groups
-            members = [self._samples(name, places.keys, groups[name]) for name in places.groups]
-            self._kernels.contract(members, outputs, bags)
-        self._keep(outputs, bags)
+            members = [
+                self._group_samples(name, layout.keys, groups[name]) for name in layout.groups
+            ]
+            self._kernels.segment_sum(members, outputs, bags)
+        self._accumulate(outputs, bags)
 
-    def _keep(self, outputs: torch.Tensor, bags: torch.Tensor) -> None:
-        earlier = self._gradients
-        if earlier is not None:
-            outputs, bags = outputs + earlier.outputs, bags + earlier.bags
-        self._gradients = PlaceGradients(
+    def add_unique_gradients(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        """Add the gradients of the outputs of `pool_unique`."""
+        ungrouped, *groups = gradients
+        layout, dim = self._layout, ungrouped.shape[2]
+        outputs = ungrouped.new_zeros(layout.num_samples, len(layout.keys), dim)
+        outputs[:, : ungrouped.shape[1]] = ungrouped  # other columns have no readers
+        bags = torch.cat([ungrouped.new_empty(0, dim), *(g.reshape(-1, dim) for g in groups)])
+        self._accumulate(outputs, bags)
+
+    def add_shared_gradients(
+        self, shared: SharedFeatures, of_rows: torch.Tensor, of_samples: torch.Tensor
+    ) -> None:
+        """Add the gradients of the outputs of `pool_divided`."""
+        layout, dim = self._layout, of_samples.shape[2]
+        num_bags = layout.num_vectors - layout.num_outputs
+        of_rows, of_samples = of_rows.contiguous(), of_samples.contiguous()
+        if len(layout.groups) == 1 and list(shared.tuples.values()) == [None]:
+            self._accumulate(of_samples, of_rows.view(num_bags, dim))
+            return
+        bags = of_samples.new_empty(num_bags, dim)
+        sample_groups: list[GroupSamples] = []
+        row_groups: list[GroupSamples] = []
+        for name, group in layout.groups.items():
+            if name not in shared.tuples:
+                inverse = self._batch.groups[name]
+                sample_groups.append(self._group_samples(name, shared.per_sample_features, inverse))
+            elif (inverse := shared.tuples[name]) is not None:
+                row_groups.append(self._group_samples(name, shared.shared_features, inverse))
+            else:  # the only group of the shared rows
+                first = group.first - layout.num_outputs
+                count = group.num_tuples * group.num_features
+                bags[first : first + count] = of_rows.view(count, dim)
+        if sample_groups:
+            self._kernels.segment_sum(sample_groups, of_samples, bags)
+        if row_groups:
+            self._kernels.segment_sum(row_groups, of_rows, bags)
+        self._accumulate(of_samples, bags)
+
+    def _accumulate(self, outputs: torch.Tensor, bags: torch.Tensor) -> None:
+        previous = self._gradients
+        if previous is not None:
+            outputs, bags = outputs + previous.outputs, bags + previous.bags
+        self._gradients = VectorGradients(
             outputs=outputs,
-            num_features=len(self._places.keys),
+            num_features=len(self._layout.keys),
             bags=bags,
             scales=self._scales,
         )
 
-    def _samples_of(self) -> Mapping[str | None, Inverse | None]:
-        """Return by dedup group who has which of its bags; None: sample i has bag i."""
+    def _members(self) -> list[tuple[str, ...]]:
+        """Return the ungrouped features, then those of each group, in the order of `keys`."""
+        groups = (None, *self._layout.groups)
+        group_of = self._layout.group_of
+        return [tuple(f for f in self.keys if group_of[f] == group) for group in groups]
+
+    def _inverse_of_groups(self) -> dict[str | None, Inverse | None]:
+        """Return the inverse of each dedup group; None: sample i has bag i."""
         return {None: None, **self._batch.groups}
 
-    def _begin(self, rows: Mapping[str, ArenaRows]) -> None:
-        """Make room for the scales of means."""
-        first = next(iter(rows.values())).values
-        self._scales = first.new_ones(self._places.num_places) if self._mean else None
+    def _reset_scales(self, rows: Mapping[str, ArenaRows]) -> None:
+        values = next(iter(rows.values())).values
+        self._scales = values.new_ones(self._layout.num_vectors) if self._mean else None
 
-    def _pooled(
+    def _pool(
         self,
         rows: Mapping[str, ArenaRows],
         features: Sequence[str],
         count: int,
-        samples_of: Mapping[str | None, Inverse | None],
+        inverse_of: Mapping[str | None, Inverse | None],
     ) -> torch.Tensor:
         """Return (count, num_features, dim).
 
         Args:
-            rows: by table, where the rows of the step lie.
+            rows: by table, rows of the step.
             features: pooled side by side.
-            count: samples, rows or tuples that have bags.
-            samples_of: by dedup group which bag each of them has; None: each its own.
+            count: samples, shared rows or tuples of the output.
+            inverse_of: by dedup group, from these to bags; None: the identity.
         """
         values = next(iter(rows.values())).values
         out = values.new_empty(count, len(features), values.shape[1])
@@ -205,59 +212,50 @@ class Pooling:
         bags: list[FeatureBags] = []
         for column, feature in enumerate(features):
             table, lookup = tables[feature]
-            inverse = samples_of[self._places.group_of[feature]]
-            bags.append(self._bags(feature, lookup, rows[table], column, inverse))
+            inverse = inverse_of[self._layout.group_of[feature]]
+            _, bag_slice = lookup.slices_of(feature)
+            first_vector, stride = self._layout.of(feature)
+            bags.append(
+                FeatureBags(
+                    rows=rows[table],
+                    positions=lookup.positions,
+                    offsets=lookup.bag_offsets[bag_slice.start : bag_slice.stop + 1],
+                    per_sample_weights=lookup.per_sample_weights,
+                    column=column,
+                    first_vector=first_vector,
+                    vector_stride=stride,
+                    order=None if inverse is None else inverse.order,
+                    sample_offsets=None if inverse is None else inverse.offsets,
+                )
+            )
         if bags:
             self._kernels.pool(bags, out, self._scales)
         return out
 
-    def _bags(
-        self,
-        feature: str,
-        lookup: TableLookup,
-        rows: ArenaRows,
-        column: int,
-        inverse: Inverse | None,
-    ) -> FeatureBags:
-        _, bags = lookup.part(feature)
-        place, step = self._places.of(feature)
-        return FeatureBags(
-            rows=rows,
-            positions=lookup.positions,
-            offsets=lookup.bag_offsets[bags.start : bags.stop + 1],
-            factors=lookup.factors,
-            column=column,
-            place=place,
-            place_step=step,
-            order=None if inverse is None else inverse.order,
-            sample_offsets=None if inverse is None else inverse.offsets,
-        )
-
-    def _samples(self, group: str, features: Sequence[str], inverse: Inverse) -> GroupSamples:
-        """Return who has which bag of a group, whose features are neighbours in `features`."""
-        block = self._places.groups[group]
+    def _group_samples(self, group: str, features: Sequence[str], inverse: Inverse) -> GroupSamples:
+        layout = self._layout.groups[group]
         return GroupSamples(
             order=inverse.order,
             sample_offsets=inverse.offsets,
-            column=features.index(self.keys[block.column]),
-            num_features=block.num_features,
-            place=block.first - self._places.num_outputs,
+            column=features.index(self.keys[layout.column]),
+            num_features=layout.num_features,
+            first_vector=layout.first - self._layout.num_outputs,
         )
 
 
-class _PoolSides(torch.autograd.Function):
-    """As `_Pool`, with what rows share apart from what each sample has."""
+class _Pool(torch.autograd.Function):
+    """Hands the output's gradient to the pooling; rows get no gradient from autograd."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        pooling, sides, rows, _ = args
-        ctx.pooling, ctx.sides = pooling, sides
-        return pooling.pool_sides(rows, sides)
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        pooling, rows, _ = args
+        ctx.pooling = pooling
+        return pooling.pool(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.pooling.add_sides(ctx.sides, *grads)
-        return None, None, None, None
+        ctx.pooling.add_gradient(grads[0])
+        return None, None, None
 
 
 class _PoolUnique(torch.autograd.Function):
@@ -271,20 +269,20 @@ class _PoolUnique(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.pooling.add_unique(grads)
+        ctx.pooling.add_unique_gradients(grads)
         return None, None, None
 
 
-class _Pool(torch.autograd.Function):
-    """The gradient of the output stays with the pooling; nothing goes back to the rows."""
+class _PoolShared(torch.autograd.Function):
+    """As `_Pool`, with one output for shared and one for per-sample features."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        pooling, rows, _ = args
-        ctx.pooling = pooling
-        return pooling.pool(rows)
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pooling, shared, rows, _ = args
+        ctx.pooling, ctx.shared = pooling, shared
+        return pooling.pool_divided(rows, shared)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.pooling.add(grads[0])
-        return None, None, None
+        ctx.pooling.add_shared_gradients(ctx.shared, *grads)
+        return None, None, None, None

@@ -12,13 +12,13 @@ from schemas.sharding_hints import TableHints
 
 
 class OracleCacheStatistics(CacheStatistics):
-    """Misses of a cache as they will be: counted over the run that is to come, not estimated."""
+    """Cache misses of the run to come, counted from the oracle instead of estimated."""
 
     def __init__(self, hints: TableHints) -> None:
-        """Keep the hints of one table."""
+        """Read the hints of one table."""
         self._lookups = hints.unique_rows_per_step
-        shares, misses = zip(*hints.lru_misses, strict=True)
-        self._shares, self._misses = np.array(shares), np.array(misses)
+        fractions, misses = zip(*hints.lru_misses, strict=True)
+        self._fractions, self._misses = np.array(fractions), np.array(misses)
 
     @property
     def expected_lookups(self) -> float:
@@ -26,14 +26,14 @@ class OracleCacheStatistics(CacheStatistics):
         return self._lookups
 
     def expected_miss_rate(self, clf: float) -> float:
-        """Return the share of repeated accesses that a cache of a share of the table misses."""
-        return 0.0 if clf >= 1 else float(np.interp(clf, self._shares, self._misses))
+        """Return the miss rate of repeated accesses; the cache holds `clf` of the table."""
+        return 0.0 if clf >= 1 else float(np.interp(clf, self._fractions, self._misses))
 
     @property
     def cacheability(self) -> float:
-        """Area under the misses: 0 when a small cache answers all, 1 when none helps."""
-        beyond = self._misses[-1] * (1 - self._shares[-1])
-        return float(np.trapezoid(self._misses, self._shares) + beyond)
+        """Area under the miss rate: 0 if a small cache has no misses, 1 if no cache helps."""
+        beyond = self._misses[-1] * (1 - self._fractions[-1])
+        return float(np.trapezoid(self._misses, self._fractions) + beyond)
 
 
 def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, ParameterConstraints]:

@@ -11,7 +11,7 @@ from trainer.models import attention, dcn, deepfm, dlrm, wide_deep
 from trainer.models.dlrm import DedupDlrm
 
 
-def wants_sides(config: TrainConfig) -> bool:
+def uses_shared_features(config: TrainConfig) -> bool:
     """Return whether the model is fed what samples share, `Batch.sides`."""
     model = config.model
     return model.name == "dlrm" and model.dedup_compute and config.device == "cpu"
@@ -38,5 +38,7 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
         case "dlrm":
             model = dlrm.build(config, num_dense, embedding)
             return (
-                DedupDlrm(model, interactions_of(config.kernels)) if wants_sides(config) else model
+                DedupDlrm(model, interactions_of(config.kernels))
+                if uses_shared_features(config)
+                else model
             )

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from schemas.config.job import TrainConfig
 from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse, take
-from trainer.data.shared_features import Sides
+from trainer.data.shared_features import SharedFeatures
 from trainer.embedding.kernels.interface import Interactions, Vectors
 
 
@@ -140,7 +140,7 @@ def build(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DlrmMode
 class SidedEmbedding(Protocol):
     """What the model asks of an embedding module."""
 
-    def sided(self, kjt: KeyedJaggedTensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+    def pool_shared(self, kjt: KeyedJaggedTensor, /) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what rows share, (num_rows, num_row_features, dim), and what samples have."""
         ...
 
@@ -197,12 +197,12 @@ class DedupDlrm(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
-        sides = batch.sides
+        sides = batch.shared
         if sides is None:
             return self.dlrm(self._fed(batch.dense), batch.sparse).squeeze(1)
         embedding = cast(SidedEmbedding, self.dlrm.sparse_arch.embedding_bag_collection)
-        rows, own = embedding.sided(batch.sparse)
-        shared = sides.dense_by_row
+        rows, own = embedding.pool_shared(batch.sparse)
+        shared = sides.shared_dense
         bottom = self.dlrm.dense_arch(self._fed(batch.dense if shared is None else shared))
         by_row, by_sample = (None, bottom) if shared is None else (bottom, None)
         columns = self._columns_of(sides, rows.shape[2])
@@ -224,11 +224,11 @@ class DedupDlrm(nn.Module):
     def _fed(self, dense: torch.Tensor) -> torch.Tensor:
         return dense if self.num_dense else dense.new_ones(len(dense), 1)
 
-    def _columns_of(self, sides: Sides, dim: int) -> _Columns:
+    def _columns_of(self, sides: SharedFeatures, dim: int) -> _Columns:
         features = self.dlrm.sparse_arch.sparse_feature_names
-        rows = tuple(1 + features.index(f) for f in sides.row_features)
-        own = tuple(1 + features.index(f) for f in sides.sample_features)
-        if sides.dense_by_row is None:
+        rows = tuple(1 + features.index(f) for f in sides.shared_features)
+        own = tuple(1 + features.index(f) for f in sides.per_sample_features)
+        if sides.shared_dense is None:
             own = (0, *own)
         else:
             rows = (0, *rows)

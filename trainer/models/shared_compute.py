@@ -71,7 +71,7 @@ def dense_part(batch: Batch, dense: torch.Tensor) -> Part:
         dense: (num_samples, num_dense), what the model is fed.
     """
     for group, inverse in sorted(batch.groups.items(), key=lambda item: len(item[1].offsets)):
-        by_tuple = inverse.once(dense)
+        by_tuple = inverse.unique_values(dense)
         if by_tuple is not None:
             return Part(group, {DENSE: by_tuple})
     return Part(None, {DENSE: dense})

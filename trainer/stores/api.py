@@ -79,25 +79,25 @@ def empty_records(layout: TableLayout, num_rows: int) -> Records:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class GatheredRows:
     """A mutable view of rows of one table: changes are changes of the owner's rows.
 
     Attributes:
         records: the owner's arrays.
-        places: (n,) int32, position of each row in `records`; None: rows are in order.
+        positions: (n,) int32, position of each row in `records`; None: rows are in order.
     """
 
     records: Records
-    places: NDArray[np.int32] | None = None
+    positions: NDArray[np.int32] | None = None
 
-    def taken(self) -> Records:
+    def copy(self) -> Records:
         """Return copies of the rows, in order."""
-        chosen = slice(None) if self.places is None else self.places
+        chosen = slice(None) if self.positions is None else self.positions
         return Records(self.records.values[chosen].copy(), self.records.state[chosen].copy())
 
     def put(self, records: Records) -> None:
         """Overwrite the rows."""
-        chosen = slice(None) if self.places is None else self.places
+        chosen = slice(None) if self.positions is None else self.positions
         self.records.values[chosen] = records.values
         self.records.state[chosen] = records.state
 
@@ -140,14 +140,14 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class Lending(Protocol):
+class SupportsGather(Protocol):
     """A store whose rows can be modified in place."""
 
-    def lend(self, rows: NDArray[np.int64]) -> Lent:
+    def gather(self, rows: NDArray[np.int64]) -> GatheredRows:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
         ...
 
-    def held(self, places: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
+    def rows_at(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
         """Return the rows at some positions, which are stable, and the arrays of all rows."""
         ...
 

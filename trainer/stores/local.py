@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from trainer.rows import initial_rows
-from trainer.stores.api import ROWS_PER_CHUNK, Lent, Records, TableLayout, empty_records
+from trainer.stores.api import ROWS_PER_CHUNK, GatheredRows, Records, TableLayout, empty_records
 from trainer.stores.bucket_files import MERGE_CHUNK_BYTES, BucketFiles, Entries, SortedRuns
 from trainer.stores.row_map import RowMap
 
@@ -71,7 +71,7 @@ class ArrayStore:
         self._records.values[positions] = records.values
         self._records.state[positions] = records.state
 
-    def lend(self, rows: NDArray[np.int64]) -> Lent:
+    def gather(self, rows: NDArray[np.int64]) -> GatheredRows:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
         positions, added = self._find_or_add(rows)
         if len(added):
@@ -83,11 +83,11 @@ class ArrayStore:
                 f"table {self._layout.table!r} has {len(self._map)} rows, more than {_MAX_ROWS} "
                 "in one process; use train.stores"
             )
-        return Lent(self._records, positions.astype(np.int32))
+        return GatheredRows(self._records, positions.astype(np.int32))
 
-    def held(self, places: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
+    def rows_at(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
         """Return the rows at some positions, which are stable, and the arrays of all rows."""
-        return self._map.rows[places], self._records
+        return self._map.rows[positions], self._records
 
     def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows ever written, ascending, and copies of their records, in chunks."""

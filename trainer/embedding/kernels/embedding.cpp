@@ -113,7 +113,7 @@ void pool(const Feature<T>* features, int64_t num_features, Dim dim, int64_t num
 
 // The gradient of each bag of a group: the sum over its samples, in sample order.
 template <typename T>
-void contract(const Group* groups, int64_t num_groups, int64_t dim, int64_t stride,
+void segment_sum(const Group* groups, int64_t num_groups, int64_t dim, int64_t stride,
               const T* gradient, T* out, int threads) {
   const auto count = [&](int64_t g) { return groups[g].num_bags; };
   const auto work = [&](int64_t g, int64_t bag) {
@@ -292,10 +292,10 @@ using namespace presage;
            static_cast<T*>(out), int(threads));                                                 \
     });                                                                                         \
   }                                                                                             \
-  extern "C" void presage_contract_##suffix(const void* groups, int64_t num_groups, int64_t dim, \
+  extern "C" void presage_segment_sum_##suffix(const void* groups, int64_t num_groups, int64_t dim, \
                                             int64_t stride, const void* gradient, void* out,     \
                                             int64_t threads) {                                   \
-    contract(static_cast<const Group*>(groups), num_groups, dim, stride,                        \
+    segment_sum(static_cast<const Group*>(groups), num_groups, dim, stride,                        \
              static_cast<const T*>(gradient), static_cast<T*>(out), int(threads));              \
   }                                                                                             \
   extern "C" void presage_update_##suffix(const void* tables, int64_t num_tables,               \

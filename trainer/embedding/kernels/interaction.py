@@ -16,10 +16,10 @@ _WORD, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class CompiledInteractions:
-    """Calls `interaction.cpp`, on as many threads as torch uses."""
+    """Calls `interaction.cpp` on as many threads as torch uses."""
 
     def __init__(self, library: Path) -> None:
-        """Load the library; torch's OpenMP, which is loaded already, runs its threads."""
+        """Load the library, whose threads are those of torch's OpenMP."""
         loaded = ctypes.CDLL(str(library))
         rest = (_WORD, _POINTER, _POINTER, _WORD, _WORD)
         self._forward = {t: loaded[f"presage_interact_{name}"] for t, name in _DTYPES.items()}
@@ -37,7 +37,7 @@ class CompiledInteractions:
         own_out: torch.Tensor,
     ) -> None:
         """Write the products of two vectors of a row, and of a sample and its row."""
-        blocks = _words(rows, row_out), _words(own, own_out)
+        blocks = _struct(rows, row_out), _struct(own, own_out)
         _call(self._forward[row_out.dtype], blocks, inverse, rows.rest.shape[2])
 
     def interact_back(
@@ -46,21 +46,21 @@ class CompiledInteractions:
         own: Vectors,
         inverse: Inverse,
         gradients: tuple[torch.Tensor, torch.Tensor],
-        to: tuple[Vectors, Vectors],
+        out: tuple[Vectors, Vectors],
     ) -> None:
         """Write the gradients of all vectors."""
         of_rows, of_own = gradients
         blocks = (
-            _words(rows, of_rows),
-            _words(own, of_own),
-            _words(to[0], of_rows),
-            _words(to[1], of_own),
+            _struct(rows, of_rows),
+            _struct(own, of_own),
+            _struct(out[0], of_rows),
+            _struct(out[1], of_own),
         )
         _call(self._back[of_rows.dtype], blocks, inverse, rows.rest.shape[2])
 
 
 class TorchInteractions:
-    """Batched products in which each sample has a copy of its row."""
+    """Batched matrix products, with a copy of its row for each sample."""
 
     def interact(
         self,
@@ -82,15 +82,15 @@ class TorchInteractions:
         own: Vectors,
         inverse: Inverse,
         gradients: tuple[torch.Tensor, torch.Tensor],
-        to: tuple[Vectors, Vectors],
+        out: tuple[Vectors, Vectors],
     ) -> None:
         """Write the gradients of all vectors."""
         x, v = _all(rows), _all(own)
         crossed = gradients[1][:, own.own_width :].reshape(-1, own.count, rows.count)
-        to_rows, to_own = _back(rows, x, gradients[0]), _back(own, v, gradients[1])
-        to_own += torch.bmm(crossed, x[inverse.indices])
-        to_rows.index_add_(0, inverse.indices, torch.bmm(crossed.transpose(1, 2), v))
-        for vectors, gradient in zip(to, (to_rows, to_own), strict=True):
+        of_rows, of_own = _back(rows, x, gradients[0]), _back(own, v, gradients[1])
+        of_own += torch.bmm(crossed, x[inverse.indices])
+        of_rows.index_add_(0, inverse.indices, torch.bmm(crossed.transpose(1, 2), v))
+        for vectors, gradient in zip(out, (of_rows, of_own), strict=True):
             if vectors.first is not None:
                 vectors.first.copy_(gradient[:, 0])
             vectors.rest.copy_(gradient[:, -vectors.rest.shape[1] :])
@@ -117,21 +117,21 @@ def _back(vectors: Vectors, block: torch.Tensor, gradient: torch.Tensor) -> torc
     count, dim = block.shape[1:]
     start = dim if vectors.first is not None else 0
     a, b = torch.triu_indices(count, count, offset=1)
-    factors = block.new_zeros(len(block), count, count)
-    factors[:, a, b] = factors[:, b, a] = gradient[:, start : vectors.own_width]
-    found = torch.bmm(factors, block)
+    of_pairs = block.new_zeros(len(block), count, count)
+    of_pairs[:, a, b] = of_pairs[:, b, a] = gradient[:, start : vectors.own_width]
+    of_vectors = torch.bmm(of_pairs, block)
     if vectors.first is not None:
-        found[:, 0] += gradient[:, :dim]
-    return found
+        of_vectors[:, 0] += gradient[:, :dim]
+    return of_vectors
 
 
-def _words(vectors: Vectors, out: torch.Tensor) -> np.ndarray:
-    """Return `Vectors` of interaction.cpp."""
+def _struct(vectors: Vectors, out: torch.Tensor) -> np.ndarray:
+    """Return the struct `Vectors` of interaction.cpp."""
     return np.array(
         [
-            0 if vectors.first is None else _at(vectors.first, out.dtype),
-            _at(vectors.rest, out.dtype),
-            _at(out, out.dtype),
+            0 if vectors.first is None else _address(vectors.first, out.dtype),
+            _address(vectors.rest, out.dtype),
+            _address(out, out.dtype),
             vectors.rest.shape[1],
             out.shape[1],
         ],
@@ -143,14 +143,14 @@ def _call(entry: ctypes._FuncPointer, blocks: tuple, inverse: Inverse, dim: int)
     entry(
         *(block.ctypes.data for block in blocks),
         len(inverse.offsets) - 1,
-        _at(inverse.order, torch.int32),
-        _at(inverse.offsets, torch.int32),
+        _address(inverse.order, torch.int32),
+        _address(inverse.offsets, torch.int32),
         dim,
         torch.get_num_threads(),
     )
 
 
-def _at(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    assert tensor.is_contiguous(), "the library reads tensors without gaps"
+def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    assert tensor.is_contiguous(), "the library reads contiguous tensors"
     assert tensor.dtype is dtype, f"the library reads {dtype} here, got {tensor.dtype}"
     return tensor.data_ptr()

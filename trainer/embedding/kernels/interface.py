@@ -1,4 +1,8 @@
-"""The interface between the embedding and its kernels."""
+"""The interface between the embedding and its kernels.
+
+"Vectors" are pooled vectors and their gradients, with the indices of
+`trainer.data.lookup.VectorLayout`: those of the output first, then those of each dedup group.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,26 @@ from numpy.typing import NDArray
 from trainer.data.lookup import Inverse
 
 Transposed = tuple[NDArray[np.int64], NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]
-"""Distinct values, the position of each value in them, the order and its cuts."""
+"""Distinct values, the position of each value in them, their order and its offsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaRows:
-    """The rows of one table that a step reads, where they lie.
+    """The rows of one table that a step reads, within larger arrays.
 
     Attributes:
-        values: (n, dim), with other rows between them.
+        values: (n, dim), the rows among others.
         state: (n, state_width).
-        places: (num_rows,) int32, where each row lies; None: in order.
+        positions: (num_rows,) int32, index of each row in `values`; None: all, in order.
     """
 
     values: torch.Tensor
     state: torch.Tensor
-    places: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self.values) if self.places is None else len(self.places)
+        return len(self.values) if self.positions is None else len(self.positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,74 +46,74 @@ class FeatureBags:
     Attributes:
         rows: of its table.
         positions: (num_values,) int32 into `rows`, of all features of the table.
-        offsets: (num_bags + 1,) int32, where the bags of this feature lie in `positions`.
-        factors: (num_values,) weight of each look-up, None for ones.
+        offsets: (num_bags + 1,) int32, offsets of this feature's bags in `positions`.
+        per_sample_weights: (num_values,) weight of each look-up, None for ones.
         column: of the feature in the output.
-        place: of its first bag, see `Places.of`.
-        place_step: from a bag's place to the next one's.
+        first_vector: index of its first bag's vector.
+        vector_stride: from a bag's vector to that of the next bag.
         order: (num_samples,) int32, samples sorted by their bag; None: sample i has bag i.
-        sample_offsets: (num_bags + 1,) int32, where each bag's samples lie in `order`.
+        sample_offsets: (num_bags + 1,) int32, offsets of each bag's samples in `order`.
     """
 
     rows: ArenaRows
     positions: torch.Tensor
     offsets: torch.Tensor
-    factors: torch.Tensor | None
+    per_sample_weights: torch.Tensor | None
     column: int
-    place: int
-    place_step: int
+    first_vector: int
+    vector_stride: int
     order: torch.Tensor | None
     sample_offsets: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSamples:
-    """Which samples have which bag of the features of one dedup group.
+    """The samples of each bag of one dedup group.
 
     Attributes:
         order: (num_samples,) int32, samples sorted by their bag.
-        sample_offsets: (num_bags + 1,) int32, where each bag's samples lie in `order`.
+        sample_offsets: (num_bags + 1,) int32, offsets of each bag's samples in `order`.
         column: of the group's first feature in the output.
         num_features: of the group.
-        place: its first place, counted behind those of the output.
+        first_vector: index of its first vector, relative to the end of the output.
     """
 
     order: torch.Tensor
     sample_offsets: torch.Tensor
     column: int
     num_features: int
-    place: int
+    first_vector: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRows:
-    """The rows of one table that a step reads, and who reads them.
+    """The rows of one table that a step reads, and their readers.
 
     Attributes:
         rows: updated in place.
-        readers: (num_values,) int32, places sorted by the row that they read.
-        reader_offsets: (num_rows + 1,) int32, where each row's readers lie.
-        factors: (num_values,) weight of each reader, None for ones.
-        more: (num_rows, dim) gradient that came another way, None for zeros.
+        readers: (num_values,) int32, indices of vectors, sorted by the row that they read.
+        reader_offsets: (num_rows + 1,) int32, offsets of each row's readers.
+        per_sample_weights: (num_values,) weight of each reader, None for ones.
+        extra_gradient: (num_rows, dim), added to that of the readers; None for zeros.
     """
 
     rows: ArenaRows
     readers: torch.Tensor
     reader_offsets: torch.Tensor
-    factors: torch.Tensor | None
-    more: torch.Tensor | None
+    per_sample_weights: torch.Tensor | None
+    extra_gradient: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceGradients:
-    """The gradient of each place.
+class VectorGradients:
+    """The gradient of each vector.
 
     Attributes:
-        outputs: (num_samples, num_vectors, dim), place p of the output at [p // num_features,
-            p % num_features]; other vectors are read by no one.
-        num_features: places of a sample in the output.
-        bags: (num_places - num_samples * num_features, dim).
-        scales: (num_places,) factor of each, None for ones.
+        outputs: (num_samples, num_columns, dim); vector v of the output is [v // num_features,
+            v % num_features]. Columns beyond num_features are not read.
+        num_features: vectors of a sample in the output.
+        bags: (num_vectors - num_samples * num_features, dim).
+        scales: (num_vectors,) factor of each, None for ones.
     """
 
     outputs: torch.Tensor
@@ -119,15 +123,15 @@ class PlaceGradients:
 
     @property
     def num_outputs(self) -> int:
-        """Places of the output."""
+        """Vectors of the output."""
         return len(self.outputs) * self.num_features
 
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """The gradients of rows, summed over some leaves of a step, all tables together.
+    """Gradients of rows, summed over some microbatches of a step, for all tables.
 
-    The rows of a step have numbers: those of the first table in ascending order, then those of the
+    Rows of a step are numbered: those of the first table in ascending order, then those of the
     next one.
 
     Attributes:
@@ -145,12 +149,12 @@ class RowSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
-    """One step of an update rule; see `trainer.embedding.optimizer.update_rows`."""
+    """An update rule at one step; see `trainer.embedding.optimizer.update_rows`."""
 
     name: str
     """sgd, adagrad, rowwise_adagrad, adam; or sum: values become the gradient."""
     learning_rate: float = 0.0
-    """Step size, with Adam's bias corrections in it."""
+    """Step size, including Adam's bias corrections."""
     eps: float = 0.0
     """Added to the root."""
     beta1: float = 0.0
@@ -163,45 +167,47 @@ class Kernels(Protocol):
     """Pooled look-ups of all tables of a step, their backward, and the transpose of both."""
 
     def transpose(self, values: NDArray[np.int64]) -> Transposed:
-        """Return what `trainer.data.lookup.transpose` says, in integers of 32 or 64 bits."""
+        """Return the result of `trainer.data.lookup.transpose`, as 32- or 64-bit integers."""
         ...
 
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
-        """Write the sum or mean of each bag's rows to all samples that have it.
+        """Write the sum or mean of each bag's rows to all samples of the bag.
 
         Args:
             features: one per column of `out`, in that order.
             out: (num_samples, num_features, dim).
-            scales: (num_places,), made one over each bag's length: means; None: sums.
+            scales: (num_vectors,), set to one over each bag's length, for means; None: sums.
         """
         ...
 
-    def contract(
+    def segment_sum(
         self, groups: Sequence[GroupSamples], gradient: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Sum the gradients of the samples that share a bag.
+        """Sum the gradients of the samples of each bag.
 
         Args:
             groups: dedup groups.
             gradient: (num_samples, num_features, dim).
-            out: (num_places - num_outputs, dim).
+            out: (num_vectors - num_outputs, dim).
         """
         ...
 
-    def update(self, tables: Sequence[TableRows], gradients: PlaceGradients, rule: RowRule) -> None:
+    def update(
+        self, tables: Sequence[TableRows], gradients: VectorGradients, rule: RowRule
+    ) -> None:
         """Sum the gradients of each row over its readers, in order, and update it."""
         ...
 
     def merge(self, left: RowSums, right: RowSums) -> RowSums:
-        """Return the sums of the rows of either, left added to right where a row is in both."""
+        """Return the union of rows; for a row of both, left plus right."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The vectors of each of n rows, or of n samples: perhaps one by itself, then a block.
+    """The vectors of each of n rows or samples: an optional first one, then a block.
 
     Attributes:
         first: (n, dim) or None.
@@ -213,18 +219,18 @@ class Vectors:
 
     @property
     def count(self) -> int:
-        """Vectors of each."""
+        """Vectors of each row or sample."""
         return self.rest.shape[1] + (self.first is not None)
 
     @property
     def own_width(self) -> int:
-        """Numbers of the first vector, and of the products of two of each one's vectors."""
+        """Width of the first vector plus the number of pairs of vectors."""
         first = 0 if self.first is None else self.rest.shape[2]
         return first + self.count * (self.count - 1) // 2
 
 
 class Interactions(Protocol):
-    """Products between vectors of samples and of the rows that they share."""
+    """Dot products between vectors of samples and of the shared rows."""
 
     def interact(
         self,
@@ -244,7 +250,7 @@ class Interactions(Protocol):
         Args:
             rows: of num_rows rows.
             own: of num_samples samples.
-            inverse: which row a sample has.
+            inverse: from samples to rows.
             row_out: (num_rows, rows.own_width).
             own_out: (num_samples, own.own_width + k * m).
         """
@@ -256,15 +262,15 @@ class Interactions(Protocol):
         own: Vectors,
         inverse: Inverse,
         gradients: tuple[torch.Tensor, torch.Tensor],
-        to: tuple[Vectors, Vectors],
+        out: tuple[Vectors, Vectors],
     ) -> None:
         """Write the gradients of all vectors.
 
         Args:
             rows: of num_rows rows.
             own: of num_samples samples.
-            inverse: which row a sample has.
+            inverse: from samples to rows.
             gradients: of `row_out` and `own_out`.
-            to: gradients of `rows` and `own`.
+            out: receives the gradients of `rows` and `own`.
         """
         ...

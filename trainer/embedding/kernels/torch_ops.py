@@ -13,17 +13,17 @@ from trainer.data.lookup import transpose
 from trainer.embedding.kernels.interface import (
     FeatureBags,
     GroupSamples,
-    PlaceGradients,
     RowRule,
     RowSums,
     TableRows,
     Transposed,
+    VectorGradients,
 )
 from trainer.embedding.optimizer import update_rows
 
 
 class TorchKernels:
-    """Sums by torch's embedding_bag, whose rows are each summed by one thread in order."""
+    """Sums by torch's embedding_bag, in which one thread sums each row in order."""
 
     def transpose(self, values: NDArray[np.int64]) -> Transposed:
         """Sort by numpy."""
@@ -32,14 +32,15 @@ class TorchKernels:
     def pool(
         self, features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tensor | None
     ) -> None:
-        """Write the sum or mean of each bag's rows to all samples that have it."""
+        """Write the sum or mean of each bag's rows to all samples of the bag."""
         for f in features:
-            rows, positions = f.rows, f.positions
-            positions = positions if rows.places is None else rows.places[positions]
-            bags = _sums(rows.values, positions, f.offsets, f.factors)
+            positions = f.positions
+            if f.rows.positions is not None:
+                positions = f.rows.positions[positions]
+            bags = _sums(f.rows.values, positions, f.offsets, f.per_sample_weights)
             if scales is not None:
                 one_over = 1 / f.offsets.diff().clamp(min=1).to(out.dtype)
-                scales[f.place :: f.place_step][: len(one_over)] = one_over
+                scales[f.first_vector :: f.vector_stride][: len(one_over)] = one_over
                 bags *= one_over.unsqueeze(1)
             if f.order is None or f.sample_offsets is None:
                 out[:, f.column] = bags
@@ -47,42 +48,45 @@ class TorchKernels:
             samples = bags.repeat_interleave(f.sample_offsets.diff(), 0)
             out[:, f.column].index_copy_(0, f.order.long(), samples)
 
-    def contract(
+    def segment_sum(
         self, groups: Sequence[GroupSamples], gradient: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Sum the gradients of the samples that share a bag."""
+        """Sum the gradients of the samples of each bag."""
         for g in groups:
             wide = gradient[:, g.column : g.column + g.num_features].flatten(1)
             bags = _sums(wide.contiguous(), g.order, g.sample_offsets)
-            out[g.place : g.place + len(bags) * g.num_features] = bags.view(-1, out.shape[1])
+            end = g.first_vector + len(bags) * g.num_features
+            out[g.first_vector : end] = bags.view(-1, out.shape[1])
 
-    def update(self, tables: Sequence[TableRows], gradients: PlaceGradients, rule: RowRule) -> None:
+    def update(
+        self, tables: Sequence[TableRows], gradients: VectorGradients, rule: RowRule
+    ) -> None:
         """Sum the gradients of each row over its readers, in order, and update it."""
         dim = gradients.outputs.shape[2]
         outputs = gradients.outputs[:, : gradients.num_features]
-        if outputs.shape[1] < gradients.num_features:  # the others are read by no one
+        if outputs.shape[1] < gradients.num_features:  # missing columns have no readers
             outputs = F.pad(outputs, (0, 0, 0, gradients.num_features - outputs.shape[1]))
-        places = torch.cat([outputs.reshape(-1, dim), gradients.bags])
+        vectors = torch.cat([outputs.reshape(-1, dim), gradients.bags])
         if gradients.scales is not None:
-            places *= gradients.scales.unsqueeze(1)
+            vectors *= gradients.scales.unsqueeze(1)
         for t in tables:
-            gradient = _sums(places, t.readers, t.reader_offsets, t.factors)
-            if t.more is not None:
-                gradient += t.more
-            rows, at = t.rows, t.rows.places
-            if at is None:
+            gradient = _sums(vectors, t.readers, t.reader_offsets, t.per_sample_weights)
+            if t.extra_gradient is not None:
+                gradient += t.extra_gradient
+            rows, positions = t.rows, t.rows.positions
+            if positions is None:
                 update_rows(rule, rows.values, rows.state, gradient)
                 continue
-            values, state = rows.values[at], rows.state[at]
+            values, state = rows.values[positions], rows.state[positions]
             update_rows(rule, values, state, gradient)
-            rows.values[at], rows.state[at] = values, state
+            rows.values[positions], rows.state[positions] = values, state
 
     def merge(self, left: RowSums, right: RowSums) -> RowSums:
-        """Return the sums of the rows of either, left added to right where a row is in both."""
-        rows, places = torch.cat([left.rows, right.rows]).unique(return_inverse=True)
+        """Return the union of rows; for a row of both, left plus right."""
+        rows, positions = torch.cat([left.rows, right.rows]).unique(return_inverse=True)
         sums = left.sums.new_zeros(len(rows), left.sums.shape[1])
-        sums[places[: len(left.rows)]] = left.sums
-        sums.index_add_(0, places[len(left.rows) :], right.sums)
+        sums[positions[: len(left.rows)]] = left.sums
+        sums.index_add_(0, positions[len(left.rows) :], right.sums)
         return RowSums(rows, sums)
 
 
@@ -90,9 +94,9 @@ def _sums(
     source: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
-    factors: torch.Tensor | None = None,
+    per_sample_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sums of rows of `source`, `indices` cut at `offsets`."""
+    """Return the sums of rows of `source`, `indices` split at `offsets`."""
     first, last = int(offsets[0]), int(offsets[-1])
     if first == last:
         return source.new_zeros(len(offsets) - 1, source.shape[1])
@@ -102,5 +106,5 @@ def _sums(
         offsets - first,
         mode="sum",
         include_last_offset=True,
-        per_sample_weights=None if factors is None else factors[first:last],
+        per_sample_weights=None if per_sample_weights is None else per_sample_weights[first:last],
     )
