@@ -1,1 +1,1 @@
-"""What a scheduler does, for people and for what watches it."""
+"""Show the status of a scheduler: page, terminal, metrics."""

@@ -1,4 +1,8 @@
-"""Serve the status page and metrics over HTTP on loopback."""
+"""Serve the status page and metrics of a scheduler's log over HTTP on loopback.
+
+The log is the only connection to the scheduler, and is only read. Only loopback names are answered,
+which prevents DNS rebinding.
+"""
 
 from __future__ import annotations
 
@@ -27,110 +31,16 @@ from scheduler.status.view import View, duration, view_of
 from schemas.errors import PlanError, SchemaError
 from schemas.run_log import Decision
 
-# What is shown, kept up to date from a scheduler's log, in a thread or a process of its own.
-#
-# The log is the only thing that is shared with the scheduler, and it is only read: who looks on
-# neither slows a decision nor stops one, whichever driver carries it out.
-
-
-class Board:
-    """The newest view of one log; any thread may ask."""
-
-    def __init__(self, path: Path) -> None:
-        """Remember where the log lies.
-
-        Args:
-            path: of a log that is written, or was; before it exists nothing has happened.
-        """
-        self._path = path
-        self._lock = threading.Lock()
-        self._start_over()
-
-    def _start_over(self) -> None:
-        self._at = 0
-        self._line = 0
-        self._state = State()
-        self._journal = Journal()
-        self._expected = deque[Decision]()
-        self._view: View | None = None
-
-    def view(self) -> View:
-        """Return the view of all whole lines that the log has now.
-
-        Raises:
-            SchemaError: a line is none of a log, or this code decides otherwise.
-        """
-        with self._lock:
-            news = self._news()
-            for line in news:
-                self._take(line)
-            if news or self._view is None:
-                self._view = view_of(self._state, self._journal)
-            return self._view
-
-    def _news(self) -> list[bytes]:
-        """Return the whole lines that were not taken in yet."""
-        try:
-            with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._at:
-                    self._start_over()  # another log lies there
-                file.seek(self._at)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise SchemaError(
-                f"log must be readable, got {error}; check the path", file=str(self._path)
-            ) from error
-        return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-
-    def _take(self, line: bytes) -> None:
-        """Fold one line, which counts as read only when it was understood."""
-        number = self._line + 1
-        try:
-            body: Any = json.loads(line)
-            found = parse_record(body)
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._wrong(f"be an event or a decision, got {line[:80]!r}", number) from error
-        if isinstance(found, Event):
-            if self._expected:
-                raise self._wrong("be the decision that follows, got the next event", number)
-            before = self._state
-            self._state, actions = handle(before, found)
-            decisions = [to_decision(action, self._state.now_sec) for action in actions]
-            self._journal = record(self._journal, before, found, self._state, decisions)
-            self._expected.extend(decisions)
-        elif not self._expected or self._expected[0] != found:
-            raise self._wrong("be the decision that follows, got another", number)
-        else:
-            self._expected.popleft()
-        self._at += len(line)
-        self._line = number
-
-    def _wrong(self, must: str, line: int) -> SchemaError:
-        return SchemaError(
-            f"line must {must}; look with the code that wrote the log",
-            file=str(self._path),
-            place=str(line),
-        )
-
-
-# The page and the metrics over HTTP, on loopback alone, for whoever may use this machine.
-#
-# Threads of its own read the board; at most a few at once, and none waits for a slow reader for
-# long. Only names of loopback are answered, so that no page from elsewhere can have its own name
-# point here and read what is told (DNS rebinding).
-
 LOOPBACK = "127.0.0.1"
 NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 SILENT_SEC = 300.0
-"""A scheduler whose log was not written for so long is not well: it looks every 30 s at least."""
+"""A scheduler that has not written its log for this long is unhealthy; it ticks every 30 s."""
 READ_SEC = 10.0
-"""Longest wait for a client."""
+"""Time limit for a client's request."""
 POLL_SEC = 0.05
-"""Longest time until a shutdown is seen."""
-MAX_AT_ONCE = 16
-"""Connections that are answered at once; more are closed."""
+"""Longest delay of a shutdown."""
+MAX_CONNECTIONS = 16
+"""Concurrent connections; more are closed."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -150,25 +60,106 @@ FILES = {
 Answer = tuple[HTTPStatus, str, bytes]
 
 
+class Board:
+    """The current view of a log; thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Create a board.
+
+        Args:
+            path: of the log, which may be written meanwhile or not exist yet.
+        """
+        self._path = path
+        self._lock = threading.Lock()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._offset = 0
+        self._line = 0
+        self._state = State()
+        self._journal = Journal()
+        self._expected = deque[Decision]()
+        self._view: View | None = None
+
+    def view(self) -> View:
+        """Return the view after all complete lines of the log.
+
+        Raises:
+            SchemaError: a line is invalid, or this code decides differently.
+        """
+        with self._lock:
+            lines = self._new_lines()
+            for line in lines:
+                self._read_line(line)
+            if lines or self._view is None:
+                self._view = view_of(self._state, self._journal)
+            return self._view
+
+    def _new_lines(self) -> list[bytes]:
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._restart()  # the log was replaced
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise SchemaError(
+                f"log cannot be read: {error}; check the path", file=str(self._path)
+            ) from error
+        return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+    def _read_line(self, line: bytes) -> None:
+        """Apply one line; the offset advances only if it is valid."""
+        number = self._line + 1
+        try:
+            body: Any = json.loads(line)
+            entry = parse_record(body)
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._error(f"line is no event or decision: {line[:80]!r}", number) from error
+        if isinstance(entry, Event):
+            if self._expected:
+                raise self._error("line is an event where a decision must follow", number)
+            before = self._state
+            self._state, actions = handle(before, entry)
+            decisions = [to_decision(action, self._state.now_sec) for action in actions]
+            self._journal = record(self._journal, before, entry, self._state, decisions)
+            self._expected.extend(decisions)
+        elif not self._expected or self._expected[0] != entry:
+            raise self._error("line is not the decision that follows", number)
+        else:
+            self._expected.popleft()
+        self._offset += len(line)
+        self._line = number
+
+    def _error(self, problem: str, line: int) -> SchemaError:
+        return SchemaError(
+            f"{problem}; use the code that wrote the log",
+            file=str(self._path),
+            place=str(line),
+        )
+
+
 @contextmanager
 def serving(
     board: Board, port: int, clock: Callable[[], float] = time.time
 ) -> Generator[str, None, None]:
-    """Serve a board until the context ends; gives the address of the page.
+    """Serve a board while the context is open; yields the URL of the page.
 
     Args:
-        board: what is shown.
-        port: 0 for any that is free.
+        board: the board.
+        port: 0 for any free port.
         clock: seconds since the epoch.
 
     Raises:
-        PlanError: the port is taken, or may not be used.
+        PlanError: the port is in use or not permitted.
     """
     try:
         server = _Server(board, port, clock)
     except (OSError, OverflowError) as error:
         raise PlanError(
-            f"status port must be free and allowed, got {port} ({error}); use another, or 0 for any"
+            f"status port cannot be used: {port}: {error}; use another, or 0 for any"
         ) from error
     thread = threading.Thread(
         target=server.serve_forever, args=(POLL_SEC,), name="status", daemon=True
@@ -182,7 +173,7 @@ def serving(
 
 
 def answer(path: str, board: Board, now_sec: float) -> Answer:
-    """Return status, type and body of what lies at a path."""
+    """Return status, content type and body for a path."""
     if path in FILES:
         return HTTPStatus.OK, *FILES[path]
     plain = "text/plain; charset=utf-8"
@@ -195,28 +186,28 @@ def answer(path: str, board: Board, now_sec: float) -> Answer:
             body = json.dumps(asdict(board.view())).encode()
             return HTTPStatus.OK, "application/json", body
         if path == "/healthz":
-            found, said = health(board.view(), now_sec)
-            return found, plain, f"{said}\n".encode()
+            status, line = health(board.view(), now_sec)
+            return status, plain, f"{line}\n".encode()
     except SchemaError as error:
         return HTTPStatus.SERVICE_UNAVAILABLE, plain, f"{error}\n".encode()
-    return HTTPStatus.NOT_FOUND, plain, b"nothing lies here; see /\n"
+    return HTTPStatus.NOT_FOUND, plain, b"not found; see /\n"
 
 
 def health(view: View, now_sec: float) -> tuple[HTTPStatus, str]:
-    """Tell whether a scheduler goes on: it has written its log lately, or is done."""
+    """Return whether a scheduler is healthy: it has written its log recently, or is done."""
     if not view.num_events:
         return HTTPStatus.OK, "starting: no event yet"
     if view.is_over:
-        return HTTPStatus.OK, "ended: every job has ended"
+        return HTTPStatus.OK, "ended: all jobs have ended"
     silent = now_sec - view.now_sec
-    said = f"last event {duration(max(0.0, silent))} ago"
+    age = f"last event {duration(max(0.0, silent))} ago"
     if silent > SILENT_SEC:
-        return HTTPStatus.SERVICE_UNAVAILABLE, f"silent: {said}, jobs have not ended"
-    return HTTPStatus.OK, f"ok: {said}"
+        return HTTPStatus.SERVICE_UNAVAILABLE, f"silent: {age}, jobs have not ended"
+    return HTTPStatus.OK, f"ok: {age}"
 
 
 def is_local(host: str | None) -> bool:
-    """Tell whether a Host header names loopback, with any port: it may be forwarded.
+    """Return whether a Host header names loopback, with any port (it may be forwarded).
 
     Example:
         >>> is_local("127.0.0.1:80"), is_local("[::1]:8080"), is_local("localhost")
@@ -233,7 +224,7 @@ def is_local(host: str | None) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread for each of at most MAX_AT_ONCE connections."""
+    """One thread per connection, up to `MAX_CONNECTIONS`."""
 
     daemon_threads = True
     block_on_close = False
@@ -241,7 +232,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, board: Board, port: int, clock: Callable[[], float]) -> None:
         self.board = board
         self.clock = clock
-        self._free = threading.BoundedSemaphore(MAX_AT_ONCE)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((LOOPBACK, port), _Handler)
 
     def process_request(
@@ -261,11 +252,11 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that go away; the scheduler's own words stay readable."""
+        """Ignore clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET, and nothing else."""
+    """Answers GET only."""
 
     timeout = READ_SEC
     server_version = "presage"
@@ -275,26 +266,26 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a request."""
         hosts = self.headers.get_all("Host") or [None]
         if len(hosts) != 1 or not is_local(hosts[0]):
-            body = b"this page answers to names of loopback only, such as localhost\n"
+            body = b"only loopback names such as localhost are served\n"
             self._send((HTTPStatus.MISDIRECTED_REQUEST, "text/plain; charset=utf-8", body))
             return
-        assert isinstance(self.server, _Server), "a handler belongs to the server of a board"
+        assert isinstance(self.server, _Server), "the server has a board"
         path = urlsplit(self.path).path
         self._send(answer(path, self.server.board, self.server.clock()))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no GET, in one line and with the headers of all answers."""
+        """Answer an error in one line, with the headers of all answers."""
         status = HTTPStatus(code)
         if status is HTTPStatus.NOT_IMPLEMENTED:
             status = HTTPStatus.METHOD_NOT_ALLOWED
-        body = f"{message or status.phrase}; only GET is answered\n".encode("ascii", "replace")
+        body = f"{message or status.phrase}; only GET is supported\n".encode("ascii", "replace")
         self._send((status, "text/plain; charset=utf-8", body))
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing: the scheduler's own lines stay readable."""
+        """Log nothing: stderr belongs to the scheduler."""
 
-    def _send(self, found: Answer) -> None:
-        status, kind, body = found
+    def _send(self, response: Answer) -> None:
+        status, kind, body = response
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)

@@ -1,29 +1,33 @@
-"""Tables and charts of the status page."""
+"""HTML of the status page: tables, and charts as SVG.
+
+A chart has a text alternative (`aria-label`), a table beside it with the same numbers, and marks
+that differ in shape, not only in colour.
+"""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 
 from scheduler.status.journal import Incident, Kind, Speed, Usage
-from scheduler.status.view import ProcessView, clock, digits, duration, moment, visible
+from scheduler.status.view import clock, digits, duration, visible
 
 
 def text(value: object) -> str:
-    """Return what a log says as text of the page, its direction kept to itself."""
+    """Return text of a log, isolated from the page's text direction."""
     return f"<bdi>{escape(visible(str(value)))}</bdi>"
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], key: str) -> str:
-    """Return a table that scrolls in itself and is reached by keyboard.
+    """Return a scrolling table that can be focused.
 
     Args:
-        caption: what it shows.
-        head: one text per column.
-        rows: cells as HTML; the first names the row.
+        caption: title.
+        head: column names.
+        rows: HTML cells; the first is the row's header.
         key: id of the table.
     """
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
@@ -38,26 +42,16 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], key:
     )
 
 
-def timed(time_sec: float) -> str:
-    """Return a moment as the time of day."""
-    return f'<time datetime="{moment(time_sec)}">{clock(time_sec)}</time>'
-
-
-def cores(one: ProcessView) -> str:
-    """Return the cores that a process kept busy of those that are booked for it."""
-    booked = digits(one.cpus)
-    return booked if one.busy_cores is None else f"{digits(round(one.busy_cores, 2))} of {booked}"
+def timestamp(time_sec: float) -> str:
+    """Return a time of day with its date as an attribute."""
+    date = f"{datetime.fromtimestamp(time_sec, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return f'<time datetime="{date}">{clock(time_sec)}</time>'
 
 
 def details(title: str, body: str) -> str:
-    """Return what is closed until somebody opens it."""
+    """Return a collapsed section."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
-
-# Charts as SVG inside the page: colours of its style sheet, each line with a shape of its own.
-#
-# A chart is a picture with a name and a text that says the same (`aria-label`); the numbers stand
-# in a table beside it.
 
 WIDTH, HEIGHT = 520.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 12.0, 26.0
@@ -69,36 +63,36 @@ MARKS: dict[Kind, str] = {
     "preempted": "M0-6L6 0L0 6L-6 0Z",
     "memory": "M-6 5H6L0-6Z",
 }
-"""Shapes of what went wrong; no two look alike without their colour."""
+"""SVG paths of the marks of incidents."""
 KIND_WORDS: dict[Kind, str] = {
     "lost": "lost",
     "failed": "failed",
     "slow": "too slow",
-    "preempted": "taken away",
-    "memory": "short of memory",
+    "preempted": "preempted",
+    "memory": "out of memory",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where times and values lie in a chart."""
+    """Coordinates of a chart."""
 
     start_sec: float
     end_sec: float
     top: float
 
     def x(self, time_sec: float) -> float:
-        """Return the place of a time."""
+        """Return the horizontal coordinate of a time."""
         span = max(self.end_sec - self.start_sec, 1e-9)
         return LEFT + (WIDTH - LEFT - RIGHT) * (time_sec - self.start_sec) / span
 
     def y(self, value: float) -> float:
-        """Return the place of a value; what is above the frame lies at its edge."""
+        """Return the vertical coordinate of a value, clipped to the frame."""
         share = min(max(value / max(self.top, 1e-9), 0.0), 1.0)
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
     def axes(self, unit: str) -> str:
-        """Return lines at a few values, and both ends of the time."""
+        """Return grid lines with values, and the time range."""
         lines: list[str] = []
         for value in ticks(self.top):
             y = self.y(value)
@@ -112,7 +106,7 @@ class Frame:
 
 
 def ticks(top: float) -> list[float]:
-    """Return three to six round values from 0 on.
+    """Return three to six round values, starting at 0.
 
     Example:
         >>> ticks(4.2), ticks(130)
@@ -124,20 +118,20 @@ def ticks(top: float) -> list[float]:
 
 
 def speed_chart(speeds: Sequence[Speed], title: str, unit: str, until_sec: float) -> str:
-    """Return measured speeds as dots on a line, over the band and the dashes of the prediction.
+    """Return a chart of measured speeds over predicted ones and their interval.
 
     Args:
         speeds: of one pool, oldest first; at least one.
         title: of the chart.
         unit: of the values.
-        until_sec: right end.
+        until_sec: right edge.
     """
     last = speeds[-1]
-    # A first guess that is far off must not press all that was measured to the ground.
-    most, guess = max(s.measured for s in speeds), max(s.predicted for s in speeds)
-    top = 1.15 * max(most, min(guess, 2.0 * most))
+    # Predictions far above the measurements are clipped.
+    measured_max, predicted_max = max(s.measured for s in speeds), max(s.predicted for s in speeds)
+    top = 1.15 * max(measured_max, min(predicted_max, 2.0 * measured_max))
     frame = Frame(speeds[0].time_sec, max(until_sec, last.time_sec), top)
-    # A single point is a short line, so that it is seen.
+    # A single point becomes a short line.
     points = [*speeds, last] if len(speeds) == 1 else list(speeds)
     xs = [frame.x(s.time_sec) for s in points]
     if len(speeds) == 1:
@@ -158,21 +152,21 @@ def speed_chart(speeds: Sequence[Speed], title: str, unit: str, until_sec: float
         + f'<path class="measured" d="M{"L".join(measured)}"/>'
         + dots
     )
-    said = (
+    label = (
         f"{title}: last measured {digits(last.measured)} {unit}, predicted before "
         f"{digits(last.predicted)}, between {digits(last.low)} and {digits(last.high)}; "
         f"{len(speeds)} measurements from {clock(speeds[0].time_sec)} to {clock(last.time_sec)}"
     )
-    return _picture(said, body)
+    return _picture(label, body)
 
 
 def usage_chart(usage: Sequence[Usage], cpus: float, until_sec: float) -> str:
-    """Return booked cores as steps under the line of the budget.
+    """Return a chart of reserved cores under the budget.
 
     Args:
         usage: changes, oldest first; at least one.
         cpus: of the budget.
-        until_sec: right end.
+        until_sec: right edge.
     """
     frame = Frame(usage[0].time_sec, until_sec, 1.1 * max(cpus, *(u.cpus for u in usage)))
     steps = f"M{frame.x(usage[0].time_sec):.1f} {frame.y(usage[0].cpus):.1f}" + "".join(
@@ -186,77 +180,77 @@ def usage_chart(usage: Sequence[Usage], cpus: float, until_sec: float) -> str:
         + f'<path class="predicted" d="M{LEFT:.1f} {frame.y(cpus):.1f}H{end:.1f}"/>'
     )
     most = max(u.cpus for u in usage)
-    said = (
-        f"Cores booked: {digits(usage[-1].cpus)} of {digits(cpus)} now, {digits(most)} at most, "
+    label = (
+        f"Reserved cores: {digits(usage[-1].cpus)} of {digits(cpus)} now, {digits(most)} at most, "
         f"from {clock(usage[0].time_sec)} to {clock(until_sec)}"
     )
-    return _picture(said, body)
+    return _picture(label, body)
 
 
 def incident_chart(
     incidents: Sequence[Incident], jobs: Sequence[str], start_sec: float, end_sec: float
 ) -> str:
-    """Return a line of time for each job, with what went wrong and when something took over.
+    """Return a timeline per job with its incidents and the time until replacement.
 
     Args:
         incidents: newest first.
         jobs: names, in order.
-        start_sec: left end.
-        end_sec: right end.
+        start_sec: left edge.
+        end_sec: right edge.
     """
     frame, row = Frame(start_sec, end_sec, 1.0), 30.0
     height = row * len(jobs) + BOTTOM + 6
     parts: list[str] = []
-    for place, job in enumerate(jobs):
-        y = row * place + row / 2 + 4
+    for index, job in enumerate(jobs):
+        y = row * index + row / 2 + 4
         parts.append(f'<path class="grid" d="M{LEFT:.0f} {y:.1f}H{WIDTH - RIGHT:.0f}"/>')
-        parts.append(_text(LEFT - LABEL_GAP, y + 4, f"{place + 1}", "end"))
-        for one in (i for i in incidents if i.job == job):
-            x, mark = frame.x(one.time_sec), MARKS[one.kind]
-            if one.back_sec is not None:
-                back = max(frame.x(one.back_sec), x + 1)
+        parts.append(_text(LEFT - LABEL_GAP, y + 4, f"{index + 1}", "end"))
+        for incident in (i for i in incidents if i.job == job):
+            x, mark = frame.x(incident.time_sec), MARKS[incident.kind]
+            if incident.back_sec is not None:
+                back = max(frame.x(incident.back_sec), x + 1)
                 parts.append(f'<path class="gap" d="M{x:.1f} {y:.1f}H{back:.1f}"/>')
-            shape = f'<path class="mark {one.kind}" d="{mark}"/>'
+            shape = f'<path class="mark {incident.kind}" d="{mark}"/>'
             parts.append(f'<g transform="translate({x:.1f} {y:.1f})">{shape}</g>')
     parts.append(_text(LEFT, height - 7, clock(start_sec), "start"))
     parts.append(_text(WIDTH - RIGHT, height - 7, clock(end_sec), "end"))
-    slow = [i.back_sec - i.time_sec for i in incidents if i.back_sec is not None]
-    longest = f"; replaced after {duration(max(slow))} at most" if slow else ""
-    said = f"Line of time of {len(jobs)} jobs with {len(incidents)} incidents{longest}"
-    return _picture(said, "".join(parts), height)
+    delays = [i.back_sec - i.time_sec for i in incidents if i.back_sec is not None]
+    longest = f"; replaced after {duration(max(delays))} at most" if delays else ""
+    label = f"Timeline of {len(jobs)} jobs with {len(incidents)} incidents{longest}"
+    return _picture(label, "".join(parts), height)
 
 
 def mark(kind: Kind) -> str:
-    """Return the shape of a kind, for a legend."""
+    """Return the mark of a kind, for the legend."""
     shape = f'<path class="mark {kind}" d="{MARKS[kind]}"/>'
     return f'<svg class="key" viewBox="-9 -9 18 18" aria-hidden="true">{shape}</svg>'
 
 
 def meter(share: float, label: str, *, is_limit: bool = False) -> str:
-    """Return a bar with its value in words beside it.
+    """Return a bar with a label.
 
     Args:
-        share: 0 to 1; more is shown as full.
-        label: value and bound in words.
-        is_limit: whether to come near the bound is bad.
+        share: filled part, clipped to 1.
+        label: value and bound.
+        is_limit: whether to highlight shares near or above 1.
     """
-    kind = " over" if share > 1.0 else " near" if share > 0.9 else ""
-    kind = kind if is_limit else ""
+    level = " over" if share > 1.0 else " near" if share > 0.9 else ""
+    level = level if is_limit else ""
     width = 100 * min(max(share, 0.0), 1.0)
     return (
-        f'<span class="meter{kind}"><svg viewBox="0 0 100 8" preserveAspectRatio="none" '
+        f'<span class="meter{level}"><svg viewBox="0 0 100 8" preserveAspectRatio="none" '
         f'aria-hidden="true"><rect class="rail" width="100" height="8"/>'
         f'<rect class="fill" width="{width:.1f}" height="8"/></svg>'
-        f"<span>{html.escape(label)}</span></span>"
+        f"<span>{escape(label)}</span></span>"
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+def _text(x: float, y: float, content: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
-def _picture(said: str, body: str, height: float = HEIGHT) -> str:
+def _picture(label: str, body: str, height: float = HEIGHT) -> str:
     return (
         f'<svg class="chart" role="img" viewBox="0 0 {WIDTH:.0f} {height:.0f}" '
-        f'aria-label="{html.escape(said)}">{body}</svg>'
+        f'aria-label="{escape(label)}">{body}</svg>'
     )

@@ -1,4 +1,4 @@
-"""The view as metrics, in the text that Prometheus scrapes."""
+"""Prometheus metrics of a view."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(view: View) -> bytes:
-    """Return a view in the text format of Prometheus, from a registry of its own."""
+    """Return the metrics of a view in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(view))
     return generate_latest(registry)
 
 
 class _Collector(Collector):
-    """Gives the metrics of one view."""
+    """The metrics of one view."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -39,12 +39,12 @@ class _Collector(Collector):
         yield from _of_processes(self._view.jobs)
         yield from _of_stores(self._view.jobs)
         yield from _of_speeds(self._view.jobs)
-        decided = _counter("decisions", "Decisions by what was done.", ("job", "action"))
+        decided = _counter("decisions", "Decisions by action.", ("job", "action"))
         for job, action, count in self._view.num_decided:
             decided.add_metric((job, action.replace(" ", "_")), count)
         incidents = _counter(
             "incidents",
-            "What went wrong: processes lost, failed, slow or preempted, memory that was short.",
+            "Incidents: processes lost, failed, slow or preempted, memory exhausted.",
             ("job", "kind"),
         )
         for job, kind, count in self._view.num_incidents:
@@ -53,21 +53,19 @@ class _Collector(Collector):
 
 
 def _of_scheduler(view: View) -> Iterator[Metric]:
-    yield _gauge("budget_cores", "Cores of all jobs together.", (), [((), view.cpus)])
-    yield _gauge("booked_cores", "Cores booked for live processes.", (), [((), view.used_cpus)])
-    yield _gauge(
-        "budget_memory_bytes", "Memory of all jobs together.", (), [((), view.memory_bytes)]
-    )
+    yield _gauge("budget_cores", "Cores of the budget.", (), [((), view.cpus)])
+    yield _gauge("booked_cores", "Cores reserved for live processes.", (), [((), view.used_cpus)])
+    yield _gauge("budget_memory_bytes", "Memory of the budget.", (), [((), view.memory_bytes)])
     yield _gauge(
         "booked_memory_bytes",
-        "Memory booked for live processes.",
+        "Memory reserved for live processes.",
         (),
         [((), view.used_memory_bytes)],
     )
     yield _gauge(
         "last_event_timestamp_seconds", "Time of the last event.", (), [((), view.now_sec)]
     )
-    events = _counter("events", "Events taken in.", ())
+    events = _counter("events", "Events in the log.", ())
     events.add_metric((), view.num_events)
     yield events
 
@@ -76,13 +74,13 @@ def _of_jobs(jobs: Iterable[JobView]) -> Iterator[Metric]:
     phases = get_args(Phase)
     yield _gauge(
         "job_phase",
-        "1 for the phase that a job is in.",
+        "1 for the current phase of a job.",
         ("job", "phase"),
         [((job.name, phase), float(job.phase == phase)) for job in jobs for phase in phases],
     )
     yield _gauge(
         "segments_built",
-        "Segments that are committed.",
+        "Committed segments.",
         JOB,
         [((job.name,), job.segments_built) for job in jobs],
     )
@@ -91,44 +89,44 @@ def _of_jobs(jobs: Iterable[JobView]) -> Iterator[Metric]:
     )
     yield _gauge(
         "next_step",
-        "The step after the last committed one; it falls when a run goes back to a checkpoint.",
+        "The step after the last committed one; it decreases on a restore from a checkpoint.",
         JOB,
         [((job.name,), job.next_step) for job in jobs],
     )
     yield _gauge(
         "trained_samples",
-        "Samples trained, every epoch counted.",
+        "Trained samples, counted in every epoch.",
         JOB,
         [((job.name,), job.num_trained) for job in jobs],
     )
     yield _gauge(
         "samples",
-        "Samples of all epochs, as far as they are known.",
+        "Known samples of all epochs.",
         JOB,
         [((job.name,), job.num_to_train) for job in jobs],
     )
-    cost = _counter("cost", "Price of what was booked, in the currency of the budget.", JOB)
+    cost = _counter("cost", "Cost of reserved resources, in the currency of the budget.", JOB)
     for job in jobs:
         cost.add_metric((job.name,), job.spent)
     yield cost
-    known = [(job.name, job.forecast) for job in jobs if job.forecast is not None]
+    forecasts = [(job.name, job.forecast) for job in jobs if job.forecast is not None]
     yield _gauge(
         "predicted_left_cost",
-        "Predicted price of what is left.",
+        "Predicted cost until training ends.",
         JOB,
-        [((name,), found.left_cost) for name, found in known],
+        [((name,), forecast.left_cost) for name, forecast in forecasts],
     )
     yield _gauge(
         "predicted_left_seconds",
-        "Predicted seconds until the model is trained.",
+        "Predicted seconds until training ends.",
         JOB,
-        [((name,), found.left_sec) for name, found in known],
+        [((name,), forecast.left_sec) for name, forecast in forecasts],
     )
     yield _gauge(
         "prediction_confident",
-        "1 where the prediction of step times is narrow enough to act upon.",
+        "1 if the predicted interval of step times is narrow enough to act upon.",
         JOB,
-        [((name,), float(found.confident)) for name, found in known],
+        [((name,), float(forecast.confident)) for name, forecast in forecasts],
     )
 
 
@@ -136,7 +134,7 @@ def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
     pools = [(job.name, pool) for job in jobs for pool in job.pools]
     yield _gauge(
         "processes",
-        "Live processes by pool and what they do.",
+        "Live processes by pool and status.",
         ("job", "pool", "status"),
         [
             ((job, pool.name, status), pool.count(status))
@@ -146,40 +144,40 @@ def _of_processes(jobs: Iterable[JobView]) -> Iterator[Metric]:
     )
     yield _gauge(
         "wanted_processes",
-        "Processes that a pool is to have.",
+        "Target number of processes of a pool.",
         ("job", "pool"),
         [((job, pool.name), pool.wanted) for job, pool in pools],
     )
-    each = [(job, pool.name, one) for job, pool in pools for one in pool.processes]
+    processes = [(job, pool.name, process) for job, pool in pools for process in pool.processes]
     for name, text, value_of in (
-        ("busy_cores", "Cores that were busy, as read last.", attrgetter("busy_cores")),
-        ("booked_cores", "Cores that are booked.", attrgetter("cpus")),
-        ("resident_memory_bytes", "Memory that was read last.", attrgetter("resident_bytes")),
-        ("memory_limit_bytes", "Memory that is booked.", lambda one: one.limit_bytes or None),
+        ("busy_cores", "Last measured use of cores.", attrgetter("busy_cores")),
+        ("booked_cores", "Reserved cores.", attrgetter("cpus")),
+        ("resident_memory_bytes", "Last measured memory.", attrgetter("resident_bytes")),
+        ("memory_limit_bytes", "Reserved memory.", lambda process: process.limit_bytes or None),
     ):
-        values = [((job, pool, one.name), value_of(one)) for job, pool, one in each]
-        known = [(labels, value) for labels, value in values if value is not None]
-        yield _gauge(f"process_{name}", text, ("job", "pool", "process"), known)
+        values = [
+            ((job, pool, process.name), value_of(process)) for job, pool, process in processes
+        ]
+        yield _gauge(f"process_{name}", text, ("job", "pool", "process"), values)
 
 
 def _of_stores(jobs: Iterable[JobView]) -> Iterator[Metric]:
-    each = [(job.name, store) for job in jobs if job.stores for store in job.stores.stores]
+    stores = [(job.name, store) for job in jobs if job.stores for store in job.stores.stores]
     for name, text, value_of in (
-        ("ranges", "Ranges of slots that a store owns.", lambda one: len(one.ranges)),
+        ("ranges", "Slot ranges that a store owns.", lambda store: len(store.ranges)),
         (
             "access_share",
-            "Share of the accesses of the steps around now, as the oracle knows them.",
+            "Share of the accesses around the current step, from the oracle.",
             attrgetter("share"),
         ),
         (
             "predicted_access_share",
-            f"The same in {LOOKAHEAD_SEC:.0f} s, if no range moves until then.",
+            f"The same in {LOOKAHEAD_SEC:.0f} s, with the current owners.",
             attrgetter("share_ahead"),
         ),
     ):
-        values = [((job, str(one.number)), value_of(one)) for job, one in each]
-        known = [(labels, value) for labels, value in values if value is not None]
-        yield _gauge(f"store_{name}", text, ("job", "store"), known)
+        values = [((job, str(store.number)), value_of(store)) for job, store in stores]
+        yield _gauge(f"store_{name}", text, ("job", "store"), values)
 
 
 def _of_speeds(jobs: Iterable[JobView]) -> Iterator[Metric]:
@@ -204,12 +202,14 @@ def _gauge(
     name: str,
     text: str,
     labels: tuple[str, ...],
-    samples: Iterable[tuple[tuple[str, ...], float]],
+    samples: Iterable[tuple[tuple[str, ...], float | None]],
 ) -> GaugeMetricFamily:
-    found = GaugeMetricFamily(f"presage_{name}", text, labels=labels)
+    """Return a gauge with the samples that have a value."""
+    gauge = GaugeMetricFamily(f"presage_{name}", text, labels=labels)
     for values, value in samples:
-        found.add_metric(values, value)
-    return found
+        if value is not None:
+            gauge.add_metric(values, value)
+    return gauge
 
 
 def _counter(name: str, text: str, labels: tuple[str, ...]) -> CounterMetricFamily:

@@ -1,6 +1,6 @@
 "use strict";
-// Brings the page up to date in its place: what did not change is not touched, so that focus,
-// selection, open parts and positions of scrolling stay.
+// Updates the page in place. Unchanged nodes are not touched, so that focus, selection, opened
+// sections and scroll positions are kept.
 (() => {
   const EVERY_MS = 2000;
   const PARTS = ["headline", "asof", "links", "main"];
@@ -22,17 +22,17 @@
   }
 
   function morph(old, fresh) {
-    let at = old.firstChild;
-    for (const wanted of [...fresh.childNodes]) {
-      let found = at;
-      while (found && !alike(found, wanted)) found = found.nextSibling;
-      if (!found) { old.insertBefore(document.importNode(wanted, true), at); continue; }
-      while (at !== found) { const gone = at; at = at.nextSibling; gone.remove(); }
-      if (found.nodeType === Node.ELEMENT_NODE) sync(found, wanted);
-      else if (found.data !== wanted.data) found.data = wanted.data;
-      at = found.nextSibling;
+    let node = old.firstChild;
+    for (const target of [...fresh.childNodes]) {
+      let match = node;
+      while (match && !alike(match, target)) match = match.nextSibling;
+      if (!match) { old.insertBefore(document.importNode(target, true), node); continue; }
+      while (node !== match) { const gone = node; node = node.nextSibling; gone.remove(); }
+      if (match.nodeType === Node.ELEMENT_NODE) sync(match, target);
+      else if (match.data !== target.data) match.data = target.data;
+      node = match.nextSibling;
     }
-    while (at) { const gone = at; at = at.nextSibling; gone.remove(); }
+    while (node) { const gone = node; node = node.nextSibling; gone.remove(); }
   }
 
   async function refresh() {
@@ -46,13 +46,13 @@
       document.title = fresh.title;
       const after = document.getElementById("headline").textContent;
       if (after !== before) said.textContent = after;
-      tell("It is kept up to date.");
+      announce("Updates automatically.");
     } catch (error) {
-      tell("No answer: this is what was said last.");
+      announce("No answer: this is the last known status.");
     }
   }
 
-  function tell(text) {
+  function announce(text) {
     if (live.textContent === text) return;
     live.textContent = text;
     if (text.startsWith("No")) said.textContent = text;
@@ -62,8 +62,8 @@
   pause.addEventListener("click", () => {
     paused = !paused;
     pause.setAttribute("aria-pressed", String(paused));
-    tell(paused ? "Paused." : "It is kept up to date.");
+    announce(paused ? "Paused." : "Updates automatically.");
   });
-  tell("It is kept up to date.");
+  announce("Updates automatically.");
   setInterval(() => { if (!paused && !document.hidden) refresh(); }, EVERY_MS);
 })();

@@ -26,9 +26,9 @@ from scheduler.status.view import (
     StoreView,
     View,
     clock,
+    describe_move,
     digits,
     duration,
-    in_words,
     memory,
     percent,
     visible,
@@ -37,10 +37,16 @@ from schemas.errors import SchemaError
 from schemas.manifest import replace_bytes
 
 LATEST = 6
-"""Incidents of the live view, newest last; its decisions stay above it, as they are said."""
+"""Incidents of the live view, newest last; decisions scroll above it."""
 REFRESH_SEC = 1.0
-LEAVE_SEC = 5.0
-"""Longest wait for a terminal that takes nothing any more."""
+CLOSE_SEC = 5.0
+"""Time limit for a terminal that does not accept output."""
+ADDRESS = "status.url"
+"""File with the page's URL in the scheduler's folder, while it is served."""
+OFF = -1
+"""Port that disables the page."""
+
+Progress = Callable[[str], None]
 
 
 def render(view: View, num_incidents: int = LATEST, num_decisions: int = 0) -> RenderableType:
@@ -48,35 +54,31 @@ def render(view: View, num_incidents: int = LATEST, num_decisions: int = 0) -> R
     spent = sum(job.spent for job in view.jobs)
     head = (
         f"{headline(view)} | {digits(view.used_cpus)} of {digits(view.cpus)} cores, "
-        f"{memory(view.used_memory_bytes)} of {memory(view.memory_bytes)} booked | "
+        f"{memory(view.used_memory_bytes)} of {memory(view.memory_bytes)} reserved | "
         f"cost {digits(spent)} | {clock(view.now_sec)} UTC"
     )
     parts: list[RenderableType] = [Text(visible(head), style="bold"), _jobs(view.jobs)]
     parts += [_stores(job.name, job.stores) for job in view.jobs if job.stores is not None]
     if view.incidents:
         parts.append(Text("failures and replacements", style="bold"))
-        parts += [_incident(one, view) for one in reversed(view.incidents[:num_incidents])]
+        parts += [_incident(i, view) for i in reversed(view.incidents[:num_incidents])]
     if view.decisions and num_decisions:
         parts.append(Text("decisions", style="bold"))
     for decision in reversed(view.decisions[:num_decisions]):
-        whose = f"{decision.job} {decision.process}".strip()
-        line = f"{clock(decision.time_sec)} {whose}: {decision.action}: {decision.reason}"
+        subject = f"{decision.job} {decision.process}".strip()
+        line = f"{clock(decision.time_sec)} {subject}: {decision.action}: {decision.reason}"
         parts.append(Text(visible(line)))
     return Group(*parts)
 
 
 @contextmanager
 def live(board: Board, console: Console) -> Generator[Callable[[str], None], None, None]:
-    """Show a board in a terminal until the context ends.
+    """Show a board in a terminal while the context is open.
 
-    A thread of its own writes, so that a terminal that is held (^S) holds nothing else.
-
-    Args:
-        board: what is shown.
-        console: the terminal.
+    A separate thread writes, so that a stopped terminal (^S) blocks nothing else.
 
     Yields:
-        What is to be called with each line that is to stay above the view.
+        A function that prints a line above the view.
     """
     lines, done = SimpleQueue[str](), threading.Event()
     thread = threading.Thread(
@@ -87,27 +89,27 @@ def live(board: Board, console: Console) -> Generator[Callable[[str], None], Non
         yield lines.put
     finally:
         done.set()
-        thread.join(LEAVE_SEC)
+        thread.join(CLOSE_SEC)
 
 
 def _show(board: Board, console: Console, lines: SimpleQueue[str], done: threading.Event) -> None:
-    # What others write to stdout is theirs: `--json` prints one object there.
+    # stdout is not redirected: `--json` prints one object there.
     with Live(
         console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-    ) as shown:
+    ) as display:
         over = False
         while not over:
             over = done.wait(REFRESH_SEC)
             try:
                 while True:
-                    shown.console.print(Text(visible(lines.get_nowait())))
+                    display.console.print(Text(visible(lines.get_nowait())))
             except Empty:
                 pass
             try:
-                seen = render(board.view())
+                status: RenderableType = render(board.view())
             except SchemaError as error:
-                seen = Text(f"no status: {error}")
-            shown.update(seen, refresh=True)
+                status = Text(f"no status: {error}")
+            display.update(status, refresh=True)
 
 
 def _jobs(jobs: tuple[JobView, ...]) -> Table:
@@ -123,7 +125,7 @@ def _jobs(jobs: tuple[JobView, ...]) -> Table:
             ", ".join(map(_pool, job.pools)) or "none",
             _speeds(job) or "not measured",
             _memory(job),
-            _price(job),
+            _cost(job),
         )
     return table
 
@@ -135,11 +137,10 @@ def _pool(pool: PoolView) -> str:
 
 
 def _stores(job: str, stores: Stores) -> Text:
-    """Return who holds a job's rows in one line."""
-    told = [_store(store) for store in stores.stores]
+    parts = [_store(store) for store in stores.stores]
     if stores.move is not None:
-        told.append(in_words(stores.move))
-    return Text(visible(f"{job}: stores {'; '.join(told)}"))
+        parts.append(describe_move(stores.move))
+    return Text(visible(f"{job}: stores {'; '.join(parts)}"))
 
 
 def _store(store: StoreView) -> str:
@@ -150,57 +151,51 @@ def _store(store: StoreView) -> str:
 
 
 def _speeds(job: JobView) -> str:
-    found: list[str] = []
+    parts: list[str] = []
     for pool, unit in (("preprocessing", "rows/s"), ("training", "samples/s")):
         speeds = [speed for speed in job.speeds if speed.pool == pool]
         if speeds:
             last = speeds[-1]
-            found.append(f"{digits(last.measured)} {unit} ({digits(last.predicted)} predicted)")
-    return ", ".join(found)
+            parts.append(f"{digits(last.measured)} {unit} ({digits(last.predicted)} predicted)")
+    return ", ".join(parts)
 
 
 def _memory(job: JobView) -> str:
-    """Return the process that is nearest to its limit."""
-    read = [
-        (one.resident_bytes / one.limit_bytes, one.name)
+    """Return the process that is closest to its limit."""
+    shares = [
+        (process.resident_bytes / process.limit_bytes, process.name)
         for pool in job.pools
-        for one in pool.processes
-        if one.resident_bytes is not None and one.limit_bytes
+        for process in pool.processes
+        if process.resident_bytes is not None and process.limit_bytes
     ]
-    if not read:
+    if not shares:
         return "not read"
-    share, name = max(read)
+    share, name = max(shares)
     return f"{percent(share)} of {name}"
 
 
-def _price(job: JobView) -> str:
-    found = job.forecast
-    if found is None:
+def _cost(job: JobView) -> str:
+    forecast = job.forecast
+    if forecast is None:
         return digits(job.spent)
-    total = digits(job.spent + found.left_cost)
-    return f"{digits(job.spent)} of {total}, {duration(found.left_sec)} left"
+    total = digits(job.spent + forecast.left_cost)
+    return f"{digits(job.spent)} of {total}, {duration(forecast.left_sec)} left"
 
 
-def _incident(one: Incident, view: View) -> Text:
-    then = "is to be replaced" if view.is_open(one) else "is not needed any more"
-    if one.back_sec is not None:
-        then = f"replaced by {one.successor} after {duration(one.back_sec - one.time_sec)}"
-    elif not one.process:
-        then = "noted"
-    whose = f"{one.job} {one.process}".strip()
-    return Text(visible(f"{clock(one.time_sec)} {whose}: {one.kind}, {then}"))
-
-
-ADDRESS = "status.url"
-"""Name of the file with the page's address, in the scheduler's folder while it is served."""
-OFF = -1
-"""The port that stands for no page."""
-
-Say = Callable[[str], None]
+def _incident(incident: Incident, view: View) -> Text:
+    if incident.back_sec is not None:
+        delay = duration(incident.back_sec - incident.time_sec)
+        outcome = f"replaced by {incident.successor} after {delay}"
+    elif not incident.process:
+        outcome = "noted"
+    else:
+        outcome = "not replaced yet" if view.is_open(incident) else "no longer needed"
+    subject = f"{incident.job} {incident.process}".strip()
+    return Text(visible(f"{clock(incident.time_sec)} {subject}: {incident.kind}, {outcome}"))
 
 
 def port_of(text: str) -> int:
-    """Return the port that `--status` names.
+    """Parse the value of `--status`.
 
     Raises:
         ValueError: it is neither a port nor `off`.
@@ -209,48 +204,50 @@ def port_of(text: str) -> int:
         return OFF
     port = int(text)
     if not 0 <= port <= 65535:
-        raise ValueError(f"port must be 0 to 65535, got {port}; 0 takes any that is free")
+        raise ValueError(f"port must be 0 to 65535, got {port}; 0 selects any free port")
     return port
 
 
 @contextmanager
-def watching(output: Path, port: int, console: Console, say: Say) -> Generator[Say, None, None]:
-    """Show what a scheduler does while the context lasts.
+def watching(
+    output: Path, port: int, console: Console, progress: Progress
+) -> Generator[Progress, None, None]:
+    """Show the status of a scheduler that runs in the context.
 
     Args:
-        output: folder of the scheduler, which begins in the context.
-        port: of the page, 0 for any that is free, OFF for none.
-        console: its terminal, if it is one.
-        say: prints one line where it is none.
+        output: folder of the scheduler.
+        port: of the page, 0 for any free port, OFF for none.
+        console: shows the live view if it is a terminal.
+        progress: prints one line if it is not.
 
     Yields:
-        What is to be called with each decision, in one line.
+        A function to be called with one line for each decision.
 
     Raises:
-        PlanError: the port is taken, or may not be used.
+        PlanError: the port is in use or not permitted.
     """
     board = Board(output / LOG)
     with ExitStack() as stack:
         if console.is_terminal and not console.is_dumb_terminal:
-            say = stack.enter_context(live(board, console))
+            progress = stack.enter_context(live(board, console))
         if port != OFF and not is_locked(output):
             address = stack.enter_context(serving(board, port))
             output.mkdir(parents=True, exist_ok=True)
             replace_bytes(output / ADDRESS, f"{address}\n".encode())
             stack.callback((output / ADDRESS).unlink, missing_ok=True)
-            say(f"status page: {address}")
-        yield say
+            progress(f"status page: {address}")
+        yield progress
 
 
 def board_of(output: Path) -> Board:
-    """Return the board of a scheduler that runs or has ended.
+    """Return the board of a running or ended scheduler.
 
     Raises:
         SchemaError: there is no log.
     """
     if not (output / LOG).is_file():
         raise SchemaError(
-            f"folder must have the log of a scheduler, got no {LOG}; name what --output named",
+            f"folder has no scheduler log {LOG}; give the --output of a run",
             file=str(output),
         )
     return Board(output / LOG)

@@ -106,7 +106,7 @@ def test_page_is_brought_up_to_date_with_focus_position_and_open_parts_kept(
     with probed(log, content, len(content) // 20) as address:
         shown = looked_at(address, tmp_path / "profile", "--dump-dom")
     assert 'data-kept="decision-table 40 true true true"' in shown
-    assert "It is kept up to date." in shown
+    assert "Updates automatically." in shown
     counts = re.findall(r"UTC, (\d+) events", shown)
     (tmp_path / "first").write_bytes(content[: begin + len(content) // 20])
     assert int(counts[0]) > Board(tmp_path / "first").view().num_events
@@ -120,7 +120,7 @@ def test_page_as_it_is_served_is_drawn_and_runs_its_script(tmp_path: Path) -> No
         shown = looked_at(address, tmp_path / "profile", "--dump-dom")
         picture = tmp_path / "page.png"
         looked_at(address, tmp_path / "other", f"--screenshot={picture}", "--window-size=320,2000")
-    assert "It is kept up to date." in shown, "its policy lets its own script run"
+    assert "Updates automatically." in shown, "its policy lets its own script run"
     assert re.search(r'<button[^>]*id="pause"[^>]*>', shown)
     assert picture.read_bytes().startswith(b"\x89PNG")
 

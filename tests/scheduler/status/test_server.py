@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.controller.log import LOG
-from scheduler.status.board import MAX_AT_ONCE, SILENT_SEC, Board, serving
+from scheduler.status.board import MAX_CONNECTIONS, SILENT_SEC, Board, serving
 from schemas.errors import PlanError
 from tests.scheduler.status.made import lived
 
@@ -91,7 +91,9 @@ def test_names_of_loopback_are_answered_with_any_port_as_it_may_be_forwarded(
 
 @pytest.mark.slow
 def test_clients_that_say_nothing_hold_up_nobody(served: Served) -> None:
-    silent = [socket.create_connection(("127.0.0.1", served[0])) for _ in range(MAX_AT_ONCE - 1)]
+    silent = [
+        socket.create_connection(("127.0.0.1", served[0])) for _ in range(MAX_CONNECTIONS - 1)
+    ]
     assert ask(served[0])[0] == 200
     for one in silent:
         one.close()
@@ -105,7 +107,7 @@ def test_a_damaged_log_is_told_and_does_not_end_the_server(served: Served) -> No
     for path in ("/", "/metrics", "/healthz", "/status.json"):
         status, _, body = ask(port, path)
         assert status == 503
-        assert "line must be an event or a decision" in body
+        assert "line is no event or decision" in body
     log.write_bytes(whole)
     assert ask(port)[0] == 200
 
@@ -123,6 +125,6 @@ def test_health_tells_a_scheduler_that_is_silent_from_one_that_is_done(tmp_path:
 
 
 def test_a_port_that_is_taken_is_named(served: Served) -> None:
-    text = re.escape(f"status port must be free and allowed, got {served[0]} (")
+    text = re.escape(f"status port cannot be used: {served[0]}: ")
     with pytest.raises(PlanError, match=text), serving(Board(served[1]), served[0]):
         pass

@@ -149,8 +149,8 @@ def test_a_store_without_ranges_and_one_without_a_process_are_shown() -> None:
     document = parsed(view)
     check_usable(document)
     shown = "".join(document.text)
-    assert "store-0.1running0-7not known yetnot known yet60 MiB of 80 MiB0.4 of 1" in shown
-    assert "1noneno process8-15" in shown
+    assert "0store-0.10-7not known yetnot known yet" in shown
+    assert "1no process8-15" in shown
     terminal = in_terminal(view)
     assert "first: stores 0: 8 ranges; 1: 8 ranges, no process; 2: 0 ranges\n" in terminal
 

@@ -44,7 +44,7 @@ def test_watching_leaves_the_address_of_a_scheduler_that_holds_the_folder(tmp_pa
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal is waited for, however busy the machine is."""
-    monkeypatch.setattr(terminal, "LEAVE_SEC", 600.0)
+    monkeypatch.setattr(terminal, "CLOSE_SEC", 600.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -70,7 +70,7 @@ def test_watching_a_terminal_outlives_a_damaged_log(tmp_path: Path) -> None:
     with watching(tmp_path, OFF, console, print) as say:
         say("a line")
     assert "a line" in target.getvalue()
-    assert "no status: line must be an event or a decision" in target.getvalue()
+    assert "no status: line is no event or decision" in target.getvalue()
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_main_status_without_a_log_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", str(tmp_path)]) == 1
-    wanted = f"error: folder must have the log of a scheduler, got no {LOG} in {tmp_path}; "
+    wanted = f"error: folder has no scheduler log {LOG} in {tmp_path}; "
     assert re.match(re.escape(wanted), capsys.readouterr().err)
 
 
