@@ -1,4 +1,9 @@
-"""Read Avro files: blocks between sync markers, decompressed by Arrow and decoded by fastavro."""
+"""Read Avro files: blocks between sync markers, decompressed here and decoded by fastavro.
+
+A file is traversed by the sizes in the block headers. If a sync marker is not at its place, the
+next one is searched, so that a damaged block does not affect the others. Records are decoded
+without logical types, for which fastavro would create Python objects; Arrow casts the numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import os
 import zlib
 from bz2 import decompress as bz2_decompress
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from lzma import decompress as lzma_decompress
 from typing import Any, BinaryIO
 
@@ -31,7 +36,7 @@ from pipelines.sources.rows import (
 from schemas.config.sources import SourceConfig
 
 Converter = Callable[[Any], Any]
-_Typed = tuple[pa.DataType, Converter | None]
+_TypeAndConverter = tuple[pa.DataType, Converter | None]
 
 _PRIMITIVE = {
     "boolean": pa.bool_(), "int": pa.int32(), "long": pa.int64(), "float": pa.float32(),
@@ -45,15 +50,18 @@ _LOGICAL = {
 }  # fmt: skip
 
 
+# Types of columns.
+
+
 @dataclass(frozen=True, slots=True)
 class AvroColumns:
     """The columns of a file.
 
     Attributes:
         schema: their types.
-        converters: column to what makes its values those of the type, where unions become texts.
+        converters: column to the conversion of its values, if it has unions that become texts.
         unions: path of a field, such as `offer.price`, to the types of its union, such as
-            `float | string`, where these are several without null.
+            `float | string`, for unions of several types besides null.
     """
 
     schema: pa.Schema
@@ -62,42 +70,42 @@ class AvroColumns:
 
 
 def avro_columns(schema: Any) -> AvroColumns:
-    """Return the columns of a record.
+    """Return the columns of a record schema.
 
-    A union of several types is a number where all are numbers, bytes where all are bytes, and
-    else a text: strings are themselves, other values as JSON.
+    A union of several types is a number if all are numbers, bytes if all are bytes, else a text:
+    strings stay as they are, other values become JSON.
 
     Args:
-        schema: a record's, as JSON gives it.
+        schema: of a record, from JSON.
 
     Raises:
-        ValueError: it is no record, or a type has no form here.
+        ValueError: it is not a record, or a type is recursive or unknown.
 
     Example:
-        >>> found = avro_columns({"type": "record", "name": "r", "fields": [
+        >>> columns = avro_columns({"type": "record", "name": "r", "fields": [
         ...     {"name": "id", "type": ["null", "long"]},
         ...     {"name": "price", "type": ["int", "double"]},
         ...     {"name": "who", "type": ["null", "long", "string"]}]})
-        >>> found.schema
+        >>> columns.schema
         id: int64
         price: double
         who: string
-        >>> found.unions, found.converters["who"](7)
+        >>> columns.unions, columns.converters["who"](7)
         ({'price': 'int | double', 'who': 'long | string'}, '7')
     """
     if not isinstance(schema, dict) or schema.get("type") != "record":
         raise ValueError("its rows must be records, got another type")
-    walk = _Walk()
+    types = _TypeConversion()
     try:
-        fields = walk.record(schema, "")
+        fields = types.record(schema, "")
     except RecursionError as error:
         raise ValueError("its rows must not contain themselves, got a recursive type") from error
     converters = {field.name: convert for field, convert in fields if convert is not None}
-    return AvroColumns(pa.schema([field for field, _ in fields]), converters, walk.unions)
+    return AvroColumns(pa.schema([field for field, _ in fields]), converters, types.unions)
 
 
-class _Walk:
-    """Types of a schema, each with what makes values of it, if they have to be changed."""
+class _TypeConversion:
+    """Conversion of Avro types to Arrow types, with converters of their values."""
 
     def __init__(self) -> None:
         self._named: dict[str, Any] = {}
@@ -105,17 +113,17 @@ class _Walk:
 
     def record(self, schema: dict[str, Any], path: str) -> list[tuple[pa.Field, Converter | None]]:
         self._named[schema["name"]] = schema
-        found = [
-            (f["name"], *self._type(f["type"], f"{path}{f['name']}")) for f in schema["fields"]
-        ]
-        return [(pa.field(name, kind), convert) for name, kind, convert in found]
+        types = [self._type(f["type"], f"{path}{f['name']}") for f in schema["fields"]]
+        names = [f["name"] for f in schema["fields"]]
+        return [(pa.field(n, kind), c) for n, (kind, c) in zip(names, types, strict=True)]
 
-    def _type(self, kind: Any, path: str) -> _Typed:
+    def _type(self, kind: Any, path: str) -> _TypeAndConverter:
         if isinstance(kind, list):
             return self._union([k for k in kind if k != "null"], path)
         if isinstance(kind, str):
-            known = kind in _PRIMITIVE
-            return (_PRIMITIVE[kind], None) if known else self._type(self._known(kind), path)
+            if kind in _PRIMITIVE:
+                return _PRIMITIVE[kind], None
+            return self._type(self._named_type(kind), path)
         name = kind["type"]
         if "name" in kind:
             self._named[kind["name"]] = kind
@@ -126,24 +134,26 @@ class _Walk:
             return pa.large_list(items), convert and (lambda v: v and [convert(x) for x in v])
         if name == "map":
             values, convert = self._type(kind["values"], path)
-            mapped = pa.map_(pa.string(), values)
-            return mapped, convert and (lambda v: v and {k: convert(x) for k, x in v.items()})
+            map_type = pa.map_(pa.string(), values)
+            return map_type, convert and (lambda v: v and {k: convert(x) for k, x in v.items()})
         if name == "record":
             fields = self.record(kind, f"{path}.")
             converters = {field.name: convert for field, convert in fields if convert}
             struct = pa.struct([field for field, _ in fields])
-            return struct, (lambda v: v and _converted_type(v, converters)) if converters else None
+            return struct, (lambda v: v and _convert_fields(v, converters)) if converters else None
         if name in ("enum", "fixed"):
             return (pa.string() if name == "enum" else pa.binary(kind["size"])), None
         return self._type(name, path)
 
-    def _union(self, kinds: list[Any], path: str) -> _Typed:
-        found = [self._type(kind, path) for kind in kinds]
+    def _union(self, kinds: list[Any], path: str) -> _TypeAndConverter:
+        if not kinds:
+            return pa.null(), None
+        members = [self._type(kind, path) for kind in kinds]
         if len(kinds) > 1:
-            self.unions[path] = " | ".join(_name(kind) for kind in kinds)
-        types = [kind for kind, _ in found]
-        if len(set(types)) <= 1:
-            return next((f for f in found if f[1]), found[0]) if found else (pa.null(), None)
+            self.unions[path] = " | ".join(_union_member_name(kind) for kind in kinds)
+        types = [kind for kind, _ in members]
+        if len(set(types)) == 1:
+            return next((m for m in members if m[1]), members[0])
         if all(map(pa.types.is_integer, types)):
             return pa.int64(), None
         if all(pa.types.is_integer(t) or pa.types.is_floating(t) for t in types):
@@ -152,28 +162,27 @@ class _Walk:
             return pa.binary(), None
         return pa.string(), text_of
 
-    def _known(self, name: str) -> Any:
-        for known, kind in self._named.items():
-            if name == known or name.rpartition(".")[2] == known.rpartition(".")[2]:
+    def _named_type(self, name: str) -> Any:
+        for other, kind in self._named.items():
+            if name == other or name.rpartition(".")[2] == other.rpartition(".")[2]:
                 return kind
-        raise ValueError(f"type must be known, got {name!r}")
+        raise ValueError(f"unknown type {name!r}")
 
 
-def _name(kind: Any) -> str:
-    """Return the name of a type in a union."""
+def _union_member_name(kind: Any) -> str:
     if isinstance(kind, dict):
-        return kind.get("name") or kind.get("logicalType") or _name(kind["type"])
+        return kind.get("name") or kind.get("logicalType") or _union_member_name(kind["type"])
     return str(kind)
 
 
-def _converted_type(record: dict[str, Any], converters: Mapping[str, Converter]) -> dict[str, Any]:
+def _convert_fields(record: dict[str, Any], converters: Mapping[str, Converter]) -> dict[str, Any]:
     return {k: converters[k](v) if k in converters else v for k, v in record.items()}
 
 
 def text_of(value: Any) -> str | None:
     """Return a value of a union as text: strings and bytes as they are, others as JSON.
 
-    Bytes that are no UTF-8 give a text that is none, which rejects its row.
+    Bytes that are not UTF-8 become an invalid text, which rejects the row.
 
     Example:
         >>> [text_of(value) for value in ("a", 7, 2.0, True, None, {"a": [1, "x"]})]
@@ -181,59 +190,54 @@ def text_of(value: Any) -> str | None:
     """
     if value is None or isinstance(value, str):
         return value
-    return _text(value) if isinstance(value, bytes) else _JSON.encode(value)
+    return _decode(value) if isinstance(value, bytes) else _JSON.encode(value)
 
 
-def _text(data: bytes) -> str:
+def _decode(data: bytes) -> str:
     return data.decode(errors="surrogateescape")
 
 
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_text)
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_decode)
 
 
-def plain(schema: Any) -> Any:
+def without_logical_types(schema: Any) -> Any:
     """Return a schema without logical types: its values are numbers, bytes and texts.
 
     Example:
-        >>> plain({"type": "long", "logicalType": "timestamp-millis"})
+        >>> without_logical_types({"type": "long", "logicalType": "timestamp-millis"})
         {'type': 'long'}
     """
     if isinstance(schema, list):
-        return [plain(kind) for kind in schema]
+        return [without_logical_types(kind) for kind in schema]
     if isinstance(schema, dict):
-        return {k: plain(v) for k, v in schema.items() if k != "logicalType"}
+        return {k: without_logical_types(v) for k, v in schema.items() if k != "logicalType"}
     return schema
 
 
-# Avro files: blocks between sync markers, each decompressed by Arrow and decoded by fastavro.
-#
-# The file is walked from block to block by the sizes in their heads; when a marker is not where
-# it should be, the next one is looked for, so that a damaged block costs itself only. Records are
-# decoded without logical types, which fastavro would make Python objects of; Arrow gives the
-# numbers their types.
+# Headers and blocks of files.
 
 _MARKER_BYTES = 16
 _SEARCH_BYTES = 1 << 20
 
 _MAX_BLOCK_ROWS = 1 << 24
-"""A head that counts more rows is taken for damaged."""
+"""A block with more rows in its header counts as damaged."""
 
 _MAX_LOST_ROWS = 1 << 16
-"""Most rows that are rejected one by one when a block cannot be decoded."""
+"""Maximum rows of a damaged block that get a reject each; more get one reject together."""
 
 
-_Reader = tuple[pa.Field, Converter | None]
+_FieldReader = tuple[pa.Field, Converter | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The head of a file.
+    """The header of a file.
 
     Attributes:
-        schema: of its records, as JSON gives it.
+        schema: of its records, from JSON.
         codec: name of the compression.
         marker: 16 bytes after each block.
-        num_bytes: length of the head.
+        num_bytes: length of the header.
     """
 
     schema: Any
@@ -244,7 +248,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block as its head describes it; when its marker is not behind it, `data` is None."""
+    """A block; without records and data if it is damaged."""
 
     end: int
     num_records: int
@@ -252,16 +256,16 @@ class _Block:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the head of a file.
+    """Read the header of a file.
 
     Raises:
-        ValueError: it is no Avro file.
+        ValueError: it is not an Avro file.
     """
     try:
         reader = fastavro.reader(file)
         schema = json.loads(reader.metadata["avro.schema"])
         codec = reader.metadata.get("avro.codec", "null")
-    except Exception as error:  # fastavro has no error of its own: whatever its parser runs into
+    except Exception as error:  # fastavro has no error type of its own
         raise ValueError(first_line(error)) from error
     num_bytes = file.tell()
     file.seek(num_bytes - _MARKER_BYTES)
@@ -271,7 +275,7 @@ def read_header(file: BinaryIO) -> Header:
 def _blocks(
     file: BinaryIO, header: Header, start: int, end: int, *, with_data: bool = True
 ) -> Iterator[_Block]:
-    """Yield the blocks that begin in a range of bytes, damaged ones too."""
+    """Yield the blocks that start in a byte range, with damaged ones."""
     offset = start
     while offset < end:
         file.seek(offset)
@@ -285,11 +289,13 @@ def _blocks(
                 data = file.read(size)
             else:
                 file.seek(size, os.SEEK_CUR)
-        whole = count >= 0 and size >= 0 and file.read(_MARKER_BYTES) == header.marker
-        after = file.tell() if whole else _next_marker(file, header.marker, offset, end)
-        known = whole and count <= _MAX_BLOCK_ROWS
-        yield _Block(after, count if known else 0, data if known else None)
-        offset = after
+        complete = count >= 0 and size >= 0 and file.read(_MARKER_BYTES) == header.marker
+        block_end = file.tell() if complete else _next_marker(file, header.marker, offset, end)
+        if complete and count <= _MAX_BLOCK_ROWS:
+            yield _Block(block_end, count, data)
+        else:
+            yield _Block(block_end, 0, None)
+        offset = block_end
 
 
 def _read_long(file: BinaryIO) -> int:
@@ -305,13 +311,13 @@ def _read_long(file: BinaryIO) -> int:
 
 
 def _next_marker(file: BinaryIO, marker: bytes, offset: int, end: int) -> int:
-    """Return the byte behind the next marker, or the end."""
+    """Return the offset after the next marker, or the end."""
     while offset < end:
         file.seek(offset)
         window = file.read(min(_SEARCH_BYTES, end - offset))
-        found = window.find(marker)
-        if found >= 0:
-            return offset + found + _MARKER_BYTES
+        index = window.find(marker)
+        if index >= 0:
+            return offset + index + _MARKER_BYTES
         if offset + len(window) >= end or len(window) < _MARKER_BYTES:
             break
         offset += len(window) - _MARKER_BYTES + 1
@@ -328,96 +334,107 @@ def cut_avro(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> Cu
             return [], [file_reject(part.path, f"file must be Avro, got {error}")]
         parts: list[FilePart] = []
         start, first_row, row = header.num_bytes, 0, 0
-        whole = FilePart(part.source, part.path, part.file_index)
         for block in _blocks(file, header, start, size, with_data=False):
             row += block.num_records
             if block.end - start >= part_bytes or block.end == size:
-                cut = {"first_row": first_row, "offset": start, "num_bytes": block.end - start}
-                parts.append(replace(whole, **cut))
+                parts.append(
+                    FilePart(
+                        source=part.source,
+                        path=part.path,
+                        file_index=part.file_index,
+                        first_row=first_row,
+                        offset=start,
+                        num_bytes=block.end - start,
+                    )
+                )
                 start, first_row = block.end, row
     return parts, []
+
+
+# Rows.
 
 
 def read_avro(
     folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a part, block by block; what cannot be decoded is a reject."""
-    assert part.num_bytes is not None, "Avro parts are ranges of bytes"
+    """Yield the rows of a part, block by block, with rejects of records that cannot be decoded."""
+    assert part.num_bytes is not None, "Avro parts are byte ranges"
     columns = [name for name in schema.names if name != ORIGIN]
     with folder.open(part.path) as file:
         header = read_header(file)
-        own = avro_columns(header.schema)
-        missing = [c for c in columns if c not in own.schema.names]
+        file_columns = avro_columns(header.schema)
+        missing = [c for c in columns if c not in file_columns.schema.names]
         if missing:
-            yield without_column(part, missing[0], own.schema)
+            yield without_column(part, missing[0], file_columns.schema)
             return
-        words = config.columns or {n: str(schema.field(n).type) for n in columns}
-        readers = [_reader(own, schema.field(c)) for c in columns]
+        type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
+        readers = [_field_reader(file_columns, schema.field(c)) for c in columns]
         end, position = part.offset + part.num_bytes, part.first_row
         for block in _blocks(file, header, part.offset, end):
-            records, problem = _decoded(block, header)
-            rejects = list(_lost(part, position, block, len(records), problem))
-            good, bad = _converted(records, readers)
+            records, problem = _decode_block(block, header)
+            rejects = list(_lost_rows(part, position, block, len(records), problem))
+            good, bad = _convert_records(records, readers)
             rejects.extend(
-                Reject(part.path, position + row, why, str(records[row])[:4000])
-                for row, why in bad.items()
+                Reject(part.path, position + row, reason, str(records[row])[:4000])
+                for row, reason in bad.items()
             )
             if rejects:
                 yield RawRows(None, tuple(rejects))
             kept = np.delete(np.arange(len(records)), sorted(bad)) + position
             if good is not None and len(kept):
                 rows = with_origins(good, part.file_index, kept.astype(np.int64))
-                yield from typed_chunks(rows, part, schema, words)
+                yield from typed_chunks(rows, part, schema, type_names)
             position += block.num_records
 
 
-def _lost(
+def _lost_rows(
     part: FilePart, first_row: int, block: _Block, num_decoded: int, problem: str
 ) -> Iterator[Reject]:
-    """Yield the rejects of the rows that a block lacks: one for each, if their number is known."""
+    """Yield rejects for the rows of a block that were not decoded."""
     num_lost = block.num_records - num_decoded
     if not problem:
         return
     if block.data is None or not 0 < num_lost <= _MAX_LOST_ROWS:
-        reason = f"block from row {first_row + num_decoded} on must be readable, got {problem}"
+        reason = f"block from row {first_row + num_decoded} on could not be read, got {problem}"
         yield file_reject(part.path, reason)
         return
-    yield Reject(part.path, first_row + num_decoded, f"row must be Avro, got {problem}")
+    yield Reject(part.path, first_row + num_decoded, f"row could not be decoded, got {problem}")
     for row in range(num_decoded + 1, block.num_records):
-        reason = "row must be Avro, got one behind a row of its block that is not"
+        reason = "row could not be decoded, as an earlier row of its block could not"
         yield Reject(part.path, first_row + row, reason)
 
 
-def _decoded(block: _Block, header: Header) -> tuple[list[dict[str, Any]], str]:
-    """Return the records of a block up to the first that cannot be decoded, and why it cannot."""
+def _decode_block(block: _Block, header: Header) -> tuple[list[dict[str, Any]], str]:
+    """Return the records of a block up to the first error, and the error."""
     if block.data is None:
         return [], "no sync marker at its end"
     records: list[dict[str, Any]] = []
     try:
         content = decompress(header.codec, block.data)
-        container = _container(plain(header.schema), block.num_records, content)
-        (decoded,) = fastavro.block_reader(container, handle_unicode_errors="surrogateescape")
-        for record in decoded:
+        schema = without_logical_types(header.schema)
+        file = _one_block_file(schema, block.num_records, content)
+        (reader,) = fastavro.block_reader(file, handle_unicode_errors="surrogateescape")
+        for record in reader:
             assert isinstance(record, dict), "the schema is a record's"
             records.append(record)
-        used = getattr(decoded, "bytes_").tell()  # noqa: B009 - the types of fastavro lack it
-    except Exception as error:  # zlib's, bz2's, Arrow's, whatever fastavro's decoder runs into
+        used = getattr(reader, "bytes_").tell()  # noqa: B009 - the types of fastavro lack it
+    except Exception as error:  # of zlib, bz2, lzma, Arrow, or any error of fastavro's decoder
         return records, first_line(error)
     if used < len(content):
-        return records, f"{len(content) - used} bytes behind its {block.num_records} rows"
+        return records, f"{len(content) - used} bytes after its {block.num_records} rows"
     return records, ""
 
 
-def _container(schema: Any, count: int, content: bytes) -> io.BytesIO:
-    """Return an uncompressed file of one block."""
+def _one_block_file(schema: Any, count: int, content: bytes) -> io.BytesIO:
+    """Return an uncompressed Avro file of one block."""
     file = io.BytesIO()
     fastavro.writer(file, schema, [], codec="null", sync_marker=bytes(_MARKER_BYTES))
-    file.write(_long(count) + _long(len(content)) + content + bytes(_MARKER_BYTES))
+    file.write(_encode_long(count) + _encode_long(len(content)) + content + bytes(_MARKER_BYTES))
     file.seek(0)
     return file
 
 
-def _long(value: int) -> bytes:
+def _encode_long(value: int) -> bytes:
     rest, data = value << 1, bytearray()
     while rest > 0x7F:
         data.append(rest & 0x7F | 0x80)
@@ -427,29 +444,29 @@ def _long(value: int) -> bytes:
 
 
 def decompress(codec: str, data: bytes) -> bytes:
-    """Undo the compression of a block.
+    """Decompress a block.
 
     Raises:
-        ValueError: the codec is unknown, or a checksum is wrong; others what the codec says.
+        ValueError: the codec is unknown, or a checksum is wrong. Codecs raise errors of their own.
     """
     if codec == "null":
         return data
     if codec == "deflate":
         return zlib.decompress(data, -15)
     if codec == "snappy":
-        return _snappy(data)
+        return _decompress_snappy(data)
     if codec == "zstandard":
         with pa.CompressedInputStream(pa.BufferReader(data), "zstd") as stream:
             return stream.read()
     if codec in ("bzip2", "xz"):
         return {"bzip2": bz2_decompress, "xz": lzma_decompress}[codec](data)
-    raise ValueError(f"codec must be known, got {codec!r}")
+    raise ValueError(f"unknown codec {codec!r}")
 
 
-def _snappy(data: bytes) -> bytes:
+def _decompress_snappy(data: bytes) -> bytes:
     body, checksum = data[:-4], int.from_bytes(data[-4:], "big")
     size = shift = 0
-    for byte in body:  # the length that snappy writes in front
+    for byte in body:  # snappy's length prefix
         size |= (byte & 0x7F) << shift
         shift += 7
         if not byte & 0x80:
@@ -460,21 +477,22 @@ def _snappy(data: bytes) -> bytes:
     return content
 
 
-def _reader(own: AvroColumns, wanted: pa.Field) -> _Reader:
-    """Return the type that a column is made of first, and what makes its values.
+def _field_reader(file_columns: AvroColumns, declared: pa.Field) -> _FieldReader:
+    """Return the type in which a column is read, and the converter of its values.
 
-    A union that is read as text can hold what is declared, such as a list: then it is tried.
+    A union that would be read as text is read in the declared type if that is nested.
     """
-    kind, convert = own.schema.field(wanted.name).type, own.converters.get(wanted.name)
-    if convert and pa.types.is_string(kind) and pa.types.is_nested(wanted.type):
-        return wanted, None
-    return wanted.with_type(kind), convert
+    kind = file_columns.schema.field(declared.name).type
+    convert = file_columns.converters.get(declared.name)
+    if convert and pa.types.is_string(kind) and pa.types.is_nested(declared.type):
+        return declared, None
+    return declared.with_type(kind), convert
 
 
-def _converted(
-    records: list[dict[str, Any]], readers: list[_Reader]
+def _convert_records(
+    records: list[dict[str, Any]], readers: list[_FieldReader]
 ) -> tuple[pa.Table | None, dict[int, str]]:
-    """Return records as a table without the bad ones, and the reasons for these by their row."""
+    """Return the good records as a table, and the reject reasons of the others by row."""
     bad: dict[int, str] = {}
     columns: list[list[Any]] = []
     for field, convert in readers:
@@ -507,12 +525,12 @@ def columns_of_avro(folder: Folder, path: str) -> AvroColumns:
     """Return the columns of a file.
 
     Raises:
-        ValueError, OSError: it is no Avro file.
+        ValueError, OSError: it is not an Avro file.
     """
     with folder.open(path) as file:
         return avro_columns(read_header(file).schema)
 
 
 def avro_schema(folder: Folder, path: str) -> pa.Schema:
-    """Return the columns of a file as a schema; raise as `columns_of_avro` does."""
+    """Return the schema of a file; raises the errors of `columns_of_avro`."""
     return columns_of_avro(folder, path).schema

@@ -1,4 +1,10 @@
-"""Read CSV and tab-separated files: records are found first, then parsed, then converted."""
+"""Read CSV and tab-separated files in blocks.
+
+`csv_records.py` finds the ends of records, pyarrow parses their fields as texts, and the texts are
+converted to the declared types. Each block must yield as many rows as it has records, so that the
+position of every row is known; a reader that converts while it parses does not report the rows of
+bad fields.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
 from pipelines.sources import lines
-from pipelines.sources.csv_records import Dialect, Fault, Records, walk, well_formed
+from pipelines.sources.csv_records import Dialect, Fault, Records, scan, scan_well_formed
 from pipelines.sources.lines import (
     SHOWN_BYTES,
     TextStream,
@@ -31,17 +37,15 @@ from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, 
 from pipelines.sources.rows import FilePart, RawRows, arrow_type, with_origins
 from schemas.config.sources import SourceConfig
 
-# Texts of CSV fields as values of the declared types; one that has no value rejects its row.
-#
-# DuckDB's casts decide what a text means. Where Arrow's parser reads a whole column, it reads the
-# same values several times faster; it knows fewer spellings, so DuckDB gets the columns it
-# refuses.
+# Conversion of texts to the declared types. DuckDB's casts define the values. Arrow's parser gives
+# the same values several times faster but accepts fewer spellings: DuckDB converts the columns that
+# it refuses.
 
 _FRACTION = r"\.[0-9]*[1-9]|[eE]-"
 """Texts that DuckDB would round to an integer."""
 
 _ZONE = r":[0-9.]+ *[A-Za-z+-]"
-"""Times that name their zone, which a cast to TIMESTAMP would leave out."""
+"""Times with a time zone, which a cast to TIMESTAMP would ignore."""
 
 _DUCKDB_TYPES = {
     "int8": "TINYINT", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT",
@@ -51,27 +55,27 @@ _DUCKDB_TYPES = {
     "timestamp_ns": "TIMESTAMP_NS", "date": "DATE",
 }  # fmt: skip
 
-Bad = dict[int, tuple[str, str]]
-"""Row of a table to why it is rejected, and the text that is the reason."""
+BadValues = dict[int, tuple[str, str]]
+"""Row of a table to the reason of its reject, and the text that cannot be converted."""
 
 
-def converted(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, Bad]:
-    """Return rows as the declared types without the bad ones, and what is wrong with these.
+def convert(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, BadValues]:
+    """Return the rows that can be converted to the declared types, and the bad values of others.
 
     Args:
-        table: texts, a column for each declared one.
-        config: the declared types, and which texts are null.
+        table: a column of texts for each declared column.
+        config: the declared types, and the texts that are null.
     """
     assert config.columns, "csv sources declare their columns"
     columns: dict[str, pa.ChunkedArray] = {}
-    bad: Bad = {}
+    bad: BadValues = {}
     for name, kind in config.columns.items():
         if kind in ("string", "binary"):
             nulls = [""] if "" in config.null_values else []
-            columns[name] = _without(table[name], nulls).cast(arrow_type(kind))
+            columns[name] = _with_nulls(table[name], nulls).cast(arrow_type(kind))
             continue
-        texts = _without(table[name], config.null_values)
-        columns[name], rows = _values(texts, kind)
+        texts = _with_nulls(table[name], config.null_values)
+        columns[name], rows = _convert_column(texts, kind)
         for row, value in zip(
             rows, texts.take(pa.array(rows, pa.int64())).to_pylist(), strict=True
         ):
@@ -84,8 +88,7 @@ def converted(table: pa.Table, config: SourceConfig) -> tuple[pa.Table, Bad]:
     return result, dict(sorted(bad.items()))
 
 
-def _without(column: pa.ChunkedArray, nulls: list[str] | tuple[str, ...]) -> pa.ChunkedArray:
-    """Return texts with nulls in the place of those that mean it."""
+def _with_nulls(column: pa.ChunkedArray, nulls: list[str] | tuple[str, ...]) -> pa.ChunkedArray:
     for text in nulls:
         is_null = pc.equal(column, text)
         if pc.any(is_null).as_py():
@@ -93,69 +96,65 @@ def _without(column: pa.ChunkedArray, nulls: list[str] | tuple[str, ...]) -> pa.
     return column
 
 
-def _values(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray, list[int]]:
-    """Return texts as values, and the rows that have none."""
-    wanted = arrow_type(kind)
-    if _arrow_reads_alike(texts, wanted):
+def _convert_column(texts: pa.ChunkedArray, kind: str) -> tuple[pa.ChunkedArray, list[int]]:
+    """Return the values of texts, and the rows that cannot be converted."""
+    target = arrow_type(kind)
+    if _arrow_agrees(texts, target):
         try:
-            return texts.cast(wanted), []
+            return texts.cast(target), []
         except pa.ArrowInvalid:
             pass
     connection = duckdb.connect(config={"threads": 1})
     connection.execute("SET TimeZone = 'UTC'")
     connection.register("texts", pa.table({"x": texts}))
-    fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(wanted) else "false"
-    cast = _cast(kind, wanted)
+    fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(target) else "false"
+    cast = _cast_sql(kind, target)
     is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
     result = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
     rows = np.flatnonzero(result["bad"].to_numpy())
     return result["value"], rows.tolist()
 
 
-def _cast(kind: str, wanted: pa.DataType) -> str:
-    """Return the SQL of a text `x` as a value, null where it has none; times with a zone in UTC."""
+def _cast_sql(kind: str, target: pa.DataType) -> str:
+    """Return the SQL that casts a text `x`, null if it cannot; times with a zone become UTC."""
     plain = f"TRY_CAST(x AS {_DUCKDB_TYPES[kind]})"
-    if not (pa.types.is_timestamp(wanted) or pa.types.is_date(wanted)):
+    if not (pa.types.is_timestamp(target) or pa.types.is_date(target)):
         return plain
     zoned = "TRY_CAST(regexp_replace(x, ' +([+-])', '\\1') AS TIMESTAMPTZ)"
     in_utc = f"CAST({zoned} AT TIME ZONE 'UTC' AS {_DUCKDB_TYPES[kind]})"
-    if wanted == pa.timestamp("ns"):  # TIMESTAMPTZ has microseconds
+    if target == pa.timestamp("ns"):  # TIMESTAMPTZ has microseconds
         offset = f"epoch_us(TRY_CAST(x AS TIMESTAMP)) - epoch_us({zoned})"
         in_utc = f"make_timestamp_ns(epoch_ns({plain}) - 1000 * ({offset}))"
     return f"CASE WHEN regexp_matches(x, '{_ZONE}') THEN {in_utc} ELSE {plain} END"
 
 
-def _arrow_reads_alike(texts: pa.ChunkedArray, wanted: pa.DataType) -> bool:
-    """Tell whether Arrow gives DuckDB's values to all texts that it accepts."""
-    if pa.types.is_integer(wanted):  # it wraps 0xFF around to -1 in an int8
+def _arrow_agrees(texts: pa.ChunkedArray, target: pa.DataType) -> bool:
+    """Return whether Arrow and DuckDB give equal values to all texts that Arrow accepts."""
+    if pa.types.is_integer(target):  # Arrow reads 0xFF as -1 in an int8
         return not pc.any(pc.match_substring(texts, "x", ignore_case=True)).as_py()
-    if wanted == pa.timestamp("us"):  # it accepts an hour without minutes
+    if target == pa.timestamp("us"):  # Arrow accepts an hour without minutes
         return not pc.any(pc.equal(pc.binary_length(texts), len("2026-01-01 00"))).as_py()
-    return pa.types.is_floating(wanted)
+    return pa.types.is_floating(target)
 
 
-# CSV and tab-separated files: records are found first, then parsed, then converted.
-#
-# `csv_records.py` decides where records end, pyarrow parses them as texts, a block at a time, and
-# each block must give as many rows as it has records, so that the position of every row is known.
-# A reader that converts while parsing could not say which row a bad field was in.
+# Reading.
 
 _BLOCK_BYTES = 8 << 20
 
 InvalidRow = tuple[int, int, str]
-"""Number of a row in its block, its fields, its text."""
+"""Index of a row in its block, its number of fields, its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """What pyarrow made of records with the sentinel behind them."""
+    """Result of pyarrow for records that are followed by a sentinel record."""
 
     table: pa.Table
     invalid: list[InvalidRow]
 
     @property
     def num_records(self) -> int:
-        """Records without the sentinel; too few when an open quote swallowed it."""
+        """Records without the sentinel; too few if an unclosed quote swallowed it."""
         return self.table.num_rows + len(self.invalid) - 1
 
     @property
@@ -165,19 +164,19 @@ class _Parsed:
 
 
 def read_csv(folder: Folder, part: FilePart, config: SourceConfig) -> Iterator[RawRows]:
-    """Yield the rows of a file in chunks, and what had to be left out.
+    """Yield the rows of a file in chunks, with rejects.
 
     Args:
         folder: input directory.
         part: the whole file.
-        config: how it is read; `columns` is given.
+        config: of its source, with `columns`.
     """
     with folder.open(part.path) as stored, closing(decompressed(stored, part.path)) as file:
-        yield from _CsvFile(file, part, config).rows()
+        yield from _CsvReader(file, part, config).rows()
 
 
-class _CsvFile:
-    """One file while it is read: what is left of the last block, and where that stands."""
+class _CsvReader:
+    """State while a file is read: data of an incomplete record, and its row and line."""
 
     def __init__(self, file: BinaryIO, part: FilePart, config: SourceConfig) -> None:
         assert config.columns, "csv sources declare their columns"
@@ -193,35 +192,30 @@ class _CsvFile:
         self._spanning = False
 
     def rows(self) -> Iterator[RawRows]:
-        """Yield all rows."""
         self._fill()
-        wrong = self._begin()
-        if wrong is not None:
-            yield self._rejected([wrong])
+        header_reject = self._skip_header()
+        if header_reject is not None:
+            yield RawRows(None, (header_reject,))
             return
         stream = self._stream
         while self._data or not stream.final:
             size = len(self._data)
             if last_line_end(self._data, stream.final):
-                yield self._block()
+                yield self._read_block()
             elif size >= lines.MAX_ROW_BYTES:
-                yield self._rejected([self._skip_line()])
+                yield RawRows(None, (self._skip_line(),))
             if stream.problem and len(self._data) == size:
-                yield self._rejected(
-                    [rest_of_file_reject(self._part.path, self._row, stream.problem)]
-                )
+                reject = rest_of_file_reject(self._part.path, self._row, stream.problem)
+                yield RawRows(None, (reject,))
                 return
             self._fill()
 
-    def _rejected(self, rejects: list[Reject]) -> RawRows:
-        return RawRows(None, tuple(rejects))
-
     def _fill(self) -> None:
-        """Read one more block, but never more than a row may have."""
+        """Read one more block, up to the maximum size of a row."""
         self._data += self._stream.read(min(_BLOCK_BYTES, lines.MAX_ROW_BYTES - len(self._data)))
 
-    def _begin(self) -> Reject | None:
-        """Pass over a byte order mark and the header; return why the file cannot be read."""
+    def _skip_header(self) -> Reject | None:
+        """Skip a byte order mark and the header; return a reject if they are wrong."""
         reason = utf16_reason(self._data)
         if reason:
             return file_reject(self._part.path, reason)
@@ -232,37 +226,45 @@ class _CsvFile:
         match = self._dialect.record.match(self._data, start)
         end = match.end() if match else last_line_end(self._data, self._stream.final)
         names = self._fields(self._data[start:end].strip(b"\r\n").decode(errors="replace"))
-        header, wanted = ", ".join(n.strip() for n in names), ", ".join(self._names)
-        if header != wanted:
-            reason = f"header must be {wanted}, got {header[:1000]}; declare its columns in order"
+        header, expected = ", ".join(n.strip() for n in names), ", ".join(self._names)
+        if header != expected:
+            reason = f"header must be {expected}, got {header[:1000]}; declare its columns in order"
             return file_reject(self._part.path, reason)
-        self._use(end)
+        self._consume(end)
         return None
 
-    def _use(self, num_bytes: int) -> None:
+    def _consume(self, num_bytes: int) -> None:
         self._line += num_line_ends(self._data, 0, num_bytes)
         self._data = self._data[num_bytes:]
 
-    def _block(self) -> RawRows:
-        """Return the whole records that have been read, and what is wrong among them."""
-        records, parsed = self._parsed()
+    def _read_block(self) -> RawRows:
+        """Return the complete records of the data, with rejects."""
+        records, parsed = self._parse_block()
         rows = np.delete(np.arange(records.num_rows), [f.row for f in records.faults])
         kept = np.delete(rows, [row for row, _, _ in parsed.invalid])
-        rejects = list(self._faults(records.faults))
-        rejects += [self._wrong_fields(int(rows[row]), n, t) for row, n, t in parsed.invalid]
-        table, bad = converted(parsed.rows, self._config)
+        rejects = list(self._fault_rejects(records.faults))
+        rejects += [
+            Reject(
+                self._part.path,
+                self._row + int(rows[row]),
+                f"line must have {len(self._names)} fields, got {num_fields}",
+                text[:SHOWN_BYTES],
+            )
+            for row, num_fields, text in parsed.invalid
+        ]
+        table, bad = convert(parsed.rows, self._config)
         for index, (reason, value) in bad.items():
             rejects.append(Reject(self._part.path, self._row + int(kept[index]), reason, value))
         positions = np.delete(kept, list(bad)) + self._row
         self._row += records.num_rows
-        self._use(records.num_bytes)
+        self._consume(records.num_bytes)
         rows = with_origins(table, self._part.file_index, positions.astype(np.int64))
         return RawRows(rows, tuple(sorted(rejects, key=sort_key)))
 
-    def _parsed(self) -> tuple[Records, _Parsed]:
-        """Return the records of the data and their fields, in the fastest way that is exact.
+    def _parse_block(self) -> tuple[Records, _Parsed]:
+        """Return the records of the data and their fields, by the fastest method that is exact.
 
-        A block where each line gives one row has no quote that reaches over a line's end.
+        If each line yields one row, no quoted field contains a line end.
         """
         data, final, dialect = self._data, self._stream.final, self._dialect
         end = last_line_end(data, final)
@@ -274,14 +276,14 @@ class _CsvFile:
                 parsed = self._parse(text)
                 if parsed.num_records == records.num_good:
                     return records, parsed
-            records = well_formed(data, final, dialect)
+            records = scan_well_formed(data, final, dialect)
             self._spanning = records is not None
             if records is not None and records.num_bytes:
                 parsed = self._parse(data[: records.num_bytes])
                 if not any("\n" in t or "\r" in t for _, _, t in parsed.invalid):
                     return records, self._checked(parsed, records)
-        records = walk(data, final, len(data) >= lines.MAX_ROW_BYTES, dialect)
-        good = b"".join(_ended(data[start:end]) for start, end in records.pieces)
+        records = scan(data, final, len(data) >= lines.MAX_ROW_BYTES, dialect)
+        good = b"".join(_with_line_end(data[start:end]) for start, end in records.good_ranges)
         return records, self._checked(self._parse(good), records)
 
     def _checked(self, parsed: _Parsed, records: Records) -> _Parsed:
@@ -292,14 +294,14 @@ class _CsvFile:
         return parsed
 
     def _parse(self, text: bytes) -> _Parsed:
-        """Return records as texts; one that is left open swallows the sentinel behind the last."""
+        """Return the fields of records as texts; an unclosed quote swallows the sentinel."""
         invalid: list[InvalidRow] = []
 
         def skip(row: pc_csv.InvalidRow) -> str:
             invalid.append(((row.number or 1) - 1, row.actual_columns, row.text or ""))
             return "skip"
 
-        data = _ended(text) + self._dialect.sentinel
+        data = _with_line_end(text) + self._dialect.sentinel
         table = pc_csv.read_csv(
             pa.BufferReader(data),
             read_options=pc_csv.ReadOptions(
@@ -314,23 +316,23 @@ class _CsvFile:
             convert_options=pc_csv.ConvertOptions(
                 column_types=dict.fromkeys(self._names, pa.string()),
                 strings_can_be_null=False,
-                check_utf8=False,  # it is, and half a pass is saved
+                check_utf8=False,  # checked before
             ),
         )
         return _Parsed(table, invalid)
 
-    def _faults(self, faults: list[Fault]) -> Iterator[Reject]:
-        """Yield the rejects of faults, which are in order, each with the number of its line."""
-        line, counted = self._line, 0
+    def _fault_rejects(self, faults: list[Fault]) -> Iterator[Reject]:
+        """Yield the rejects of faults, each with its line number."""
+        line, position = self._line, 0
         for fault in faults:
-            line += num_line_ends(self._data, counted, fault.start)
-            counted = fault.start
+            line += num_line_ends(self._data, position, fault.start)
+            position = fault.start
             text = self._data[fault.start : min(fault.end, fault.start + SHOWN_BYTES)]
-            shown = f"line {line}: {text.decode(errors='backslashreplace').rstrip()}"
-            reason = fault.reason or self._not_utf8(self._data[fault.start : fault.end])
-            yield Reject(self._part.path, self._row + fault.row, reason, shown)
+            value = f"line {line}: {text.decode(errors='backslashreplace').rstrip()}"
+            reason = fault.reason or self._not_utf8_reason(self._data[fault.start : fault.end])
+            yield Reject(self._part.path, self._row + fault.row, reason, value)
 
-    def _not_utf8(self, text: bytes) -> str:
+    def _not_utf8_reason(self, text: bytes) -> str:
         fields = self._fields(text.strip(b"\r\n").decode(errors="surrogateescape"))
         if len(fields) != len(self._names):
             return f"line must have {len(self._names)} fields, got {len(fields)}"
@@ -340,7 +342,7 @@ class _CsvFile:
         return "line must be UTF-8"
 
     def _fields(self, text: str) -> list[str]:
-        """Return the fields of a header or of a row that is explained."""
+        """Return the fields of a header or of a rejected row."""
         quote = self._config.quote
         try:
             quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
@@ -350,22 +352,18 @@ class _CsvFile:
         except (csv.Error, StopIteration):
             return text.split(self._config.delimiter)
 
-    def _wrong_fields(self, row: int, count: int, text: str) -> Reject:
-        reason = f"line must have {len(self._names)} fields, got {count}"
-        return Reject(self._part.path, self._row + row, reason, text[:SHOWN_BYTES])
-
     def _skip_line(self) -> Reject:
         """Skip a line that is too long."""
-        shown = self._data[:SHOWN_BYTES].decode(errors="backslashreplace")
+        text = self._data[:SHOWN_BYTES].decode(errors="backslashreplace")
         size, self._data = self._stream.skip_line(self._data)
-        value = f"line {self._line}: {shown}"
+        value = f"line {self._line}: {text}"
         reject = Reject(self._part.path, self._row, long_line_reason(size), value)
         self._row += 1
         self._line += 1
         return reject
 
 
-def _ended(text: bytes) -> bytes:
+def _with_line_end(text: bytes) -> bytes:
     return text if text.endswith((b"\n", b"\r")) or not text else text + b"\n"
 
 

@@ -1,4 +1,10 @@
-"""Read JSON lines: parsed by Arrow, line by line where it stops."""
+"""Read JSON lines in blocks with Arrow's parser; blocks that it refuses are read line by line.
+
+Arrow parses objects, not lines: it accepts an object on two lines and two objects on one, and it
+crashes at a line `null`. So each line must look like an object before it is parsed, and there must
+be as many rows as lines. A block that Arrow refuses is divided; its lines are checked in Python,
+then bisected. A line is good if and only if Arrow can parse it alone.
+"""
 
 from __future__ import annotations
 
@@ -40,73 +46,72 @@ from pipelines.sources.rows import (
 from schemas.arrays import is_list, is_text
 from schemas.config.sources import SourceConfig
 
-# The problem of one JSON line, found in Python where that is certain, without Arrow's parser.
-#
-# A block of lines that Arrow refuses says at most one bad line. Parsing lines alone costs 0.1 ms
-# each; this takes a twentieth of that, so that many bad lines cost little more than good ones.
+# Checks of single lines in Python. Arrow reports one bad line per block at most, and to parse each
+# line alone with it takes 0.1 ms; a check takes a twentieth of that.
 
 _HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NUMBER = rb"(-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?=\s*[,}])"
 
 
 class UnsureError(Exception):
-    """Only Arrow's parser knows whether it reads a line."""
+    """Say that only Arrow's parser can decide whether a line is good."""
 
 
-def checked(
-    text: bytes, words: Mapping[str, str], kinds: Mapping[str, pa.DataType]
+def check_line(
+    text: bytes, type_names: Mapping[str, str], types: Mapping[str, pa.DataType]
 ) -> tuple[str, bytes]:
-    """Return why a line is no object of the declared columns, and the line as Arrow reads it.
+    """Return the reject reason of a line, and the line in a form that Arrow can read.
 
-    The reason is empty when it looks like one. Numbers that stand for texts are texts then.
+    The reason is empty for a line that looks good; numbers in text fields are then quoted.
 
     Args:
         text: the line.
-        words: columns, with the words by which the job names their types.
-        kinds: types of these.
+        type_names: column to the name of its type, for the reason.
+        types: column to its type.
 
     Raises:
-        UnsureError: it may be one or not.
+        UnsureError: the line may be good or bad.
 
     Example:
-        >>> checked(b'{"id": "x"}', {"id": "int64"}, {"id": pa.int64()})
+        >>> check_line(b'{"id": "x"}', {"id": "int64"}, {"id": pa.int64()})
         ("field 'id' must be int64, got 'x'", b'{"id": "x"}')
-        >>> checked(b'{"name": [1.50]}', {"name": "list<string>"}, {"name": pa.list_(pa.string())})
+        >>> names, types = {"name": "list<string>"}, {"name": pa.list_(pa.string())}
+        >>> check_line(b'{"name": [1.50]}', names, types)
         ('', b'{"name": ["1.50"]}')
     """
     try:
-        row = loads(text, object_pairs_hook=_unique)
+        row = loads(text, object_pairs_hook=_unique_fields)
     except UnicodeDecodeError:
         return "line must be UTF-8", text
     except json.JSONDecodeError as error:
         return f"line must be one JSON object, got {first_line(error)}", text
-    except (ValueError, RecursionError) as error:  # a number of many digits, or too deep
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deep
         raise UnsureError from error
     if _HALF_SURROGATE.search(text):
         raise UnsureError
-    for name, word in words.items():
-        for reason in misfits(row.get(name), kinds[name], word, name):
+    for name, type_name in type_names.items():
+        for reason in misfits(row.get(name), types[name], type_name, name):
             return reason, text
-    if any(_has_numbers_as_text(row.get(name), kinds[name]) for name in words):
-        plain = {name: _as_kind(row.get(name), kinds[name]) for name in words}
-        return "", json.dumps(plain).encode()
+    if any(_has_number_in_text(row.get(name), types[name]) for name in type_names):
+        quoted = {name: _quote_numbers(row.get(name), types[name]) for name in type_names}
+        return "", json.dumps(quoted).encode()
     return "", text
 
 
 def loads(text: bytes, **options: Any) -> Any:
-    """Return what a JSON text says; its numbers know how they are written."""
+    """Parse JSON; numbers keep the text as which they are written."""
     return json.loads(text.decode(), parse_int=_Int, parse_float=_Float, **options)
 
 
 class _Number:
-    """A number that keeps the text that it was written as."""
+    """A number with its original text."""
 
     text: str
 
     def __new__(cls, text: str) -> Self:
-        made = super().__new__(cls, text)  # pyright: ignore[reportCallIssue] - of int or float
-        made.text = text
-        return made
+        number = super().__new__(cls, text)  # pyright: ignore[reportCallIssue] - of int or float
+        number.text = text
+        return number
 
 
 class _Int(_Number, int):
@@ -117,22 +122,22 @@ class _Float(_Number, float):
     pass
 
 
-def misfits(value: Any, kind: pa.DataType, word: str, path: str) -> Iterator[str]:
+def misfits(value: Any, kind: pa.DataType, type_name: str, path: str) -> Iterator[str]:
     """Yield the reasons why a value is not of a type, each with the path of the inner field.
 
     Args:
         value: from `loads`.
         kind: the type.
-        word: by which the job names it.
+        type_name: its name in the job file.
         path: of the value in its row.
 
     Raises:
-        UnsureError: it may be of the type or not.
+        UnsureError: the value may be of the type or not.
 
     Example:
         >>> from pipelines.sources.rows import arrow_type
-        >>> word = "struct<device: struct<version: int64>>"
-        >>> list(misfits(loads(b'{"device": {"version": "b"}}'), arrow_type(word), word, "user"))
+        >>> name = "struct<device: struct<version: int64>>"
+        >>> list(misfits(loads(b'{"device": {"version": "b"}}'), arrow_type(name), name, "user"))
         ["field 'user.device.version' must be int64, got 'b'"]
     """
     if value is None:
@@ -146,32 +151,33 @@ def misfits(value: Any, kind: pa.DataType, word: str, path: str) -> Iterator[str
         for each in value:
             yield from misfits(each, kind.value_type, inner, f"{path}[]")
     elif not _fits(value, kind):
-        shown = value.text if isinstance(value, _Number) else repr(value)
-        yield f"field {path!r} must be {word}, got {shown}"
+        text = value.text if isinstance(value, _Number) else repr(value)
+        yield f"field {path!r} must be {type_name}, got {text}"
 
 
-def _has_numbers_as_text(value: Any, kind: pa.DataType) -> bool:
+def _has_number_in_text(value: Any, kind: pa.DataType) -> bool:
+    """Return whether a number is in a field that is declared as a text."""
     if isinstance(value, dict) and pa.types.is_struct(kind):
-        return any(_has_numbers_as_text(value.get(f.name), f.type) for f in kind)
+        return any(_has_number_in_text(value.get(f.name), f.type) for f in kind)
     if isinstance(value, list) and is_list(kind):
-        return any(_has_numbers_as_text(v, kind.value_type) for v in value)
+        return any(_has_number_in_text(v, kind.value_type) for v in value)
     return isinstance(value, _Number) and is_text(kind)
 
 
-def _as_kind(value: Any, kind: pa.DataType) -> Any:
-    """Return a value that fits with texts for the numbers that stand for some."""
+def _quote_numbers(value: Any, kind: pa.DataType) -> Any:
+    """Return a value with texts for the numbers in text fields."""
     if isinstance(value, dict) and pa.types.is_struct(kind):
-        return {f.name: _as_kind(value.get(f.name), f.type) for f in kind}
+        return {f.name: _quote_numbers(value.get(f.name), f.type) for f in kind}
     if isinstance(value, list) and is_list(kind):
-        return [_as_kind(v, kind.value_type) for v in value]
+        return [_quote_numbers(v, kind.value_type) for v in value]
     return value.text if isinstance(value, _Number) and is_text(kind) else value
 
 
 def quote_numbers(data: bytes, columns: tuple[tuple[str, pa.DataType], ...]) -> bytes:
-    """Return JSON with texts for the numbers in fields that are declared as texts, as written.
+    """Quote the numbers in fields that are declared as texts.
 
-    Fields whose name stands for a text in one place and for another type elsewhere stay as they
-    are, and so do lists; `checked` knows those.
+    Lists, and fields whose name is also that of a field of another type, stay as they are;
+    `check_line` handles those.
 
     Example:
         >>> quote_numbers(b'{"v": 1.50, "n": 2}', (("v", pa.string()), ("n", pa.int64())))
@@ -199,7 +205,7 @@ def _number_pattern(columns: tuple[tuple[str, pa.DataType], ...]) -> re.Pattern[
     return re.compile(rb"((?:" + names + rb")\s*:\s*)" + _NUMBER) if names else None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise UnsureError
@@ -207,7 +213,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Tell whether a value that is neither null, object nor list is of a type."""
+    """Return whether a value is of a type; null, matching objects and lists are handled before."""
     if pa.types.is_integer(kind):
         bits = kind.bit_width
         low, high = (0, 1 << bits) if str(kind)[0] == "u" else (-1 << bits - 1, 1 << bits - 1)
@@ -238,49 +244,43 @@ def _is_time(text: str) -> bool:
     return True
 
 
-# JSON lines: one object a line, parsed by Arrow, line by line where it stops.
-#
-# Arrow's parser is fast but takes objects, not lines: it would accept an object that spans two
-# lines, or two on one, and it crashes at a line `null`. So each line must look like an object
-# before it is parsed, and there must be as many rows as lines. A block that does not parse is
-# divided, and its lines are looked at one by one then bisected: a line is
-# good exactly when it can be read alone.
+# Reading.
 
 _BLOCK_BYTES = 8 << 20
 
-_SHARES = 16
-"""Parts of a block that does not parse, each of which is parsed again."""
+_DIVISIONS = 16
+"""Parts into which lines that Arrow refuses are divided."""
 
 _CHECKED_LINES = 1 << 13
-"""Lines of a part from which on it is divided again instead."""
+"""Maximum lines that are checked in Python; more are divided first."""
 
 Line = tuple[int, bytes]
-"""Position of a line in its file, and its bytes without the end."""
+"""Position of a line in its file, and its bytes without the line end."""
 
 
 def cut_jsonl(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> Cut:
-    """Cut a file at ends of lines into parts of about `part_bytes`; a compressed one stays whole.
+    """Cut a file at line ends into parts of about `part_bytes`; a compressed file is one part.
 
-    Lines are counted on the way, so that each part knows the position of its first line.
+    Lines are counted to get the position of each part's first line.
     """
     if codec_of(part.path) is not None:
         return [FilePart(part.source, part.path, part.file_index)], []
     starts, first_rows = [0], [0]
     offset = num_ends = 0
     with folder.open(part.path) as file:
-        while block := _whole_ends(file):
+        while block := _read_block(file):
             if not offset and utf16_reason(block):
                 return [], [file_reject(part.path, utf16_reason(block))]
-            done = 0
-            while (wanted := starts[-1] + part_bytes - offset) < len(block):
-                match = LINE_END.search(block, max(done, wanted))
+            counted = 0
+            while (target := starts[-1] + part_bytes - offset) < len(block):
+                match = LINE_END.search(block, max(counted, target))
                 if match is None:
                     break
-                num_ends += num_line_ends(block, done, match.end())
-                done = match.end()
-                starts.append(offset + done)
+                num_ends += num_line_ends(block, counted, match.end())
+                counted = match.end()
+                starts.append(offset + counted)
                 first_rows.append(num_ends)
-            num_ends += num_line_ends(block, done)
+            num_ends += num_line_ends(block, counted)
             offset += len(block)
     ends = [*starts[1:], offset]
     parts = [
@@ -291,8 +291,8 @@ def cut_jsonl(folder: Folder, part: FilePart, part_bytes: int = PART_BYTES) -> C
     return parts, []
 
 
-def _whole_ends(file: BinaryIO) -> bytes:
-    r"""Return a block that does not end between `\r` and `\n`."""
+def _read_block(file: BinaryIO) -> bytes:
+    r"""Read a block that does not end between `\r` and `\n`."""
     block = file.read(_BLOCK_BYTES)
     while block.endswith(b"\r") and (more := file.read(1)):
         block += more
@@ -302,7 +302,7 @@ def _whole_ends(file: BinaryIO) -> bytes:
 def read_jsonl(
     folder: Folder, part: FilePart, config: SourceConfig, schema: pa.Schema
 ) -> Iterator[RawRows]:
-    """Yield the rows of a part; a bad line is a reject, an empty one is nothing."""
+    """Yield the rows of a part, with rejects of bad lines; empty lines are skipped."""
     assert config.columns, "jsonl sources declare their columns"
     position, data = part.first_row, b""
     with folder.open(part.path) as stored, closing(decompressed(stored, part.path)) as file:
@@ -317,84 +317,85 @@ def read_jsonl(
             end = last_line_end(data, stream.final)
             if end:
                 block, data = data[:end], data[end:]
-                table = _all_good(block, config.columns, schema)
+                table = _parse_good_block(block, config.columns, schema)
                 if table is not None:
                     positions = position + np.arange(table.num_rows)
                     position += table.num_rows
                     yield from in_chunks(with_origins(table, part.file_index, positions))
                     continue
-                numbered = list(enumerate(_lines(block), position))
+                numbered = list(enumerate(_split_lines(block), position))
                 position += len(numbered)
-                yield from _rows(numbered, part, config.columns, schema)
+                yield from _read_lines(numbered, part, config.columns, schema)
             elif len(data) >= lines.MAX_ROW_BYTES:
-                shown = _shown(data)
+                text = _reject_text(data)
                 size, data = stream.skip_line(data)
-                yield RawRows(None, (Reject(part.path, position, long_line_reason(size), shown),))
+                yield RawRows(None, (Reject(part.path, position, long_line_reason(size), text),))
                 position += 1
         if stream.problem:
             yield RawRows(None, (rest_of_file_reject(part.path, position, stream.problem),))
 
 
-def _all_good(data: bytes, words: Mapping[str, str], schema: pa.Schema) -> pa.Table | None:
-    """Return a block's rows if each line is an object, None when one may not be."""
+def _parse_good_block(
+    data: bytes, type_names: Mapping[str, str], schema: pa.Schema
+) -> pa.Table | None:
+    """Return the rows of a block if every line is good, None if one may not be."""
     text = data.removesuffix(b"\n").removesuffix(b"\r")
-    between = text.count(b"}\r\n{")
+    num_crlf = text.count(b"}\r\n{")
     num_lines = text.count(b"\n") + 1
     if (
         not (text.startswith(b"{") and text.endswith(b"}"))
-        or text.count(b"}\n{") + between != num_lines - 1
-        or (b"\r" in text and text.count(b"\r") != between)
+        or text.count(b"}\n{") + num_crlf != num_lines - 1
+        or (b"\r" in text and text.count(b"\r") != num_crlf)
     ):
         return None
     try:
-        return _parse(text, num_lines, words, schema)
+        return _parse(text, num_lines, type_names, schema)
     except (pa.ArrowException, ValueError):
         return None
 
 
-def _lines(data: bytes) -> list[bytes]:
-    """Return the lines of a text, without their ends or with a return behind them."""
+def _split_lines(data: bytes) -> list[bytes]:
+    r"""Return the lines of a text; they may end with a `\r`."""
     if b"\r" in data and data.count(b"\r") != data.count(b"\r\n"):
         return data.splitlines()
     return data.removesuffix(b"\n").split(b"\n")
 
 
-def _rows(
-    lines: list[Line], part: FilePart, words: Mapping[str, str], schema: pa.Schema
+def _read_lines(
+    lines: list[Line], part: FilePart, type_names: Mapping[str, str], schema: pa.Schema
 ) -> Iterator[RawRows]:
     rejects: list[Reject] = []
-    kept: list[Line] = []
+    objects: list[Line] = []
     for position, line in lines:
         text = line.strip()
         if position == 0:
             text = text.removeprefix(b"\xef\xbb\xbf")
         if text[:1] == b"{" and text[-1:] == b"}":
-            kept.append((position, text))
+            objects.append((position, text))
         elif text:
             reason = "line must be one JSON object, from { to }"
-            rejects.append(Reject(part.path, position, reason, _shown(text)))
+            rejects.append(Reject(part.path, position, reason, _reject_text(text)))
     tables: list[pa.Table] = []
-    for parsed in _parsed(kept, words, schema, _CHECKED_LINES):
+    for parsed in _parse_lines(objects, type_names, schema, _CHECKED_LINES):
         if isinstance(parsed, BadLine):
-            text = _shown(parsed.text)
+            text = _reject_text(parsed.text)
             rejects.append(Reject(part.path, parsed.position, parsed.reason, text))
         else:
-            table, numbers = parsed
-            positions = np.array(numbers, np.int64)
-            tables.append(with_origins(table, part.file_index, positions))
+            table, positions = parsed
+            tables.append(with_origins(table, part.file_index, np.array(positions, np.int64)))
     if rejects:
         yield RawRows(None, tuple(sorted(rejects, key=sort_key)))
     if tables:
         yield from in_chunks(pa.concat_tables(tables))
 
 
-def _shown(text: bytes) -> str:
+def _reject_text(text: bytes) -> str:
     return text[:SHOWN_BYTES].decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that cannot be read, and why."""
+    """A line that cannot be read, and the reason."""
 
     position: int
     text: bytes
@@ -405,107 +406,109 @@ Parsed = BadLine | tuple[pa.Table, list[int]]
 """A line that cannot be read, or rows and their positions."""
 
 
-def _parsed(
-    lines: Sequence[Line], words: Mapping[str, str], schema: pa.Schema, checked: int
+def _parse_lines(
+    lines: Sequence[Line], type_names: Mapping[str, str], schema: pa.Schema, max_checked: int
 ) -> Iterator[Parsed]:
-    """Yield tables of lines that can be read, in order, and lines that cannot.
+    """Yield tables of good lines, in order, and bad lines.
 
     Args:
         lines: each looks like an object.
-        words: columns to parse.
+        type_names: columns to parse, with the names of their types.
         schema: their types.
-        checked: as many lines that do not parse are checked one by one; bisected when 0.
+        max_checked: maximum lines to check in Python; if 0, lines are bisected instead.
     """
     if not lines:
         return
     try:
-        table = parse([line for _, line in lines], words, schema)
+        table = parse([line for _, line in lines], type_names, schema)
         yield table, [position for position, _ in lines]
         return
     except (pa.ArrowException, ValueError):
         if len(lines) == 1:
             (position, text), *_ = lines
-            yield BadLine(position, text, _reason(text, words, schema))
+            yield BadLine(position, text, _reject_reason(text, type_names, schema))
             return
-    if checked and len(lines) <= checked:
-        yield from _without_bad(lines, words, schema)
+    if max_checked and len(lines) <= max_checked:
+        yield from _check_lines(lines, type_names, schema)
         return
-    size = -(-len(lines) // (_SHARES if checked else 2))
+    size = -(-len(lines) // (_DIVISIONS if max_checked else 2))
     for start in range(0, len(lines), size):
-        yield from _parsed(lines[start : start + size], words, schema, checked)
+        yield from _parse_lines(lines[start : start + size], type_names, schema, max_checked)
 
 
-def _without_bad(
-    lines: Sequence[Line], words: Mapping[str, str], schema: pa.Schema
+def _check_lines(
+    lines: Sequence[Line], type_names: Mapping[str, str], schema: pa.Schema
 ) -> Iterator[Parsed]:
-    """Yield lines that are surely bad, then what Arrow makes of the others."""
-    kinds = {name: schema.field(name).type for name in words}
+    """Yield lines that Python finds bad, then the others as Arrow parses them."""
+    types = {name: schema.field(name).type for name in type_names}
     others: list[Line] = []
     for position, text in lines:
         try:
-            reason, readable = checked(text, words, kinds)
+            reason, readable = check_line(text, type_names, types)
         except UnsureError:
             reason, readable = "", text
         if reason:
             yield BadLine(position, text, reason)
         else:
             others.append((position, readable))
-    yield from _parsed(others, words, schema, 0)
+    yield from _parse_lines(others, type_names, schema, 0)
 
 
-def parse(lines: Sequence[bytes], words: Mapping[str, str], schema: pa.Schema) -> pa.Table:
-    """Return lines as rows of the declared columns; other fields are left out.
+def parse(lines: Sequence[bytes], type_names: Mapping[str, str], schema: pa.Schema) -> pa.Table:
+    """Return lines as rows of the declared columns; other fields are ignored.
 
-    A number in a field that is a text is read as its text, as it is written.
+    A number in a text field is read as the text as which it is written.
 
     Args:
         lines: each looks like an object.
-        words: columns to parse.
+        type_names: columns to parse.
         schema: their types.
 
     Raises:
-        pa.ArrowException, ValueError: one of them is no object of these columns, or no text.
+        pa.ArrowException, ValueError: a line is not an object of these columns, or not UTF-8.
     """
-    return _parse(b"\n".join(lines), len(lines), words, schema)
+    return _parse(b"\n".join(lines), len(lines), type_names, schema)
 
 
-def _parse(data: bytes, num_lines: int, words: Mapping[str, str], schema: pa.Schema) -> pa.Table:
+def _parse(
+    data: bytes, num_lines: int, type_names: Mapping[str, str], schema: pa.Schema
+) -> pa.Table:
     if not data.isascii():
-        data.decode()  # raises: Arrow would take any bytes for a text
-    columns = tuple((name, schema.field(name).type) for name in words)
+        data.decode()  # raises for invalid UTF-8, which Arrow would accept
+    columns = tuple((name, schema.field(name).type) for name in type_names)
     try:
-        table = _read(data, columns)
+        table = _read_json(data, columns)
     except pa.ArrowInvalid:
         quoted = quote_numbers(data, columns)
         if quoted == data:
             raise
-        table = _read(quoted, columns)
+        table = _read_json(quoted, columns)
     if table.num_rows != num_lines:
         raise ValueError(f"lines must be one object each, got {table.num_rows} in {num_lines}")
-    return table.select(list(words)).cast(pa.schema([schema.field(name) for name in words]))
+    return table.select(list(type_names)).cast(pa.schema([schema.field(n) for n in type_names]))
 
 
-def _read(data: bytes, columns: Iterable[tuple[str, pa.DataType]]) -> pa.Table:
+def _read_json(data: bytes, columns: Iterable[tuple[str, pa.DataType]]) -> pa.Table:
     return pa_json.read_json(
         pa.BufferReader(data),
         read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
         parse_options=pa_json.ParseOptions(
-            explicit_schema=pa.schema([(name, _parsed_as(kind)) for name, kind in columns]),
+            explicit_schema=pa.schema([(name, _parser_type(kind)) for name, kind in columns]),
             unexpected_field_behavior="ignore",
         ),
     )
 
 
-def _parsed_as(kind: pa.DataType) -> pa.DataType:
-    """Return the type that Arrow's parser knows for one that it does not."""
+def _parser_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type that Arrow's parser supports instead of one that it does not."""
     if pa.types.is_large_list(kind):
-        return pa.list_(_parsed_as(kind.value_type))
+        return pa.list_(_parser_type(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, _parsed_as(f.type)) for f in kind])
+        return pa.struct([pa.field(f.name, _parser_type(f.type)) for f in kind])
     return pa.timestamp("s") if pa.types.is_date(kind) else kind
 
 
-def _reason(text: bytes, words: Mapping[str, str], schema: pa.Schema) -> str:
+def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema) -> str:
     try:
         row = loads(text)
     except UnicodeDecodeError:
@@ -519,15 +522,15 @@ def _reason(text: bytes, words: Mapping[str, str], schema: pa.Schema) -> str:
     except (pa.ArrowException, ValueError) as error:
         cause = first_line(error).removeprefix("JSON parse error: ").removesuffix(" in row 0")
         return f"line must be one JSON object, got {cause}"
-    for name, word in words.items():
+    for name, type_name in type_names.items():
         try:
-            parse([text], {name: word}, schema)
+            parse([text], {name: type_name}, schema)
         except (pa.ArrowException, ValueError) as error:
             if "specified twice" in str(error):
                 return f"field {name!r} must appear once, got it twice"
             value = row.get(name)
-            outer = f"field {name!r} must be {word}, got {value!r}"
+            reason = f"field {name!r} must be {type_name}, got {value!r}"
             with suppress(UnsureError):
-                return next(misfits(value, schema.field(name).type, word, name), outer)
-            return outer
+                return next(misfits(value, schema.field(name).type, type_name, name), reason)
+            return reason
     return "line must be one JSON object"

@@ -22,10 +22,6 @@ from pipelines.atomic_files import whole
 from schemas.layout import REJECTS_SCHEMA, rejects_path
 from schemas.manifest import InputFile
 
-# Rows that could not be used: what the build keeps of them instead of losing them.
-#
-# Stages hand them on as tables of `FOUND_SCHEMA`; `pipelines/sources/rejects.py` writes them.
-
 BUILD_REJECTS_SCHEMA = REJECTS_SCHEMA.append(pa.field("rows_unknown", pa.bool_()))
 """Columns of `rejects/*.parquet`, and whether a reject stands for an unknown number of rows."""
 
@@ -305,7 +301,7 @@ def reason_kinds(reasons: pa.Array) -> pa.Array:
     """Return reasons with placeholders for the values after `, got `.
 
     Example:
-        >>> kinds_of(pa.array(["row must have 6 fields, got 5", "x must be int64, got 'a'"]))[1]
+        >>> reason_kinds(pa.array(["row must have 6 fields, got 5", "x must be int64, got 'a'"]))[1]
         <pyarrow.StringScalar: "x must be int64, got '...'">
     """
     halves = pc.split_pattern(reasons, ", got ", max_splits=1)

@@ -142,7 +142,7 @@ class RawRows:
     Attributes:
         table: rows; None if the chunk has rejects only.
         rejects: of rows, or of the file, that cannot be read.
-        bad_rows: rejects of rows that cannot be cast to the declared types (`FOUND_SCHEMA`).
+        bad_rows: rejects of rows that cannot be cast (`BUILD_REJECTS_SCHEMA`).
     """
 
     table: pa.Table | None
@@ -150,7 +150,7 @@ class RawRows:
     bad_rows: pa.Table | None = None
 
     def all_rejects(self) -> Iterator[pa.Table]:
-        """Yield all rejects as tables of `FOUND_SCHEMA`."""
+        """Yield all rejects as tables of `BUILD_REJECTS_SCHEMA`."""
         if self.rejects:
             yield rejects_table(self.rejects)
         if self.bad_rows is not None:
