@@ -38,7 +38,7 @@ from pipelines.oracle.files import (
 )
 from pipelines.oracle.index import stitch_files
 from pipelines.oracle.numbering import WORKER_ENTRIES
-from schemas.accesses import indexed_steps, stitch
+from schemas.accesses import indexed_steps, merge_dictionaries
 from schemas.arrays import Jagged
 from schemas.cache_plan import plan, summarize
 from schemas.config.job import OrderConfig
@@ -134,7 +134,7 @@ def join_on_disk(root: Path, _: int) -> int:
 def join_in_memory(root: Path, _: int) -> int:
     """Join numberings as a reader does."""
     segments = [segment_of(root / name) for name in ("segment", "second")]
-    return len(stitch([segment.rows(TABLE) for segment in segments])[1])
+    return len(merge_dictionaries([segment.rows(TABLE) for segment in segments])[1])
 
 
 WAYS: dict[str, Callable[[Path, int], int]] = {

@@ -24,7 +24,7 @@ from pipelines.clustering.reader import joined_row_group, row_groups
 from pipelines.transforms.apply import with_transforms
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset import Dataset, open_dataset
-from schemas.fitted import Learned, load_learned
+from schemas.fitted import FittedValues, load_fitted
 from schemas.group_files import read_group
 
 HEADLINE = "mind"
@@ -64,11 +64,11 @@ def inputs_of(group: str, expanded: pa.Table, data: DataConfig) -> list[str]:
     """Return the original columns that a group's transforms may read."""
     if group != SAMPLES:
         return list(data.groups[group])
-    taken = data.made_columns | data.group_of_column.keys()
+    taken = data.derived_columns | data.group_of_column.keys()
     return [c for c in expanded.column_names if c not in taken]
 
 
-def apply_all(tables: Tables, data: DataConfig, learned: Learned) -> dict[str, float]:
+def apply_all(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[str, float]:
     """Apply the transforms to every part; return the seconds of each group."""
     seconds: dict[str, float] = {}
     for name, parts in tables.items():
@@ -79,7 +79,7 @@ def apply_all(tables: Tables, data: DataConfig, learned: Learned) -> dict[str, f
     return seconds
 
 
-def repeated(tables: Tables, data: DataConfig, learned: Learned) -> dict[str, float]:
+def repeated(tables: Tables, data: DataConfig, learned: FittedValues) -> dict[str, float]:
     """Apply the transforms until `ROUND_SEC` are over; return the seconds of each group a pass."""
     passes: list[dict[str, float]] = []
     start = time.perf_counter()
@@ -88,7 +88,7 @@ def repeated(tables: Tables, data: DataConfig, learned: Learned) -> dict[str, fl
     return {name: statistics.mean(p[name] for p in passes) for name in tables}
 
 
-def longer(tuples: Tables, samples: Tables, data: DataConfig, learned: Learned) -> float:
+def longer(tuples: Tables, samples: Tables, data: DataConfig, learned: FittedValues) -> float:
     """Return the ratio with every part four times as long: a call's fixed cost counts for less."""
     seconds = [
         sum(
@@ -109,7 +109,7 @@ def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
         rounds: times that each side runs, after one run that is not counted.
     """
     data = dataset.job.data
-    learned = load_learned(dataset.directory, dataset.segments[-1].manifest.learned, data)
+    learned = load_fitted(dataset.directory, dataset.segments[-1].manifest.learned, data)
     tuples, samples = sides(dataset)
     taken: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
     runs: dict[str, Callable[[], dict[str, float]]] = {

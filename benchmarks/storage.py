@@ -122,7 +122,7 @@ def limit_of(best: int) -> float:
 
 def dedup_factor(dataset: Dataset) -> float:
     """Return the values of the plain rows over those that are stored, a list counting one."""
-    made, data = set(dataset.job.data.made_columns), dataset.job.data
+    made, data = set(dataset.job.data.derived_columns), dataset.job.data
     plain = stored = 0
     for segment in dataset.segments:
         manifest = segment.manifest

@@ -119,7 +119,7 @@ def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
     job = load_job(request.job_path)
     check_new_names(job, request.job_path, request.dataset)
     if request.day is not None:
-        split = job.data.split.on(date.fromisoformat(request.day))
+        split = job.data.split.for_day(date.fromisoformat(request.day))
         job = replace(job, data=replace(job.data, split=split))
     return job, load_features(request.schema_path(job))
 

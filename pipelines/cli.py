@@ -30,7 +30,7 @@ from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.config.parse import parse_duration
-from schemas.errors import PlanError, SchemaError, counted
+from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
@@ -409,10 +409,10 @@ def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     for problem in result["problems"]:
         print(f"error: {problem}", file=sys.stderr)
     if result["problems"]:
-        verdict = counted(len(result["problems"]), "problem")
+        verdict = pluralize(len(result["problems"]), "problem")
     else:
-        segments = counted(result["num_segments"], "segment")
-        verdict = f"ok, {counted(result['num_samples'], 'sample')}, {segments}"
+        segments = pluralize(result["num_segments"], "segment")
+        verdict = f"ok, {pluralize(result['num_samples'], 'sample')}, {segments}"
     print(f"verify: {verdict}", file=sys.stderr if arguments.json else sys.stdout)
     return 1 if result["problems"] else 0
 

@@ -34,7 +34,7 @@ from pipelines.sources.rows import FilePart
 from pipelines.transforms.apply import learned_inputs
 from pipelines.transforms.fit import LEARNED, load_building, partials
 from schemas.config.job import GateConfig
-from schemas.fitted import Learned
+from schemas.fitted import FittedValues
 
 REJECTS = "rejects"
 SAMPLES = "samples"
@@ -273,7 +273,7 @@ def pins_of(context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]
 
 
 def write_part(
-    context: BuildContext, part: int, sent: Iterable[Any], pins: Pins, learned: Learned
+    context: BuildContext, part: int, sent: Iterable[Any], pins: Pins, learned: FittedValues
 ) -> PartResult:
     """Write one part of the segment.
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged
-from schemas.dataset import Dataset, Index, Segment, access_lists, looks_up
-from schemas.files import CheckedFile, Kept, ListFiles
+from schemas.dataset import Dataset, Index, Segment, access_lists, has_accesses
+from schemas.files import CheckedFile, DecodedFileCache, ListFiles
 from schemas.hashing import NUM_SLOTS, slot_of_row
-from schemas.oracle import NEVER, first_seen, sort_each, union
+from schemas.oracle import NEVER, number_by_appearance, sort_each, union
 from schemas.order import Order
 
 # What training will ask of each slot, when, and after how many steps it comes back.
@@ -85,13 +85,13 @@ def table_load(
 # number, 8 bytes, and of several segments the number of each of their own, 4; the rest is a file
 # of lists, and those that a shared allowance keeps.
 
-KEPT_BYTES = 256 << 20
+DECODED_CACHE_BYTES = 256 << 20
 """Decoded access lists of one table that are kept where blocks come in another order."""
-STITCHED_AT_ONCE = 1 << 21
+MERGE_CHUNK_ROWS = 1 << 21
 """Rows of a range of slots that are stitched at once."""
 
 
-def stitch(rows: Sequence[NDArray[np.int64]]) -> tuple[list[Array], NDArray[np.int64]]:
+def merge_dictionaries(rows: Sequence[NDArray[np.int64]]) -> tuple[list[Array], NDArray[np.int64]]:
     """Join the numberings of several segments by first use, one range of slots after the other.
 
     Args:
@@ -102,14 +102,14 @@ def stitch(rows: Sequence[NDArray[np.int64]]) -> tuple[list[Array], NDArray[np.i
         all_rows: the row of each number of the dataset.
 
     Example:
-        >>> numbers, all_rows = stitch([np.array([7, 3]), np.array([5, 7])])
+        >>> numbers, all_rows = merge_dictionaries([np.array([7, 3]), np.array([5, 7])])
         >>> [n.tolist() for n in numbers], all_rows.tolist()
         ([[0, 1], [2, 0]], [7, 3, 5])
     """
     joined = np.concatenate(rows)
-    first = np.empty(len(joined), integer_for(len(joined)))  # where each row comes first
+    first = np.empty(len(joined), smallest_int_type(len(joined)))  # where each row comes first
     for places in _ranges_of_slots(joined):
-        codes, distinct = first_seen(joined[places])
+        codes, distinct = number_by_appearance(joined[places])
         where = np.empty(len(distinct), np.int64)
         where[codes[::-1]] = places[::-1]
         first[places] = where[codes]
@@ -120,28 +120,28 @@ def stitch(rows: Sequence[NDArray[np.int64]]) -> tuple[list[Array], NDArray[np.i
     return np.split(numbers[first], cuts), joined[new]
 
 
-def integer_for(count: int) -> type[np.signedinteger]:
+def smallest_int_type(count: int) -> type[np.signedinteger]:
     """Return the narrowest of two types that counts so far."""
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 def _ranges_of_slots(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Yield the places of the rows of each range of slots, ascending."""
-    num_ranges = min(NUM_SLOTS, -(-len(rows) // STITCHED_AT_ONCE))
+    num_ranges = min(NUM_SLOTS, -(-len(rows) // MERGE_CHUNK_ROWS))
     if num_ranges <= 1:
         yield np.arange(len(rows))
         return
     owner = np.empty(len(rows), np.int16)
-    for start in range(0, len(rows), STITCHED_AT_ONCE):
-        part = slice(start, start + STITCHED_AT_ONCE)
+    for start in range(0, len(rows), MERGE_CHUNK_ROWS):
+        part = slice(start, start + MERGE_CHUNK_ROWS)
         owner[part] = slot_of_row(rows[part]) * num_ranges // NUM_SLOTS
     for index in range(num_ranges):
         yield np.flatnonzero(owner == index)
 
 
-def kept_for(order: Order, most_bytes: int) -> Kept:
+def decoded_cache_for(order: Order, most_bytes: int) -> DecodedFileCache:
     """Return an allowance for decoded lists; none where blocks come in order."""
-    return Kept(0 if order.config.shuffle == "none" else most_bytes)
+    return DecodedFileCache(0 if order.config.shuffle == "none" else most_bytes)
 
 
 class TableAccesses:
@@ -154,7 +154,7 @@ class TableAccesses:
     """
 
     def __init__(
-        self, dataset: Dataset, table: str, order: Order, kept: Kept | None = None
+        self, dataset: Dataset, table: str, order: Order, kept: DecodedFileCache | None = None
     ) -> None:
         """Read the row of each number; access lists are read step by step.
 
@@ -164,17 +164,17 @@ class TableAccesses:
             order: global order of the run.
             kept: allowance for decoded lists, one of its own by default.
         """
-        used = [looks_up(dataset, segment, table) for segment in dataset.segments]
+        used = [has_accesses(dataset, segment, table) for segment in dataset.segments]
         rows = [
             segment.rows(table) if uses else np.empty(0, np.int64)
             for segment, uses in zip(dataset.segments, used, strict=True)
         ]
         maps: list[Array | None] = [None]
         if len(rows) > 1:
-            maps[:], self.rows = stitch(rows)
+            maps[:], self.rows = merge_dictionaries(rows)
         else:
             self.rows = rows[0]
-        kept = kept_for(order, KEPT_BYTES) if kept is None else kept
+        kept = decoded_cache_for(order, DECODED_CACHE_BYTES) if kept is None else kept
         self._lists = [
             _lists_of(segment, table, numbers, len(self.rows), kept) if uses else None
             for segment, numbers, uses in zip(dataset.segments, maps, used, strict=True)
@@ -205,14 +205,16 @@ class TableAccesses:
 
 
 def _lists_of(
-    segment: Segment, table: str, numbers: Array | None, num_rows: int, kept: Kept
+    segment: Segment, table: str, numbers: Array | None, num_rows: int, kept: DecodedFileCache
 ) -> ListFiles:
     """Return a segment's access lists in numbers of the dataset, those of the only one as is."""
 
     def decode(file: CheckedFile) -> Jagged:
         lists = access_lists(file)
         if numbers is None:
-            return Jagged(lists.values.astype(integer_for(num_rows), copy=False), lists.offsets)
+            return Jagged(
+                lists.values.astype(smallest_int_type(num_rows), copy=False), lists.offsets
+            )
         # first uses of several segments are not in the order of one
         return sort_each(Jagged(numbers[lists.values], lists.offsets))
 

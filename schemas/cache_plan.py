@@ -30,7 +30,7 @@ _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
-class Farthest:
+class NextUseQueue:
     """Slots of cached rows; gives out those whose next use is farthest."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Keyframe:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class EvictedRows:
     """Rows that leave the cache.
 
     Attributes:
@@ -123,9 +123,9 @@ class Leaving:
     last_use: NDArray[np.int64]
     next_use: NDArray[np.int64]
 
-    def joined(self, other: Leaving) -> Leaving:
+    def joined(self, other: EvictedRows) -> EvictedRows:
         """Return these rows and then the others."""
-        return Leaving(
+        return EvictedRows(
             np.concatenate([self.slots, other.slots]),
             np.concatenate([self.numbers, other.numbers]),
             np.concatenate([self.last_use, other.last_use]),
@@ -133,7 +133,7 @@ class Leaving:
         )
 
 
-class Residents:
+class CacheState:
     """Rows in the cache. Memory: 4 bytes for each number seen, 24 to 64 for each slot.
 
     Attributes:
@@ -149,11 +149,11 @@ class Residents:
         self._free = np.empty(0, np.int64)  # a stack
         self._num_free = 0
         self._num_slots = 0
-        self._farthest = Farthest()
+        self._farthest = NextUseQueue()
         self.num_rows = 0
 
     @classmethod
-    def restored(cls, keyframe: Keyframe, prefetch_steps: int) -> Residents:
+    def restored(cls, keyframe: Keyframe, prefetch_steps: int) -> CacheState:
         """Return what a keyframe was made from."""
         found = cls()
         found._reserve_slots(keyframe.num_slots)
@@ -227,9 +227,11 @@ class Residents:
         """
         return self._farthest.take(count, after)
 
-    def leave(self, slots: NDArray[np.int64]) -> Leaving:
+    def leave(self, slots: NDArray[np.int64]) -> EvictedRows:
         """Free slots and return the rows that lay there."""
-        found = Leaving(slots, self._numbers[slots], self._last_use[slots], self._next_use[slots])
+        found = EvictedRows(
+            slots, self._numbers[slots], self._last_use[slots], self._next_use[slots]
+        )
         self._slot_of[found.numbers] = ABSENT
         self._give_back(slots)
         self.num_rows -= len(slots)
@@ -278,7 +280,7 @@ def _longer(values: Array, count: int, fill: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class BlockSplit:
     """How the blocks of one step are dealt to replicas.
 
     Attributes:
@@ -291,7 +293,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class RowSharing:
     """Who needs the rows of one step.
 
     Attributes:
@@ -309,7 +311,9 @@ class Sharing:
     shared_later: NDArray[np.bool_]
 
 
-def share(numbers: NDArray[np.int64], distances: NDArray[np.integer], split: Split) -> Sharing:
+def classify_rows(
+    numbers: NDArray[np.int64], distances: NDArray[np.integer], split: BlockSplit
+) -> RowSharing:
     """Tell local rows from shared ones; linear in the rows of the blocks.
 
     Args:
@@ -348,7 +352,7 @@ def share(numbers: NDArray[np.int64], distances: NDArray[np.integer], split: Spl
             "take the blocks of the same step"
         )
     local, soon = counts == 1, distances == 1
-    return Sharing(touches, touches.argmax(axis=0), local, ~local & soon, ~local & ~soon)
+    return RowSharing(touches, touches.argmax(axis=0), local, ~local & soon, ~local & ~soon)
 
 
 # What the cache does at each step: a pure streaming function of the index.
@@ -400,11 +404,11 @@ class PlanStep:
     next_use: NDArray[np.int64]
     write_back: NDArray[np.bool_]
     resident_rows: int
-    sharing: Sharing | None = None
+    sharing: RowSharing | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Admitted:
+class _PrefetchedStep:
     """A step whose reads are issued and that is not trained yet."""
 
     numbers: NDArray[np.int64]
@@ -423,7 +427,7 @@ class Plan(Iterator[PlanStep]):
         *,
         first_step: int = 0,
         flush_every: int | None = None,
-        splits: Iterable[Split] | None = None,
+        splits: Iterable[BlockSplit] | None = None,
         start: Keyframe | None = None,
     ) -> None:
         """Keep the parts, see `plan`; nothing is read yet."""
@@ -431,11 +435,11 @@ class Plan(Iterator[PlanStep]):
         self._cache = cache
         self._flush_every = flush_every
         self._splits = None if splits is None else iter(splits)
-        self._window: deque[_Admitted] = deque()  # steps whose reads are issued
+        self._window: deque[_PrefetchedStep] = deque()  # steps whose reads are issued
         self._next = first_step
         self._start = start
         self._residents = (
-            Residents() if start is None else Residents.restored(start, cache.prefetch_steps)
+            CacheState() if start is None else CacheState.restored(start, cache.prefetch_steps)
         )
 
     def __next__(self) -> PlanStep:
@@ -451,7 +455,7 @@ class Plan(Iterator[PlanStep]):
         if limit is not None and found.resident_rows > limit:
             sizes = [found.resident_rows, *(s.resident_rows for s in iter(self._advance, None))]
             at = f" and {sizes[0]} at step {found.train_step}"
-            raise too_small(self._cache, max(sizes), at=at)
+            raise cache_too_small(self._cache, max(sizes), at=at)
         return found
 
     def keyframe(self) -> Keyframe:
@@ -512,17 +516,17 @@ class Plan(Iterator[PlanStep]):
             if unused is None:
                 self._window.append(self._admit(step, slots))
             else:
-                self._window.append(_Admitted(*step, slots, unused[slots]))
+                self._window.append(_PrefetchedStep(*step, slots, unused[slots]))
                 unused[slots] = False
 
-    def _admit(self, step: IndexStep, slots: NDArray[np.int64]) -> _Admitted:
+    def _admit(self, step: IndexStep, slots: NDArray[np.int64]) -> _PrefetchedStep:
         """Issue the reads of a step into free slots."""
         numbers, distances = step
         fetch = slots == ABSENT
         slots[fetch] = self._residents.enter(numbers[fetch])
-        return _Admitted(numbers, distances, slots, fetch)
+        return _PrefetchedStep(numbers, distances, slots, fetch)
 
-    def _finish(self, train_step: int, done: _Admitted) -> NDArray[np.int64]:
+    def _finish(self, train_step: int, done: _PrefetchedStep) -> NDArray[np.int64]:
         """Let the rows of a trained step wait; return the slots of those that leave at once."""
         never = done.distances == NEVER
         next_use = np.where(never, NEVER_AGAIN, train_step + done.distances.astype(np.int64))
@@ -549,10 +553,10 @@ class Plan(Iterator[PlanStep]):
         every = self._flush_every
         return 0 if every is None else train_step // every * every
 
-    def _sharing(self, step: _Admitted) -> Sharing | None:
+    def _sharing(self, step: _PrefetchedStep) -> RowSharing | None:
         if self._splits is None:
             return None
-        return share(step.numbers, step.distances, next(self._splits))
+        return classify_rows(step.numbers, step.distances, next(self._splits))
 
 
 def plan(
@@ -561,7 +565,7 @@ def plan(
     *,
     first_step: int = 0,
     flush_every: int | None = None,
-    splits: Iterable[Split] | None = None,
+    splits: Iterable[BlockSplit] | None = None,
     start: Keyframe | None = None,
 ) -> Plan:
     """Plan the cache of one table, linear in entries.
@@ -589,7 +593,7 @@ def plan(
     )
 
 
-def too_small(
+def cache_too_small(
     cache: CacheConfig, required_rows: int, *, table: str | None = None, at: str = ""
 ) -> PlanError:
     """Return the refusal of a cache that is too small.
@@ -689,7 +693,9 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
     return int((waiting + in_window).max())
 
 
-def check_size(tables: Mapping[str, Iterable[NDArray[np.integer]]], cache: CacheConfig) -> None:
+def check_cache_size(
+    tables: Mapping[str, Iterable[NDArray[np.integer]]], cache: CacheConfig
+) -> None:
     """Refuse a cache that is too small, before anything is trained.
 
     Args:
@@ -705,4 +711,4 @@ def check_size(tables: Mapping[str, Iterable[NDArray[np.integer]]], cache: Cache
     required = {table: required_rows(distances, cache) for table, distances in tables.items()}
     largest = max(required, key=lambda table: required[table])
     if required[largest] > cache.rows:
-        raise too_small(cache, required[largest], table=largest)
+        raise cache_too_small(cache, required[largest], table=largest)

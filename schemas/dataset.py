@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, concat, jagged_of, offsets_of
 from schemas.config.job import Job, load_job
-from schemas.deleted_samples import no_tombstones, of_segment, read_tombstones, rows_of_places
+from schemas.deleted_samples import (
+    deleted_rows,
+    empty_tombstones,
+    read_tombstones,
+    tombstones_of_segment,
+)
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.files import CheckedFile, FileEntry, ListFiles, read_files
@@ -37,7 +42,7 @@ from schemas.manifest import (
     DatasetManifest,
     IndexManifest,
     SegmentManifest,
-    names_before,
+    previous_names,
     read_dataset,
     read_index,
     read_segment,
@@ -62,7 +67,7 @@ class Segment:
     manifest: SegmentManifest
     files: dict[str, FileEntry]
     blocks: pa.Table
-    tombstones: pa.Table = field(default_factory=no_tombstones)
+    tombstones: pa.Table = field(default_factory=empty_tombstones)
 
     def file(self, path: str, texts_as_codes: bool = False) -> CheckedFile:
         """Return a file of the segment, verified as it is read; see `CheckedFile`.
@@ -87,11 +92,11 @@ class Segment:
         return self.column(num_unique_column(group))
 
     @cached_property
-    def block_names(self) -> NDArray[np.int64]:
+    def block_ids(self) -> NDArray[np.int64]:
         """Block ids in training order."""
         return self.column(BLOCK)
 
-    def forgotten_rows(self, file_index: int, row_group: int) -> NDArray[np.int64]:
+    def deleted_rows(self, file_index: int, row_group: int) -> NDArray[np.int64]:
         """Return the samples of a row group that count no more, by their place in it, ascending.
 
         They have weight 0 and are left out wherever samples are handed out one by one.
@@ -100,7 +105,7 @@ class Segment:
             return np.empty(0, np.int64)
         chosen = (self.column("file") == file_index) & (self.column("row_group") == row_group)
         starts = offsets_of(self.column("num_samples")[chosen])[:-1]
-        return rows_of_places(self.tombstones, self.block_names[chosen], starts)
+        return deleted_rows(self.tombstones, self.block_ids[chosen], starts)
 
     def access_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's access lists, in the order of the training blocks.
@@ -196,7 +201,7 @@ class Dataset:
         features: its columns and their roles.
         segments: in order.
         indexes: the first is the default.
-        others: segments that are left out, where only some are chosen (`schemas/dataset.py`).
+        unselected: segments left out by `select_segments`.
     """
 
     directory: Path
@@ -205,7 +210,7 @@ class Dataset:
     features: FeatureSet
     segments: tuple[Segment, ...]
     indexes: tuple[Index, ...]
-    others: tuple[Segment, ...] = ()
+    unselected: tuple[Segment, ...] = ()
 
     def order(self, batch_samples: int, epochs: int, shuffle: str, seed: int) -> Order:
         """Return the global order of a run over the training range.
@@ -261,7 +266,7 @@ class Dataset:
 
     @property
     def _of_chosen(self) -> str:
-        if not self.others:
+        if not self.unselected:
             return ""
         return f" --segments {','.join(s.manifest.id for s in self.segments)}"
 
@@ -274,7 +279,7 @@ def _entry(files: dict[str, FileEntry], path: str, directory: Path) -> FileEntry
     return files[path]
 
 
-def verified(path: Path, sha256: str) -> Path:
+def verify_file(path: Path, sha256: str) -> Path:
     """Return the path after comparing the file's bytes with their hash.
 
     Raises:
@@ -295,12 +300,12 @@ def verified(path: Path, sha256: str) -> Path:
     return path
 
 
-def version_of(path: Path, sha256: str) -> Path:
+def versioned_path(path: Path, sha256: str) -> Path:
     """Return the file beside `path` that keeps one version of it."""
     return path.with_name(f"{path.name}.{sha256[:12]}")
 
 
-def verified_version(path: Path, sha256: str) -> Path:
+def verify_version(path: Path, sha256: str) -> Path:
     """Return a root file in the version that the root manifest names.
 
     While a root is replaced, or when that was cut short, the file may be of
@@ -310,11 +315,11 @@ def verified_version(path: Path, sha256: str) -> Path:
         SchemaError: neither has the content.
     """
     try:
-        return verified(path, sha256)
+        return verify_file(path, sha256)
     except SchemaError:
-        if not version_of(path, sha256).exists():
+        if not versioned_path(path, sha256).exists():
             raise
-    return verified(version_of(path, sha256), sha256)
+    return verify_file(versioned_path(path, sha256), sha256)
 
 
 def open_segment(
@@ -327,10 +332,10 @@ def open_segment(
         manifest: what it holds.
         tombstones: of its samples; none when None.
     """
-    files = read_files(verified(directory / FILES, manifest.files_sha256))
-    blocks = pq.read_table(verified(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
+    files = read_files(verify_file(directory / FILES, manifest.files_sha256))
+    blocks = pq.read_table(verify_file(directory / BLOCKS, manifest.blocks_sha256), memory_map=True)
     return Segment(
-        directory, manifest, files, blocks, no_tombstones() if tombstones is None else tombstones
+        directory, manifest, files, blocks, empty_tombstones() if tombstones is None else tombstones
     )
 
 
@@ -342,21 +347,21 @@ def open_dataset(path: str | Path) -> Dataset:
     """
     root = Path(path)
     manifest = read_dataset(root)
-    job = load_job(verified_version(root / JOB, manifest.job_sha256))
-    features = load_features(verified_version(root / SCHEMA, manifest.schema_sha256))
+    job = load_job(verify_version(root / JOB, manifest.job_sha256))
+    features = load_features(verify_version(root / SCHEMA, manifest.schema_sha256))
     tombstones = read_tombstones(root, manifest.tombstones_sha256)
     segments = tuple(
         open_segment(
             root / SEGMENTS / r.id,
             read_segment(root / SEGMENTS / r.id, r),
-            of_segment(tombstones, r.id),
+            tombstones_of_segment(tombstones, r.id),
         )
         for r in manifest.segments
     )
     indexes: list[Index] = []
     for reference in manifest.indexes:
         found = read_index(root / reference.id, reference)
-        files = read_files(verified(root / reference.id / FILES, found.files_sha256))
+        files = read_files(verify_file(root / reference.id / FILES, found.files_sha256))
         indexes.append(Index(root / reference.id, found, files))
     return Dataset(root, manifest, job, features, segments, tuple(indexes))
 
@@ -368,7 +373,7 @@ def open_dataset(path: str | Path) -> Dataset:
 # 0, and an index counts when it was made for exactly these segments.
 
 
-def choose(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
+def select_segments(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
     """Return a dataset of the segments of some names, in dataset order.
 
     Args:
@@ -388,13 +393,13 @@ def choose(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
     return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(wanted))
 
 
-def choose_hashes(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
+def select_segments_by_hash(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
     """Return a dataset of the segments whose manifests have these hashes.
 
     Raises:
         SchemaError: one is not there any more.
     """
-    hashes = hashes_of(dataset)
+    hashes = segment_hashes(dataset)
     for sha256 in wanted:
         if sha256 not in hashes.values():
             raise SchemaError(
@@ -405,16 +410,17 @@ def choose_hashes(dataset: Dataset, wanted: Sequence[str]) -> Dataset:
     return _where(dataset, lambda segment: hashes[segment.manifest.id] in wanted)
 
 
-def hashes_of(dataset: Dataset) -> dict[str, str]:
+def segment_hashes(dataset: Dataset) -> dict[str, str]:
     """Return the hash of the manifest of each segment, by id."""
     return {reference.id: reference.manifest_sha256 for reference in dataset.manifest.segments}
 
 
-def all_hashes_of(dataset: Dataset) -> dict[str, frozenset[str]]:
+def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
     """Return by id those hashes, and the ones from before ids were forgotten in a segment."""
     lineage = dataset.manifest.lineage
     return {
-        name: names_before(lineage, name) | {sha256} for name, sha256 in hashes_of(dataset).items()
+        name: previous_names(lineage, name) | {sha256}
+        for name, sha256 in segment_hashes(dataset).items()
     }
 
 
@@ -434,7 +440,7 @@ def _where(dataset: Dataset, wanted: Callable[[Segment], bool]) -> Dataset:
         dataset,
         manifest=replace(root, segments=segments),
         segments=chosen,
-        others=(*dataset.others, *left),
+        unselected=(*dataset.unselected, *left),
     )
 
 
@@ -461,14 +467,14 @@ def type_name(kind: pa.DataType) -> str:
     return "string" if pa.types.is_large_string(kind) else str(kind)
 
 
-def named_type(name: str) -> pa.DataType:
+def type_from_name(name: str) -> pa.DataType:
     """Undo `type_name`; a list is a large one.
 
     Raises:
         SchemaError: there is no such type.
     """
     if name.startswith("list<") and name.endswith(">"):
-        return pa.large_list(named_type(name[5:-1]))
+        return pa.large_list(type_from_name(name[5:-1]))
     try:
         return pa.type_for_alias(name)
     except ValueError as error:
@@ -480,22 +486,22 @@ def named_type(name: str) -> pa.DataType:
 def column_types(dataset: Dataset) -> dict[str, str]:
     """Return the type of every column that some segment has, chosen or not."""
     found: dict[str, str] = {}
-    for segment in (*dataset.others, *dataset.segments):
+    for segment in (*dataset.unselected, *dataset.segments):
         found.update(segment.manifest.columns)
     return found
 
 
-def absent_columns(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
+def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
     """Return what a segment answers for each column that it was built without."""
     features = {f.name: f for f in dataset.features.features}
     return {
-        name: pa.scalar(features[name].default if name in features else None, named_type(kind))
+        name: pa.scalar(features[name].default if name in features else None, type_from_name(kind))
         for name, kind in column_types(dataset).items()
         if name not in segment.manifest.columns
     }
 
 
-def read_with_absent(
+def read_with_defaults(
     read: Callable[[list[str]], pa.Table], columns: Sequence[str], absent: Mapping[str, pa.Scalar]
 ) -> pa.Table:
     """Return columns of a file, those that it lacks as constants.
@@ -503,27 +509,27 @@ def read_with_absent(
     Args:
         read: returns the given columns of the file.
         columns: wanted ones, in order; at least one is stored.
-        absent: what `absent_columns` gave.
+        absent: what `missing_column_defaults` gave.
     """
     stored = read([c for c in columns if c not in absent])
     for name in (c for c in columns if c in absent):
-        stored = stored.append_column(name, constant(absent[name], stored.num_rows))
+        stored = stored.append_column(name, constant_column(absent[name], stored.num_rows))
     return stored.select(list(columns))
 
 
-def constant(value: pa.Scalar, num_rows: int) -> pa.Array:
+def constant_column(value: pa.Scalar, num_rows: int) -> pa.Array:
     """Return a column that holds one value, or null, in every row."""
     return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
 
 
-def numbered_accesses(
+def read_accesses(
     dataset: Dataset, segment: Segment, table: str
 ) -> tuple[Jagged, NDArray[np.int64]]:
     """Return a segment's access lists of a table and the row of each of its numbers.
 
     A segment that was built before any feature of the table was declared looks nothing up.
     """
-    if not looks_up(dataset, segment, table):
+    if not has_accesses(dataset, segment, table):
         num_blocks = len(segment.positions(TRAIN))
         return Jagged(np.empty(0, np.int64), np.zeros(num_blocks + 1, np.int64)), np.empty(
             0, np.int64
@@ -531,8 +537,8 @@ def numbered_accesses(
     return segment.access(table), segment.rows(table)
 
 
-def looks_up(dataset: Dataset, segment: Segment, table: str) -> bool:
+def has_accesses(dataset: Dataset, segment: Segment, table: str) -> bool:
     """Tell whether a segment has access lists of a table: it has one of its features."""
-    absent = absent_columns(dataset, segment)
+    absent = missing_column_defaults(dataset, segment)
     features = dataset.job.data.tables[table].features
     return not features or not all(f in absent for f in features)

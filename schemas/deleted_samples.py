@@ -37,7 +37,7 @@ def tombstones_schema() -> pa.Schema:
     )
 
 
-def no_tombstones() -> pa.Table:
+def empty_tombstones() -> pa.Table:
     """Return the tombstones of a dataset that has none."""
     return tombstones_schema().empty_table()
 
@@ -52,9 +52,9 @@ def tombstones_path(sha256: str) -> str:
     return str(PurePosixPath(TOMBSTONES, f"{sha256[:12]}.parquet"))
 
 
-def joined_tombstones(tables: Sequence[pa.Table]) -> pa.Table:
+def merge_tombstones(tables: Sequence[pa.Table]) -> pa.Table:
     """Return all tombstones, sorted, each sample and reason once with its earliest time."""
-    table = pa.concat_tables([no_tombstones(), *tables])
+    table = pa.concat_tables([empty_tombstones(), *tables])
     keys = [*_PLACE, "file_row", "reason"]
     found = table.group_by(keys).aggregate([("forgotten_at", "min")])
     found = found.rename_columns([*keys, "forgotten_at"]).cast(tombstones_schema())
@@ -76,7 +76,7 @@ def read_tombstones(root: Path, sha256: str | None) -> pa.Table:
         SchemaError: the file is missing, has changed, or has other columns.
     """
     if sha256 is None:
-        return no_tombstones()
+        return empty_tombstones()
     path = root / tombstones_path(sha256)
     try:
         data = path.read_bytes()
@@ -97,12 +97,12 @@ def read_tombstones(root: Path, sha256: str | None) -> pa.Table:
     return table
 
 
-def of_segment(table: pa.Table, segment_id: str) -> pa.Table:
+def tombstones_of_segment(table: pa.Table, segment_id: str) -> pa.Table:
     """Return the tombstones of one segment."""
     return table.filter(pc.call_function("equal", [table["segment"], segment_id]))
 
 
-def rows_of_places(
+def deleted_rows(
     tombstones: pa.Table, blocks: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the rows of some consecutive blocks that have a tombstone, each once, ascending.
@@ -116,7 +116,7 @@ def rows_of_places(
         >>> table = tombstones_schema().empty_table().from_pydict(
         ...     {"block": [7, 9], "sample_index": [2, 0]}
         ... )
-        >>> rows_of_places(table, np.array([5, 7]), np.array([0, 16])).tolist()
+        >>> deleted_rows(table, np.array([5, 7]), np.array([0, 16])).tolist()
         [18]
     """
     wanted = tombstones["block"].to_numpy()

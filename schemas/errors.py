@@ -47,13 +47,13 @@ class PlanError(Exception):
         super().__init__(message)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return advice that names the known word closest to `name`.
 
     Example:
-        >>> nearest("grops", ["groups", "tables"])
+        >>> suggest_name("grops", ["groups", "tables"])
         "did you mean 'groups'?"
-        >>> nearest("x", ["groups", "tables"])
+        >>> suggest_name("x", ["groups", "tables"])
         'use one of groups, tables'
     """
     words = sorted(known)
@@ -61,20 +61,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(words)}"
 
 
-def similar_or(name: str, names: Iterable[str], advice: str) -> str:
+def suggest_name_or(name: str, names: Iterable[str], advice: str) -> str:
     """Return advice for a name that need not be one of the known ones, after one that is similar.
 
     Example:
-        >>> similar_or("prices", ["price", "user"], "add it")
+        >>> suggest_name_or("prices", ["price", "user"], "add it")
         "did you mean 'price'? If not, add it"
-        >>> similar_or("label", ["price", "user"], "add it")
+        >>> suggest_name_or("label", ["price", "user"], "add it")
         'add it'
     """
     close = difflib.get_close_matches(name, names, n=1, cutoff=_SIMILAR)
     return f"did you mean {close[0]!r}? If not, {advice}" if close else advice
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number and what it counts.
 
     Example:

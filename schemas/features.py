@@ -14,7 +14,7 @@ from typing import Literal, cast, get_args
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import schema_pb2
 
-from schemas.errors import SchemaError, nearest, similar_or
+from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.paths import is_below
 
 Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
@@ -60,7 +60,7 @@ class FeatureSet:
         for feature in self.features:
             if feature.name == name:
                 return feature
-        advice = similar_or(name, self.names, "add it to the schema")
+        advice = suggest_name_or(name, self.names, "add it to the schema")
         raise SchemaError(f"feature must be declared, got {name!r}; {advice}")
 
     def __contains__(self, name: str) -> bool:
@@ -170,7 +170,9 @@ def _feature(
 ) -> Feature:
     tags = list(proto.annotation.tag)
     if len(tags) != 1 or tags[0] not in ROLES:
-        advice = nearest(tags[0], ROLES) if len(tags) == 1 else f"use one of {', '.join(ROLES)}"
+        advice = (
+            suggest_name(tags[0], ROLES) if len(tags) == 1 else f"use one of {', '.join(ROLES)}"
+        )
         raise SchemaError(
             f"feature {proto.name!r} must have one role tag, got {tags}; {advice}", file=str(path)
         )

@@ -252,7 +252,7 @@ def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
     ]
 
 
-def verify_whole(root: Path, entries: Mapping[str, FileEntry]) -> list[str]:
+def find_damaged_files(root: Path, entries: Mapping[str, FileEntry]) -> list[str]:
     """Return one line per file that is missing, cut or changed; an empty list when all is well."""
     problems: list[str] = []
     for entry in entries.values():
@@ -281,7 +281,7 @@ def sha256_of(path: Path) -> str:
 # holds, and decodes the others again.
 
 
-class Kept:
+class DecodedFileCache:
     """Decoded files of several tables, those that were used last, up to an allowance."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -325,7 +325,7 @@ class ListFiles:
         self,
         files: Sequence[CheckedFile],
         decode: Callable[[CheckedFile], Jagged],
-        kept: Kept | None = None,
+        kept: DecodedFileCache | None = None,
     ) -> None:
         """Count the lists of each file; none is decoded yet.
 
@@ -336,7 +336,7 @@ class ListFiles:
         """
         self._files = files
         self._decode = decode
-        self._kept = Kept(0) if kept is None else kept
+        self._kept = DecodedFileCache(0) if kept is None else kept
         self._owner = self._kept.owner()
         self._first = offsets_of(np.array(list(map(_num_rows, files)), np.int64))
         self._open = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
 from schemas.manifest import canonical_json
-from schemas.vocabulary import VOCABULARIES, Vocabulary, join_versions
+from schemas.vocabulary import VOCABULARIES, Vocabulary, merge_versions
 
 # What transforms learned from the training range, as it lies with the dataset.
 #
@@ -23,11 +23,11 @@ from schemas.vocabulary import VOCABULARIES, Vocabulary, join_versions
 # and one JSON file with the numbers of `normalize` and `bucketize`. Files are never changed; a
 # later segment names more of them.
 
-NUMBERS = "learned"
+FITTED_DIRECTORY = "learned"
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class FittedStats:
     """What one `normalize` or `bucketize` learned; only what it needs is set.
 
     Attributes:
@@ -42,29 +42,29 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class FittedValues:
     """Everything that the transforms of a job need beside their inputs.
 
     Attributes:
         vocabularies: by name.
-        numbers: by `number_key` of the transform.
+        numbers: by `stats_key` of the transform.
     """
 
     vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict[str, Vocabulary])
-    numbers: Mapping[str, Numbers] = field(default_factory=dict[str, Numbers])
+    numbers: Mapping[str, FittedStats] = field(default_factory=dict[str, FittedStats])
 
 
-def number_key(group: str, column: str) -> str:
+def stats_key(group: str, column: str) -> str:
     """Return the name of a transform's numbers.
 
     Example:
-        >>> number_key("user", "age_bucket")
+        >>> stats_key("user", "age_bucket")
         'user.age_bucket'
     """
     return f"{group}.{column}"
 
 
-def encode_numbers(numbers: Mapping[str, Numbers]) -> bytes:
+def encode_stats(numbers: Mapping[str, FittedStats]) -> bytes:
     """Return numbers as canonical JSON; floats come back bit by bit."""
     body = {
         k: {"center": n.center, "scale": n.scale, "boundaries": list(n.boundaries)}
@@ -73,12 +73,12 @@ def encode_numbers(numbers: Mapping[str, Numbers]) -> bytes:
     return f"{canonical_json(body)}\n".encode()
 
 
-def numbers_path(data: bytes) -> str:
+def stats_path(data: bytes) -> str:
     """Return the path of a file of numbers, relative to the dataset."""
-    return str(PurePosixPath(NUMBERS, f"{hashlib.sha256(data).hexdigest()[:12]}.json"))
+    return str(PurePosixPath(FITTED_DIRECTORY, f"{hashlib.sha256(data).hexdigest()[:12]}.json"))
 
 
-def load_learned(root: Path, files: Mapping[str, str], data: DataConfig) -> Learned:
+def load_fitted(root: Path, files: Mapping[str, str], data: DataConfig) -> FittedValues:
     """Read what was learned, every byte verified.
 
     Args:
@@ -91,18 +91,18 @@ def load_learned(root: Path, files: Mapping[str, str], data: DataConfig) -> Lear
     """
     vocabularies: dict[str, Vocabulary] = {}
     for name, config in data.vocabularies.items():
-        versions = load_versions(root, files, name)
+        versions = load_vocabulary_versions(root, files, name)
         kind = versions[0].schema.field("value").type if versions else pa.int64()
-        vocabularies[name] = join_versions(versions, config.oov_rows, kind)
-    numbers: dict[str, Numbers] = {}
-    for path in sorted(p for p in files if p.startswith(f"{NUMBERS}/")):
+        vocabularies[name] = merge_versions(versions, config.oov_rows, kind)
+    numbers: dict[str, FittedStats] = {}
+    for path in sorted(p for p in files if p.startswith(f"{FITTED_DIRECTORY}/")):
         for key, body in json.loads(read_verified(root, path, files[path])).items():
-            numbers[key] = Numbers(body["center"], body["scale"], tuple(body["boundaries"]))
-    return Learned(vocabularies, numbers)
+            numbers[key] = FittedStats(body["center"], body["scale"], tuple(body["boundaries"]))
+    return FittedValues(vocabularies, numbers)
 
 
-def load_versions(root: Path, files: Mapping[str, str], name: str) -> list[pa.Table]:
-    """Read the versions of one vocabulary, in order; see `load_learned`."""
+def load_vocabulary_versions(root: Path, files: Mapping[str, str], name: str) -> list[pa.Table]:
+    """Read the versions of one vocabulary, in order; see `load_fitted`."""
     paths = sorted(p for p in files if p.startswith(f"{VOCABULARIES}/{name}/"))
     buffers = [pa.py_buffer(read_verified(root, p, files[p])) for p in paths]
     return [cast(pa.Table, pq.read_table(pa.BufferReader(b))) for b in buffers]

@@ -43,10 +43,10 @@ from schemas.layout import (
 
 NULL_LENGTH = -1
 """Length of the window of a null list."""
-SHORTEST_REPEAT = 64
+MIN_REPEAT_LENGTH = 64
 """Entries of a list that is looked for among all lists before it. A reference that jumps costs
 about 25 bytes: at 8 entries 30Music's buffers save 2 kB and its windows grow by 43 kB."""
-MOST_TRIES = 8
+MAX_CANDIDATES = 8
 """Places where two lists may meet that are compared; more is only met by lists of few values."""
 _ENOUGH = 0.5
 """Share of the values that must be saved by appended entries, or prepended ones are tried too."""
@@ -72,7 +72,7 @@ class Windows:
 
 
 def to_windows(lists: Jagged, is_null: NDArray[np.bool_] | None = None) -> Windows:
-    """Return lists as windows; `entries_of` undoes it exactly.
+    """Return lists as windows; `window_entries` undoes it exactly.
 
     A list that came before has the same window again. Any other continues the buffer of the
     distinct list before it when at least half of the shorter one is common to both, at the end of
@@ -91,7 +91,7 @@ def to_windows(lists: Jagged, is_null: NDArray[np.bool_] | None = None) -> Windo
     return replace(windows, length=length)
 
 
-def entries_of(
+def window_entries(
     offsets: NDArray[np.int64],
     buffer: NDArray[np.integer],
     start: NDArray[np.integer],
@@ -112,7 +112,7 @@ def entries_of(
         SchemaError: a window is outside its buffer.
 
     Example:
-        >>> found = entries_of(np.array([0, 5, 6]), np.array([0, 1]), np.array([1, 0]),
+        >>> found = window_entries(np.array([0, 5, 6]), np.array([0, 1]), np.array([1, 0]),
         ...                    np.array([3, 1]))
         >>> found.values.tolist(), found.offsets.tolist()
         ([1, 2, 3, 5], [0, 3, 4])
@@ -171,7 +171,7 @@ def _distinct(lists: Jagged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """
     lengths, starts = lists.lengths, lists.offsets[:-1]
     first_row = np.where(lengths > 0, np.arange(len(lengths)), -1)
-    rows = np.flatnonzero(lengths >= SHORTEST_REPEAT)
+    rows = np.flatnonzero(lengths >= MIN_REPEAT_LENGTH)
     if len(rows):
         middle, last = (
             lists.values[starts[rows] + at] for at in (lengths[rows] // 2, lengths[rows] - 1)
@@ -213,7 +213,7 @@ def _overlaps(lists: Jagged, laid: NDArray[np.int64]) -> NDArray[np.int64]:
     shorter = np.minimum(lengths[before], lengths[after])[pair]
     fits = (left <= shorter) & (2 * left >= shorter)
     found, pair, left = found[fits], pair[fits], left[fits]
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_CANDIDATES):
         if not len(pair):
             break
         tried = np.flatnonzero(np.diff(pair, prepend=-1))  # the earliest, so longest, of each pair
@@ -398,7 +398,7 @@ def _lists(
     offsets = buffers.offsets.to_numpy().astype(np.int64)
     lengths = numpy_of(length)
     number = _places(buffer, file, BUFFER_INDEX, row_group, checked=lengths > 0)
-    entries = entries_of(offsets, number, numpy_of(start), lengths)
+    entries = window_entries(offsets, number, numpy_of(start), lengths)
     values = buffers.values.take(pa.array(entries.values))
     is_null = lengths == NULL_LENGTH
     mask = pa.array(is_null) if is_null.any() else None

@@ -226,7 +226,7 @@ NUM_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class HitRateCurve:
     """Hit rates over cache sizes.
 
     Attributes:
@@ -255,7 +255,7 @@ def lru_curve(
     *,
     exact: int = EXACT_ACCESSES,
     sampled: int = SAMPLED_ACCESSES,
-) -> Curve:
+) -> HitRateCurve:
     """Return the curve of the least recently used rows; a sampled one has no smallest sizes.
 
     Args:
@@ -267,7 +267,7 @@ def lru_curve(
     """
     if num_accesses <= exact:
         rates = lru_hit_rates(np.concatenate([*steps, np.empty(0, np.int64)]))
-        return Curve(np.arange(1, len(rates) + 1), rates, 0.0, 1.0)
+        return HitRateCurve(np.arange(1, len(rates) + 1), rates, 0.0, 1.0)
     share = sampled / num_accesses
     chosen = [s[_unit_hash(s) < share] for s in steps]
     trace = np.concatenate([*chosen, np.empty(0, np.int64)])
@@ -282,7 +282,7 @@ def lru_curve(
         ]
     )
     error = 2 * of_parts.std(axis=0, ddof=1).max() / np.sqrt(NUM_PARTS)
-    return Curve(capacities, rates, float(error), share)
+    return HitRateCurve(capacities, rates, float(error), share)
 
 
 def optimal_curve(
@@ -293,7 +293,7 @@ def optimal_curve(
     *,
     exact: int = EXACT_OPTIMAL,
     sampled: int = SAMPLED_OPTIMAL,
-) -> Curve:
+) -> HitRateCurve:
     """Return the curve of the best possible cache; a sampled one has no smallest sizes.
 
     Args:
@@ -309,9 +309,9 @@ def optimal_curve(
         trace = np.concatenate([*steps, np.empty(0, np.int64)])
         num_rows = len(np.unique(trace))
         if num_rows == 0:
-            return Curve(np.empty(0, np.int64), np.empty(0), 0.0, 1.0)
+            return HitRateCurve(np.empty(0, np.int64), np.empty(0), 0.0, 1.0)
         best = OptimalCache(trace)
-        return concave_curve(
+        return approximate_concave(
             lambda rows: best.hits(rows) / num_accesses, 1, num_rows, num_points, tolerance
         )
     share, seen = sampled / num_accesses, np.zeros(0, bool)
@@ -334,12 +334,12 @@ def _sampled_optimal(
     share: float,
     num_points: int,
     tolerance: float,
-) -> Curve:
+) -> HitRateCurve:
     """Return the curve of a trace from the accesses of a share of its rows, and of their parts."""
     part = (_unit_hash(trace) / share * NUM_PARTS).astype(np.int64)
     whole, parts = OptimalCache(trace), [OptimalCache(trace[part == p]) for p in range(NUM_PARTS)]
     last = max(NUM_PARTS + 1, len(np.unique(trace)))
-    curve = concave_curve(
+    curve = approximate_concave(
         lambda rows: _corrected(whole, rows, num_accesses * share),
         NUM_PARTS,
         last,
@@ -354,7 +354,7 @@ def _sampled_optimal(
     sizes = np.round(curve.capacities / share).astype(np.int64)
     sizes[-1] = max(num_rows, int(sizes[-2]) + 1)
     rates = np.clip(curve.hit_rates, 0.0, 1.0)
-    return Curve(sizes, rates, float(error) + curve.error, share)
+    return HitRateCurve(sizes, rates, float(error) + curve.error, share)
 
 
 def _corrected(cache: OptimalCache, rows: float, expected: float) -> float:
@@ -366,9 +366,9 @@ def _corrected(cache: OptimalCache, rows: float, expected: float) -> float:
     return (hits + expected - cache.num_accesses) / expected
 
 
-def concave_curve(
+def approximate_concave(
     rate: Callable[[int], float], first: int, last: int, num_points: int, tolerance: float
-) -> Curve:
+) -> HitRateCurve:
     """Return a never falling concave function from `first` to `last`, asked for few values.
 
     Args:
@@ -379,7 +379,7 @@ def concave_curve(
         tolerance: error at which no more are asked for.
 
     Example:
-        >>> found = concave_curve(lambda size: min(size, 10) / 10, 1, 1000, 30, 0.01)
+        >>> found = approximate_concave(lambda size: min(size, 10) / 10, 1, 1000, 30, 0.01)
         >>> round(found.at(5), 2), found.error <= 0.01, len(found.capacities) <= 30
         (0.5, True, True)
     """
@@ -391,7 +391,7 @@ def concave_curve(
         widest = int(np.argmax([error for error, _ in gaps])) if gaps else 0
         error = gaps[widest][0] if gaps else 0.0
         if error <= tolerance or len(known) >= num_points:
-            return Curve(sizes, rates, error, 1.0)
+            return HitRateCurve(sizes, rates, error, 1.0)
         size = gaps[widest][1]
         known[size] = rate(size)
 

@@ -23,7 +23,7 @@ from schemas.errors import SchemaError
 from schemas.files import sha256_of
 from schemas.layout import JOB, MANIFEST, SCHEMA
 from schemas.manifest import canonical_json, hash_of, replace_bytes
-from schemas.model_inputs import ModelInputs, inputs_of
+from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.rows import initial_rows
 
 # Whether the program of an exported model can be loaded without running what it brings.
@@ -127,7 +127,7 @@ _ADVICE = "export the run again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ModelMember:
     """What a member must be."""
 
     num_bytes: int
@@ -170,7 +170,7 @@ class ModelManifest:
     """Samples that it was trained on at once."""
     lineage: Lineage
     """Where it comes from."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ModelMember]
     """Every other member, by name."""
     format: int = MODEL_FORMAT
     """Version of this format."""
@@ -190,7 +190,7 @@ def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path 
         members: every other member.
     """
     partial = path.with_name(f".{path.name}.partial")
-    parts: dict[str, Part] = {}
+    parts: dict[str, ModelMember] = {}
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
             for name, content in sorted(members.items()):
@@ -203,11 +203,11 @@ def write_model(path: Path, manifest: ModelManifest, members: Mapping[str, Path 
         partial.unlink(missing_ok=True)
 
 
-def _plain(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _plain(parts: Mapping[str, ModelMember]) -> dict[str, Any]:
     return {name: asdict(part) for name, part in parts.items()}
 
 
-def _add(archive: zipfile.ZipFile, name: str, content: Path | bytes) -> Part:
+def _add(archive: zipfile.ZipFile, name: str, content: Path | bytes) -> ModelMember:
     digest, count = hashlib.sha256(), 0
     source: IO[bytes] = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
     info = zipfile.ZipInfo(name, _EPOCH)
@@ -215,7 +215,7 @@ def _add(archive: zipfile.ZipFile, name: str, content: Path | bytes) -> Part:
         while piece := source.read(_PIECE):
             digest.update(piece)
             count += to.write(piece)
-    return Part(num_bytes=count, sha256=digest.hexdigest())
+    return ModelMember(num_bytes=count, sha256=digest.hexdigest())
 
 
 class ModelFile:
@@ -264,7 +264,7 @@ class ModelFile:
         Raises:
             SchemaError: a column is missing or does not fit its role.
         """
-        return inputs_of(self.manifest.inputs, samples, self.rows_of)
+        return build_inputs(self.manifest.inputs, samples, self.rows_of)
 
     def _mapped(self, names: tuple[str, str]) -> tuple[NDArray[np.int64], Array]:
         rows, values = (_array(self.path, self._offsets[name]) for name in names)
@@ -338,7 +338,7 @@ def manifest_from(body: Mapping[str, Any]) -> ModelManifest:
     lineage: dict[str, Any] = dict(body["lineage"])
     lineage["segments_sha256"] = tuple(lineage["segments_sha256"])
     fields: dict[str, Any] = dict(body)
-    fields["parts"] = {name: Part(**part) for name, part in body["parts"].items()}
+    fields["parts"] = {name: ModelMember(**part) for name, part in body["parts"].items()}
     fields["inputs"] = _inputs_from(body["inputs"])
     fields["lineage"] = Lineage(**lineage)
     return ModelManifest(**fields)
@@ -365,7 +365,7 @@ def _offset(file: IO[bytes], info: zipfile.ZipInfo) -> int:
     return info.header_offset + 30 + name + extra
 
 
-def _check(file: IO[bytes], offset: int, name: str, part: Part, path: Path) -> None:
+def _check(file: IO[bytes], offset: int, name: str, part: ModelMember, path: Path) -> None:
     file.seek(offset)
     digest, left = hashlib.sha256(), part.num_bytes
     while left and (piece := file.read(min(left, _PIECE))):

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged, is_list, jagged_of, numpy_of, one_chunk, values_of
 from schemas.config.job import TableConfig
-from schemas.errors import SchemaError, similar_or
+from schemas.errors import SchemaError, suggest_name_or
 from schemas.layout import weights_column
 from schemas.rows import rows_of_values
 
 
-def numbers_of(column: pa.Array, dtype: str) -> Array:
+def scalar_values(column: pa.Array, dtype: str) -> Array:
     """Return a scalar column as numbers, nulls as 0.
 
     Raises:
@@ -32,12 +32,12 @@ def numbers_of(column: pa.Array, dtype: str) -> Array:
     return numpy_of(column).astype(dtype)
 
 
-def dense_of(column: pa.Array, name: str, dtype: str) -> Array:
-    """Return a dense feature; see `numbers_of` and `in_range`."""
-    return in_range(numbers_of(column, dtype), name, -np.inf, np.inf)
+def dense_values(column: pa.Array, name: str, dtype: str) -> Array:
+    """Return a dense feature; see `scalar_values` and `check_range`."""
+    return check_range(scalar_values(column, dtype), name, -np.inf, np.inf)
 
 
-def in_range(values: Array, name: str, low: float, high: float) -> Array:
+def check_range(values: Array, name: str, low: float, high: float) -> Array:
     """Return the values; refuse what would make a loss that means nothing.
 
     Raises:
@@ -52,7 +52,7 @@ def in_range(values: Array, name: str, low: float, high: float) -> Array:
     return values
 
 
-def bags_of(column: pa.Array, table: str, config: TableConfig) -> Jagged:
+def to_bags(column: pa.Array, table: str, config: TableConfig) -> Jagged:
     """Return the rows that each value of a sparse feature looks up; nulls are empty bags.
 
     Args:
@@ -67,7 +67,7 @@ def bags_of(column: pa.Array, table: str, config: TableConfig) -> Jagged:
     return Jagged(rows_of_values(values, table, config), offsets)
 
 
-def factors_of(column: pa.Array, feature: str, bags: Jagged, dtype: str) -> Array:
+def entry_weights(column: pa.Array, feature: str, bags: Jagged, dtype: str) -> Array:
     """Return the weight of each entry of a list feature.
 
     Raises:
@@ -79,25 +79,25 @@ def factors_of(column: pa.Array, feature: str, bags: Jagged, dtype: str) -> Arra
             f"column {name!r} must have one entry per entry of {feature!r}, got lists of other "
             "lengths; make both of the same list in the job's SQL"
         )
-    return in_range(found.values.astype(dtype), name, -np.inf, np.inf)
+    return check_range(found.values.astype(dtype), name, -np.inf, np.inf)
 
 
 # What an exported model reads: from columns of samples to the named arrays of its program.
 #
 #     dense                 (num_samples, num_dense)
 #     lengths/<feature>     (num_samples,) int64, look-ups of each sample
-#     positions/<feature>   (sum of lengths + FILLING,) int64 into rows/<table>
+#     positions/<feature>   (sum of lengths + PADDING,) int64 into rows/<table>
 #     factors/<feature>     the weight of each look-up, of features that have weights
-#     rows/<table>          (distinct rows + FILLING, dim)
+#     rows/<table>          (distinct rows + PADDING, dim)
 #     history               (num_samples, longest history) int64 into rows/<table>, newest first
 #
 # No array is empty: batches are filled up with samples of nothing, whose logits are dropped, and
 # the others with zeros that no sample looks up.
 
 DENSE, HISTORY = "dense", "history"
-FILLING = 2
+PADDING = 2
 """Zeros behind the look-ups of a feature, and behind the rows of a table."""
-FEWEST_SAMPLES = 16
+MIN_SAMPLES = 16
 """Matrix products of fewer rows have other bits than larger ones: smaller batches are filled up."""
 
 RowsOf = Callable[[str, NDArray[np.int64]], Array]
@@ -148,7 +148,7 @@ def positions_key(feature: str) -> str:
     return f"positions/{feature}"
 
 
-def factors_key(feature: str) -> str:
+def weights_key(feature: str) -> str:
     """Return the name of the weights of the look-ups of a feature."""
     return f"factors/{feature}"
 
@@ -158,7 +158,7 @@ def rows_key(table: str) -> str:
     return f"rows/{table}"
 
 
-def inputs_of(
+def build_inputs(
     spec: ModelInputs, samples: pa.Table | pa.RecordBatch, rows_of: RowsOf
 ) -> dict[str, Array]:
     """Return the arrays that a model reads of some samples.
@@ -175,21 +175,21 @@ def inputs_of(
     if missing:
         raise SchemaError(
             f"samples must have column {missing[0]!r}, got none; "
-            f"{similar_or(missing[0], samples.schema.names, 'add it')}"
+            f"{suggest_name_or(missing[0], samples.schema.names, 'add it')}"
         )
-    count = max(samples.num_rows, FEWEST_SAMPLES)
+    count = max(samples.num_rows, MIN_SAMPLES)
     columns = {name: one_chunk(samples[name]) for name in spec.columns}
     found = {DENSE: np.zeros((count, len(spec.dense)), spec.dtype)}
     for index, name in enumerate(spec.dense):
-        found[DENSE][: samples.num_rows, index] = dense_of(columns[name], name, spec.dtype)
+        found[DENSE][: samples.num_rows, index] = dense_values(columns[name], name, spec.dtype)
     bags = {
-        feature: bags_of(columns[feature], table, spec.tables[table])
+        feature: to_bags(columns[feature], table, spec.tables[table])
         for feature, table in spec.sparse.items()
     }
     for feature in spec.weighted:
         column = columns[weights_column(feature)]
-        factors = factors_of(column, feature, bags[feature], spec.dtype)
-        found[factors_key(feature)] = _filled(factors, len(factors) + FILLING)
+        factors = entry_weights(column, feature, bags[feature], spec.dtype)
+        found[weights_key(feature)] = _filled(factors, len(factors) + PADDING)
     for table, features in spec.features_of.items():
         found |= _look_ups(table, {f: bags[f] for f in features}, count, rows_of)
     if spec.history is not None:
@@ -206,12 +206,12 @@ def _look_ups(
     values = np.concatenate([b.values for b in bags.values()])
     distinct, positions = np.unique(values, return_inverse=True)
     rows = rows_of(table, distinct)
-    found = {rows_key(table): _filled(rows, len(rows) + FILLING)}
+    found = {rows_key(table): _filled(rows, len(rows) + PADDING)}
     first = 0
     for feature, each in bags.items():
         last = first + len(each.values)
         own = positions[first:last].astype(np.int64)
-        found[positions_key(feature)] = _filled(own, len(own) + FILLING)
+        found[positions_key(feature)] = _filled(own, len(own) + PADDING)
         found[lengths_key(feature)] = _filled(each.lengths.astype(np.int64), count)
         first = last
     return found

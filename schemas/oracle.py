@@ -167,11 +167,11 @@ def number_by_first_use(accesses: Jagged) -> tuple[Jagged, NDArray[np.int64]]:
         numbers: for each block its ascending dense numbers.
         rows: (num_unique_rows,) int64, the row of each number.
     """
-    codes, rows = first_seen(accesses.values)
+    codes, rows = number_by_appearance(accesses.values)
     return sort_each(Jagged(codes, accesses.offsets)), rows
 
 
-def first_seen(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def number_by_appearance(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Number values in order of first appearance; a hash table, several times faster than sorting.
 
     Returns:
@@ -179,7 +179,7 @@ def first_seen(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.i
         distinct: the value of each number.
 
     Example:
-        >>> first_seen(np.array([7, 3, 7, 5]))
+        >>> number_by_appearance(np.array([7, 3, 7, 5]))
         (array([0, 1, 0, 2]), array([7, 3, 5]))
     """
     encoded = pa.array(rows, pa.int64()).dictionary_encode()
@@ -221,7 +221,7 @@ def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedintege
     return joined[new]
 
 
-class LastUses:
+class NextUseTracker:
     """Where each number was seen last, by one who goes through the steps backwards.
 
     Each step takes one read and one write of the array per entry, so that links are linear in
@@ -250,7 +250,7 @@ class LastUses:
         return distances
 
 
-def known_before(distances: NDArray[np.int32], train_step: int, until: int) -> NDArray[np.int32]:
+def clip_to_horizon(distances: NDArray[np.int32], train_step: int, until: int) -> NDArray[np.int32]:
     """Return next-use distances as they are known before a horizon: nothing of later uses.
 
     Args:
@@ -259,7 +259,7 @@ def known_before(distances: NDArray[np.int32], train_step: int, until: int) -> N
         until: one after the last step that is known.
 
     Example:
-        >>> known_before(np.array([1, 3, 0, 2], np.int32), train_step=4, until=7).tolist()
+        >>> clip_to_horizon(np.array([1, 3, 0, 2], np.int32), train_step=4, until=7).tolist()
         [1, 0, 0, 2]
     """
     return np.where(distances < until - train_step, distances, np.int32(NEVER))
@@ -278,7 +278,7 @@ def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArr
     Returns:
         for each step (entries,) int32 distances, `NEVER` where there is no next use.
     """
-    uses = LastUses(num_numbers)
+    uses = NextUseTracker(num_numbers)
     found = [uses.link(steps[step], step) for step in range(len(steps) - 1, -1, -1)]
     return found[::-1]
 

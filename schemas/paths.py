@@ -169,7 +169,7 @@ def check_writable(place: Path, *, single_writer: bool = False, mounts: str | No
         return
     if mounts is None:
         mounts = MOUNTS.read_text("utf-8", "surrogateescape") if MOUNTS.exists() else ""
-    point, kind = mount_of(Path(os.path.realpath(place)), mounts)
+    point, kind = find_mount(Path(os.path.realpath(place)), mounts)
     is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
     if is_fuse or kind in NETWORK_FILESYSTEMS:
         raise SchemaError(
@@ -179,7 +179,7 @@ def check_writable(place: Path, *, single_writer: bool = False, mounts: str | No
         )
 
 
-def mount_of(path: Path, mounts: str) -> tuple[str, str]:
+def find_mount(path: Path, mounts: str) -> tuple[str, str]:
     """Return where the filesystem of a path is mounted, and its type.
 
     Args:
@@ -191,7 +191,7 @@ def mount_of(path: Path, mounts: str) -> tuple[str, str]:
 
     Example:
         >>> line = "36 35 0:31 / /mnt/a rw,noatime shared:1 - nfs4 host:/a rw"
-        >>> mount_of(Path("/mnt/a/dataset"), line)
+        >>> find_mount(Path("/mnt/a/dataset"), line)
         ('/mnt/a', 'nfs4')
     """
     deepest = "", ""

@@ -16,15 +16,15 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 SPLITS = "splits.jsonl"
 SUMMARY = "summary.json"
-IDENTITY = "run.json"
+RUN_FILE = "run.json"
 """File that says what a run was begun with."""
 CHECKPOINTS = "checkpoints"
 """Folder of a run with a folder for each checkpoint, named by its step."""
 STORE_ADDRESS = "address"
 """File in the folder of a store that says where it listens."""
-TOGETHER = "together.json"
+RENDEZVOUS = "together.json"
 """File of a run that replicas may join."""
-HUNG, BEHIND, LOST = 4, 75, 76
+EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS = 4, 75, 76
 """Exit statuses of trainers after which another attempt may get further: a phase that did not end,
 a replica that fell too far behind the others, and a store that lost rows."""
 PHASES = ("read", "wait", "fetch", "forward", "backward", "sync", "update")
@@ -68,7 +68,7 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class StepSplit:
     """Who is to compute which leaves of a step: one line of `splits.jsonl`, where it changes."""
 
     step: int
@@ -144,7 +144,7 @@ class Decision:
     """Numbers the reason speaks of."""
 
 
-def to_line(record: StepMetric | LedgerEntry | Split | Decision | RunSummary) -> str:
+def to_line(record: StepMetric | LedgerEntry | StepSplit | Decision | RunSummary) -> str:
     """Return a record as one line of JSON, without the newline."""
     return canonical_json(asdict(record))
 

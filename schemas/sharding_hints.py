@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 
 # What a planner of table sharding asks of the data: a JSON file that `pipelines` writes.
 #
@@ -83,7 +83,7 @@ def _table(name: str, found: Mapping[str, Any], path: Path) -> TableHints:
     for key in found:
         if key not in known:
             raise SchemaError(
-                f"hints must have known keys, got {key!r}; {nearest(key, known)}",
+                f"hints must have known keys, got {key!r}; {suggest_name(key, known)}",
                 file=str(path),
                 place=name,
             )

@@ -115,7 +115,7 @@ def _keys(values: pa.Array) -> NDArray[np.int64] | NDArray[np.uint64]:
     return cast("NDArray[np.int64]", values.to_numpy(zero_copy_only=False))
 
 
-def append_entries(
+def new_entries(
     vocabulary: Vocabulary, counts: pa.Table, min_count: int, num_rows: int
 ) -> pa.Table:
     """Return the entries that counted values add, in order: count descending, then value.
@@ -171,7 +171,7 @@ def version_path(name: str, version: int, data: bytes) -> str:
     return str(PurePosixPath(VOCABULARIES, name, f"{version:05d}-{digest}.parquet"))
 
 
-def join_versions(versions: Sequence[pa.Table], oov_rows: int, kind: pa.DataType) -> Vocabulary:
+def merge_versions(versions: Sequence[pa.Table], oov_rows: int, kind: pa.DataType) -> Vocabulary:
     """Return the vocabulary of all versions, in order.
 
     Args:

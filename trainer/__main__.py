@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from schemas.config.job import load_job
-from schemas.errors import PlanError, SchemaError, counted
+from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.manifest import read_dataset
 from schemas.paths import check_writable
-from schemas.run_log import BEHIND, LOST
+from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS
 from trainer.cli import WRITTEN, build_parser
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import refuse_run
@@ -197,7 +197,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
         run_replica(arguments.run, options, clock=clock, faults=faults, drain=drain, say=_say)
     except (BehindError, RowsLostError) as error:
         print(f"replica {options.name}: {error}", file=sys.stderr)
-        return BEHIND if isinstance(error, BehindError) else LOST
+        return EXIT_BEHIND if isinstance(error, BehindError) else EXIT_LOST_ROWS
     return 0
 
 
@@ -220,9 +220,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     for problem in report.problems:
         print(f"{problem}; train on with --resume, or train again", file=sys.stderr)
     if report.problems:
-        _answer(arguments, f"verify: {counted(len(report.problems), 'problem')}")
+        _answer(arguments, f"verify: {pluralize(len(report.problems), 'problem')}")
     else:
-        samples, steps = counted(report.num_samples, "sample"), counted(report.num_steps, "step")
+        samples, steps = (
+            pluralize(report.num_samples, "sample"),
+            pluralize(report.num_steps, "step"),
+        )
         _answer(arguments, f"verify: ok, {samples}, {steps}")
     return 1 if report.problems else 0
 
@@ -240,7 +243,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         )
         _answer(arguments, "equal: no")
         return 1
-    steps, rows = counted(comparison.num_steps, "step"), counted(comparison.num_rows, "row")
+    steps, rows = pluralize(comparison.num_steps, "step"), pluralize(comparison.num_rows, "row")
     _answer(arguments, f"equal: yes, {steps}, {rows}")
     return 0
 

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from schemas.accesses import TableAccesses, kept_for
-from schemas.cache_plan import Keyframe, check_size, plan
+from schemas.accesses import TableAccesses, decoded_cache_for
+from schemas.cache_plan import Keyframe, check_cache_size, plan
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, TrainConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
-from schemas.oracle import known_before
+from schemas.oracle import clip_to_horizon
 from schemas.order import Order
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
@@ -155,11 +155,12 @@ def plans_of(
     def distances(table: str) -> Iterator[NDArray[np.int32]]:
         found = files[table]
         return (
-            known_before(found[step].astype(np.int32, copy=False), step, end) for step in to_train
+            clip_to_horizon(found[step].astype(np.int32, copy=False), step, end)
+            for step in to_train
         )
 
-    check_size({table: distances(table) for table in files}, config)
-    kept = kept_for(order, KEPT_BYTES)
+    check_cache_size({table: distances(table) for table in files}, config)
+    kept = decoded_cache_for(order, KEPT_BYTES)
     plans: dict[str, TablePlan] = {}
     for table in files:
         accesses = TableAccesses(dataset, table, order, kept)

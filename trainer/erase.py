@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.config.job import TableConfig, load_job
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.features import load_features
 from schemas.layout import JOB, SCHEMA
 from schemas.manifest import sync_directory
@@ -139,7 +139,7 @@ def table_of(tables: Mapping[str, TableConfig], table: str, run: Path) -> TableC
     """
     if table not in tables:
         raise SchemaError(
-            f"--table must be one of the run, got {table!r}; {nearest(table, tables)}",
+            f"--table must be one of the run, got {table!r}; {suggest_name(table, tables)}",
             file=str(run / JOB),
         )
     return tables[table]

@@ -28,13 +28,13 @@ from schemas.layout import JOB, MANIFEST, SCHEMA
 from schemas.model import PROGRAM, Lineage, ModelManifest, rows_paths, write_model
 from schemas.model_inputs import (
     DENSE,
-    FEWEST_SAMPLES,
     HISTORY,
+    MIN_SAMPLES,
     ModelInputs,
-    factors_key,
     lengths_key,
     positions_key,
     rows_key,
+    weights_key,
 )
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.format import NpyFile
@@ -146,7 +146,7 @@ class GivenEmbedding(nn.Module):
         positions, lengths = inputs[positions_key(feature)], inputs[lengths_key(feature)]
         if feature in self.spec.weighted:
             # the product is rounded before it is added, as the trainer's kernel does
-            factors = inputs[factors_key(feature)].unsqueeze(1)
+            factors = inputs[weights_key(feature)].unsqueeze(1)
             rows = rows.index_select(0, positions) * factors
             positions = torch.arange(positions.shape[0])
         starts = F.pad(lengths.cumsum(0), (1, 0))
@@ -368,7 +368,7 @@ def _exported(model: ServedModel, inputs: ModelInputs, dim: int) -> ExportedProg
 
 def _example(inputs: ModelInputs, dim: int) -> dict[str, torch.Tensor]:
     """Return arrays of different sizes, so that torch takes no two sizes for one."""
-    sizes = count(FEWEST_SAMPLES + 1)
+    sizes = count(MIN_SAMPLES + 1)
     num_samples = next(sizes)
     dtype = getattr(torch, inputs.dtype)
     found = {DENSE: torch.zeros(num_samples, len(inputs.dense), dtype=dtype)}
@@ -378,7 +378,7 @@ def _example(inputs: ModelInputs, dim: int) -> dict[str, torch.Tensor]:
         found[lengths_key(feature)] = torch.ones(num_samples, dtype=torch.int64)
         found[positions_key(feature)] = torch.zeros(next(sizes), dtype=torch.int64)
         if feature in inputs.weighted:
-            found[factors_key(feature)] = torch.zeros(len(found[positions_key(feature)])).to(dtype)
+            found[weights_key(feature)] = torch.zeros(len(found[positions_key(feature)])).to(dtype)
     if inputs.history is not None:
         found[HISTORY] = torch.zeros(num_samples, min(3, inputs.max_history)).long()
     return dict(sorted(found.items()))

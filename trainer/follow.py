@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from schemas.cache_plan import Keyframe
 from schemas.config.job import Job
 from schemas.config.train import TrainConfig
-from schemas.dataset import Dataset, choose_hashes, open_dataset
+from schemas.dataset import Dataset, open_dataset, select_segments_by_hash
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, TRAIN
 from schemas.manifest import DatasetManifest, read_dataset
@@ -215,7 +215,7 @@ class Following:
             try:
                 dataset = open_dataset(self._path)
                 if self._options.chosen is not None:
-                    dataset = choose_hashes(dataset, self._options.chosen)
+                    dataset = select_segments_by_hash(dataset, self._options.chosen)
                 if self._span is None:
                     self._check(dataset)
                 span = self._span_of(dataset)

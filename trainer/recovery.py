@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import TextIO, TypeVar, cast
 
 from schemas.config.limits import DRAIN
-from schemas.run_log import HUNG
+from schemas.run_log import EXIT_HUNG
 
 # Ending when asked: SIGTERM and SIGINT finish the step, save, and leave a run to be resumed.
 #
@@ -123,7 +123,7 @@ def told(message: str) -> Iterator[None]:
 #
 # A thread looks at what the others are in. When a limit is over, the stacks of all threads go to
 # stderr and to a file of the run, one line names phase, step and rank, and the process ends with
-# `HUNG`, without waiting for anything: what hangs may hold any lock.
+# `EXIT_HUNG`, without waiting for anything: what hangs may hold any lock.
 
 T = TypeVar("T")
 _NONE = object()
@@ -263,7 +263,7 @@ class Watchdog:
                     _dump(text, file)
         with suppress(OSError, ValueError):
             _dump(text, sys.__stderr__ or sys.stderr)
-        os._exit(HUNG)
+        os._exit(EXIT_HUNG)
 
     def describe(self, found: Watched, where: Path | None) -> str:
         """Return the line that says what took too long."""

@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 
 from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
-from schemas.dataset import Dataset, verified_version
+from schemas.dataset import Dataset, verify_version
 from schemas.errors import SchemaError
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
 from schemas.manifest import canonical_json, replace_bytes
 from schemas.run_log import (
-    IDENTITY,
     LEDGER,
     METRICS,
+    RUN_FILE,
     SPLITS,
     SUMMARY,
     LedgerEntry,
@@ -65,7 +65,7 @@ def write_expected(run: Path, dataset: Dataset, epochs: int) -> None:
         chosen = segment.positions(TRAIN)
         columns = {
             "segment": pa.array([segment.manifest.id] * len(chosen), pa.string()),
-            "block": segment.block_names[chosen],
+            "block": segment.block_ids[chosen],
             "num_samples": segment.column("num_samples")[chosen],
         }
         tables.append(pa.table(columns, _RUN_BLOCKS))
@@ -265,7 +265,7 @@ def _of_table(table: TableConfig) -> dict[str, Any]:
 
 def has_run(run: Path) -> bool:
     """Tell whether a folder holds a run."""
-    return (run / IDENTITY).is_file()
+    return (run / RUN_FILE).is_file()
 
 
 def start_run(
@@ -323,10 +323,10 @@ def write_dataset(
 ) -> None:
     """Write what the run has to train, and then what it is: again when the dataset has grown."""
     write_expected(run, dataset, config.epochs)
-    schema = verified_version(dataset.directory / SCHEMA, dataset.manifest.schema_sha256)
+    schema = verify_version(dataset.directory / SCHEMA, dataset.manifest.schema_sha256)
     replace_bytes(run / SCHEMA, schema.read_bytes())
     found = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
-    replace_bytes(run / IDENTITY, canonical_json(asdict(found)).encode())
+    replace_bytes(run / RUN_FILE, canonical_json(asdict(found)).encode())
 
 
 def read_identity(run: Path) -> RunIdentity:
@@ -335,7 +335,7 @@ def read_identity(run: Path) -> RunIdentity:
     Raises:
         SchemaError: the folder holds no run, or its identity is damaged.
     """
-    path = run / IDENTITY
+    path = run / RUN_FILE
     if not has_run(run):
         raise SchemaError("run must exist, got none; train first", file=str(run))
     try:
@@ -360,7 +360,7 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool
     Raises:
         SchemaError: the folder holds no run, or another one.
     """
-    path, found = run / IDENTITY, read_identity(run)
+    path, found = run / RUN_FILE, read_identity(run)
     wanted = identity_of(dataset, config, follows=follows)
     for field in ("dataset", "train"):
         different = first_difference(getattr(found, field), getattr(wanted, field), field)

@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeVar
 from schemas.config.job import Job
 from schemas.config.limits import WAIT
 from schemas.config.train import StoresConfig
-from schemas.dataset import Dataset, choose, hashes_of, open_dataset
+from schemas.dataset import Dataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
 from schemas.manifest import canonical_json, replace_bytes
-from schemas.run_log import CHECKPOINTS, IDENTITY, METRICS
+from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE
 from trainer.checkpoint.load import newest_checkpoint, step_of, stores_of, verified
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import complete, set_aside
@@ -317,7 +317,7 @@ def _chosen(
     if wanted is None:
         assert beginning is not None, "one of both is given"
         wanted = not_trained(beginning, dataset)
-    return tuple(hashes_of(choose(dataset, wanted)).values())
+    return tuple(segment_hashes(select_segments(dataset, wanted)).values())
 
 
 def _check_same(run: Path, found: RunIdentity, dataset_path: Path, options: TrainOptions) -> None:
@@ -332,12 +332,12 @@ def _check_same(run: Path, found: RunIdentity, dataset_path: Path, options: Trai
     elif options.follow and found.chosen:
         problem = "one that follows its dataset, got one of chosen segments"
     elif options.segments is not None:
-        named = choose(open_dataset(dataset_path), options.segments)
-        if set(hashes_of(named).values()) != set(found.segments):
+        named = select_segments(open_dataset(dataset_path), options.segments)
+        if set(segment_hashes(named).values()) != set(found.segments):
             problem = f"of the segments {', '.join(options.segments)}, got one of others"
     if problem is not None:
         raise SchemaError(
-            f"run to go on with must be {problem}; use another folder", file=str(run / IDENTITY)
+            f"run to go on with must be {problem}; use another folder", file=str(run / RUN_FILE)
         )
 
 

@@ -12,11 +12,11 @@ from typing import Literal
 from schemas.config.job import Job, load_job
 from schemas.config.limits import EVALUATE, SAVE, START, WAIT
 from schemas.config.train import TrainConfig
-from schemas.dataset import Dataset, choose, choose_hashes, open_dataset
+from schemas.dataset import Dataset, open_dataset, select_segments, select_segments_by_hash
 from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST
 from schemas.order import Order
-from schemas.run_log import IDENTITY, METRICS, LedgerEntry, RunSummary, StepMetric, read_metrics
+from schemas.run_log import METRICS, RUN_FILE, LedgerEntry, RunSummary, StepMetric, read_metrics
 from trainer.checkpoint.load import (
     check_model,
     load_checkpoint,
@@ -390,10 +390,10 @@ def evaluate_run(
     device_of(job.train.device)
     found = read_identity(run)
     if segments is not None:
-        dataset = choose(dataset, segments)
-        check_meaning(run / IDENTITY, found, dataset)
+        dataset = select_segments(dataset, segments)
+        check_meaning(run / RUN_FILE, found, dataset)
     else:
-        dataset = choose_hashes(dataset, found.segments) if found.chosen else dataset
+        dataset = select_segments_by_hash(dataset, found.segments) if found.chosen else dataset
         check_run(run, dataset, job.train)
     spec = spec_of(dataset, job.train.dtype)
     parts = build_parts(spec, job.train, memory_stores(spec, job.train))

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.config.job import Job
-from schemas.dataset import Dataset, Segment, all_hashes_of, looks_up
+from schemas.dataset import Dataset, Segment, all_segment_hashes, has_accesses
 from schemas.errors import SchemaError
 from schemas.files import sha256_of
 from schemas.layout import MANIFEST
-from schemas.manifest import names_before
-from schemas.run_log import CHECKPOINTS, IDENTITY
+from schemas.manifest import previous_names
+from schemas.run_log import CHECKPOINTS, RUN_FILE
 from trainer.checkpoint.agent import NewCheckpoint
 from trainer.checkpoint.format import RowsAndRecords
 from trainer.checkpoint.load import (
@@ -46,7 +46,7 @@ def rows_used(dataset: Dataset, segments: Iterable[Segment], table: str) -> NDAr
         segments: of it.
         table: table name.
     """
-    found = [s.rows(table) for s in segments if looks_up(dataset, s, table)]
+    found = [s.rows(table) for s in segments if has_accesses(dataset, s, table)]
     return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
 
@@ -70,17 +70,17 @@ def rows_of_days(
     if num_days is None:
         return None
     lineage = dataset.manifest.lineage
-    before = [s for s in dataset.others if not _hashes(s, lineage).isdisjoint(trained)]
+    before = [s for s in dataset.unselected if not _hashes(s, lineage).isdisjoint(trained)]
     newest = max(_day_of(s) for s in (*dataset.segments, *before))
     first = newest - timedelta(days=num_days - 1)
-    everything = (*dataset.segments, *dataset.others)
+    everything = (*dataset.segments, *dataset.unselected)
     last = [s for s in everything if s.manifest.day and first <= _day_of(s) <= newest]
     return rows_used(dataset, last, table)
 
 
 def _hashes(segment: Segment, lineage: Mapping[str, str]) -> frozenset[str]:
     """Return the hash of a segment's manifest, and those from before ids were forgotten in it."""
-    return names_before(lineage, segment.manifest.id) | {sha256_of(segment.directory / MANIFEST)}
+    return previous_names(lineage, segment.manifest.id) | {sha256_of(segment.directory / MANIFEST)}
 
 
 def _day_of(segment: Segment) -> date:
@@ -180,7 +180,7 @@ def not_trained(beginning: Beginning, dataset: Dataset) -> tuple[str, ...]:
             "train it to its end, or name --segments",
             file=str(beginning.checkpoint),
         )
-    trained, hashes = frozenset(beginning.trained), all_hashes_of(dataset)
+    trained, hashes = frozenset(beginning.trained), all_segment_hashes(dataset)
     left = [r.id for r in dataset.manifest.segments if trained.isdisjoint(hashes[r.id])]
     if not left:
         raise SchemaError(
@@ -293,7 +293,7 @@ def among(rows: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.bool_
 
 def _check(beginning: Beginning, job: Job, dataset: Dataset) -> None:
     """Refuse what does not fit before anything is written."""
-    check_meaning(beginning.old / IDENTITY, beginning.identity, dataset)
+    check_meaning(beginning.old / RUN_FILE, beginning.identity, dataset)
     file = beginning.checkpoint / MANIFEST
     check_model(beginning.manifest.made_of, made_of(job, dataset), str(file))
     spec = spec_of(dataset, job.train.dtype)
@@ -312,7 +312,7 @@ def _clear(run: Path) -> None:
     if found not in ([], [folder_of(0)]):
         raise SchemaError(
             f"output must hold no run, got checkpoints {', '.join(found[-3:])} without "
-            f"{IDENTITY}; use another folder",
+            f"{RUN_FILE}; use another folder",
             file=str(run),
         )
     shutil.rmtree(run / CHECKPOINTS / folder_of(0), ignore_errors=True)

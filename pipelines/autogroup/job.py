@@ -35,7 +35,7 @@ from pipelines.transforms.apply import inputs_of
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig, Job, load_job
 from schemas.config.transforms import TransformConfig
-from schemas.dataset import verified
+from schemas.dataset import verify_file
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.layout import JOB, MANIFEST
@@ -343,7 +343,7 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
         return request, job
     text = request.job_path.read_text(encoding="utf-8")
     if (request.dataset / MANIFEST).exists():
-        path = verified(request.dataset / JOB, read_dataset(request.dataset).job_sha256)
+        path = verify_file(request.dataset / JOB, read_dataset(request.dataset).job_sha256)
         pinned = load_job(path)
         named = named_groups(job, pinned.data.groups)
         same = path.read_bytes() if named == pinned else None
@@ -532,7 +532,7 @@ def _mapping(
 
 def _flow(value: tuple[str, ...] | Mapping[str, str | TransformConfig]) -> str:
     if isinstance(value, Mapping):
-        made = {k: v if isinstance(v, str) else v.written() for k, v in value.items()}
+        made = {k: v if isinstance(v, str) else v.to_mapping() for k, v in value.items()}
         return "{" + ", ".join(f"{_word(k)}: {json.dumps(v)}" for k, v in made.items()) + "}"
     return "[" + ", ".join(map(_word, value)) + "]"
 

@@ -17,7 +17,7 @@ from pipelines.context import BuildContext
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import ORIGIN, FilePart, typed_chunks
 from pipelines.table.content_hash import ContentHash, content_hash, row_hashes
-from schemas.errors import SchemaError, similar_or
+from schemas.errors import SchemaError, suggest_name_or
 from schemas.manifest import InputFile, hash_of
 
 # Raw rows that another pipeline made: typed, with origins that follow from their content.
@@ -95,7 +95,7 @@ def chosen_columns(
         if name not in element.column_names:
             raise SchemaError(
                 f"rows must have column {name!r}, got none; "
-                f"{similar_or(name, element.column_names, 'add it')}",
+                f"{suggest_name_or(name, element.column_names, 'add it')}",
                 file=place,
             )
     return element.select(list(names))

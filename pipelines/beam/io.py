@@ -47,8 +47,8 @@ from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.compatibility import admit
 from pipelines.transforms.fit import learned_so_far, stage_learned
 from schemas.config.job import Job, check_new_names, load_job
-from schemas.dataset import absent_columns, open_dataset
-from schemas.errors import SchemaError, nearest
+from schemas.dataset import missing_column_defaults, open_dataset
+from schemas.errors import SchemaError, suggest_name
 from schemas.features import load_features
 from schemas.manifest import InputFile
 from schemas.paths import check_writable, local_path, schema_path
@@ -215,7 +215,7 @@ class _ReadRowGroup(beam.DoFn):
         index, file_index, row_group = place
         dataset = self.dataset
         segment = dataset.segments[index]
-        absent = absent_columns(dataset, segment)
+        absent = missing_column_defaults(dataset, segment)
         table = remembered_row_group(segment, file_index, row_group, dataset.job.data, absent)
         yield table.select(sample_columns(dataset, self.model_inputs))
 
@@ -270,7 +270,7 @@ class ReadSource(beam.PTransform):
         self._features = load_features(schema)
         self._folder, self._source = folder_of(log), source or self._data.sample_source
         if self._source not in self._data.inputs:
-            advice = nearest(self._source, self._data.inputs)
+            advice = suggest_name(self._source, self._data.inputs)
             raise SchemaError(
                 f"source must be one of the job's, got {self._source!r}; {advice}", file=str(path)
             )
@@ -388,7 +388,7 @@ class TablesContext(GivenContext):
     @property
     def crossing(self) -> Crossing:
         """Samples as tables."""
-        made = self.data.made_columns
+        made = self.data.derived_columns
         return AsTables(tuple(n for n in self.features.names if n not in made))
 
 

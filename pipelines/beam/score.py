@@ -19,7 +19,14 @@ from apache_beam.ml.inference.base import ModelHandler, RunInference
 from pipelines.atomic_files import whole
 from pipelines.beam.runner import run_pipeline
 from pipelines.clustering.reader import joined_row_group
-from schemas.dataset import Dataset, Segment, absent_columns, choose, choose_hashes, open_dataset
+from schemas.dataset import (
+    Dataset,
+    Segment,
+    missing_column_defaults,
+    open_dataset,
+    select_segments,
+    select_segments_by_hash,
+)
 from schemas.errors import SchemaError
 from schemas.files import sha256_of
 from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
@@ -145,7 +152,7 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         )
     model, dataset = open_model(request.model), open_dataset(request.dataset)
     if request.segments is not None:
-        dataset = choose(dataset, request.segments)
+        dataset = select_segments(dataset, request.segments)
     columns = kept_columns(dataset, model)
     places = places_of(dataset, request.split)
     if not places:
@@ -223,7 +230,7 @@ def places_of(dataset: Dataset, split: str) -> list[Place]:
 
 def chosen_samples(segment: Segment, part: int, row_group: int, split: str) -> np.ndarray:
     """Return which samples of a row group are of a split, (num_samples,) bool."""
-    of_split = np.zeros(len(segment.block_names), bool)
+    of_split = np.zeros(len(segment.block_ids), bool)
     for each in SPLITS[split]:
         of_split[segment.positions(each)] = True
     here = (segment.column("file") == part) & (segment.column("row_group") == row_group)
@@ -247,7 +254,7 @@ class ReadSamples(beam.DoFn):
         """
         dataset = open_dataset(self.path)
         try:
-            self.dataset = choose_hashes(dataset, self.hashes)
+            self.dataset = select_segments_by_hash(dataset, self.hashes)
         except SchemaError as error:
             raise SchemaError(
                 "dataset must keep its segments while it is scored, got one replaced; score again",
@@ -258,7 +265,7 @@ class ReadSamples(beam.DoFn):
         """Yield the samples under the name of their output."""
         name, number, part, row_group = place
         segment, data = self.dataset.segments[number], self.dataset.job.data
-        absent = absent_columns(self.dataset, segment)
+        absent = missing_column_defaults(self.dataset, segment)
         table = joined_row_group(segment, part, row_group, data, absent)
         table = table.filter(pa.array(chosen_samples(segment, part, row_group, split)))
         kept = {f"{_KEPT}{column}": table[column] for column in self.kept}

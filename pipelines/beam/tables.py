@@ -14,7 +14,7 @@ from pipelines.oracle.index import TableTotals, index_table, totals_of
 from pipelines.oracle.linking import LINKING, LinkingPlan
 from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
 from pipelines.shuffle import from_bytes
-from schemas.dataset import Dataset, choose, open_dataset
+from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.order import Order
 
 SPREAD_PARTS = 4
@@ -157,7 +157,7 @@ class _IndexTable(beam.DoFn):
 
     def setup(self) -> None:
         keep_freed_memory()
-        self.dataset = choose(open_dataset(self.path), self.ids)
+        self.dataset = select_segments(open_dataset(self.path), self.ids)
 
     def process(self, table: str) -> Iterator[Any]:
         made = index_table(self.root, self.dataset, table, self.order, self.worker_entries)

@@ -61,7 +61,7 @@ from pipelines.transforms.fit import (
     with_partial,
 )
 from schemas.config.job import DataConfig
-from schemas.fitted import Learned
+from schemas.fitted import FittedValues
 
 _KEYED = tuple[int, tuple[str, bytes]]
 """What look-ups by key are grouped by is an int on every runner, not a pickled object."""
@@ -505,7 +505,7 @@ class _Pin(beam.DoFn):
 
 
 class _BuildPart(_Counted):
-    learned: Learned | None = None
+    learned: FittedValues | None = None
 
     def process(
         self, part: tuple[int, Iterable[Any]], pins: Pins, files: Mapping[str, str]

@@ -30,9 +30,9 @@ from schemas.arrays import (
     offsets_of,
     one_chunk,
 )
-from schemas.config.job import SAMPLES, DataConfig, StorageConfig, named
+from schemas.config.job import SAMPLES, DataConfig, StorageConfig, resolve_choice
 from schemas.errors import SchemaError
-from schemas.fitted import Learned
+from schemas.fitted import FittedValues
 from schemas.group_files import Windows, to_windows
 from schemas.layout import (
     BLOCK,
@@ -69,7 +69,7 @@ class Star:
 
 
 def to_star(
-    clustered: Clustered, file_index: int, data: DataConfig, learned: Learned | None = None
+    clustered: Clustered, file_index: int, data: DataConfig, learned: FittedValues | None = None
 ) -> Star:
     """Deduplicate each group within each block, exactly, and apply the transforms.
 
@@ -79,7 +79,7 @@ def to_star(
         data: groups and transforms.
         learned: what transforms learned, None where none does.
     """
-    learned = learned or Learned()
+    learned = learned or FittedValues()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
     check_blocks(clustered.first_block + num_blocks, data.block_samples)
     prefix = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
@@ -364,7 +364,7 @@ def choose_layout(
         group: its name in the job.
         storage: what the job says.
     """
-    wanted = named(storage.shared_tuples, group)
+    wanted = resolve_choice(storage.shared_tuples, group)
     index, kept, _ = shared(table, tuples, [table.num_rows])
     if wanted is None and kept.num_rows > HOPELESS * table.num_rows:
         wanted = False
@@ -381,7 +381,7 @@ def choose_layout(
 
 def _windows(table: pa.Table, group: str, storage: StorageConfig) -> tuple[tuple[str, ...], int]:
     """Return the list features that are windows, and the bytes of all files together."""
-    wanted = named(storage.windows, group)
+    wanted = resolve_choice(storage.windows, group)
     total, chosen = smallest_bytes(table), []
     for field in table.schema:
         if wanted is False or not can_be_windows(field.type) or not _PATH.fullmatch(field.name):

@@ -34,7 +34,7 @@ from schemas.arrays import (
 )
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.features import FeatureSet
-from schemas.fitted import Learned
+from schemas.fitted import FittedValues
 from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_name
 from schemas.oracle import unique_per_block
 from schemas.rows import ids_of, rows_of_ids
@@ -354,7 +354,7 @@ def build_part(
     data: DataConfig,
     pins: Pins,
     features: FeatureSet,
-    learned: Learned | None = None,
+    learned: FittedValues | None = None,
 ) -> PartResult:
     """Cluster, cut, deduplicate and write the samples of one part, piece by piece.
 

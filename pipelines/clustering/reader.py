@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipelines.partition import microseconds
 from schemas.arrays import check_inverse, numpy_of, offsets_of, one_chunk
 from schemas.config.job import DataConfig
-from schemas.dataset import Dataset, Segment, absent_columns, constant, open_dataset
+from schemas.dataset import Dataset, Segment, constant_column, missing_column_defaults, open_dataset
 from schemas.errors import SchemaError
 from schemas.group_files import read_group
 from schemas.layout import BLOCK, inverse_column, samples_path
@@ -59,7 +59,7 @@ def joined_row_group(
         columns.update({c: taken[c] for c in table.column_names[2:]})
         del columns[inverse_column(group)]
     del columns[BLOCK]
-    younger = {c: constant(value, samples.num_rows) for c, value in (absent or {}).items()}
+    younger = {c: constant_column(value, samples.num_rows) for c, value in (absent or {}).items()}
     return pa.table({**columns, **younger})
 
 
@@ -72,7 +72,7 @@ def remembered_row_group(
 ) -> pa.Table:
     """Return what `joined_row_group` does, without the samples that were forgotten."""
     joined = joined_row_group(segment, file_index, row_group, data, absent)
-    forgotten = segment.forgotten_rows(file_index, row_group)
+    forgotten = segment.deleted_rows(file_index, row_group)
     if not len(forgotten):
         return joined
     return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), forgotten)))
@@ -80,7 +80,7 @@ def remembered_row_group(
 
 def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
     """Return the columns of the samples in the order of the schema."""
-    made = dataset.job.data.made_columns
+    made = dataset.job.data.derived_columns
     return [n for n in dataset.features.names if model_inputs or n not in made]
 
 
@@ -91,7 +91,7 @@ def expanded_tables(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa
     """
     columns = sample_columns(dataset, model_inputs)
     for segment in dataset.segments:
-        absent = absent_columns(dataset, segment)
+        absent = missing_column_defaults(dataset, segment)
         for file_index, row_group in row_groups(segment):
             found = remembered_row_group(segment, file_index, row_group, dataset.job.data, absent)
             yield found.select(columns)

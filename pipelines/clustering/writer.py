@@ -27,7 +27,7 @@ from pipelines.partition import hash_session_keys
 from pipelines.samples.tuples import Tuples, compact, join
 from schemas.arrays import offsets_of
 from schemas.config.job import DataConfig
-from schemas.fitted import Learned
+from schemas.fitted import FittedValues
 from schemas.layout import (
     BLOCK,
     EVALUATION,
@@ -64,7 +64,10 @@ class Pins:
 
 
 def pin(
-    parts: Iterable[Tuples], data: DataConfig, learned: Learned | None = None, num_parts: int = 1
+    parts: Iterable[Tuples],
+    data: DataConfig,
+    learned: FittedValues | None = None,
+    num_parts: int = 1,
 ) -> Pins:
     """Learn from the samples of one part, in any order.
 

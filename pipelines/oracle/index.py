@@ -24,9 +24,9 @@ from pipelines.oracle.files import (
 )
 from pipelines.oracle.linking import LinkingPlan, step_lengths
 from pipelines.oracle.numbering import codes_of
-from schemas.accesses import TableAccesses, integer_for
+from schemas.accesses import TableAccesses, smallest_int_type
 from schemas.arrays import Array
-from schemas.dataset import Dataset, Segment, edge_rows, looks_up
+from schemas.dataset import Dataset, Segment, edge_rows, has_accesses
 from schemas.files import CheckedFile
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.layout import access_path
@@ -42,7 +42,7 @@ from schemas.order import Order
 #
 #     edges -> ranges of slots (which rows are new) -> numbers of new rows -> ranges of slots (maps)
 #
-# `schemas.accesses.stitch` does the same in memory.
+# `schemas.accesses.merge_dictionaries` does the same in memory.
 
 WINDOW = 1 << 21
 """Numbers of a map that are worked on at once: 8 or 16 MiB of mapped memory."""
@@ -72,7 +72,7 @@ def stitch_files(
         joint = {segment: stack.enter_context(whole(maps[segment])) for segment in used}
         for segment in used:
             open_memmap(flags[segment], "w+", np.bool_, (counts[segment],))
-            open_memmap(joint[segment], "w+", integer_for(total), (counts[segment],))
+            open_memmap(joint[segment], "w+", smallest_int_type(total), (counts[segment],))
         runs = {s: _spread(folder / f"rows-{s}", edges[s], num_ranges) for s in used}
         for index in range(num_ranges):
             for segment, number, _, is_new in _entries(runs, index):
@@ -81,7 +81,7 @@ def stitch_files(
         for segment in used:
             num_rows = _number_new(flags[segment], joint[segment], num_rows)
         for index in range(num_ranges):
-            known = np.empty(0, integer_for(total))
+            known = np.empty(0, smallest_int_type(total))
             for segment, number, codes, is_new in _entries(runs, index):
                 _write_at(joint[segment], number[~is_new], known[codes[~is_new]])
                 known = np.concatenate([known, _read_at(joint[segment], number[is_new])])
@@ -204,7 +204,7 @@ def index_table(
 def access_files(dataset: Dataset, segment: Segment, table: str) -> list[CheckedFile]:
     """Return a segment's files of access lists, none when it looks nothing up in the table."""
     found: list[CheckedFile] = []
-    if looks_up(dataset, segment, table):
+    if has_accesses(dataset, segment, table):
         found.append(segment.file(access_path(table, 0)))
     while found and (path := access_path(table, len(found))) in segment.files:
         found.append(segment.file(path))

@@ -24,7 +24,7 @@ from pipelines.oracle.files import (
 )
 from schemas.arrays import Jagged, jagged_of, offsets_of, ranges
 from schemas.files import CheckedFile
-from schemas.oracle import LastUses, from_gaps, sort_each, union
+from schemas.oracle import NextUseTracker, from_gaps, sort_each, union
 from schemas.order import Order
 
 HISTOGRAM = 1024
@@ -197,7 +197,7 @@ def link(plan: LinkingPlan, task: LinkTask) -> tuple[LinkTask, NDArray[np.int32]
     Returns:
         the task, and the entries of the range in each step.
     """
-    lists, uses = Lists(plan), LastUses(task.end - task.first)
+    lists, uses = Lists(plan), NextUseTracker(task.end - task.first)
     counts = np.zeros(plan.order.num_steps, np.int32)
 
     def files() -> Iterator[dict[str, NDArray[np.generic]]]:

@@ -29,7 +29,7 @@ from pipelines.oracle.files import (
 from schemas.arrays import Jagged, concat, jagged_of, offsets_of
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, edges_path, part_name
-from schemas.oracle import first_and_last, first_seen, number_by_first_use, sort_each
+from schemas.oracle import first_and_last, number_by_appearance, number_by_first_use, sort_each
 
 WORKER_ENTRIES = 1 << 20
 """Entries that a task holds at once: one table of a million, or a range of slots of a larger one.
@@ -246,11 +246,11 @@ def codes_of(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the place of each row among known ones, and those that are new, which follow them."""
     if not len(known):
-        return first_seen(rows)
+        return number_by_appearance(rows)
     found = pc.index_in(pa.array(rows), value_set=pa.array(known))
     codes = found.fill_null(-1).to_numpy().astype(np.int64)
     lacks = codes < 0
-    more, new = first_seen(rows[lacks])
+    more, new = number_by_appearance(rows[lacks])
     codes[lacks] = more + len(known)
     return codes, new
 

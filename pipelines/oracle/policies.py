@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipelines.quality.statistics_files import segment_statistics
 from schemas.accesses import TableAccesses, indexed_steps
-from schemas.cache_plan import plan, required_rows, summarize, too_small
+from schemas.cache_plan import cache_too_small, plan, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.miss_ratio import lru_curve
@@ -187,7 +187,7 @@ def table_report(
     """
     chosen = policies[cache.policy]
     if chosen.fetched_rows is None or chosen.hit_rate is None or chosen.peak_cache_rows is None:
-        raise too_small(cache, chosen.required_rows, table=table)
+        raise cache_too_small(cache, chosen.required_rows, table=table)
     index = dataset.index_for(order).manifest
     manifests = [s.manifest for s in dataset.segments]  # older ones may lack a table
     counts = [m.tables[table] for m in manifests if table in m.tables]

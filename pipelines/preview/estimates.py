@@ -44,7 +44,7 @@ class SampleTable:
     @staticmethod
     def of(tuples: Sequence[Tuples], context: BuildContext) -> SampleTable:
         """Put the columns of samples together again."""
-        names = [n for n in context.features.names if n not in context.data.made_columns]
+        names = [n for n in context.features.names if n not in context.data.derived_columns]
         if not tuples:
             empty = pa.table({n: pa.array([], pa.null()) for n in names})
             return SampleTable(empty, np.zeros(0, bool))

@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.quality.statistics import ColumnStatistics, Sketch, bucket_range
-from schemas.dataset import Segment, verified
+from schemas.dataset import Segment, verify_file
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
 
@@ -200,4 +200,4 @@ def segment_statistics(segment: Segment) -> statistics_pb2.DatasetFeatureStatist
     """
     name = PLAIN_STATISTICS if PLAIN_STATISTICS in segment.files else STATISTICS
     path = segment.directory / name
-    return read_statistics(verified(path, segment.files[name].sha256))
+    return read_statistics(verify_file(path, segment.files[name].sha256))

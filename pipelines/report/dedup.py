@@ -401,10 +401,10 @@ def _tuples_of_part(
             if file == file_index
         ]
     )
-    order = np.argsort(segment.block_names)
+    order = np.argsort(segment.block_ids)
     pairs = [segment.blocks["split"].combine_chunks(), segment.blocks["window"].combine_chunks()]
     _, window = unique_tuples([part for column in pairs for part in comparable(column)])
-    place = order[np.searchsorted(segment.block_names[order], stored[BLOCK].to_numpy())]
+    place = order[np.searchsorted(segment.block_ids[order], stored[BLOCK].to_numpy())]
     _, codes = unique_tuples(comparable_tuple(stored, names))
     return codes.astype(np.int64), window[place].astype(np.int64)
 

@@ -24,7 +24,7 @@ from pipelines.report.html import (
 from schemas.accesses import TableAccesses, TableLoad, index_load, indexed_steps
 from schemas.cache_plan import PlanStep, plan
 from schemas.dataset import Dataset
-from schemas.miss_ratio import EXACT_OPTIMAL, Curve, lru_curve, optimal_curve
+from schemas.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
 from schemas.order import Order
 
 
@@ -96,8 +96,8 @@ class OracleFacts:
     num_steps: int
     lookahead: int
     largest: str
-    lru: Curve
-    optimal: Curve
+    lru: HitRateCurve
+    optimal: HitRateCurve
     plan: tuple[tuple[int, int, int], ...]
     load: TableLoad
 
@@ -158,7 +158,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     )
 
 
-def _optimal(steps: Iterator[NDArray[np.int64]], num_accesses: int) -> Curve:
+def _optimal(steps: Iterator[NDArray[np.int64]], num_accesses: int) -> HitRateCurve:
     """Return the best possible curve, with as many points as the work allows."""
     points = int(np.clip(OPTIMAL_WORK // max(1, min(num_accesses, EXACT_OPTIMAL)), 8, 64))
     return optimal_curve(steps, num_accesses, points)

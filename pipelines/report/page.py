@@ -68,7 +68,7 @@ def facts(dataset: Dataset) -> str:
 def _forgotten(dataset: Dataset) -> list[str]:
     """Say how many samples count no more; nothing when all do."""
     found = sum(
-        len(segment.forgotten_rows(file_index, row_group))
+        len(segment.deleted_rows(file_index, row_group))
         for segment in dataset.segments
         if segment.tombstones.num_rows
         for file_index, row_group in row_groups(segment)

@@ -14,7 +14,7 @@ from pipelines.quality.statistics_files import segment_statistics
 from pipelines.report.dedup import group_totals
 from pipelines.report.html import Section, count, digits, paragraph, percent, table, words_table
 from pipelines.samples.event_join import COUNTS, add_counts, read_counts
-from schemas.dataset import Dataset, Segment, verified
+from schemas.dataset import Dataset, Segment, verify_file
 from schemas.layout import ANOMALIES
 
 _MEANING = {
@@ -90,7 +90,7 @@ def seen_of(segment: Segment) -> Seen:
     Raises:
         SchemaError: a file is missing or changed.
     """
-    path = verified(segment.directory / ANOMALIES, segment.files[ANOMALIES].sha256)
+    path = verify_file(segment.directory / ANOMALIES, segment.files[ANOMALIES].sha256)
     statistics = segment_statistics(segment)
     return Seen(
         f"segment {segment.manifest.position}",

@@ -16,7 +16,7 @@ from pipelines.clustering.encodings import COMPRESSION, COMPRESSION_LEVEL, choos
 from pipelines.clustering.reader import remembered_row_group, row_groups, sample_columns
 from pipelines.report.charts import ACCENT, OTHER, OURS, Bar, bar_chart
 from pipelines.report.html import Section, compared, figure, paragraph, percent, ratio, size, table
-from schemas.dataset import Dataset, Segment, absent_columns
+from schemas.dataset import Dataset, Segment, missing_column_defaults
 from schemas.layout import DATA_DIRECTORIES, SEGMENTS, window_columns
 
 # The same samples as plain Parquet, as they would lie without Presage: what its bytes are up to.
@@ -66,7 +66,7 @@ def flat_rows(
         model_inputs: whether to add the columns that transforms and sampling made.
     """
     data, columns = dataset.job.data, sample_columns(dataset, model_inputs)
-    absent = {s.manifest.id: absent_columns(dataset, s) for s in dataset.segments}
+    absent = {s.manifest.id: missing_column_defaults(dataset, s) for s in dataset.segments}
     places = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
 
     def rows(segment: Segment, file_index: int, row_group: int) -> pa.Table:
@@ -157,7 +157,7 @@ def oracle_bytes(dataset: Dataset) -> int:
 
 def made_bytes(dataset: Dataset) -> int:
     """Return the bytes of the column chunks that transforms made; their footers do not count."""
-    made = set(dataset.job.data.made_columns)
+    made = set(dataset.job.data.derived_columns)
     made |= {w for c in made for w in window_columns(c)}
     total = 0
     for segment in dataset.segments:

@@ -47,7 +47,7 @@ from pipelines.table.locks import workplace
 from schemas.arrays import numpy_of, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig
 from schemas.dataset import Dataset, Segment, open_dataset
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
 from schemas.group_files import read_group
 from schemas.layout import inverse_column, part_name, samples_path
@@ -433,7 +433,7 @@ def write_job(
     if request.label is not None and request.label not in rows.schema.names:
         raise SchemaError(
             f"--label must name a column, got {request.label!r}; "
-            f"{nearest(request.label, rows.schema.names)}"
+            f"{suggest_name(request.label, rows.schema.names)}"
         )
     time = rows.time or ROW_TIME
     constant = "" if rows.time else f", TIMESTAMP '1970-01-01' AS {ROW_TIME}"

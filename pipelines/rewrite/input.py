@@ -25,7 +25,7 @@ from pipelines.sources.listing import (
 from pipelines.sources.rows import RawRows
 from schemas.arrays import is_list, one_chunk
 from schemas.config.sources import SourceConfig
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
 
 SOURCE = "rows"
@@ -309,7 +309,9 @@ def _time(schema: pa.Schema, given: str | None, session: str) -> str | None:
 
 def _check_given(flag: str, name: str, schema: pa.Schema, candidates: list[str], what: str) -> None:
     if name not in schema.names:
-        raise SchemaError(f"{flag} must name a column, got {name!r}; {nearest(name, schema.names)}")
+        raise SchemaError(
+            f"{flag} must name a column, got {name!r}; {suggest_name(name, schema.names)}"
+        )
     if name not in candidates:
         raise SchemaError(
             f"{flag} must be {what}, got {schema.field(name).type} for {name!r}; "

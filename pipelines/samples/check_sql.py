@@ -14,7 +14,7 @@ from pipelines.samples.statements import tables_in
 from pipelines.sources.rows import ORIGIN
 from schemas.arrays import comparable_tuple, hash_keys
 from schemas.config.job import DataConfig
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
 
 CUTS = (1, 2, 7)
@@ -241,7 +241,7 @@ def key_types(
 def _check_column(place: str, name: str, schema: pa.Schema) -> None:
     if name not in schema.names:
         known = [n for n in schema.names if n != ORIGIN]
-        raise SchemaError(f"{place} must be a column, got {name!r}; {nearest(name, known)}")
+        raise SchemaError(f"{place} must be a column, got {name!r}; {suggest_name(name, known)}")
 
 
 def _check_time(place: str, name: str, schema: pa.Schema) -> None:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from pipelines.sources.rows import ORIGIN
 from schemas.config.limits import SqlLimitsConfig
-from schemas.config.parse import place_in_value
+from schemas.config.parse import position_in_value
 from schemas.errors import SchemaError
 
 _OF_THREAD = threading.local()
@@ -80,7 +80,7 @@ class SqlError(SchemaError):
         """Return the error with the line and the column in the job file."""
         place = None
         if self.position is not None:
-            place = place_in_value(job.read_text(encoding="utf-8"), self.key, self.position)
+            place = position_in_value(job.read_text(encoding="utf-8"), self.key, self.position)
         return SchemaError(self.message, file=str(job), place=place)
 
 

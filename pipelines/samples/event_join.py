@@ -20,7 +20,7 @@ from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
 from schemas.config.job import DataConfig
 from schemas.config.sources import EventsConfig
 from schemas.dataset import Segment
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.layout import EVENTS, REJECTS_SCHEMA, late_path
 from schemas.manifest import InputFile
 
@@ -183,7 +183,8 @@ def _check_column(place: str, name: str, schema: pa.Schema) -> None:
         where = "a column of both logs" if place == "key" else "a column"
         known = [n for n in schema.names if n != ORIGIN]
         raise SchemaError(
-            f"data.samples.events.{place} must be {where}, got {name!r}; {nearest(name, known)}"
+            f"data.samples.events.{place} must be {where}, got {name!r}; "
+            f"{suggest_name(name, known)}"
         )
 
 

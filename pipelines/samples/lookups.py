@@ -15,7 +15,7 @@ from pipelines.samples.sql import normalized
 from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import one_chunk
 from schemas.config.sources import JoinConfig, SideConfig
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
 
 
@@ -62,7 +62,7 @@ def key_type(tables: Mapping[str, pa.Table], key: str) -> pa.DataType:
             known = [c for c in table.column_names if c != ORIGIN]
             raise SchemaError(
                 f"key must be a column of every source, got none named {key!r} in {name!r}; "
-                f"{nearest(key, known)}"
+                f"{suggest_name(key, known)}"
             )
     return common_type({n: t.schema.field(key).type for n, t in tables.items()}, f"key {key!r}")
 

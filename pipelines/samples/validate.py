@@ -17,7 +17,7 @@ from pipelines.samples.tuples import HASH_PREFIX, Tuples
 from pipelines.sources.read import ORIGIN
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig
-from schemas.errors import SchemaError, nearest, similar_or
+from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import ROLES, Feature, FeatureSet
 from schemas.layout import BLOCK, TUPLE_INDEX, UNIQUE_INDEX, inverse_column, window_columns
 
@@ -45,21 +45,21 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
     """
     hidden = [n for n in samples.names if n.startswith(HASH_PREFIX)]
     names = [n for n in samples.names if n not in (*_HIDDEN, *hidden)]
-    made = data.made_columns
+    made = data.derived_columns
     declared = [f.name for f in features.features if f.name not in made]
     for name in names:
         if name not in declared:
             advice = f"add it to {data.schema}: {_declaration(samples.field(name), data)}"
             raise SchemaError(
                 f"column {name!r} must be declared in the schema; "
-                f"{similar_or(name, set(declared) - set(names), advice)}"
+                f"{suggest_name_or(name, set(declared) - set(names), advice)}"
             )
     for name in declared:
         if name not in names:
             advice = f"let the job's SQL yield it, or remove it from {data.schema}"
             raise SchemaError(
                 f"samples must have column {name!r}, got none; "
-                f"{similar_or(name, set(names) - set(declared), advice)}"
+                f"{suggest_name_or(name, set(names) - set(declared), advice)}"
             )
         check_type(features[name], samples.field(name).type)
     if ORIGIN not in samples.names:
@@ -97,7 +97,7 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
 
 def _refuse_undeclared(key: str, name: str, declared: Collection[str], schema: str) -> NoReturn:
     raise SchemaError(
-        f"data.{key} must name columns of {schema}, got {name!r}; {nearest(name, declared)}"
+        f"data.{key} must name columns of {schema}, got {name!r}; {suggest_name(name, declared)}"
     )
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from pipelines.sources.rows import RawRows, arrow_type
 from schemas.config.sources import SourceConfig
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
 from schemas.paths import local_path
 
@@ -346,7 +346,7 @@ def find_files(
         paths = without_duplicates(folder, (path for path in sizes if regex.fullmatch(path)))
         if not paths:
             raise SchemaError(
-                f"no file of source {name!r} matches {pattern!r}; {nearest(pattern, sizes)}",
+                f"no file of source {name!r} matches {pattern!r}; {suggest_name(pattern, sizes)}",
                 file=folder.root,
             )
         for path in paths:

@@ -20,7 +20,7 @@ from pipelines.sources.rows import (
     with_origins,
 )
 from schemas.config.sources import SourceConfig
-from schemas.errors import nearest
+from schemas.errors import suggest_name
 
 
 def cut_parquet(folder: Folder, part: FilePart) -> Cut:
@@ -84,7 +84,7 @@ def _tables(file: pq.ParquetFile, part: FilePart, columns: list[str]) -> Iterato
 
 def without_column(part: FilePart, name: str, schema: pa.Schema) -> RawRows:
     """Return the reject of a file that lacks a column."""
-    reason = f"column {name!r} is missing; {nearest(name, schema.names)}"
+    reason = f"column {name!r} is missing; {suggest_name(name, schema.names)}"
     return RawRows(None, (file_reject(part.path, reason),))
 
 

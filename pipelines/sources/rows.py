@@ -22,7 +22,7 @@ from pipelines.sources.rejects import (
     row_texts,
 )
 from schemas.arrays import is_list, one_chunk
-from schemas.errors import nearest
+from schemas.errors import suggest_name
 from schemas.manifest import InputFile
 
 # Names of types in a job file.
@@ -56,7 +56,7 @@ def arrow_type(text: str) -> pa.DataType:
         fields = [field.partition(":") for field in _split_fields(name[7:-1])]
         return pa.struct([pa.field(name.strip(), arrow_type(kind)) for name, _, kind in fields])
     if name not in _TYPES:
-        raise ValueError(f"unknown type {text!r}; {nearest(name, _TYPES)}")
+        raise ValueError(f"unknown type {text!r}; {suggest_name(name, _TYPES)}")
     return _TYPES[name]
 
 

@@ -21,7 +21,7 @@ from pipelines.quality.statistics_files import statistics_text, write_statistics
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts, number_reject_files
 from schemas.config.job import DataConfig
-from schemas.dataset import type_name, version_of
+from schemas.dataset import type_name, versioned_path
 from schemas.features import FeatureSet
 from schemas.files import FileEntry, describe_file, read_files, sha256_of, sync_file, write_files
 from schemas.group_files import group_schema
@@ -234,7 +234,7 @@ def commit_root(
     changed = {p: d for p, d in files.items() if p.read_bytes() != d}
     for path, data in changed.items():
         for version in (path.read_bytes(), data):
-            replace_bytes(version_of(path, sha256(version).hexdigest()), version)
+            replace_bytes(versioned_path(path, sha256(version).hexdigest()), version)
     manifest = DatasetManifest(
         name=name,
         job_sha256=sha256(job).hexdigest(),

@@ -53,11 +53,11 @@ from pipelines.table.vacuum import removed_bytes, unnamed_folders
 from pipelines.table.view import write_view
 from schemas.arrays import comparable_tuple, hash_keys, is_list, numpy_of, offsets_of, one_chunk
 from schemas.config.job import DataConfig, Job
-from schemas.dataset import Dataset, Segment, open_dataset, verified_version
-from schemas.deleted_samples import joined_tombstones, read_tombstones
+from schemas.dataset import Dataset, Segment, open_dataset, verify_version
+from schemas.deleted_samples import merge_tombstones, read_tombstones
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
-from schemas.fitted import load_versions
+from schemas.fitted import load_vocabulary_versions
 from schemas.group_files import group_schema, read_group
 from schemas.layout import (
     BLOCK,
@@ -71,7 +71,7 @@ from schemas.layout import (
     samples_path,
 )
 from schemas.manifest import (
-    FORGOTTEN,
+    FORGOTTEN_PREFIX,
     Reference,
     SegmentManifest,
     hash_of,
@@ -110,7 +110,7 @@ def without_forgotten(dataset: Dataset) -> NewVersions:
     hashes: dict[str, str] = {}
     learned = {p: h for s in dataset.segments for p, h in s.manifest.learned.items()}
     for name, config in dataset.job.data.vocabularies.items():
-        versions = load_versions(dataset.directory, learned, name)
+        versions = load_vocabulary_versions(dataset.directory, learned, name)
         lost = _lost(dataset, config.columns) if versions else None
         old = sorted(p for p in learned if p.startswith(f"{VOCABULARIES}/{name}/"))
         for number, (path, table) in enumerate(zip(old, versions, strict=True)):
@@ -164,7 +164,7 @@ def _columns(
 ) -> Iterator[tuple[pa.Array, np.ndarray]]:
     for place in row_groups(segment):
         values = sample_column(segment, *place, dataset.job.data, column)
-        yield values, segment.forgotten_rows(*place)
+        yield values, segment.deleted_rows(*place)
 
 
 def _flat(values: pa.Array) -> pa.Array:
@@ -303,7 +303,7 @@ class StoredPart:
     def _kept(self, row_group: int) -> NDArray[np.int64]:
         samples = self.segment.column("num_samples")
         count = int(samples[self._chosen(row_group)].sum())
-        forgotten = self.segment.forgotten_rows(self.file_index, row_group)
+        forgotten = self.segment.deleted_rows(self.file_index, row_group)
         return np.setdiff1d(np.arange(count), forgotten)
 
     def _chosen(self, row_group: int) -> NDArray[np.bool_]:
@@ -592,7 +592,7 @@ def forgotten_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
     found: set[str] = set()
     for column in sorted(set(segment.tombstones["reason"].to_pylist())):
         for place in row_groups(segment):
-            rows = segment.forgotten_rows(*place)
+            rows = segment.deleted_rows(*place)
             values = sample_column(segment, *place, dataset.job.data, column)
             if not is_list(values.type):
                 found |= texts_of(pc.unique(values.take(pa.array(rows))).to_pylist())
@@ -670,12 +670,12 @@ def _segments(
 
 def _schema_bytes(dataset: Dataset) -> bytes:
     root = dataset.directory
-    return verified_version(root / SCHEMA, dataset.manifest.schema_sha256).read_bytes()
+    return verify_version(root / SCHEMA, dataset.manifest.schema_sha256).read_bytes()
 
 
 def _job_bytes(dataset: Dataset) -> bytes:
     root = dataset.directory
-    return verified_version(root / JOB, dataset.manifest.job_sha256).read_bytes()
+    return verify_version(root / JOB, dataset.manifest.job_sha256).read_bytes()
 
 
 def _indexes(
@@ -741,7 +741,7 @@ def _tombstones_left(
     stays = [name not in gone for name in table["segment"].to_pylist()]
     left = table.filter(pa.array(stays, pa.bool_()))
     now = [renamed.get(name) or name for name in left["segment"].to_pylist()]
-    return joined_tombstones([left.set_column(0, "segment", pa.array(now, pa.string()))])
+    return merge_tombstones([left.set_column(0, "segment", pa.array(now, pa.string()))])
 
 
 def _lineage(dataset: Dataset, renamed: Mapping[str, str | None]) -> dict[str, str]:
@@ -754,5 +754,5 @@ def _lineage(dataset: Dataset, renamed: Mapping[str, str | None]) -> dict[str, s
     for reference in dataset.manifest.segments:
         if reference.id in now:
             for name in (reference.id, reference.manifest_sha256):
-                found[f"{FORGOTTEN}{name}"] = now[reference.id]
-    return {key: value for key, value in found.items() if value or key.startswith(FORGOTTEN)}
+                found[f"{FORGOTTEN_PREFIX}{name}"] = now[reference.id]
+    return {key: value for key, value in found.items() if value or key.startswith(FORGOTTEN_PREFIX)}

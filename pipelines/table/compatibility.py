@@ -23,7 +23,7 @@ from pipelines.table.publish import Proposal, free_position, root_of, with_key
 from pipelines.transforms.fit import check_fits, fits
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import Dataset, column_types, open_dataset
-from schemas.errors import SchemaError, similar_or
+from schemas.errors import SchemaError, suggest_name_or
 from schemas.features import Feature, FeatureSet
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import DatasetManifest, InputFile, Reference, SegmentManifest, read_segment
@@ -128,7 +128,7 @@ def check_features(pinned: FeatureSet, given: FeatureSet, path: Path) -> frozens
         if feature.name not in given:
             raise SchemaError(
                 f"column {feature.name!r} must be declared as in the dataset, got none; "
-                f"{similar_or(feature.name, given.names, _DECLARE_AGAIN)}",
+                f"{suggest_name_or(feature.name, given.names, _DECLARE_AGAIN)}",
                 file=str(path.parent),
             )
         _check_same(feature, given[feature.name], path)

@@ -11,16 +11,16 @@ import pyarrow.compute as pc
 
 from pipelines.table.locks import locked
 from schemas.deleted_samples import read_tombstones
-from schemas.errors import SchemaError, counted
+from schemas.errors import SchemaError, pluralize
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import (
-    FORGOTTEN,
+    FORGOTTEN_PREFIX,
     DatasetManifest,
     InputFile,
     Reference,
     SegmentManifest,
-    names_before,
     position_of,
+    previous_names,
     read_dataset,
     read_segment,
     write_manifest,
@@ -49,7 +49,7 @@ def refuse_sealed(root: DatasetManifest, dataset: Path) -> None:
     """Raise SchemaError if the dataset is sealed: a run that follows it may have ended."""
     if root.finished:
         raise SchemaError(
-            f"dataset is sealed after {counted(len(root.segments), 'segment')}; run "
+            f"dataset is sealed after {pluralize(len(root.segments), 'segment')}; run "
             f"python -m pipelines unseal {dataset}, or build a new dataset",
             file=str(dataset / MANIFEST),
         )
@@ -173,14 +173,15 @@ def written_again(root: DatasetManifest, key: str) -> Reference | None:
         SchemaError: ids were forgotten in it, and it is not there any more.
     """
     for name, now in root.lineage.items():
-        if not (name.startswith(FORGOTTEN) and name.endswith(f"-{key}")):
+        if not (name.startswith(FORGOTTEN_PREFIX) and name.endswith(f"-{key}")):
             continue
         for reference in root.segments:
             if reference.id == now:
                 return reference
         raise SchemaError(
             f"input must be without what was forgotten, got the files of segment "
-            f"{name.removeprefix(FORGOTTEN)}, in which ids were forgotten; remove these from them"
+            f"{name.removeprefix(FORGOTTEN_PREFIX)}, in which ids were forgotten; "
+            "remove these from them"
         )
     return None
 
@@ -210,7 +211,7 @@ def check_replaceable(
             "files",
             file=str(dataset / MANIFEST),
         )
-    if names_before(root.lineage, found.id) and same_files(found.listing, listing):
+    if previous_names(root.lineage, found.id) and same_files(found.listing, listing):
         raise SchemaError(
             f"input must be without what was forgotten, got the files of segment {found.id}, in "
             "which ids were forgotten; remove these from them",

@@ -25,16 +25,16 @@ from pipelines.table.locks import locked
 from pipelines.table.view import write_view
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
-from schemas.dataset import Dataset, Segment, column_types, named_type, open_dataset
+from schemas.dataset import Dataset, Segment, column_types, open_dataset, type_from_name
 from schemas.deleted_samples import (
     TOMBSTONES,
     encode_tombstones,
-    joined_tombstones,
+    merge_tombstones,
     read_tombstones,
     tombstones_path,
     tombstones_schema,
 )
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.files import read_files, sha256_of, write_files
 from schemas.layout import ANOMALIES, FILES
 from schemas.manifest import read_dataset, read_segment, replace_bytes, write_manifest
@@ -54,7 +54,7 @@ def column_of(dataset: Dataset, name: str | None) -> str:
     if name is not None and name not in allowed:
         raise SchemaError(
             f"--column must name the session key, or a kept or sparse column, got {name!r}; "
-            f"{nearest(name, allowed)}"
+            f"{suggest_name(name, allowed)}"
         )
     return name or key
 
@@ -65,7 +65,7 @@ def id_type(dataset: Dataset, column: str) -> pa.DataType:
     Raises:
         SchemaError: it holds neither whole numbers nor texts.
     """
-    kind = named_type(column_types(dataset)[column])
+    kind = type_from_name(column_types(dataset)[column])
     value = kind.value_type if is_list(kind) else kind
     if not (pa.types.is_integer(value) or pa.types.is_string(value)):
         raise SchemaError(
@@ -157,7 +157,7 @@ def tombstones_of(dataset: Dataset, column: str, ids: pa.Array, at: datetime) ->
         if column in segment.manifest.columns
         for file_index, row_group in row_groups(segment)
     ]
-    return joined_tombstones(found)
+    return merge_tombstones(found)
 
 
 def _of_row_group(
@@ -180,7 +180,7 @@ def _of_row_group(
     place = np.searchsorted(starts, rows, side="right") - 1
     columns = {
         "segment": np.full(len(rows), segment.manifest.id),
-        "block": segment.block_names[chosen][place],
+        "block": segment.block_ids[chosen][place],
         "sample_index": rows - starts[place],
         "file_row": rows + first,
         "reason": np.full(len(rows), column),
@@ -274,7 +274,7 @@ def erase(request: EraseRequest) -> dict[str, Any]:
         ids = read_ids(request.ids, column, id_type(dataset, column))
         found = tombstones_of(dataset, column, ids, request.at)
         before = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
-        table = joined_tombstones([before, found])
+        table = merge_tombstones([before, found])
         if replace_tombstones(dataset, table):
             break
     return {

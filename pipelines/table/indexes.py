@@ -22,7 +22,7 @@ from pipelines.table.commit import commit_root, describe_tree, reference_of
 from pipelines.table.locks import locked, workplace
 from schemas.accesses import index_load
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, choose, open_dataset, verified_version
+from schemas.dataset import Dataset, open_dataset, select_segments, verify_version
 from schemas.files import sha256_of, write_files
 from schemas.layout import FILES, JOB, MANIFEST, SCHEMA
 from schemas.manifest import IndexManifest, Reference, hash_of, read_dataset, write_manifest
@@ -143,7 +143,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
 def open_chosen(path: Path, segments: Sequence[str] | None) -> Dataset:
     """Open a dataset, of which only some segments may be wanted."""
     dataset = open_dataset(path)
-    return dataset if segments is None else choose(dataset, segments)
+    return dataset if segments is None else select_segments(dataset, segments)
 
 
 def _report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
     When a segment comes meanwhile, the index is built again, over it too.
     """
     root = dataset.directory
-    ids = [s.manifest.id for s in dataset.segments] if dataset.others else None
+    ids = [s.manifest.id for s in dataset.segments] if dataset.unselected else None
     while True:
         reference = build_index(dataset, order, root / f".index.{attempt}", beam_args)
         with locked(root):
@@ -189,8 +189,8 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
                     commit_root(
                         root,
                         manifest.name,
-                        verified_version(root / JOB, manifest.job_sha256).read_bytes(),
-                        verified_version(root / SCHEMA, manifest.schema_sha256).read_bytes(),
+                        verify_version(root / JOB, manifest.job_sha256).read_bytes(),
+                        verify_version(root / SCHEMA, manifest.schema_sha256).read_bytes(),
                         manifest.segments,
                         [*manifest.indexes, reference],
                         finished=manifest.finished,

@@ -22,7 +22,7 @@ from pipelines.table.days import (
 from pipelines.table.indexes import build_index
 from pipelines.table.locks import locked, sweep, workplace
 from pipelines.table.view import write_view
-from schemas.dataset import Dataset, open_dataset, verified_version
+from schemas.dataset import Dataset, open_dataset, verify_version
 from schemas.errors import SchemaError
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import (
@@ -272,7 +272,7 @@ def settle(dataset: Path) -> None:
         sweep(dataset, ".index.*")
         root = read_dataset(dataset)
         for name, sha256 in ((JOB, root.job_sha256), (SCHEMA, root.schema_sha256)):
-            found = verified_version(dataset / name, sha256)
+            found = verify_version(dataset / name, sha256)
             if found.name != name:
                 replace_bytes(dataset / name, found.read_bytes())
         write_view(dataset)

@@ -21,20 +21,20 @@ from schemas.dataset import (
     Dataset,
     Index,
     Segment,
-    absent_columns,
-    choose,
     column_types,
-    numbered_accesses,
+    missing_column_defaults,
     open_dataset,
+    read_accesses,
+    select_segments,
     type_name,
 )
 from schemas.errors import SchemaError
-from schemas.files import verify_whole
-from schemas.fitted import load_learned
+from schemas.files import find_damaged_files
+from schemas.fitted import load_fitted
 from schemas.group_files import read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_unique_column
 from schemas.manifest import GroupCounts, TableCounts
-from schemas.oracle import LastUses, unique_per_block
+from schemas.oracle import NextUseTracker, unique_per_block
 from schemas.order import Order
 from schemas.rows import ids_of, rows_of_ids
 
@@ -83,7 +83,7 @@ def stored_counts(
     Returns:
         counts of each group, of each table that the segment knows, and the types of all columns.
     """
-    data, absent = dataset.job.data, absent_columns(dataset, segment)
+    data, absent = dataset.job.data, missing_column_defaults(dataset, segment)
     training = set(segment.positions(TRAIN).tolist())
     values, stored_values, unique = Counter[str](), Counter[str](), Counter[str]()
     lookups, stored_lookups = Counter[str](), Counter[str]()
@@ -119,7 +119,7 @@ def stored_counts(
         t: TableCounts(
             num_lookups=lookups[t],
             num_lookups_dedup=stored_lookups[t],
-            num_unique_rows=len(numbered_accesses(dataset, segment, t)[1]),
+            num_unique_rows=len(read_accesses(dataset, segment, t)[1]),
         )
         for t in data.tables
         if t in segment.manifest.tables
@@ -189,12 +189,12 @@ def verify(path: Path) -> dict[str, Any]:
 
 def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
     """Yield what is wrong with a segment, one line each."""
-    broken = verify_whole(segment.directory, segment.files)
+    broken = find_damaged_files(segment.directory, segment.files)
     yield from broken
     if broken:
         return
     try:
-        load_learned(dataset.directory, segment.manifest.learned, dataset.job.data)
+        load_fitted(dataset.directory, segment.manifest.learned, dataset.job.data)
         yield from count_problems(segment, dataset)
         for file_index, row_group in row_groups(segment):
             place = f"row group {row_group} of part {file_index}"
@@ -221,7 +221,7 @@ def _group_problems(
         table = read_group(segment.file, group, file_index, row_group)
         place = f"group {group} in row group {row_group} of part {file_index}"
         blocks = numpy_of(table[BLOCK])
-        wanted = np.repeat(segment.block_names[chosen], segment.num_unique(group)[chosen])
+        wanted = np.repeat(segment.block_ids[chosen], segment.num_unique(group)[chosen])
         if not np.array_equal(blocks, wanted):
             yield f"{place}: tuples per block differ from blocks.parquet"
         first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
@@ -235,7 +235,7 @@ def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
     for name, table in dataset.job.data.tables.items():
         ids, positions = looked_up[name]
         expected = unique_per_block(rows_of_ids(ids, name, table), positions, len(training))
-        found, row_of = numbered_accesses(dataset, segment, name)
+        found, row_of = read_accesses(dataset, segment, name)
         rows = row_of[found.values]
         blocks = np.repeat(np.arange(found.num_rows), found.lengths)
         same_lengths = np.array_equal(found.offsets, expected.offsets)
@@ -254,7 +254,7 @@ def _training_lookups(
     is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
     ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
     positions: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
-    absent = absent_columns(dataset, segment)
+    absent = missing_column_defaults(dataset, segment)
     for file_index, row_group in row_groups(segment):
         chosen = np.flatnonzero(_chosen(segment, file_index, row_group))
         if not is_training[chosen[0]]:
@@ -276,13 +276,13 @@ def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]
         dataset: its dataset.
         sound: whether the segments are, so that next uses can be recomputed from them.
     """
-    broken = verify_whole(index.directory, index.files)
+    broken = find_damaged_files(index.directory, index.files)
     yield from broken
     manifest = index.manifest
     known = {s.manifest.id for s in dataset.segments}
     if broken or not sound or not known.issuperset(manifest.segments):
         return
-    dataset = choose(dataset, manifest.segments)  # an index may be over some of them
+    dataset = select_segments(dataset, manifest.segments)  # an index may be over some of them
     config = OrderConfig(
         shuffle="blocks" if manifest.shuffle == "blocks" else "none", seed=manifest.seed
     )
@@ -294,7 +294,7 @@ def index_problems(index: Index, dataset: Dataset, sound: bool) -> Iterator[str]
     )
     for table in dataset.job.data.tables:
         accesses, found = TableAccesses(dataset, table, order), index.steps(table)
-        uses, entries, same = LastUses(len(accesses.rows)), 0, len(found) == order.num_steps
+        uses, entries, same = NextUseTracker(len(accesses.rows)), 0, len(found) == order.num_steps
         for train_step in range(order.num_steps - 1, -1, -1):
             expected = uses.link(accesses.numbers(train_step), train_step)
             entries += len(expected)

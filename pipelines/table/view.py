@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipelines.clustering.reader import sample_columns
 from pipelines.samples.connection import quoted_name
-from schemas.dataset import Dataset, Segment, absent_columns, open_dataset, type_name
+from schemas.dataset import Dataset, Segment, missing_column_defaults, open_dataset, type_name
 from schemas.deleted_samples import tombstones_path
 from schemas.layout import (
     BLOCK,
@@ -65,7 +65,7 @@ def view_sql(dataset: Dataset) -> str:
 def _of_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> str:
     absent = {
         name: f"CAST({_literal(value.as_py())} AS {sql_type(type_name(value.type))})"
-        for name, value in absent_columns(dataset, segment).items()
+        for name, value in missing_column_defaults(dataset, segment).items()
     }
     owner = dataset.job.data.group_of_column
     selected = [

@@ -18,10 +18,10 @@ from pipelines.samples.sql import run
 from pipelines.samples.validate import check_type
 from schemas.arrays import combine_hashes, hash_values, is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
-from schemas.config.transforms import TransformConfig, rows_of_transform
-from schemas.errors import SchemaError, nearest
+from schemas.config.transforms import TransformConfig, num_ids_of_transform
+from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
-from schemas.fitted import Learned, Numbers, number_key
+from schemas.fitted import FittedStats, FittedValues, stats_key
 from schemas.hashing import hash_rows
 from schemas.vocabulary import Vocabulary, value_type
 
@@ -33,7 +33,7 @@ from schemas.vocabulary import Vocabulary, value_type
 
 
 def apply_declared(
-    table: pa.Table, group: str, name: str, transform: TransformConfig, learned: Learned
+    table: pa.Table, group: str, name: str, transform: TransformConfig, learned: FittedValues
 ) -> pa.Array:
     """Return the new column of one declared transform.
 
@@ -63,7 +63,7 @@ def apply_declared(
         return on_values(column, lambda x: clipped(x, config.minimum, config.maximum))
     if kind == "log":
         return on_values(column, lambda x: logarithm(x, config.offset))
-    numbers = learned.numbers.get(number_key(group, name), Numbers())
+    numbers = learned.numbers.get(stats_key(group, name), FittedStats())
     if kind == "normalize":
         return on_values(column, lambda x: normalized(x, numbers))
     if config.quantiles is not None and is_list(column.type):
@@ -199,7 +199,7 @@ def logarithm(values: pa.Array, offset: float) -> pa.Array:
     return _floats(np.log(offset + np.maximum(numbers, 0)), missing)
 
 
-def normalized(values: pa.Array, numbers: Numbers) -> pa.Array:
+def normalized(values: pa.Array, numbers: FittedStats) -> pa.Array:
     """Return (x - center) / scale as float32; what is not finite is null."""
     found, missing = _finite(values)
     return _floats((found - numbers.center) / numbers.scale, missing)
@@ -236,7 +236,7 @@ def with_transforms(
     table: pa.Table,
     group: str,
     transforms: Mapping[str, str | TransformConfig],
-    learned: Learned,
+    learned: FittedValues,
 ) -> pa.Table:
     """Add one column per transform; each sees the columns of the table and those made before it.
 
@@ -374,7 +374,7 @@ def learned_inputs(data: DataConfig) -> list[Input]:
             found.append(Input(group=group, column=column, before=before, vocabulary=name))
     for group, transforms in data.transforms.items():
         for name, transform in transforms.items():
-            if isinstance(transform, str) or not transform.learns or transform.vocabulary:
+            if isinstance(transform, str) or not transform.needs_fitting or transform.vocabulary:
                 continue
             (column,) = transform.inputs
             place = f"transforms.{group}.{name}"
@@ -384,7 +384,7 @@ def learned_inputs(data: DataConfig) -> list[Input]:
                     group=group,
                     column=column,
                     before=transforms_before(group, column, place, data),
-                    numbers=number_key(group, name),
+                    numbers=stats_key(group, name),
                     quantiles=quantiles,
                 )
             )
@@ -407,7 +407,7 @@ def transforms_before(
         if name not in made or name in needed:
             continue
         transform = made[name]
-        if not isinstance(transform, str) and transform.learns:
+        if not isinstance(transform, str) and transform.needs_fitting:
             raise SchemaError(
                 f"{place} must not learn from what is learned, got {name!r}; "
                 "read the column that it is made of"
@@ -460,7 +460,7 @@ def check_transforms(samples: pa.Table, features: FeatureSet, data: DataConfig) 
         SchemaError: a transform is wrong, or its column undeclared, of another type, or beyond
             its table.
     """
-    nothing = Learned({n: _empty(c.oov_rows) for n, c in data.vocabularies.items()})
+    nothing = FittedValues({n: _empty(c.oov_rows) for n, c in data.vocabularies.items()})
     alone = [n for n in samples.column_names if n not in data.group_of_column]
     tables: dict[str, pa.Table] = {
         group: samples.select(list(data.groups.get(group, alone)))
@@ -482,7 +482,7 @@ def check_transforms(samples: pa.Table, features: FeatureSet, data: DataConfig) 
             known = [n for table in tables.values() for n in table.column_names]
             raise SchemaError(
                 f"data.vocabularies.{wanted.vocabulary}.columns must be columns of the samples, "
-                f"got {wanted.column!r}; {nearest(wanted.column, known)}"
+                f"got {wanted.column!r}; {suggest_name(wanted.column, known)}"
             )
     for name in data.vocabularies:
         _check_vocabulary(name, [i for i in inputs if i.vocabulary == name], tables, data)
@@ -497,7 +497,7 @@ def _check_inputs(transform: str | TransformConfig, known: Iterable[str], place:
         if column not in known:
             raise SchemaError(
                 f"{place} must read columns of its group, or made before it, got {column!r}; "
-                f"{nearest(column, known)}"
+                f"{suggest_name(column, known)}"
             )
 
 
@@ -513,7 +513,7 @@ def _of_sql(error: SchemaError, place: str) -> SchemaError:
 def _check_table(name: str, transform: str | TransformConfig, place: str, data: DataConfig) -> None:
     """Refuse ids that an identity table has no rows for."""
     table = data.tables.get(data.table_of_feature.get(name, ""))
-    size = rows_of_transform(transform, data.vocabularies)
+    size = num_ids_of_transform(transform, data.vocabularies)
     if table is None or table.rows != "identity" or size == float("inf"):
         return
     if size > table.num_rows:

@@ -27,21 +27,21 @@ from schemas.arrays import is_list, numpy_of, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.errors import SchemaError
 from schemas.fitted import (
-    Learned,
-    Numbers,
-    encode_numbers,
-    load_learned,
-    load_versions,
-    numbers_path,
+    FittedStats,
+    FittedValues,
+    encode_stats,
+    load_fitted,
+    load_vocabulary_versions,
     read_verified,
+    stats_path,
 )
 from schemas.hashing import splitmix64
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset, read_segment, replace_bytes
 from schemas.vocabulary import (
-    append_entries,
     encode_version,
-    join_versions,
+    merge_versions,
+    new_entries,
     shards_of,
     value_type,
     version_path,
@@ -116,7 +116,7 @@ class Sums:
             max(p.maximum for p in parts),
         )
 
-    def numbers(self, by: str, place: str) -> Numbers:
+    def numbers(self, by: str, place: str) -> FittedStats:
         """Return what `normalize` needs.
 
         Raises:
@@ -124,10 +124,10 @@ class Sums:
         """
         check_values(self.num_values, place)
         if by == "min_max":
-            return Numbers(self.minimum, (self.maximum - self.minimum) or 1.0)
+            return FittedStats(self.minimum, (self.maximum - self.minimum) or 1.0)
         mean = self.total / self.num_values
         deviation = sqrt(float(max(Fraction(0), self.squares / self.num_values - mean**2)))
-        return Numbers(float(mean), deviation or 1.0)
+        return FittedStats(float(mean), deviation or 1.0)
 
 
 def sums_of(values: NDArray[np.generic], counts: NDArray[np.int64]) -> Sums:
@@ -174,7 +174,7 @@ class Drawn:
             np.concatenate([p.keys for p in parts]), np.concatenate([p.values for p in parts])
         )
 
-    def numbers(self, quantiles: int, place: str) -> Numbers:
+    def numbers(self, quantiles: int, place: str) -> FittedStats:
         """Return the distinct values that cut the sample into parts of equal size.
 
         Raises:
@@ -183,7 +183,7 @@ class Drawn:
         check_values(len(self.values), place)
         ordered = np.sort(self.values)
         cuts = ordered[np.arange(1, quantiles) * len(ordered) // quantiles]
-        return Numbers(boundaries=tuple(np.unique(cuts).tolist()))
+        return FittedStats(boundaries=tuple(np.unique(cuts).tolist()))
 
 
 def drawn(keys: NDArray[np.uint64], values: NDArray[np.float64]) -> Drawn:
@@ -226,9 +226,9 @@ def learned_so_far(dataset: Path) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def load_building(root: Path, files: Mapping[str, str], data: DataConfig) -> Learned:
+def load_building(root: Path, files: Mapping[str, str], data: DataConfig) -> FittedValues:
     """Read what was learned for a segment that is being built."""
-    return load_learned(root / LEARNED, files, data)
+    return load_fitted(root / LEARNED, files, data)
 
 
 def stage_learned(dataset: Path, files: Mapping[str, str], building: Path) -> None:
@@ -320,7 +320,7 @@ def counted_column(
         table = samples.uniques[wanted.group]
         references = samples.references[wanted.group][training]
         counts = np.bincount(references, minlength=table.num_rows).astype(np.int64)
-    table = with_transforms(table, wanted.group, wanted.before, Learned())
+    table = with_transforms(table, wanted.group, wanted.before, FittedValues())
     return one_chunk(table[wanted.column]), counts
 
 
@@ -419,23 +419,23 @@ def settle(
         shards = [root / "shards" / found[k] for k in sorted(found) if k.startswith(f"{name}/")]
         if shards:
             _append(root, name, shards, data, files)
-    known = load_learned(root, base, data).numbers
+    known = load_fitted(root, base, data).numbers
     numbers = numbers_of(found, data, known)
     if numbers:
-        content = encode_numbers(numbers)
-        _write(root, numbers_path(content), content, files)
+        content = encode_stats(numbers)
+        _write(root, stats_path(content), content, files)
     return files
 
 
 def numbers_of(
-    found: Mapping[str, Any], data: DataConfig, known: Mapping[str, Numbers]
-) -> dict[str, Numbers]:
+    found: Mapping[str, Any], data: DataConfig, known: Mapping[str, FittedStats]
+) -> dict[str, FittedStats]:
     """Return the numbers of each transform that learns some and has none yet.
 
     Raises:
         SchemaError: a column has no number in the training range.
     """
-    numbers: dict[str, Numbers] = {}
+    numbers: dict[str, FittedStats] = {}
     nothing = sums_of(np.zeros(0), np.zeros(0, np.int64))
     for wanted in learned_inputs(data):
         if (key := wanted.numbers) is None or key in known:
@@ -458,10 +458,10 @@ def _append(
     config = data.vocabularies[name]
     tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in shards]
     counts = pa.concat_tables(tables)
-    versions = load_versions(root, files, name)
+    versions = load_vocabulary_versions(root, files, name)
     kind = counts.schema.field("value").type
-    vocabulary = join_versions(versions, config.oov_rows, kind)
-    entries = append_entries(vocabulary, counts, config.min_count, config.num_rows)
+    vocabulary = merge_versions(versions, config.oov_rows, kind)
+    entries = new_entries(vocabulary, counts, config.min_count, config.num_rows)
     if entries.num_rows:
         content = encode_version(entries, len(versions))
         _write(root, version_path(name, len(versions), content), content, files)

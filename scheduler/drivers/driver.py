@@ -55,7 +55,15 @@ from schemas.config.job import parse_job
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import position_of, read_dataset
-from schemas.run_log import BEHIND, HUNG, LOST, METRICS, SUMMARY, TOGETHER, StepMetric
+from schemas.run_log import (
+    EXIT_BEHIND,
+    EXIT_HUNG,
+    EXIT_LOST_ROWS,
+    METRICS,
+    RENDEZVOUS,
+    SUMMARY,
+    StepMetric,
+)
 
 MAX_TICK_SEC = 30.0
 """Longest time between two reconcile ticks."""
@@ -281,7 +289,7 @@ class Driver:
         if process.pool == "store":  # it has printed its address
             return self._processes[name].output(process.name).endswith("\n")
         if process.pool == "lead" and self.state.jobs[name].grouped:  # replicas can join it
-            return (self._paths[name].run / TOGETHER).is_file()
+            return (self._paths[name].run / RENDEZVOUS).is_file()
         return True
 
     def _poll_preemptions(self, name: str) -> None:
@@ -365,7 +373,7 @@ class Driver:
             command = segment_command(paths, process.number, process.workers, options)
         elif process.pool == "lead":
             if not processes.was_started(process.name):
-                (paths.run / TOGETHER).unlink(missing_ok=True)  # of a killed coordinator
+                (paths.run / RENDEZVOUS).unlink(missing_ok=True)  # of a killed coordinator
             served, grouped = bool(job.num_stores), bool(action.values.get("grouped"))
             if served:
                 self._prepare_stores(job, endpoint)
@@ -436,7 +444,7 @@ def ended_event(
         outcome, detail = "lost", exit_status.lost
     elif exit_status.refused:
         outcome, detail = "failed", exit_status.refused
-    elif status in (HUNG, BEHIND, LOST):
+    elif status in (EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS):
         outcome = "lost"
     elif status is not None and status < 0:
         outcome, detail = "lost", f"signal {-status}"

@@ -15,8 +15,8 @@ from schemas.errors import SchemaError
 from schemas.layout import BUILDS
 from schemas.manifest import canonical_json
 from schemas.run_log import (
-    IDENTITY,
     METRICS,
+    RUN_FILE,
     SUMMARY,
     RunSummary,
     StepMetric,
@@ -189,7 +189,7 @@ def read_history_beside(dataset: Dataset) -> History:
 def _trained(run: Path) -> set[str]:
     """Return hashes of the manifests of the segments that a run trained, none of what is no run."""
     try:
-        return set(json.loads((run / IDENTITY).read_text(encoding="utf-8"))["segments"])
+        return set(json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["segments"])
     except (OSError, ValueError, TypeError, KeyError):
         return set()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from scheduler.model.fit import Fit, Window, fit_window, observe, predict_seconds
 from scheduler.model.terms import TRAINING_TERMS, TrainingSetting
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 
 SPEED = "samples_per_sec"
 REQUIRED = ("job", "num_replicas", SPEED)
@@ -180,7 +180,7 @@ def parse_holdout(text: str, columns: Sequence[str]) -> Callable[[Mapping[str, s
             raise ValueError(f"holdout must be COLUMN=VALUE, got {part!r}; write num_replicas=>=13")
         if column not in columns:
             raise ValueError(
-                f"holdout must name a column, got {column!r}; {nearest(column, set(columns))}"
+                f"holdout must name a column, got {column!r}; {suggest_name(column, set(columns))}"
             )
         conditions.append(_condition(column, value))
     return lambda row: all(condition(row) for condition in conditions)

@@ -14,7 +14,7 @@ from schemas.cache_plan import required_rows
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, Index, Segment, open_dataset
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet, load_features
 from schemas.oracle import NEVER
 from schemas.paths import schema_path
@@ -215,7 +215,7 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
         if name not in held:
             raise SchemaError(
                 f"dataset must hold every table of the job, got none for {name!r}; "
-                f"{nearest(name, held) if held else 'rebuild it'}",
+                f"{suggest_name(name, held) if held else 'rebuild it'}",
                 file=str(dataset.directory),
             )
     num_samples = sum(manifest.num_samples for manifest in manifests)

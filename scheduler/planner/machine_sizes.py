@@ -17,7 +17,7 @@ from scheduler.model.predict import Models, fit_models
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import find_candidates
 from scheduler.planner.policy import SEED
-from schemas.config.schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig, ScheduleConfig
+from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
 
 # What a job file leaves to the machine: the budget, and processes that fit into it.
@@ -122,7 +122,7 @@ def _quota(group: Path) -> float:
 def _memory_limit(group: Path) -> int:
     """Return the bytes that a control group may use, a large number where nothing bounds them."""
     words = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
-    return int(words[0]) if words and words[0].isdigit() and int(words[0]) else UNNAMED_MEMORY
+    return int(words[0]) if words and words[0].isdigit() and int(words[0]) else UNLIMITED_MEMORY
 
 
 def _words(path: Path) -> list[str]:
@@ -135,8 +135,8 @@ def _words(path: Path) -> list[str]:
 
 def fill_budget(budget: BudgetConfig, machine: BudgetConfig) -> BudgetConfig:
     """Return a budget with the cores and the memory of a machine, where it names none."""
-    cpus = machine.cpus if budget.cpus == UNNAMED_CPUS else budget.cpus
-    memory = machine.memory if budget.memory == UNNAMED_MEMORY else budget.memory
+    cpus = machine.cpus if budget.cpus == UNLIMITED_CPUS else budget.cpus
+    memory = machine.memory if budget.memory == UNLIMITED_MEMORY else budget.memory
     return replace(budget, cpus=cpus, memory=memory)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scheduler.retrain.records import Attempt, Failed, Metrics, Stage, Started, State
 from scheduler.retrain.root import SegmentFact, base_of, held_back, to_train
 from schemas.config.schedule import ModelGateConfig, RetrainConfig
-from schemas.run_log import BEHIND, HUNG, LOST
+from schemas.run_log import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
 
 def judge(new: Metrics, old: Metrics | None, limits: ModelGateConfig) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def _below(name: str, value: float | None, least: float | None, where: str) -> s
 
 REFUSED = 3
 """Exit status of a day whose data or whose model was turned down."""
-AGAIN = (HUNG, BEHIND, LOST)
+AGAIN = (EXIT_HUNG, EXIT_BEHIND, EXIT_LOST_ROWS)
 """Exit statuses of a trainer after which another start may get further."""
 
 

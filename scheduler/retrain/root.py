@@ -16,13 +16,13 @@ from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, MANIFEST, SEGMENTS
 from schemas.manifest import (
     canonical_json,
-    names_before,
+    previous_names,
     read_dataset,
     read_segment,
     replace_bytes,
     sync_directory,
 )
-from schemas.run_log import CHECKPOINTS, IDENTITY
+from schemas.run_log import CHECKPOINTS, RUN_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Root:
 
     def has_run(self, name: str) -> bool:
         """Tell whether a run was begun, so that it can be resumed."""
-        return (self.run(name) / IDENTITY).is_file()
+        return (self.run(name) / RUN_FILE).is_file()
 
 
 def facts_of(root: Root) -> tuple[SegmentFact, ...]:
@@ -169,7 +169,7 @@ def facts_of(root: Root) -> tuple[SegmentFact, ...]:
             id=manifest.id,
             day=manifest.day,
             holds_back=manifest.splits.get(EVALUATION, (0, 0))[1] > 0,
-            before=names_before(dataset.lineage, manifest.id),
+            before=previous_names(dataset.lineage, manifest.id),
         )
         for manifest in manifests
     )

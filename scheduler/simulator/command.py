@@ -30,7 +30,7 @@ from scheduler.simulator.jobs import (
 )
 from scheduler.simulator.presage import LIVE, PresagePolicy
 from scheduler.simulator.views import Capacity, Policy
-from schemas.errors import PlanError, nearest
+from schemas.errors import PlanError, suggest_name
 
 # What no policy that finishes every job can beat: two bounds of the mean time, the larger one.
 #
@@ -106,7 +106,7 @@ def policies_of(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in POLICIES:
-            raise ValueError(f"policy must be known, got {name!r}; {nearest(name, POLICIES)}")
+            raise ValueError(f"policy must be known, got {name!r}; {suggest_name(name, POLICIES)}")
         if names.count(name) > 1:
             raise ValueError(f"policy must be named once, got {name!r} again; leave it out")
     return names

@@ -19,7 +19,7 @@ from scheduler.model.measurements import read_measurements
 from scheduler.model.predict import EXCHANGE_SHARE, TREE_SHARE
 from scheduler.model.terms import Floats, TrainingSetting
 from scheduler.simulator.views import Sizes
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 
 REQUIRED = ("job", "submit_sec", "duration_sec", "num_replicas")
 OPTIONAL = ("cpus", "memory_bytes", "priority", "deadline_sec", "kind")
@@ -204,7 +204,7 @@ class Table:
         """Return which sizes can be had, (stores + 1, replicas + 1)."""
         return np.isfinite(self.speed)
 
-    def nearest(self, num_replicas: int, num_stores: int) -> tuple[int, int]:
+    def suggest_name(self, num_replicas: int, num_stores: int) -> tuple[int, int]:
         """Return the replicas and stores that can be had and are nearest by ratio."""
         stores, replicas = np.nonzero(self.allowed)
         away = np.abs(np.log2((1 + replicas) / (1 + num_replicas)))
@@ -389,7 +389,7 @@ def draw_jobs(
         if kind not in tables:
             raise SchemaError(
                 f"kind must be one of the table of speeds, got {kind!r} for job {job.name!r}; "
-                f"{nearest(kind, kinds)}"
+                f"{suggest_name(kind, kinds)}"
             )
         found.append(_draw(job, tables[kind], knobs, rng))
     return found

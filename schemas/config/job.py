@@ -18,7 +18,7 @@ from schemas.config.transforms import (
     VocabularyConfig,
     check_vocabularies,
 )
-from schemas.errors import SchemaError, check_at_least_one, nearest
+from schemas.errors import SchemaError, check_at_least_one, suggest_name
 from schemas.hashing import MAX_ROW
 from schemas.layout import MANIFEST, SAMPLE_WEIGHT
 from schemas.paths import NAME, check_names
@@ -95,11 +95,12 @@ class SplitConfig:
                 "write 2h, or null"
             )
 
-    def on(self, day: date) -> SplitConfig:
+    def for_day(self, day: date) -> SplitConfig:
         """Return the split of the segment of a day: from midnight (UTC) to midnight.
 
         Example:
-            >>> SplitConfig(evaluation_last=timedelta(hours=2)).on(date(2026, 4, 9)).evaluation_from
+            >>> split = SplitConfig(evaluation_last=timedelta(hours=2))
+            >>> split.for_day(date(2026, 4, 9)).evaluation_from
             datetime.datetime(2026, 4, 9, 22, 0)
         """
         if self.evaluation_last is None:
@@ -108,7 +109,7 @@ class SplitConfig:
         return replace(self, evaluation_from=end - self.evaluation_last)
 
 
-Choice = Literal["auto", "none"] | tuple[str, ...]
+GroupSelection = Literal["auto", "none"] | tuple[str, ...]
 """By measured bytes, never, or these groups."""
 
 
@@ -116,10 +117,10 @@ Choice = Literal["auto", "none"] | tuple[str, ...]
 class StorageConfig:
     """Which groups are stored in parts that their tuples share."""
 
-    windows: Choice = "auto"
+    windows: GroupSelection = "auto"
     """Groups whose lists are windows over shared buffers: `auto` (each list by measured bytes),
     `none`, or a list of groups."""
-    shared_tuples: Choice = "auto"
+    shared_tuples: GroupSelection = "auto"
     """Groups whose tuples are kept once per row group instead of once per block: `auto`, `none`,
     or a list of groups."""
 
@@ -134,11 +135,12 @@ class StorageConfig:
             for name in () if isinstance(choice, str) else choice:
                 if name not in groups:
                     raise ValueError(
-                        f"storage.{key} must name groups, got {name!r}; {nearest(name, groups)}"
+                        f"storage.{key} names an unknown group: {name!r}; "
+                        f"{suggest_name(name, groups)}"
                     )
 
 
-def named(choice: Choice, group: str) -> bool | None:
+def resolve_choice(choice: GroupSelection, group: str) -> bool | None:
     """Return whether a group is to have it, None when that is to be measured.
 
     Example:
@@ -338,7 +340,7 @@ class DataConfig:
         return {f: name for name, table in self.tables.items() for f in table.features}
 
     @property
-    def made_columns(self) -> frozenset[str]:
+    def derived_columns(self) -> frozenset[str]:
         """Columns that are no part of the original samples: of transforms and of sampling."""
         made = {c for columns in self.transforms.values() for c in columns}
         return frozenset(made | ({SAMPLE_WEIGHT} if self.sampling is not None else set()))
@@ -469,7 +471,7 @@ def _check_groups(
         if group not in groups and group != SAMPLES:
             raise ValueError(
                 f"transforms.{group} must be a group, got none of that name; "
-                f"{nearest(group, [*groups, SAMPLES])}"
+                f"{suggest_name(group, [*groups, SAMPLES])}"
             )
         for column in columns:
             if column in owner:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ def _check_size(text: str, name: str) -> None:
             )
 
 
-def place_in_value(text: str, key: str, offset: int) -> str | None:
+def position_in_value(text: str, key: str, offset: int) -> str | None:
     r"""Return where in a YAML document a place inside a text value stands.
 
     Args:
@@ -187,7 +187,7 @@ def place_in_value(text: str, key: str, offset: int) -> str | None:
         `line:column`; the line alone where line ends were folded; None when there is no such key.
 
     Example:
-        >>> place_in_value("map: |\n  SELECT a,\n         b FROM log\n", "map", 17)
+        >>> position_in_value("map: |\n  SELECT a,\n         b FROM log\n", "map", 17)
         '3:10'
     """
     node = yaml.compose(text, Loader=_LOADER)
@@ -258,7 +258,7 @@ class _Reader:
         for name, at, value in self.items(node, key):
             if name not in fields:
                 raise self.fail(
-                    at, f"key must be known, got {_join(key, name)}; {nearest(name, fields)}"
+                    at, f"key must be known, got {_join(key, name)}; {suggest_name(name, fields)}"
                 )
             values[name] = self.build(hints[name], value, _join(key, name))
         for name, field in fields.items():
@@ -288,7 +288,7 @@ class _Reader:
             raise self.fail(
                 node,
                 f"{key} must be one of {', '.join(names)}, got {value!r}; "
-                f"{nearest(str(value), names)}",
+                f"{suggest_name(str(value), names)}",
             )
         return value
 

@@ -67,11 +67,11 @@ class RetrainConfig:
 
 
 _GIB = 1 << 30
-UNNAMED_CPUS, UNNAMED_MEMORY = math.inf, 1 << 62
+UNLIMITED_CPUS, UNLIMITED_MEMORY = math.inf, 1 << 62
 """A budget that the file does not name has no limit of its own: that of the machine counts."""
 MAX_STORES = 16
 """Stores of one job: rows move between them in so many ranges."""
-MAX_HASTE = 100.0
+MAX_TIME_COST_EXPONENT = 100.0
 """Beyond, cost hardly counts any more."""
 
 
@@ -124,9 +124,9 @@ class TrainingPoolConfig:
 class BudgetConfig:
     """What all pools of the job may use together."""
 
-    cpus: float = UNNAMED_CPUS
+    cpus: float = UNLIMITED_CPUS
     """Cores; all of the machine when left out."""
-    memory: int = UNNAMED_MEMORY
+    memory: int = UNLIMITED_MEMORY
     """Bytes; a text such as `64GiB` in the file; all of the machine when left out."""
     cpu_hour_price: float = 0.04
     """Price of one core for one hour, in any currency."""
@@ -143,9 +143,10 @@ class BudgetConfig:
             raise ValueError(
                 f"cpus and memory must be above 0, got {self.cpus:g} and {self.memory}; raise them"
             )
-        if self.haste is not None and not 0.0 <= self.haste <= MAX_HASTE:
+        if self.haste is not None and not 0.0 <= self.haste <= MAX_TIME_COST_EXPONENT:
             raise ValueError(
-                f"haste must be in [0, {MAX_HASTE:g}], got {self.haste:g}; write 1 for time x cost"
+                f"haste must be in [0, {MAX_TIME_COST_EXPONENT:g}], got {self.haste:g}; "
+                "write 1 for time x cost"
             )
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Literal
 
 from schemas.config.limits import SqlLimitsConfig
-from schemas.errors import nearest
+from schemas.errors import suggest_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def check_sources(
         raise ValueError(f"samples.source must name one of {', '.join(sources)}, got none; add it")
     for key, name in _named_sources(samples):
         if name not in sources:
-            raise ValueError(f"{key} must be a source, got {name!r}; {nearest(name, sources)}")
+            raise ValueError(f"{key} must be a source, got {name!r}; {suggest_name(name, sources)}")
     _check_events(sources, samples)
     for name in sides:
         if name in sources:
@@ -182,7 +182,7 @@ def check_sources(
         if join.side not in sides:
             raise ValueError(
                 f"samples.joins[{index}].side must be a side table, got {join.side!r}; "
-                f"{nearest(join.side, sides) if sides else 'add it to data.sides'}"
+                f"{suggest_name(join.side, sides) if sides else 'add it to data.sides'}"
             )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from schemas.errors import check_at_least_one, nearest
+from schemas.errors import check_at_least_one, suggest_name
 from schemas.hashing import MAX_ROW
 
 # Declared transforms of the job file: new columns, made once per unique tuple.
@@ -61,7 +61,7 @@ class CrossConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookupConfig:
+class VocabularyLookupConfig:
     """Rows of the values in a vocabulary."""
 
     name: str
@@ -71,7 +71,7 @@ class LookupConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutConfig:
+class TruncateConfig:
     """A list with at most some values."""
 
     column: str
@@ -160,11 +160,11 @@ class TransformConfig:
     """Stable hash of columns to ids of a table."""
     cross: CrossConfig | None = None
     """Stable hash of a pair of features."""
-    vocabulary: LookupConfig | None = None
+    vocabulary: VocabularyLookupConfig | None = None
     """Index into a vocabulary."""
-    first: CutConfig | None = None
+    first: TruncateConfig | None = None
     """The first values of a list."""
-    last: CutConfig | None = None
+    last: TruncateConfig | None = None
     """The last values of a list."""
     clip: ClipConfig | None = None
     """Numbers moved into a range."""
@@ -198,13 +198,13 @@ class TransformConfig:
         config = self.config
         return config.columns if self.kind in ("hash", "cross") else (config.column,)
 
-    def written(self) -> dict[str, dict[str, Any]]:
+    def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Return the transform as it is written in a job file, what is null left out."""
         given = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         return {self.kind: {name: value for name, value in given.items() if value is not None}}
 
     @property
-    def learns(self) -> bool:
+    def needs_fitting(self) -> bool:
         """Whether something has to be learned before it can be applied."""
         if self.bucketize is not None:
             return self.bucketize.quantiles is not None
@@ -252,14 +252,14 @@ def check_vocabularies(vocabularies: Mapping[str, VocabularyConfig], made: Trans
                 continue
             name = transform.vocabulary.name
             if name not in vocabularies:
-                advice = nearest(name, vocabularies) if vocabularies else "add it"
+                advice = suggest_name(name, vocabularies) if vocabularies else "add it"
                 raise ValueError(
                     f"transforms.{group}.{column}.vocabulary.name must be one of "
                     f"data.vocabularies, got {name!r}; {advice}"
                 )
 
 
-def rows_of_transform(
+def num_ids_of_transform(
     transform: str | TransformConfig, vocabularies: Mapping[str, VocabularyConfig]
 ) -> float:
     """Return how many ids a transform can give: they lie in [0, this); infinite if unknown."""

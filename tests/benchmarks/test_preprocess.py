@@ -11,7 +11,7 @@ from pipelines.build import build
 from pipelines.transforms.apply import with_transforms
 from schemas.config.job import SAMPLES
 from schemas.dataset import open_dataset
-from schemas.fitted import load_learned
+from schemas.fitted import load_fitted
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import request
 
@@ -32,7 +32,7 @@ def test_sides_differ_in_repetition_only(dataset: Path) -> None:
     assert set(ours) == {"user", SAMPLES}
     assert pa.concat_tables(peer["user"]).num_rows > 3 * pa.concat_tables(ours["user"]).num_rows
     assert peer[SAMPLES][0].equals(ours[SAMPLES][0])
-    learned = load_learned(dataset, opened.segments[0].manifest.learned, data)
+    learned = load_fitted(dataset, opened.segments[0].manifest.learned, data)
     made = [
         with_transforms(pa.concat_tables(side["user"]), "user", data.transforms["user"], learned)
         for side in (ours, peer)

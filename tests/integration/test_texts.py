@@ -13,7 +13,7 @@ import pytest
 from pipelines.__main__ import main as pipelines_main
 from pipelines.clustering.reader import joined_row_group
 from schemas.dataset import open_dataset
-from schemas.model_inputs import ModelInputs, inputs_of
+from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.reference import hash_text
 from schemas.run_log import SUMMARY, read_summary
 from tests.pipelines.logs import bytes_of
@@ -204,6 +204,6 @@ def test_exported_models_read_texts_as_their_hashes(texts: Path, numbers: Path) 
             dtype="float32",
         )
         rows = joined_row_group(dataset.segments[0], 0, 0, data)
-        found.append(inputs_of(spec, rows, lambda _, rows: rows[:, None].astype(np.float64)))
+        found.append(build_inputs(spec, rows, lambda _, rows: rows[:, None].astype(np.float64)))
     assert found[0].keys() == found[1].keys()
     assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])

@@ -15,7 +15,7 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.verify import verify
-from schemas.dataset import choose, open_dataset
+from schemas.dataset import open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset
@@ -237,7 +237,7 @@ def test_index_over_some_days_is_that_of_a_dataset_of_them(
     build(replace(request(job, logs / FIRST, apart), day=FIRST))
     build(replace(addition(job, logs / LATE, apart), day=LATE))
     expected = open_dataset(apart).indexes[0]
-    chosen = choose(open_dataset(dataset), (LATE, FIRST))
+    chosen = select_segments(open_dataset(dataset), (LATE, FIRST))
     order = chosen.order(32, 1, "none", 0)
     found = chosen.index_for(order)
     for table in chosen.job.data.tables:
@@ -247,7 +247,9 @@ def test_index_over_some_days_is_that_of_a_dataset_of_them(
     with pytest.raises(
         SchemaError, match=re.escape(f"--segments {chosen.segments[0].manifest.id}")
     ):
-        choose(chosen, (FIRST,)).index_for(choose(chosen, (FIRST,)).order(32, 1, "none", 0))
+        select_segments(chosen, (FIRST,)).index_for(
+            select_segments(chosen, (FIRST,)).order(32, 1, "none", 0)
+        )
 
 
 HELD = ("split: {evaluation_from: 2026-01-01 00:08:00}", "split: {evaluation_last: 1433m}")

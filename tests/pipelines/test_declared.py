@@ -25,26 +25,26 @@ from schemas.config.transforms import (
     BucketizeConfig,
     ClipConfig,
     CrossConfig,
-    CutConfig,
     HashConfig,
     LogConfig,
-    LookupConfig,
     NormalizeConfig,
     TransformConfig,
+    TruncateConfig,
+    VocabularyLookupConfig,
 )
 from schemas.errors import SchemaError
-from schemas.fitted import Learned, Numbers
+from schemas.fitted import FittedStats, FittedValues
 from schemas.vocabulary import Vocabulary
 
 INTS = st.none() | st.integers(-(2**40), 2**40)
 FLOATS = st.none() | st.floats(-1e6, 1e6, width=32)
-LEARNED = Learned(
+LEARNED = FittedValues(
     {"v": Vocabulary(pa.array([3, 1, 2]), 2)},
-    {"g.y": Numbers(center=3.0, scale=2.0, boundaries=(0.0, 10.0))},
+    {"g.y": FittedStats(center=3.0, scale=2.0, boundaries=(0.0, 10.0))},
 )
 
 
-def applied(column: pa.Array, learned: Learned = LEARNED, **kind: Any) -> pa.Array:
+def applied(column: pa.Array, learned: FittedValues = LEARNED, **kind: Any) -> pa.Array:
     return apply_declared(pa.table({"x": column}), "g", "y", TransformConfig(**kind), learned)
 
 
@@ -132,16 +132,16 @@ def test_hashes_fill_their_range() -> None:
 
 
 def test_vocabulary_gives_rows_of_values_and_lists() -> None:
-    look = LookupConfig(name="v", column="x")
+    look = VocabularyLookupConfig(name="v", column="x")
     assert applied(pa.array([3, None, 2]), vocabulary=look).to_pylist() == [2, None, 4]
     lists = pa.array([[1, 3], None, []], pa.large_list(pa.int64()))
     assert applied(lists, vocabulary=look).to_pylist() == [[3, 2], None, []]
 
 
 def test_lists_of_texts_are_looked_up_hashed_and_cut_as_their_values() -> None:
-    learned = Learned({"v": Vocabulary(pa.array(["b", ""]), 1)})
+    learned = FittedValues({"v": Vocabulary(pa.array(["b", ""]), 1)})
     lists = pa.array([["x"], ["b", "", "c"], None, []], pa.large_list(pa.string())).slice(1)
-    look = LookupConfig(name="v", column="x")
+    look = VocabularyLookupConfig(name="v", column="x")
     assert applied(lists, learned, vocabulary=look).to_pylist() == [[1, 2, 0], None, []]
     flat = hashed([pa.array(["b", "", "c"])], 1000, "s").to_pylist()
     assert hashed([lists], 1000, "s").to_pylist() == [flat, None, []]
@@ -200,10 +200,10 @@ REFUSED: dict[str, tuple[pa.Array, dict[str, Any], str]] = {
     "a time to normalise": (pa.array([1], pa.timestamp("us")), {"normalize": NormalizeConfig(column="x")}, "normalize must read numbers, got timestamp[us]"),
     "a boolean to bucket": (pa.array([True]), {"bucketize": BucketizeConfig(column="x", quantiles=2)}, "bucketize must read numbers, got bool"),
     "numbers up to 2**64": (pa.array([1], pa.uint64()), {"log": LogConfig(column="x")}, "log must read numbers, got uint64"),
-    "a number to cut": (pa.array([1]), {"last": CutConfig(column="x", count=1)}, "first and last must read a list, got int64"),
+    "a number to cut": (pa.array([1]), {"last": TruncateConfig(column="x", count=1)}, "first and last must read a list, got int64"),
     "half a limit for whole numbers": (pa.array([1]), {"clip": ClipConfig(column="x", minimum=0.5)}, "clip must have whole limits for int64, got 0.5"),
     "quantiles of lists": (pa.array([[1]], pa.large_list(pa.int64())), {"bucketize": BucketizeConfig(column="x", quantiles=2)}, "bucketize by quantiles must read one number, got large_list"),
-    "floats in a vocabulary": (pa.array([0.5]), {"vocabulary": LookupConfig(name="v", column="x")}, "vocabulary must read whole numbers or texts, got double"),
+    "floats in a vocabulary": (pa.array([0.5]), {"vocabulary": VocabularyLookupConfig(name="v", column="x")}, "vocabulary must read whole numbers or texts, got double"),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from pipelines.table.locks import locked
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.layout import SEGMENTS, rejects_path
-from schemas.manifest import names_before, read_dataset
+from schemas.manifest import previous_names, read_dataset
 from tests.forgetting import found_in
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import bytes_of, copy_of, request
@@ -67,7 +67,7 @@ def test_rewritten_days_are_known_by_their_names_before(days: Path, left: Path) 
     root = read_dataset(left)
     for before, now in zip(read_dataset(days).segments, root.segments, strict=True):
         assert before.id != now.id
-        assert names_before(root.lineage, now.id) == {before.id, before.manifest_sha256}
+        assert previous_names(root.lineage, now.id) == {before.id, before.manifest_sha256}
     named = {s.manifest.day: s.manifest.id for s in open_dataset(left).segments}
     assert {day: root.lineage[f"day:{day}"] for day in (FIRST, LATE)} == named
     assert verify(left)["problems"] == []

@@ -29,7 +29,7 @@ from pipelines.transforms.fit import (
 )
 from schemas.config.job import DataConfig, load_job
 from schemas.errors import SchemaError
-from schemas.fitted import Learned, Numbers, encode_numbers, load_learned, numbers_path
+from schemas.fitted import FittedStats, FittedValues, encode_stats, load_fitted, stats_path
 from tests.pipelines import transform_jobs as jobs
 
 
@@ -166,8 +166,8 @@ def test_what_is_learned_does_not_depend_on_the_order_of_signed_zeros(zeros: lis
 
 def test_constant_and_missing_numbers() -> None:
     ones = sums_of(np.ones(5), np.ones(5, np.int64))
-    assert ones.numbers("mean_std", "x") == Numbers(1.0, 1.0)
-    assert ones.numbers("min_max", "x") == Numbers(1.0, 1.0)
+    assert ones.numbers("mean_std", "x") == FittedStats(1.0, 1.0)
+    assert ones.numbers("min_max", "x") == FittedStats(1.0, 1.0)
     assert drawn(np.arange(5).astype(np.uint64), np.ones(5)).numbers(4, "x").boundaries == (1.0,)
     message = "transforms.user.x must find numbers in the training range, got none"
     with pytest.raises(SchemaError, match=re.escape(message)):
@@ -199,19 +199,21 @@ def test_counted_column_is_taken_once_per_tuple(data: DataConfig) -> None:
 
 
 def test_learned_files_are_verified_when_read(tmp_path: Path, data: DataConfig) -> None:
-    numbers = {"user.age_scale": Numbers(0.1, 1 / 3, (1e300, float(np.nextafter(1e300, 2e300))))}
-    content = encode_numbers(numbers)
-    path = numbers_path(content)
+    numbers = {
+        "user.age_scale": FittedStats(0.1, 1 / 3, (1e300, float(np.nextafter(1e300, 2e300))))
+    }
+    content = encode_stats(numbers)
+    path = stats_path(content)
     (tmp_path / "learned").mkdir()
     (tmp_path / path).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    assert load_learned(tmp_path, {path: digest}, data).numbers == numbers
+    assert load_fitted(tmp_path, {path: digest}, data).numbers == numbers
     (tmp_path / path).write_bytes(content.replace(b"0.1", b"0.2"))
     with pytest.raises(SchemaError, match="file must have sha256"):
-        load_learned(tmp_path, {path: digest}, data)
+        load_fitted(tmp_path, {path: digest}, data)
     (tmp_path / path).unlink()
     with pytest.raises(SchemaError, match="file must exist, got none"):
-        load_learned(tmp_path, {path: digest}, data)
+        load_fitted(tmp_path, {path: digest}, data)
     none = replace(data, vocabularies={}, transforms={})
-    assert load_learned(tmp_path, {}, none) == Learned()
+    assert load_fitted(tmp_path, {}, none) == FittedValues()
     assert learned_so_far(tmp_path) == {}

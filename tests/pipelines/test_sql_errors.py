@@ -11,7 +11,7 @@ from pipelines.build import build
 from pipelines.samples.connection import connect, located
 from pipelines.samples.sql import carry_origin, run
 from pipelines.sources.rows import ORIGIN
-from schemas.config.parse import place_in_value
+from schemas.config.parse import position_in_value
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log
 
@@ -105,4 +105,4 @@ PLACES: dict[str, tuple[str, int, str | None]] = {
 def test_place_in_value_is_a_line_and_a_column_of_the_document(
     text: str, offset: int, place: str | None
 ) -> None:
-    assert place_in_value(text, "a.b", offset) == place
+    assert position_in_value(text, "a.b", offset) == place

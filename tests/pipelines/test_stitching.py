@@ -10,7 +10,7 @@ import pytest
 
 from pipelines.oracle import index as stitching
 from pipelines.oracle.index import stitch_files
-from schemas.accesses import stitch
+from schemas.accesses import merge_dictionaries
 from schemas.files import CheckedFile
 
 
@@ -44,7 +44,7 @@ def test_maps_by_ranges_of_slots_are_those_made_in_memory(
     files.insert(1, [])  # a segment from before the table was declared
     maps = [tmp_path / "maps" / str(segment) for segment in range(4)]
     edges = cast("list[list[CheckedFile]]", files)
-    numbers, rows = stitch(segments)
+    numbers, rows = merge_dictionaries(segments)
     assert stitch_files(edges, maps, worker_rows=7) == len(rows)
     for path, expected in zip([maps[0], *maps[2:]], numbers, strict=True):
         assert np.load(path).tolist() == expected.tolist()

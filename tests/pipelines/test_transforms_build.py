@@ -23,7 +23,7 @@ from pipelines.context import BuildRequest
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.fitted import load_learned
+from schemas.fitted import load_fitted
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import beam_request, bytes_of, copy_of, request, reverse_listings
 
@@ -106,7 +106,7 @@ def test_what_was_learned_is_named_by_the_manifest_and_verified(
     }
     assert set(files) == on_disk
     assert sorted(p.split("/")[0] for p in files) == ["learned", "vocabularies", "vocabularies"]
-    learned = load_learned(dataset, files, opened.job.data)
+    learned = load_fitted(dataset, files, opened.job.data)
     assert len(learned.vocabularies["items"].values) == 56
     assert set(learned.numbers) == {"user.age_scale", "samples.price_scale", "samples.price_bucket"}
     assert verify(dataset)["problems"] == []
@@ -181,7 +181,7 @@ def roomy_job(directory: Path) -> Path:
 def vocabulary(dataset: Path, segment: int) -> list[object]:
     opened = open_dataset(dataset)
     files = opened.segments[segment].manifest.learned
-    return load_learned(dataset, files, opened.job.data).vocabularies["items"].values.to_pylist()
+    return load_fitted(dataset, files, opened.job.data).vocabularies["items"].values.to_pylist()
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def test_new_column_of_a_later_segment_learns_numbers_of_its_own(tmp_path: Path)
     build(more)
     opened = open_dataset(dataset)
     numbers = [
-        load_learned(dataset, s.manifest.learned, opened.job.data).numbers for s in opened.segments
+        load_fitted(dataset, s.manifest.learned, opened.job.data).numbers for s in opened.segments
     ]
     assert set(numbers[1]) - set(numbers[0]) == {"user.range"}
     assert {k: numbers[1][k] for k in numbers[0]} == numbers[0]

@@ -21,7 +21,7 @@ from schemas.cache_plan import plan, summarize
 from schemas.config.job import Job, load_job
 from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
-from schemas.run_log import IDENTITY
+from schemas.run_log import RUN_FILE
 from tests.scheduler.made import write_job, write_run
 
 
@@ -198,7 +198,7 @@ def test_plan_right_after_a_build_finds_it_and_the_runs_beside_the_dataset(
 
 def write_trained_run(folder: Path, segments: list[str]) -> None:
     write_run(folder, 0.1)
-    (folder / IDENTITY).write_text(json.dumps({"segments": segments}))
+    (folder / RUN_FILE).write_text(json.dumps({"segments": segments}))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from pipelines.clustering.encodings import Encodings, open_writer
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, describe_file, read_files, verify_whole
+from schemas.files import CheckedFile, describe_file, find_damaged_files, read_files
 from tests.schemas.tiny import write_dataset
 
 SEGMENT = "segments/00000-tiny"
@@ -190,7 +190,7 @@ def test_read_files_gives_back_what_was_described(root: Path) -> None:
 
 def test_verify_whole_names_each_problem(root: Path) -> None:
     segment = open_dataset(root).segments[0]
-    assert verify_whole(segment.directory, segment.files) == []
+    assert find_damaged_files(segment.directory, segment.files) == []
     cut, gone, other = (segment.directory / name for name in READ[:3])
     cut.write_bytes(cut.read_bytes()[:-1])
     gone.unlink()
@@ -198,7 +198,7 @@ def test_verify_whole_names_each_problem(root: Path) -> None:
     data[100] ^= 1
     other.write_bytes(bytes(data))
     size = segment.files[READ[0]].num_bytes
-    assert sorted(verify_whole(segment.directory, segment.files)) == sorted(
+    assert sorted(find_damaged_files(segment.directory, segment.files)) == sorted(
         [
             f"{READ[0]}: {size - 1} bytes instead of {size}",
             f"{READ[1]}: missing",

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.miss_ratio import (
-    concave_curve,
+    approximate_concave,
     lru_curve,
     lru_hit_rates,
     optimal_curve,
@@ -110,7 +110,7 @@ def test_concave_curve_asks_for_few_values_where_the_function_is_straight() -> N
         asked.append(size)
         return min(size / 1000, 0.5 + size / 1e6)
 
-    curve = concave_curve(rate, 1, 100_000, 100, 0.01)
+    curve = approximate_concave(rate, 1, 100_000, 100, 0.01)
     assert len(asked) < 25
     for size in (1, 200, 499, 501, 50_000):
         exact = min(size / 1000, 0.5 + size / 1e6)

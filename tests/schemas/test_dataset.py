@@ -43,7 +43,7 @@ def test_open_dataset_gives_back_manifests_job_and_features(dataset: Dataset) ->
     assert dataset.features.label == "clicked"
     assert [segment.manifest.num_samples for segment in dataset.segments] == [70, 70]
     segment = dataset.segments[0]
-    assert segment.block_names.tolist() == [place.block for place in PLACES]
+    assert segment.block_ids.tolist() == [place.block for place in PLACES]
     assert segment.positions("train").tolist() == [0, 1, 2, 3]
     assert segment.positions("evaluation").tolist() == [4]
     assert segment.positions("test").tolist() == []

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from schemas.errors import PlanError, SchemaError, check_at_least_one, nearest, similar_or
+from schemas.errors import PlanError, SchemaError, check_at_least_one, suggest_name, suggest_name_or
 
 LINES = {
     "no place": (SchemaError("a must b, got c; do d"), "a must b, got c; do d"),
@@ -35,8 +35,8 @@ def test_errors_survive_a_trip_between_processes() -> None:
 
 
 def test_nearest_names_the_close_word_or_all() -> None:
-    assert nearest("grops", ["groups", "tables"]) == "did you mean 'groups'?"
-    assert nearest("x", ["tables", "groups"]) == "use one of groups, tables"
+    assert suggest_name("grops", ["groups", "tables"]) == "did you mean 'groups'?"
+    assert suggest_name("x", ["tables", "groups"]) == "use one of groups, tables"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_similar_or_names_a_word_only_where_it_is_nearly_the_same(
     name: str, known: list[str], close: str | None
 ) -> None:
     wanted = "add it" if close is None else f"did you mean {close!r}? If not, add it"
-    assert similar_or(name, known, "add it") == wanted
+    assert suggest_name_or(name, known, "add it") == wanted
 
 
 def test_check_at_least_one_passes_one_and_none_and_names_the_rest() -> None:

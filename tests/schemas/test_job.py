@@ -14,7 +14,7 @@ import yaml
 
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.config.parse import parse_duration, parse_size
-from schemas.config.schedule import UNNAMED_CPUS, UNNAMED_MEMORY, BudgetConfig
+from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig
 from schemas.errors import SchemaError
 from schemas.features import ROLES, load_features
 from schemas.hashing import MAX_ROW
@@ -131,7 +131,7 @@ def test_document_shows_the_true_defaults(document: str) -> None:
             continue  # the keys below it are in the table
         if isinstance(default, timedelta):
             assert parse_duration(text) == default, path
-        elif default in (UNNAMED_CPUS, UNNAMED_MEMORY):
+        elif default in (UNLIMITED_CPUS, UNLIMITED_MEMORY):
             assert text == "this machine", path
         elif path.endswith(".memory"):
             assert parse_size(text) == default, path
@@ -323,7 +323,7 @@ def test_smallest_job_has_the_defaults_of_the_dataclasses(tmp_path: Path) -> Non
     assert job.data.sample_source == "log"
     assert job.data.block_samples == 1024
     assert job.train.cache.lookahead == 50
-    assert job.schedule.budget == BudgetConfig(cpus=UNNAMED_CPUS, memory=UNNAMED_MEMORY)
+    assert job.schedule.budget == BudgetConfig(cpus=UNLIMITED_CPUS, memory=UNLIMITED_MEMORY)
 
 
 def test_table_may_have_every_row_that_fits(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schemas.config.job import load_job
-from schemas.config.transforms import TransformConfig, rows_of_transform
+from schemas.config.transforms import TransformConfig, num_ids_of_transform
 from schemas.errors import SchemaError
 from tests.schemas.test_job import SMALLEST, merged, write
 
@@ -144,9 +144,11 @@ def test_transforms_are_texts_or_exactly_one_kind(tmp_path: Path) -> None:
     }
     job = load_job(write(tmp_path, {"data": data}))
     made = job.data.transforms["u"]
-    sizes = {n: rows_of_transform(t, job.data.vocabularies) for n, t in made.items()}
+    sizes = {n: num_ids_of_transform(t, job.data.vocabularies) for n, t in made.items()}
     assert sizes == {"a": float("inf"), "b": 7, "c": 9, "d": 3, "e": 5, "f": float("inf")}
-    kinds = {n: (t.kind, t.inputs, t.learns) for n, t in made.items() if not isinstance(t, str)}
+    kinds = {
+        n: (t.kind, t.inputs, t.needs_fitting) for n, t in made.items() if not isinstance(t, str)
+    }
     assert kinds == {
         "b": ("cross", ("x", "h"), False),
         "c": ("vocabulary", ("x",), True),
@@ -166,7 +168,9 @@ def test_transform_is_written_as_it_is_read(tmp_path: Path) -> None:
     data: dict[str, Any] = {"groups": {"u": ["x", "h"]}, "transforms": {"u": made}}
     job = load_job(write(tmp_path, {"data": data}))
     data["transforms"] = {
-        "u": {n: t.written() for n, t in job.data.transforms["u"].items() if not isinstance(t, str)}
+        "u": {
+            n: t.to_mapping() for n, t in job.data.transforms["u"].items() if not isinstance(t, str)
+        }
     }
     (tmp_path / "job.yaml").write_text(
         json.dumps({"name": "small", "data": merged(SMALLEST["data"], data)})

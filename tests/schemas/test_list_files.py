@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from schemas.arrays import Jagged, offsets_of
-from schemas.files import CheckedFile, Kept, ListFiles
+from schemas.files import CheckedFile, DecodedFileCache, ListFiles
 
 
 @dataclass
@@ -31,7 +31,7 @@ def decode(file: Any) -> Jagged:
     return Jagged(flat, offsets_of(np.array(list(map(len, file.lists)), np.int64)))
 
 
-def opened(files: list[InMemory], kept: Kept | None = None) -> ListFiles:
+def opened(files: list[InMemory], kept: DecodedFileCache | None = None) -> ListFiles:
     return ListFiles(cast("list[CheckedFile]", files), decode, kept)
 
 
@@ -41,7 +41,7 @@ FILES = [[[1, 2], []], [], [[7], [8, 9, 10], [11]], [[]]]
 @pytest.mark.parametrize("most_bytes", [0, 24, 1_000])
 def test_lists_in_any_order_are_those_of_the_whole(most_bytes: int) -> None:
     expected = [values for file in FILES for values in file]
-    lists = opened([InMemory(file) for file in FILES], Kept(most_bytes))
+    lists = opened([InMemory(file) for file in FILES], DecodedFileCache(most_bytes))
     assert len(lists) == 6
     assert lists.lengths().tolist() == list(map(len, expected))
     for index in np.random.default_rng(0).integers(0, 6, 60).tolist():
@@ -51,7 +51,7 @@ def test_lists_in_any_order_are_those_of_the_whole(most_bytes: int) -> None:
 @pytest.mark.parametrize("backwards", [False, True])
 def test_in_order_each_file_is_decoded_once_without_any_allowance(backwards: bool) -> None:
     files = [InMemory(file) for file in FILES]
-    lists = opened(files, Kept(0))
+    lists = opened(files, DecodedFileCache(0))
     for index in range(6)[:: -1 if backwards else 1]:
         lists[index]
     assert [file.decoded for file in files] == [1, 0, 1, 1]
@@ -59,7 +59,7 @@ def test_in_order_each_file_is_decoded_once_without_any_allowance(backwards: boo
 
 def test_allowance_is_shared_and_those_that_were_used_longest_ago_go() -> None:
     one, other = ([InMemory([[1, 2]]), InMemory([[3, 4]])] for _ in range(2))
-    kept = Kept(3 * 16)
+    kept = DecodedFileCache(3 * 16)
     a, b = opened(one, kept), opened(other, kept)
     for lists, index in ((a, 0), (a, 1), (b, 0), (a, 0), (b, 1), (b, 0), (a, 0), (a, 1)):
         assert len(lists[index]) == 2

@@ -17,7 +17,7 @@ from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import hash_of
 from schemas.model import PROGRAM, Lineage, ModelManifest, open_model, rows_paths, write_model
-from schemas.model_inputs import FEWEST_SAMPLES, FILLING, ModelInputs, inputs_of
+from schemas.model_inputs import MIN_SAMPLES, PADDING, ModelInputs, build_inputs
 from schemas.rows import initial_rows
 
 INPUTS = ModelInputs(
@@ -117,16 +117,16 @@ def test_rows_that_are_not_stored_have_their_first_values(model: Path) -> None:
 
 
 def test_inputs_look_up_what_the_samples_say() -> None:
-    found = inputs_of(INPUTS, SAMPLES, lambda _, rows: rows[:, None].astype(np.float32))
-    assert found["dense"].shape == (FEWEST_SAMPLES, 1)
+    found = build_inputs(INPUTS, SAMPLES, lambda _, rows: rows[:, None].astype(np.float32))
+    assert found["dense"].shape == (MIN_SAMPLES, 1)
     assert found["dense"][:3, 0].tolist() == [1, 0, 3]
-    assert found["lengths/clicked"].tolist() == [3] + [0] * (FEWEST_SAMPLES - 1)
+    assert found["lengths/clicked"].tolist() == [3] + [0] * (MIN_SAMPLES - 1)
     assert found["lengths/user"][:3].tolist() == [1, 0, 1]
-    users = found["rows/users"][found["positions/user"][:-FILLING], 0]
+    users = found["rows/users"][found["positions/user"][:-PADDING], 0]
     assert users.tolist() == [3, 5]
-    assert found["factors/clicked"].tolist() == [0.5, 1, 2] + [0] * FILLING
+    assert found["factors/clicked"].tolist() == [0.5, 1, 2] + [0] * PADDING
     clicked = found["positions/clicked"][:3]
-    assert found["history"].shape == (FEWEST_SAMPLES, 2)
+    assert found["history"].shape == (MIN_SAMPLES, 2)
     assert found["history"][0].tolist() == [clicked[2], clicked[1]], "the newest first"
     assert not found["history"][1:].any()
     assert list(found) == sorted(found)
@@ -136,8 +136,8 @@ def test_inputs_of_a_slice_are_those_of_its_samples() -> None:
     def rows_of(_: str, rows: np.ndarray) -> np.ndarray:
         return rows[:, None]
 
-    cut = inputs_of(INPUTS, SAMPLES.slice(1, 2), rows_of)
-    copied = inputs_of(INPUTS, SAMPLES.take([1, 2]), rows_of)
+    cut = build_inputs(INPUTS, SAMPLES.slice(1, 2), rows_of)
+    copied = build_inputs(INPUTS, SAMPLES.take([1, 2]), rows_of)
     assert {n: a.tolist() for n, a in cut.items()} == {n: a.tolist() for n, a in copied.items()}
 
 

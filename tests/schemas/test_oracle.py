@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import reference
-from schemas.accesses import stitch
+from schemas.accesses import merge_dictionaries
 from schemas.arrays import Jagged, offsets_of
 from schemas.oracle import (
     NEVER,
@@ -133,8 +133,8 @@ def test_stitch_numbers_the_joined_segments_by_first_use(
     at_once: int, segments: list[list[int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schemas.accesses.STITCHED_AT_ONCE", at_once)
-        numbers, rows = stitch([np.array(rows, np.int64) for rows in segments])
+        patch.setattr("schemas.accesses.MERGE_CHUNK_ROWS", at_once)
+        numbers, rows = merge_dictionaries([np.array(rows, np.int64) for rows in segments])
     joined = [row for rows in segments for row in rows]
     assert rows.tolist() == list(dict.fromkeys(joined))
     for mine, theirs in zip(numbers, segments, strict=True):

@@ -15,9 +15,9 @@ from schemas.errors import SchemaError
 from schemas.paths import (
     ArgumentParser,
     check_writable,
+    find_mount,
     is_below,
     local_path,
-    mount_of,
     schema_path,
 )
 
@@ -83,7 +83,7 @@ def test_link_to_a_network_filesystem_is_refused(tmp_path: Path) -> None:
 
 
 def test_this_machine_names_the_filesystem_of_a_temporary_folder(tmp_path: Path) -> None:
-    point, kind = mount_of(
+    point, kind = find_mount(
         Path(os.path.realpath(tmp_path)), Path("/proc/self/mountinfo").read_text()
     )
     stat = subprocess.run(
@@ -120,7 +120,7 @@ def test_filesystem_that_is_really_mounted_is_known(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no mount may be made here: {done.stderr.strip()}")
-    assert mount_of(place / "x", done.stdout) == (str(place), kind)
+    assert find_mount(place / "x", done.stdout) == (str(place), kind)
     with pytest.raises(SchemaError, match=kind) if refused else nullcontext():
         check_writable(place / "x", mounts=done.stdout)
 

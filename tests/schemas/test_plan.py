@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.cache_plan import PlanStep, check_size, plan, required_rows, summarize
+from schemas.cache_plan import PlanStep, check_cache_size, plan, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
 from schemas.oracle import next_use
@@ -220,11 +220,11 @@ def test_cache_that_is_too_small_names_the_smallest_size_of_the_whole_run(
     assert required_rows(distances, cache) == needed
     assert cache.rows is not None
     if needed <= cache.rows:
-        check_size({"few": [], "items": distances}, cache)
+        check_cache_size({"few": [], "items": distances}, cache)
         assert len(list(plan(indexed(steps), cache))) == len(steps)
         return
     with pytest.raises(PlanError) as early:
-        check_size({"few": [], "items": distances}, cache)
+        check_cache_size({"few": [], "items": distances}, cache)
     with pytest.raises(PlanError) as late:
         list(plan(indexed(steps), cache))
     assert early.value.required_rows == late.value.required_rows == needed
@@ -256,7 +256,7 @@ def test_refusal_names_the_first_step_and_the_size_that_all_need(policy: str) ->
     named = REFUSALS[policy].replace("cache must", "cache of table 'items' must")
     named = named.replace(" and 3 at step 0", "")
     with pytest.raises(PlanError, match=f"^{re.escape(named)}$"):
-        check_size({"items": [d for _, d in indexed(steps)]}, cache)
+        check_cache_size({"items": [d for _, d in indexed(steps)]}, cache)
 
 
 @given(STEPS, st.integers(0, 20), configs())

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from schemas.cache_plan import IndexStep, Plan, plan, required_rows
 from schemas.config.train import CacheConfig
-from schemas.oracle import known_before, next_use
+from schemas.oracle import clip_to_horizon, next_use
 
 
 def indexed(trace: list[np.ndarray], first: int, until: int) -> list[IndexStep]:
     """Return steps from one on with what is known before another."""
     num_numbers = max((int(step.max()) + 1 for step in trace if len(step)), default=0)
     distances = next_use(trace, num_numbers)
-    return [(trace[s], known_before(distances[s], s, until)) for s in range(first, until)]
+    return [(trace[s], clip_to_horizon(distances[s], s, until)) for s in range(first, until)]
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.arrays import Jagged, offsets_of
-from schemas.cache_plan import Split, plan, share
+from schemas.cache_plan import BlockSplit, classify_rows, plan
 from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
 
@@ -25,13 +25,13 @@ def blocks_of(blocks: list[set[int]]) -> Jagged:
 def test_plan_with_splits_names_who_needs_each_row(
     steps: list[list[set[int]]], num_replicas: int, data: st.DataObject
 ) -> None:
-    splits: list[Split] = []
+    splits: list[BlockSplit] = []
     for blocks in steps:
         places = st.lists(
             st.integers(0, len(blocks)), min_size=num_replicas - 1, max_size=num_replicas - 1
         )
         edges = [0, *sorted(data.draw(places)), len(blocks)]
-        splits.append(Split(blocks_of(blocks), np.array(edges)))
+        splits.append(BlockSplit(blocks_of(blocks), np.array(edges)))
     entries = [np.array(sorted(set().union(*blocks)), np.int64) for blocks in steps]
     index = zip(entries, next_use(entries, 9), strict=True)
     found = list(plan(index, CacheConfig(prefetch_steps=1, lookahead=2), splits=splits))
@@ -63,7 +63,7 @@ def test_share_with_edges_that_miss_blocks_raises(edges: list[int]) -> None:
     message = f"edges must rise from 0 to the 2 blocks of the step, got {edges}; split whole blocks"
     blocks = Jagged(np.array([4, 7]), np.array([0, 1, 2]))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        share(np.array([4, 7]), np.array([1, 1]), Split(blocks, np.array(edges)))
+        classify_rows(np.array([4, 7]), np.array([1, 1]), BlockSplit(blocks, np.array(edges)))
 
 
 @pytest.mark.parametrize("numbers", [[4], [4, 7, 9], [4, 8]])
@@ -72,6 +72,6 @@ def test_share_with_blocks_of_another_step_raises(numbers: list[int]) -> None:
         "blocks must hold the rows of their step, got others among 2; take the blocks of the same "
         "step"
     )
-    split = Split(Jagged(np.array([4, 7]), np.array([0, 1, 2])), np.array([0, 2]))
+    split = BlockSplit(Jagged(np.array([4, 7]), np.array([0, 1, 2])), np.array([0, 2]))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        share(np.array(numbers), np.ones(len(numbers), np.int64), split)
+        classify_rows(np.array(numbers), np.ones(len(numbers), np.int64), split)

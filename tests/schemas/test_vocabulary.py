@@ -15,9 +15,9 @@ from schemas import vocabulary as module
 from schemas.errors import SchemaError
 from schemas.vocabulary import (
     Vocabulary,
-    append_entries,
     encode_version,
-    join_versions,
+    merge_versions,
+    new_entries,
     shards_of,
     value_type,
     version_path,
@@ -60,15 +60,15 @@ def test_entries_are_those_of_a_sorted_list_and_appends_move_none(
     known: list[object] = []
     versions: list[pa.Table] = []
     for number, counts in enumerate(segments):
-        before = join_versions(versions, oov_rows, kind)
-        found = append_entries(before, counted(counts, kind), min_count, num_rows)
+        before = merge_versions(versions, oov_rows, kind)
+        found = new_entries(before, counted(counts, kind), min_count, num_rows)
         often = [(-n, v) for v, n in counts.items() if n >= min_count and v not in known]
         if name == "string":
             often = [(n, str(v).encode()) for n, v in often]
         wanted = [v.decode() if isinstance(v, bytes) else v for _, v in sorted(often)]
         known += wanted[: max(0, num_rows - oov_rows - len(known))]
         versions.append(pq.read_table(pa.BufferReader(encode_version(found, number))))
-    joined = join_versions(versions, oov_rows, kind)
+    joined = merge_versions(versions, oov_rows, kind)
     assert joined.values.to_pylist() == known
     rows = joined.rows_of(pa.array(known, kind)).to_pylist()
     assert rows == list(range(oov_rows, oov_rows + len(known)))
@@ -83,7 +83,7 @@ def test_order_of_counts_does_not_matter(name: str) -> None:
     counts = {(i if name == "int64" else f"v{i}"): int(rng.integers(1, 6)) for i in range(200)}
     table = counted(counts, kind)
     shuffled = table.take(pa.array(rng.permutation(200)))
-    one, two = (append_entries(empty(kind), t, 2, 90) for t in (table, shuffled))
+    one, two = (new_entries(empty(kind), t, 2, 90) for t in (table, shuffled))
     assert one.equals(two)
     assert one.num_rows == 88
     assert encode_version(one, 0) == encode_version(two, 0)
@@ -121,15 +121,15 @@ def test_text_whose_hash_an_entry_has_is_not_taken_for_it(monkeypatch: pytest.Mo
         module, "hash_values", lambda v: np.array([hashes[x] for x in v.to_pylist()], np.uint64)
     )
     counts = counted({"a": 3, "b": 5, "c": 4}, pa.string())
-    found = append_entries(empty(pa.string(), 1), counts, 1, 10)
+    found = new_entries(empty(pa.string(), 1), counts, 1, 10)
     assert found["value"].to_pylist() == ["b", "c"]
     vocabulary = Vocabulary(pa.array(["b", "c"]), 1)
     assert vocabulary.rows_of(pa.array(["a", "b", "c"])).to_pylist() == [0, 1, 2]
-    assert append_entries(vocabulary, counts, 1, 10).num_rows == 0
+    assert new_entries(vocabulary, counts, 1, 10).num_rows == 0
 
 
 def test_name_of_a_version_holds_its_number_and_content() -> None:
-    entries = append_entries(empty(pa.int64()), counted({5: 1}, pa.int64()), 1, 10)
+    entries = new_entries(empty(pa.int64()), counted({5: 1}, pa.int64()), 1, 10)
     data = encode_version(entries, 3)
     assert re.fullmatch(
         r"vocabularies/items/00003-[0-9a-f]{12}\.parquet", version_path("items", 3, data)
@@ -148,7 +148,7 @@ DAMAGED = {
 def test_damaged_versions_are_refused(rows: list[int], values: list[int], message: str) -> None:
     table = pa.table({"row": rows, "value": values, "count": [1, 1], "version": [0, 0]})
     with pytest.raises(SchemaError, match=re.escape(message)):
-        join_versions([table], 2, pa.int64())
+        merge_versions([table], 2, pa.int64())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from schemas import group_files as windows
 from schemas import reference
 from schemas.arrays import Jagged, offsets_of
 from schemas.errors import SchemaError
-from schemas.group_files import NULL_LENGTH, Windows, entries_of, to_windows
+from schemas.group_files import NULL_LENGTH, Windows, to_windows, window_entries
 
 Lists = list[list[int] | None]
 
@@ -26,7 +26,7 @@ def jagged(lists: Lists) -> tuple[Jagged, np.ndarray]:
 
 
 def back(x: Jagged, found: Windows) -> Lists:
-    entries = entries_of(found.offsets, found.buffer, found.start, found.length)
+    entries = window_entries(found.offsets, found.buffer, found.start, found.length)
     values = x.values[found.source][entries.values].tolist()
     cuts = pairwise(entries.offsets.tolist())
     return [
@@ -66,7 +66,7 @@ def test_windows_give_back_every_list(lists: Lists) -> None:
 def test_windows_equal_the_slow_reference(lists: Lists, shortest: int) -> None:
     x, is_null = jagged(lists)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "SHORTEST_REPEAT", shortest)
+        patch.setattr(windows, "MIN_REPEAT_LENGTH", shortest)
         found = to_windows(x, is_null)
     buffers, expected = reference.windows([x or [] for x in lists], shortest)
     if 2 * sum(map(len, buffers)) > len(x.values):
@@ -117,7 +117,7 @@ def test_window_outside_its_buffer_is_refused(buffer: int, start: int, length: i
         "row 1; rebuild the dataset"
     )
     with pytest.raises(SchemaError, match=re.escape(message)):
-        entries_of(
+        window_entries(
             np.array([0, 5, 6]),
             np.array([0, buffer]),
             np.array([0, start]),

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas import layout
-from schemas.accesses import stitch
+from schemas.accesses import merge_dictionaries
 from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of, unique_tuples
 from schemas.config.job import OrderConfig
 from schemas.files import describe_file, write_files
@@ -273,7 +273,7 @@ def entries_of(
     parts: list[tuple[Jagged, np.ndarray]], order: Order
 ) -> tuple[list[np.ndarray], int]:
     """The ascending numbers of each step, and how many numbers there are."""
-    maps, rows = stitch([part_rows for _, part_rows in parts])
+    maps, rows = merge_dictionaries([part_rows for _, part_rows in parts])
     steps: list[np.ndarray] = []
     for train_step in range(order.num_steps):
         step = order.step(train_step)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from schemas.accesses import TableAccesses
 from schemas.arrays import Jagged, large_list, offsets_of, unique_tuples
 from schemas.config.job import Job, load_job
-from schemas.dataset import choose, open_dataset
+from schemas.dataset import open_dataset, select_segments
 from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import (
     BLOCK,
@@ -357,7 +357,7 @@ def _write_access(
 
 def write_index(folder: Path, job: Job, name: str, ids: Sequence[str] = ()) -> Reference:
     """Write an index over all segments, or over some; naming it in the root is the caller's."""
-    dataset = choose(open_dataset(folder), ids) if ids else open_dataset(folder)
+    dataset = select_segments(open_dataset(folder), ids) if ids else open_dataset(folder)
     oracle = job.data.oracle
     order = dataset.order(
         oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed

@@ -31,7 +31,7 @@ def evaluation_table(dataset_path: Path) -> pa.Table:
     """Return the samples of the evaluation split in stored order, one row each."""
     dataset, found = open_dataset(dataset_path), list[pa.Table]()
     for segment in dataset.segments:
-        held_back = np.isin(np.arange(len(segment.block_names)), segment.positions(EVALUATION))
+        held_back = np.isin(np.arange(len(segment.block_ids)), segment.positions(EVALUATION))
         for part, row_group in row_groups(segment):
             table = joined_row_group(segment, part, row_group, dataset.job.data)
             here = (segment.column("file") == part) & (segment.column("row_group") == row_group)

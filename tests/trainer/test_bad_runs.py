@@ -11,7 +11,7 @@ import pytest
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, group_path, samples_path
-from schemas.run_log import CHECKPOINTS, IDENTITY
+from schemas.run_log import CHECKPOINTS, RUN_FILE
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
@@ -54,7 +54,7 @@ def test_decode_refuses_numbers_without_a_loss(
     chosen = segment.column("row_group") == 0
     uniques = {group: segment.num_unique(group)[chosen] for group in spec.groups}
     sizes = segment.column("num_samples")[chosen]
-    counts = BlockCounts(blocks=segment.block_names[chosen], samples=sizes, uniques=uniques)
+    counts = BlockCounts(blocks=segment.block_ids[chosen], samples=sizes, uniques=uniques)
 
     def read(owner: str, columns: list[str]) -> pa.Table:
         path = samples_path(0) if owner == SAMPLES else group_path(owner, 0)
@@ -98,10 +98,10 @@ def test_torn_identity_is_refused_by_name(
     text: str, job: Path, dataset: Path, run: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
-    (copy / IDENTITY).write_text(text)
+    (copy / RUN_FILE).write_text(text)
     message = (
         "identity must be JSON with dataset and train, got other content "
-        f"in {copy / IDENTITY}; restore it"
+        f"in {copy / RUN_FILE}; restore it"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, copy, resume=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from schemas.layout import SEGMENTS
-from schemas.run_log import CHECKPOINTS, IDENTITY, SUMMARY
+from schemas.run_log import CHECKPOINTS, RUN_FILE, SUMMARY
 from tests.trainer.growing import commit
 from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
@@ -87,7 +87,7 @@ def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
 ) -> None:
     run, pipe = tmp_path / "run", tmp_path / "pipe"
     process = started(job, dataset, run, module=held_by(pipe, 40))  # at the latest
-    until(process, (run / IDENTITY).exists)
+    until(process, (run / RUN_FILE).exists)
     process.send_signal(signal.SIGTERM)
     with let_go(pipe):
         status, said = ended(process)

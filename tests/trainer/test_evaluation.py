@@ -62,7 +62,7 @@ def test_evaluation_reads_each_sample_of_its_split_once_and_no_other(
 ) -> None:
     stored: list[np.ndarray] = []
     for segment in open_dataset(dataset).segments:
-        held_back = segment.block_names[segment.positions(EVALUATION)]
+        held_back = segment.block_ids[segment.positions(EVALUATION)]
         files = sorted((segment.directory / "samples").glob("*.parquet"))
         table = pa.concat_tables([pq.read_table(file) for file in files])
         chosen = np.isin(table[BLOCK].to_numpy(), held_back)
@@ -140,9 +140,9 @@ def test_run_trains_each_training_block_once_and_no_evaluation_block(
     opened, reader = open_dataset(dataset), reader_of(job, dataset)
     trained = {(b.step.segment, x) for b in map(reader.read, range(32)) for x in blocks(reader, b)}
     for index, segment in enumerate(opened.segments):
-        held_back = {(index, x) for x in segment.block_names[segment.positions(EVALUATION)]}
+        held_back = {(index, x) for x in segment.block_ids[segment.positions(EVALUATION)]}
         assert not trained & held_back
-        assert {(index, x) for x in segment.block_names[segment.positions(TRAIN)]} <= trained
+        assert {(index, x) for x in segment.block_ids[segment.positions(TRAIN)]} <= trained
 
 
 def blocks(reader: Reader, batch: object) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.layout import SCHEMA
 from schemas.model import open_model
-from schemas.model_inputs import FILLING, inputs_of
+from schemas.model_inputs import PADDING, build_inputs
 from schemas.rows import initial_rows
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
@@ -113,7 +113,7 @@ def test_rows_are_those_of_the_checkpoint_and_others_have_first_values(exported:
 def test_look_ups_are_those_of_a_loop_over_samples(exported: Path, dataset: Path) -> None:
     model, table = open_model(exported / "model.presage"), evaluation_table(dataset)
     spec = model.manifest.inputs
-    found = inputs_of(spec, table, lambda _, rows: rows[:, None].astype(np.float64))
+    found = build_inputs(spec, table, lambda _, rows: rows[:, None].astype(np.float64))
     for feature, name in spec.sparse.items():
         first = 0
         rows, positions = found[f"rows/{name}"][:, 0], found[f"positions/{feature}"]
@@ -124,7 +124,7 @@ def test_look_ups_are_those_of_a_loop_over_samples(exported: Path, dataset: Path
             if spec.tables[name].rows == "identity":
                 assert rows[positions[first:last]].tolist() == ids
             first = last
-        assert first + FILLING == len(positions)
+        assert first + PADDING == len(positions)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import DatasetManifest, read_dataset, write_manifest
-from schemas.run_log import IDENTITY, METRICS, StepMetric, read_metrics
+from schemas.run_log import METRICS, RUN_FILE, StepMetric, read_metrics
 from tests.trainer.growing import (
     GROWING,
     ONCE,
@@ -138,7 +138,7 @@ def test_resuming_a_grown_dataset_without_following_it_is_refused(
         follow_job(job, tmp_path / "dataset", tmp_path / "run", pipeline, on_step=on_step)
     pipeline.more()
     message = (
-        f"dataset must be that of the run, got 2 segments for 1 in {tmp_path / 'run' / IDENTITY}; "
+        f"dataset must be that of the run, got 2 segments for 1 in {tmp_path / 'run' / RUN_FILE}; "
         "use --follow to go on with those that came since"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
@@ -152,7 +152,7 @@ def test_dataset_that_grows_after_the_first_of_two_epochs_is_refused(tmp_path: P
     commit(versions[1], versions[0])
     message = (
         "dataset must not grow after its first epoch, got 2 segments for the 1 that it was closed "
-        f"with in {tmp_path / 'run' / IDENTITY}; train again"
+        f"with in {tmp_path / 'run' / RUN_FILE}; train again"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         follow_job(
@@ -203,7 +203,7 @@ def test_identity_with_other_content_is_refused_by_name(
     text: str, job: Path, versions: list[Path], tmp_path: Path
 ) -> None:
     run_job(job, versions[0], tmp_path / "run", steps=1)
-    (tmp_path / "run" / IDENTITY).write_text(text)
+    (tmp_path / "run" / RUN_FILE).write_text(text)
     with pytest.raises(SchemaError, match=r"^identity must be JSON with dataset and train"):
         run_job(job, versions[0], tmp_path / "run", resume=True)
     assert json.loads(text) is not None

@@ -15,7 +15,7 @@ import pytest
 
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.deleted_samples import encode_tombstones, joined_tombstones, tombstones_path
+from schemas.deleted_samples import encode_tombstones, merge_tombstones, tombstones_path
 from schemas.errors import SchemaError
 from schemas.manifest import write_manifest
 from schemas.reference import hash_text
@@ -198,7 +198,7 @@ def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, i
     rows = [
         {
             "segment": segment.manifest.id,
-            "block": int(segment.block_names[p]),
+            "block": int(segment.block_ids[p]),
             "sample_index": i,
             "file_row": 0,
             "reason": "session",
@@ -207,8 +207,8 @@ def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, i
         for p in positions
         for i in range(int(counts[p]))
     ]
-    table = joined_tombstones([])
-    table = joined_tombstones([pa.Table.from_pylist(rows, schema=table.schema)])
+    table = merge_tombstones([])
+    table = merge_tombstones([pa.Table.from_pylist(rows, schema=table.schema)])
     data, sha256 = encode_tombstones(table)
     path = target / tombstones_path(sha256)
     path.parent.mkdir()

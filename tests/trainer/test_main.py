@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.errors import counted
-from schemas.run_log import IDENTITY, LEDGER, METRICS, PHASES, read_metrics, read_summary
+from schemas.errors import pluralize
+from schemas.run_log import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics, read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 from trainer.__main__ import _warn_of_ne, main
@@ -110,7 +110,7 @@ def test_verify_refuses_a_ledger_in_which(
     assert main(["verify", str(tmp_path), "--json"]) == 1
     said = capsys.readouterr()
     problems = [f"{each}; {advice}" for each in json.loads(said.out)["problems"]]
-    assert said.err.splitlines() == [*problems, f"verify: {counted(len(problems), 'problem')}"]
+    assert said.err.splitlines() == [*problems, f"verify: {pluralize(len(problems), 'problem')}"]
     assert problems[0] == f"{message}; {advice}"
 
 
@@ -168,7 +168,7 @@ def test_input_and_output_are_checked_before_torch_is_imported(
     command: list[str], error: str, repository: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / IDENTITY).touch()
+    (tmp_path / "run" / RUN_FILE).touch()
     words = [command[0], str(repository / "schemas" / "demo" / "job.yaml")]
     words += ["--dataset", str(tmp_path / "none"), *command[1:], str(tmp_path / "run")]
     program = f"""

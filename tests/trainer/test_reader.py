@@ -179,7 +179,7 @@ def test_decode_refuses_blocks_that_lie_elsewhere(dataset: Path) -> None:
     opened = open_dataset(dataset)
     segment = opened.segments[0]
     spec = spec_of(opened, "float64")
-    names, sizes = segment.block_names[:3], segment.column("num_samples")[:3]
+    names, sizes = segment.block_ids[:3], segment.column("num_samples")[:3]
     uniques = {group: segment.num_unique(group)[:3] for group in spec.groups}
 
     def read(owner: str, columns: list[str]) -> pa.Table:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run_log import CHECKPOINTS, LEDGER, LOST, RunSummary, StepMetric
+from schemas.run_log import CHECKPOINTS, EXIT_LOST_ROWS, LEDGER, RunSummary, StepMetric
 from tests.shared import with_long
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
@@ -197,7 +197,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
 
     summary = together(folder, run, count=0, on_step=kill_all, on_start=start)
     assert summary.num_rollbacks == 1
-    assert [replica.wait(PATIENCE) for replica in started] == [-9, -9, LOST, 0, 0]
+    assert [replica.wait(PATIENCE) for replica in started] == [-9, -9, EXIT_LOST_ROWS, 0, 0]
     assert_as_alone(folder, run)
 
 

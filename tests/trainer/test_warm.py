@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.dataset import choose, open_dataset
+from schemas.dataset import open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import JOB
 from schemas.manifest import Reference, read_dataset, read_segment, write_manifest
@@ -134,7 +134,7 @@ def test_report_counts_rows_as_sets_do(small: tuple[Path, Path, Path]) -> None:
     before: dict[str, set[int]] = {table: set() for table in opened.job.data.tables}
     for day in DATES:
         start = json.loads((folder / day / "summary.json").read_text())["start"]
-        segments = choose(opened, (day,)).segments
+        segments = select_segments(opened, (day,)).segments
         for table, known in before.items():
             used = set(rows_used(opened, segments, table).tolist())
             if start is not None:
@@ -159,7 +159,7 @@ def test_rows_that_no_segment_of_the_last_days_uses_are_dropped(
     old, run = folder / DATES[1], tmp_path / "run"
     summary = run_job(job, dataset, run, start_from=old, expire_days=num_days)
     opened = open_dataset(dataset)
-    segments = choose(opened, alive).segments
+    segments = select_segments(opened, alive).segments
     found, held = rows_in(run / "checkpoints" / "00000000"), rows_in(newest(old))
     assert summary.start is not None
     for table, counts in summary.start["tables"].items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run_log import HUNG
+from schemas.run_log import EXIT_HUNG
 from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import (
@@ -55,7 +55,7 @@ def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: P
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
     with_a_fifo(dataset)
     status, said = ended(started(job, dataset, tmp_path / "run"))
-    assert status == HUNG, said
+    assert status == EXIT_HUNG, said
     assert assert_named(tmp_path / "run", said, {"read"}) == 0
     assert "_row_group" in said  # the thread that opens the file
 
@@ -78,7 +78,7 @@ def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path
     finally:
         os.kill(store, signal.SIGCONT)  # it ends with the pipe that its owner held
     status, said = ended(process)
-    assert status == HUNG, said
+    assert status == EXIT_HUNG, said
     assert assert_named(run, said, {"fetch", "update", "save"}) >= 4
     trained(job, dataset, run, *arguments, "--resume")
     trained(job, dataset, tmp_path / "whole")

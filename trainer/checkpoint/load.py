@@ -16,7 +16,7 @@ from schemas.arrays import Array
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.layout import MANIFEST
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.agent import NewCheckpoint
@@ -124,7 +124,7 @@ def _optimizer_state(
         if parameter not in index_of:
             raise SchemaError(
                 f"state must be of the optimizer's parameters, got {name!r}; "
-                f"{nearest(parameter, index_of)}",
+                f"{suggest_name(parameter, index_of)}",
                 file=file,
             )
         if array.ndim:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, Jagged, comparable, hash_keys, numpy_of, offsets_of, one_chunk
 from schemas.config.job import DataConfig, TableConfig
 from schemas.dataset import Dataset
-from schemas.errors import SchemaError, nearest
+from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
 from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
-from schemas.model_inputs import bags_of, factors_of, in_range, numbers_of
+from schemas.model_inputs import check_range, entry_weights, scalar_values, to_bags
 
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""
@@ -99,7 +99,7 @@ def spec_of_columns(
         if feature not in data.table_of_feature:
             raise SchemaError(
                 f"sparse feature belongs to no table: {feature!r}; "
-                f"{nearest(feature, data.table_of_feature)}"
+                f"{suggest_name(feature, data.table_of_feature)}"
             )
     if not sparse:
         raise SchemaError("schema has no sparse feature; tag one")
@@ -241,12 +241,12 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         return values[inverse[spec.owner[name]]] if name in spec.owner else values
 
     def numbers(name: str, low: float = -np.inf, high: float = np.inf) -> Array:
-        values = per_sample(name, lambda column: numbers_of(column, spec.dtype))
-        return in_range(values, name, low, high)
+        values = per_sample(name, lambda column: scalar_values(column, spec.dtype))
+        return check_range(values, name, low, high)
 
     num_samples = int(counts.samples.sum())
     sparse = {
-        name: bags_of(column_of(name), spec.table_of[name], spec.tables[spec.table_of[name]])
+        name: to_bags(column_of(name), spec.table_of[name], spec.tables[spec.table_of[name]])
         for name in spec.sparse
     }
     dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
@@ -264,7 +264,7 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         inverse=inverse,
         sparse=sparse,
         per_sample_weights={
-            f: factors_of(column_of(weights_column(f)), f, sparse[f], spec.dtype)
+            f: entry_weights(column_of(weights_column(f)), f, sparse[f], spec.dtype)
             for f in spec.weighted
         },
     )

@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from schemas.dataset import Dataset, Segment, absent_columns, read_with_absent
+from schemas.dataset import Dataset, Segment, missing_column_defaults, read_with_defaults
 from schemas.files import CheckedFile
 from schemas.group_files import read_group
 from schemas.layout import EVALUATION, TRAIN, samples_path
@@ -42,7 +42,7 @@ class _BlockIndex:
         self.segment = segment
         self.file = segment.column("file")
         self.row_group = segment.column("row_group")
-        self._blocks = segment.block_names
+        self._blocks = segment.block_ids
         self._samples = segment.column("num_samples")
         self._uniques = {group: segment.num_unique(group) for group in groups}
         keys = self.file << 32 | self.row_group
@@ -93,7 +93,7 @@ class Reader:
         self._expanded = expanded
         self._find_shared = find_shared
         self._segments = [_BlockIndex(s, spec.groups) for s in dataset.segments]
-        self._absent = [absent_columns(dataset, s) for s in dataset.segments]
+        self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
         self._decoded: OrderedDict[tuple[int, int, int], RowGroup] = OrderedDict()
 
@@ -142,7 +142,7 @@ class Reader:
     def blocks_of(self, step: Step) -> NDArray[np.int64]:
         """Return the ids of a training step's blocks, in batch order."""
         segment = self._segments[step.segment].segment
-        return segment.block_names[segment.positions(TRAIN)[step.positions]]
+        return segment.block_ids[segment.positions(TRAIN)[step.positions]]
 
     def _assemble(self, step: Step, positions: NDArray[np.int64]) -> Batch:
         blocks = self._segments[step.segment]
@@ -179,11 +179,11 @@ class Reader:
                     return open_file(samples_path(file)).read_row_group(row_group, present)
                 return read_group(open_file, owner, file, row_group, present)
 
-            return read_with_absent(read_present, columns, self._absent[segment])
+            return read_with_defaults(read_present, columns, self._absent[segment])
 
         blocks = self._segments[segment]
         decoded = decode(self._spec, blocks.counts(file, row_group), read)
-        decoded = decoded.without(blocks.segment.forgotten_rows(file, row_group))
+        decoded = decoded.without(blocks.segment.deleted_rows(file, row_group))
         self._decoded[key] = decoded
         while len(self._decoded) > 1 and (
             sum(d.num_bytes for d in self._decoded.values()) > CACHE_BYTES

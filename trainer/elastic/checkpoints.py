@@ -17,7 +17,7 @@ from schemas.arrays import Array
 from schemas.config.job import Job
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
-from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, Split, StepMetric, to_line
+from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, StepSplit, to_line
 from trainer.checkpoint.incremental import Changes
 from trainer.checkpoint.load import made_of, newest_checkpoint
 from trainer.checkpoint.manager import BesideSaver, TrainState, claim_leftovers, dense_bytes
@@ -156,7 +156,7 @@ class LogWriter:
         """
         self._run = run
         self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
-        self._splits: deque[Split] = deque(maxlen=REMEMBERED_STEPS)
+        self._splits: deque[StepSplit] = deque(maxlen=REMEMBERED_STEPS)
 
     def remember(self, metric: StepMetric, entries: Sequence[LedgerEntry]) -> None:
         """Keep the lines of a committed step.
@@ -170,7 +170,7 @@ class LogWriter:
         while len(self._lines) > REMEMBERED_STEPS:
             self._lines.popitem(last=False)
 
-    def remember_splits(self, splits: Iterable[Split]) -> None:
+    def remember_splits(self, splits: Iterable[StepSplit]) -> None:
         """Keep the lines of splits that were fixed."""
         self._splits.extend(splits)
 

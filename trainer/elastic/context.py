@@ -17,7 +17,7 @@ from schemas.errors import PlanError, SchemaError
 from schemas.layout import TRAIN
 from schemas.manifest import canonical_json, replace_bytes
 from schemas.order import Order
-from schemas.run_log import TOGETHER, LedgerEntry
+from schemas.run_log import RENDEZVOUS, LedgerEntry
 from trainer.checkpoint.load import load_state, state_of
 from trainer.components import Parts
 from trainer.data.microbatches import Microbatches
@@ -73,7 +73,7 @@ class Rendezvous:
 
 def write_rendezvous(run: Path, together: Rendezvous) -> None:
     """Let replicas know."""
-    replace_bytes(run / TOGETHER, canonical_json(asdict(together)).encode())
+    replace_bytes(run / RENDEZVOUS, canonical_json(asdict(together)).encode())
 
 
 def read_rendezvous(run: Path) -> Rendezvous:
@@ -82,7 +82,7 @@ def read_rendezvous(run: Path) -> Rendezvous:
     Raises:
         SchemaError: nobody leads the run, or the file is of another release.
     """
-    path = run / TOGETHER
+    path = run / RENDEZVOUS
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         shared = body["shared"]

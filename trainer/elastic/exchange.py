@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from schemas.run_log import Split
+from schemas.run_log import StepSplit
 from trainer.elastic.group import GlooGroup, MeetingStore, SumsShape, pack_sums, unpack_sums
 from trainer.elastic.membership import Agreement, Member
 from trainer.elastic.options import ReplicaOptions
@@ -123,7 +123,7 @@ class SplitPlanner:
         self._name = name
         self._splits: dict[int, dict[str, range]] = {}
         self._staying: tuple[str, ...] = ()
-        self._fixed: list[Split] = []
+        self._fixed: list[StepSplit] = []
 
     def mine(self, step: int) -> range:
         """Return the leaves of a step that this replica is to compute."""
@@ -133,7 +133,7 @@ class SplitPlanner:
         """Drop all splits: the others have gone on without this replica."""
         self._splits, self._staying, self._fixed = {}, (), []
 
-    def fixed(self) -> list[Split]:
+    def fixed(self) -> list[StepSplit]:
         """Return the splits that were fixed since the last call and differ from the step before."""
         found, self._fixed = self._fixed, []
         return found
@@ -171,7 +171,7 @@ class SplitPlanner:
                 self._splits[later] = split_microbatches(num_leaves(later), speeds)
                 if self._splits[later] != self._splits.get(later - 1):
                     leaves = {n: (run.start, run.stop) for n, run in self._splits[later].items()}
-                    self._fixed.append(Split(step=later, fixed_at=step, leaves=leaves))
+                    self._fixed.append(StepSplit(step=later, fixed_at=step, leaves=leaves))
 
 
 def contiguous_ranges(leaves: list[int]) -> list[range]:

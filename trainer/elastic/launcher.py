@@ -18,12 +18,12 @@ from pathlib import Path
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
 from schemas.run_log import (
-    BEHIND,
-    HUNG,
-    LOST,
+    EXIT_BEHIND,
+    EXIT_HUNG,
+    EXIT_LOST_ROWS,
     METRICS,
+    RENDEZVOUS,
     SUMMARY,
-    TOGETHER,
     RunSummary,
     StepMetric,
     read_summary,
@@ -171,16 +171,16 @@ class LocalReplicas:
                 if status is None:
                     continue
                 running.discard(number)
-                if status == LOST:
+                if status == EXIT_LOST_ROWS:
                     raise RowsLostError(_ROWS_LOST)
-                if status == HUNG and not drain.asked and self._hung_before(number):
+                if status == EXIT_HUNG and not drain.asked and self._hung_before(number):
                     if not running and not self._run_is_finished():
                         raise SchemaError(
                             f"a replica must go on, got {sorted(self._hung)} that hung; see the "
                             f"stacks in {self._run} and go on with --resume"
                         )
                     continue
-                if status > 0 and status != BEHIND and (drain.asked or status != HUNG):
+                if status > 0 and status != EXIT_BEHIND and (drain.asked or status != EXIT_HUNG):
                     raise SchemaError(
                         f"replica {number} must end well, got status {status}; see its error above"
                     )
@@ -210,7 +210,7 @@ class LocalReplicas:
 
     def _restart(self, number: int, status: int) -> None:
         if not self._restarts:
-            why = {BEHIND: "behind the others", HUNG: "a phase that does not end"}.get(
+            why = {EXIT_BEHIND: "behind the others", EXIT_HUNG: "a phase that does not end"}.get(
                 status, f"signal {-status}"
             )
             raise SchemaError(
@@ -344,7 +344,7 @@ def train_replicas(
                     linger_sec=1 + 2 * launch.heartbeat_sec,
                 )
             )
-            stack.callback((run / TOGETHER).unlink)
+            stack.callback((run / RENDEZVOUS).unlink)
             on_start(replicas)
             tail = MetricTail(run, on_step, known_steps)
 

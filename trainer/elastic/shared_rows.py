@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.accesses import TableAccesses, kept_for
+from schemas.accesses import TableAccesses, decoded_cache_for
 from schemas.arrays import Array
 from schemas.cache_plan import Keyframe
 from schemas.config.train import StoresConfig, TrainConfig
@@ -62,7 +62,7 @@ class StepRows:
         Raises:
             SchemaError: the dataset has no access lists.
         """
-        kept = kept_for(order, KEPT_BYTES)
+        kept = decoded_cache_for(order, KEPT_BYTES)
         self._accesses = {t: TableAccesses(dataset, t, order, kept) for t in tables}
 
     def of(self, train_step: int) -> dict[str, NDArray[np.int64]]:

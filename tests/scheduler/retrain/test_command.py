@@ -13,7 +13,7 @@ from scheduler.retrain.drive import Flags, command_of, sizes_of
 from scheduler.retrain.records import STATE, Attempt, Log, Started
 from scheduler.retrain.root import Root
 from schemas.config.schedule import RetrainConfig
-from schemas.run_log import IDENTITY
+from schemas.run_log import RUN_FILE
 from tests.scheduler.made import write_job
 from tests.scheduler.retrain.world import World, good_but_for
 
@@ -195,7 +195,7 @@ def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
     warm = command("train", root, segments=("a", "b"), base=f"{ONE}.1")
     assert warm == [*train, *start, *end]
     root.run(f"{TWO}.1").mkdir(parents=True)
-    (root.run(f"{TWO}.1") / IDENTITY).touch()
+    (root.run(f"{TWO}.1") / RUN_FILE).touch()
     warm = command("train", root, segments=("a", "b"), base=f"{ONE}.1")
     assert warm == [*train, *start, "--resume", *end]
     evaluate = ["trainer", "evaluate", "job.yaml", "--dataset", dataset, "--run"]
