@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.logs import build_job, job_path, raw_log
 from pipelines.report.storage import dataset_bytes
-from pipelines.table.commit import bytes_below
+from pipelines.table.commit import sum_bytes
 from pipelines.table.indexes import add_index
 from schemas.dataset import open_dataset
 
@@ -35,7 +35,7 @@ def measure_bytes(name: str, shared_data: Path, scratch: Path) -> dict[str, Any]
     dataset = add_index(dataset, order, [], "benchmark")
     index = dataset.index_for(order)
     found = {
-        part: sum(bytes_below(list(s.files.values()), f"{part}/") for s in dataset.segments)
+        part: sum(sum_bytes(list(s.files.values()), f"{part}/") for s in dataset.segments)
         for part in ("access", "edges")
     }
     entries = sum(index.manifest.num_accesses.values())

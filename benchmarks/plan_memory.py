@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 
 from pipelines.memory import keep_freed_memory
 from pipelines.oracle.files import (
-    cut_files,
-    jagged,
+    concat_lists,
+    split_into_files,
     write_access_file,
     write_edges_file,
     write_index_file,
 )
-from pipelines.oracle.index import stitch_files
+from pipelines.oracle.index import merge_numberings
 from pipelines.oracle.numbering import WORKER_ENTRIES
 from schemas.accesses import indexed_steps, merge_dictionaries
 from schemas.arrays import Jagged
@@ -60,9 +60,11 @@ def make(root: Path, num_rows: int, num_accesses: int) -> None:
         for _ in range(count)
     ]
     distances = next_use(cast("list[NDArray[np.int64]]", steps), num_rows)
-    for index, (a, b) in enumerate(pairwise(cut_files(np.array(list(map(len, steps)))).tolist())):
-        write_access_file(root / "segment", TABLE, index, np.arange(a, b), jagged(steps[a:b]))
-        write_index_file(root / "index", TABLE, index, a, jagged(distances[a:b]))
+    for index, (a, b) in enumerate(
+        pairwise(split_into_files(np.array(list(map(len, steps)))).tolist())
+    ):
+        write_access_file(root / "segment", TABLE, index, np.arange(a, b), concat_lists(steps[a:b]))
+        write_index_file(root / "index", TABLE, index, a, concat_lists(distances[a:b]))
     rows = rng.integers(0, 1 << 62, num_rows + num_rows // 2)
     write_edges(root / "segment", rows[:num_rows])
     write_edges(root / "second", rng.permutation(rows[num_rows // 2 :]))
@@ -128,7 +130,7 @@ def join_on_disk(root: Path, _: int) -> int:
     segments = [segment_of(root / name) for name in ("segment", "second")]
     with tempfile.TemporaryDirectory(dir=root) as maps:
         paths = [Path(maps) / str(index) for index in range(2)]
-        return stitch_files([s.edge_files(TABLE) for s in segments], paths, WORKER_ENTRIES // 2)
+        return merge_numberings([s.edge_files(TABLE) for s in segments], paths, WORKER_ENTRIES // 2)
 
 
 def join_in_memory(root: Path, _: int) -> int:

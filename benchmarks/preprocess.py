@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.logs import LOGS, build_job, each_log, job_path, log_parser, write_result
-from pipelines.clustering.reader import joined_row_group, row_groups
+from pipelines.clustering.reader import read_joined_row_group, row_groups
 from pipelines.transforms.apply import with_transforms
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset import Dataset, open_dataset
@@ -47,7 +47,7 @@ def sides(dataset: Dataset) -> tuple[Tables, Tables]:
     for segment in dataset.segments:
         for file_index in sorted(set(segment.column("file").tolist())):
             places = [place for place in row_groups(segment) if place[0] == file_index]
-            expanded = pa.concat_tables([joined_row_group(segment, *p, data) for p in places])
+            expanded = pa.concat_tables([read_joined_row_group(segment, *p, data) for p in places])
             for name in data.transforms:
                 columns = inputs_of(name, expanded, data)
                 rows = expanded.select(columns).combine_chunks()

@@ -11,14 +11,14 @@ PARTIAL = ".partial"
 """Suffix of files that are being written."""
 
 
-def partial_of(target: Path) -> Path:
+def partial_path(target: Path) -> Path:
     """Return a name of its own to write a file under; the directory is made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
 
 
 @contextmanager
-def whole(target: Path) -> Iterator[Path]:
+def atomic_write(target: Path) -> Iterator[Path]:
     """Hand out a name of its own to write to, which becomes the target when the body is done.
 
     A bundle that runs twice, even at once, writes the same bytes twice; the last rename stays.
@@ -26,7 +26,7 @@ def whole(target: Path) -> Iterator[Path]:
     Args:
         target: final path; its directory is made.
     """
-    partial = partial_of(target)
+    partial = partial_path(target)
     try:
         yield partial
         partial.replace(target)

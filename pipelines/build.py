@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from pipelines import executor
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
-from pipelines.clustering.part import PartResult, unpacked
+from pipelines.clustering.part import PartResult, deserialize_results
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import build_context, check_map, count_parts, prepare
 from pipelines.progress import counted_rows, is_stopped, watched
@@ -39,15 +39,15 @@ from pipelines.sources.rejects import (
 )
 from pipelines.table.commit import finish_segment
 from pipelines.table.compatibility import (
-    admit,
-    finished_segments,
+    check_admissible,
+    commit_request,
     identity_of,
-    proposal_of,
-    refused_place,
+    refused_path,
+    unpublished_segments,
 )
-from pipelines.table.days import position_of_day, replaced_by, seal
-from pipelines.table.locks import workplace
-from pipelines.table.publish import publish, settle, wait_for_turn
+from pipelines.table.days import position_of_day, replaced_versions, seal
+from pipelines.table.locks import scratch_directory
+from pipelines.table.publish import publish, recover, wait_for_predecessors
 from pipelines.transforms.fit import place_learned, returned_files, stage_learned
 from schemas.config.job import DataConfig, Job, SplitConfig, check_new_names, load_job
 from schemas.dataset import Dataset, Segment, open_dataset
@@ -139,25 +139,25 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         rows = check_map(request, job.data, prepared)
         request.progress(f"check-sql: equal samples from {rows} rows cut three ways")
     hashes, key = segment_hashes(job, features, listing)
-    existing = admit(request, job, features, key, listing)
+    existing = check_admissible(request, job, features, key, listing)
     if existing is not None:
-        settle(request.dataset)
+        recover(request.dataset)
         request.progress(f"segment {existing.id}: already there, nothing to do")
         return BuildResult(existing, built=False)
     building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
     context = build_context(request, job, features, prepared, building)
-    with workplace(building, ".*", lambda: finished_segments(request.dataset, key)):
+    with scratch_directory(building, ".*", lambda: unpublished_segments(request.dataset, key)):
         if (building / MANIFEST).exists():
             request.progress("segment finished by an attempt that died: taken over")
         else:
             _write_segment(request, context, key, hashes)
         rejects, manifest = count_segment_rejects(building), read_segment(building)
         position = request.position if request.in_order else None
-        waited_sec = wait_for_turn(request.dataset, position or 0, request.progress)
+        waited_sec = wait_for_predecessors(request.dataset, position or 0, request.progress)
         try:
-            reference = publish(proposal_of(request, job, features, key, building))
+            reference = publish(commit_request(request, job, features, key, building))
         except GateError:
-            _report_rejects(request, rejects, manifest, refused_place(request.dataset, key))
+            _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
             raise
     _report_rejects(request, rejects, manifest, request.dataset / SEGMENTS / reference.id)
     request.progress(f"segment {reference.id} committed")
@@ -205,7 +205,7 @@ def _stopped_error(
     """Keep the rejects of a build that stopped early; return the error to raise."""
     started_bytes = counted_rows(context.segment_root).num_bytes
     size = sum(file.num_bytes for file in context.listing)
-    refused = refused_place(request.dataset, key)
+    refused = refused_path(request.dataset, key)
     number_reject_files(context.segment_root)
     keep_rejects(context.segment_root, refused)
     lines = "\n".join(summary_lines(rejects, 0, f"{refused}/rejects"))
@@ -224,7 +224,7 @@ def finish_segment_files(
     values: Mapping[str, list[Any]],
 ) -> None:
     """Write the segment's manifest and metadata from the outputs of its pipeline; idempotent."""
-    building, parts = context.segment_root, unpacked(values["parts"])
+    building, parts = context.segment_root, deserialize_results(values["parts"])
     rejects = merge_counts(values["rejects"])
     check_usable(parts, rejects, context.data)
     learned = returned_files(values, context.learned)
@@ -276,7 +276,7 @@ def _summary(dataset: Dataset, result: BuildResult, wall_sec: float) -> dict[str
     manifest = read_segment(directory, result.reference)
     index_bytes = sum(i.manifest.oracle_bytes for i in dataset.indexes)
     (events,) = (read_counts(s) for s in dataset.segments if s.manifest.id == manifest.id)
-    versions = replaced_by(dataset.manifest, manifest.id)
+    versions = replaced_versions(dataset.manifest, manifest.id)
     path = f"{SEGMENTS}/{manifest.id}/rejects"
     return {
         "segment": manifest.id,

@@ -387,7 +387,7 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         result["forgotten"] = erase(request)
     if rewrites:
         module = importlib.import_module("pipelines.table.compact")  # imports Beam
-        rewriting = module.RewriteRequest(
+        compaction = module.CompactionRequest(
             dataset=arguments.dataset,
             older_than=arguments.older_than if arguments.rewrite else None,
             rejects_older_than=arguments.rejects_older_than,
@@ -398,7 +398,7 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             attempt=_new_attempt(),
             progress=_progress,
         )
-        result["rewritten"] = module.rewrite(rewriting)
+        result["rewritten"] = module.compact_dataset(compaction)
     _print_result(arguments, result)
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipelines.samples.statements import Steps
-from pipelines.shuffle import ByReference, ByValue, Crossing, InMemory
+from pipelines.shuffle import ByReference, ByValue, InMemory, ShuffleTransport
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import FilePart, file_and_row, files_and_rows
@@ -101,7 +101,7 @@ class BuildContext:
     shuffle_by: str = "references"
 
     @property
-    def crossing(self) -> Crossing:
+    def transport(self) -> ShuffleTransport:
         """How samples cross the shuffle."""
         groups = tuple(self.data.groups)
         if self.shuffle_by == "values":
@@ -111,7 +111,7 @@ class BuildContext:
         return ByReference(self.segment_root, groups)
 
     @property
-    def joins_at_hand(self) -> bool:
+    def lookups_are_broadcast(self) -> bool:
         """Whether every look-up is in a table that the worker holds."""
         return all(join.side in self.broadcast for join in self.data.samples.joins)
 

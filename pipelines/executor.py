@@ -8,14 +8,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.clustering.part import PartResult, packed
+from pipelines.clustering.part import PartResult, serialize_result
 from pipelines.context import BuildContext
 from pipelines.lookup_stages import join_one, join_part, sides_of
 from pipelines.memory import keep_freed_memory
-from pipelines.oracle.files import run_rounds
-from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
+from pipelines.oracle.files import run_stages
+from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
 from pipelines.samples.event_join import add_counts
-from pipelines.shuffle import cut_by
+from pipelines.shuffle import group_rows
 from pipelines.sources.rejects import RejectCounts, range_keys, write_rejects
 from pipelines.stages import (
     EVENTS,
@@ -92,7 +92,7 @@ def run_segment(context: BuildContext) -> dict[str, list[Any]]:
     parts = write_parts(context, samples, learned[0] if learned else {})
     return {
         **({"learned": learned} if learned else {}),
-        "parts": [packed(part) for part in parts],
+        "parts": [serialize_result(part) for part in parts],
         "tables": number_tables(context, parts),
         "rejects": reject_counts(context, collected.values[REJECTS]),
         "events": [add_counts(collected.values[EVENTS])],
@@ -151,7 +151,7 @@ def iter_samples(
     side_rows: defaultdict[str, list[pa.Table]] = defaultdict(list)
     stage = SampleStage(context)
     made = collected.samples(_from_sources(context, stage, rows, side_rows, collected))
-    if context.joins_at_hand:
+    if context.lookups_are_broadcast:
         yield from made
         return
     joins = context.data.samples.joins
@@ -183,7 +183,7 @@ def _from_sources(
             yield from stage.from_rows(source, table)
             continue
         for target, good in collected.samples(keyed_rows(context, source, table)):
-            for part, mine in cut_by(good, target):
+            for part, mine in group_rows(good, target):
                 keyed[part][source].append(mine)
     for part in sorted(keyed):
         yield from stage.from_keys(part, keyed.pop(part))
@@ -235,7 +235,7 @@ def reject_counts(context: BuildContext, tables: list[pa.Table]) -> list[RejectC
     """Write the rejects; return their counts by range of places."""
     places: defaultdict[int, list[pa.Table]] = defaultdict(list)
     for table in tables:
-        for place, rows in cut_by(table, range_keys(table, context.listing)):
+        for place, rows in group_rows(table, range_keys(table, context.listing)):
             places[place].append(rows)
     return [write_rejects(context.segment_root, p, places[p]) for p in sorted(places)]
 
@@ -247,6 +247,6 @@ def number_tables(context: BuildContext, parts: list[PartResult]) -> list[tuple[
     for table in sorted(context.data.tables) if blocks else []:
         numbered = number_blocks(context.segment_root, table, blocks, WORKER_ENTRIES)
         if not isinstance(numbered, int):
-            numbered = sum(run_rounds(numbered, NUMBERING))
+            numbered = sum(run_stages(numbered, NUMBERING_STAGES))
         counts.append((table, numbered))
     return counts

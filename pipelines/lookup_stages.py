@@ -19,7 +19,7 @@ from pipelines.samples.lookups import (
     side_table,
     sorted_rows,
 )
-from pipelines.shuffle import SHUFFLE, cut_by
+from pipelines.shuffle import SHUFFLE, group_rows
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 from schemas.arrays import one_chunk
 
@@ -117,7 +117,7 @@ def cut_samples(
     missing = keys.is_null().to_numpy(zero_copy_only=False)
     # A null key finds nothing anywhere: such samples are spread evenly.
     hashes[missing] = key_hashes(one_chunk(samples[ORIGIN]))[missing]
-    return cut_by(samples, part_of_key(hashes, num_parts))
+    return group_rows(samples, part_of_key(hashes, num_parts))
 
 
 def cut_side(
@@ -125,7 +125,7 @@ def cut_side(
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield rows of a large side table by the partition of their key."""
     keys = key_column(table, context.data.sides[name].key, context.key_types[name])
-    return cut_by(table, part_of_key(key_hashes(keys), num_parts))
+    return group_rows(table, part_of_key(key_hashes(keys), num_parts))
 
 
 def join_part(

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipelines.atomic_files import whole
+from pipelines.atomic_files import atomic_write
 from pipelines.sources.rows import PART_BYTES
 
 HOPELESS_ROWS = 50_000
@@ -89,7 +89,7 @@ def count_rows(building: Path, more: Counts) -> Counts | None:
         return None
     with _LOCK:
         counts = _COUNTS[building] = _COUNTS[building] + more
-        with whole(building / _DIRECTORY / f"{os.getpid()}.json") as partial:
+        with atomic_write(building / _DIRECTORY / f"{os.getpid()}.json") as partial:
             partial.write_text(json.dumps(asdict(counts)), encoding="utf-8")
     return counts
 

@@ -27,7 +27,7 @@ PACKET_BYTES = 8 << 20
 _HEAD = struct.Struct(">16sII")  # the message's digest, the packet's index, packets of the message
 
 
-def to_message(*tables: pa.Table) -> bytes:
+def encode_tables(*tables: pa.Table) -> bytes:
     """Return tables as LZ4 Arrow IPC streams, one after the other."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
@@ -37,7 +37,7 @@ def to_message(*tables: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def from_message(data: bytes) -> list[pa.Table]:
+def decode_tables(data: bytes) -> list[pa.Table]:
     """Undo `to_message`."""
     source = pa.BufferReader(data)
     tables: list[pa.Table] = []
@@ -46,7 +46,7 @@ def from_message(data: bytes) -> list[pa.Table]:
     return tables
 
 
-def packets(message: bytes, limit: int = PACKET_BYTES) -> Iterator[bytes]:
+def split_packets(message: bytes, limit: int = PACKET_BYTES) -> Iterator[bytes]:
     """Yield a message in packets.
 
     Args:
@@ -60,7 +60,7 @@ def packets(message: bytes, limit: int = PACKET_BYTES) -> Iterator[bytes]:
         yield _HEAD.pack(digest, index, len(starts)) + message[start : start + size]
 
 
-def messages(arrived: Iterable[bytes]) -> Iterator[bytes]:
+def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
     """Yield messages from their packets, in any order; nothing is kept of a message once it is out.
 
     A message that was sent twice comes twice.
@@ -108,7 +108,7 @@ def from_bytes(data: bytes) -> pa.Table:
     return pa.ipc.open_stream(data).read_all()
 
 
-def cut_by(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
+def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
     """Yield (target, rows of that target), targets ascending, rows in order."""
     if not table.num_rows:
         return
@@ -119,22 +119,22 @@ def cut_by(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]
         yield int(sorted_target[start]), sorted_rows.slice(start, end - start)
 
 
-def spread(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
+def encode_by_target(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
     """Yield (target, rows of that target as bytes), targets ascending, rows in order."""
-    for part, rows in cut_by(table, target):
-        for content in contents(rows):
+    for part, rows in group_rows(table, target):
+        for content in encode_rows(rows):
             yield part, content
 
 
-def contents(table: pa.Table) -> Iterator[bytes]:
+def encode_rows(table: pa.Table) -> Iterator[bytes]:
     """Yield the rows as bytes, as few times as a runner's shuffle takes them; one row is whole."""
     content = to_bytes(table)
     if len(content) <= PACKET_BYTES or table.num_rows == 1:
         yield content
         return
     half = table.num_rows // 2
-    yield from contents(table.slice(0, half))
-    yield from contents(table.slice(half))
+    yield from encode_rows(table.slice(0, half))
+    yield from encode_rows(table.slice(half))
 
 
 # How samples cross from the workers that make them to those that cluster them.
@@ -168,7 +168,7 @@ class Reference(NamedTuple):
     num_samples: int
 
 
-class Crossing(Protocol):
+class ShuffleTransport(Protocol):
     """A way for samples to cross."""
 
     element: ClassVar[type]
@@ -192,7 +192,7 @@ class Crossing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Reiterable:
     """What a function yields, anew for each who goes through it."""
 
     make: Callable[[], Iterator[Tuples]]
@@ -220,10 +220,10 @@ class ByReference:
         name = uuid.uuid4().hex  # never in the dataset: only this attempt's references know it
         yield from write_chunk(self.root, name, parts).items()
 
-    def receive(self, sent: Iterable[Reference]) -> Again:
+    def receive(self, sent: Iterable[Reference]) -> Reiterable:
         """Read the samples, references in the order of their names."""
         references = sorted(sent)
-        return Again(lambda: (read_reference(self.root, r, self.groups) for r in references))
+        return Reiterable(lambda: (read_reference(self.root, r, self.groups) for r in references))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,16 +242,18 @@ class ByValue:
         for index, part in enumerate(parts):
             if part is not None:
                 tables = (part.uniques[group] for group in self.groups)
-                for packet in packets(to_message(_with_references(part), *tables)):
+                for packet in split_packets(encode_tables(_with_references(part), *tables)):
                     yield index, packet
 
-    def receive(self, sent: Iterable[bytes]) -> Again:
+    def receive(self, sent: Iterable[bytes]) -> Reiterable:
         """Join the packets; only messages of which some are still to come are kept."""
         seen: list[bytes] = []
-        return Again(lambda: (self._samples(m) for m in same_again(messages(sent), seen)))
+        return Reiterable(
+            lambda: (self._samples(m) for m in check_same_order(join_packets(sent), seen))
+        )
 
     def _samples(self, message: bytes) -> Tuples:
-        table, *uniques = from_message(message)
+        table, *uniques = decode_tables(message)
         return _without_references(table, dict(zip(self.groups, uniques, strict=True)))
 
 
@@ -278,7 +280,7 @@ def _copied(part: Tuples) -> Tuples:
     return Tuples(part.take(np.arange(part.num_samples)).samples, part.references, uniques)
 
 
-def same_again(arrived: Iterable[bytes], seen: list[bytes]) -> Iterator[bytes]:
+def check_same_order(arrived: Iterable[bytes], seen: list[bytes]) -> Iterator[bytes]:
     """Yield messages; raise when they come in another order than when they were first gone through.
 
     Runners promise that grouped values can be gone through again, and no order.

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.clustering.part import PartResult, build_part
-from pipelines.clustering.writer import Pins, pin
+from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
 from pipelines.lookup_stages import Sides, join_one, visible_columns
 from pipelines.partition import hash_session_keys, part_of_key
@@ -231,7 +231,7 @@ class SampleStage:
         if result.samples is None:
             return
         samples = with_list_index(result.samples)
-        if not self.context.joins_at_hand:
+        if not self.context.lookups_are_broadcast:
             yield SAMPLES, samples  # a table; its look-ups by key and `finish` are still to come
             return
         for index in range(len(self.context.data.samples.joins)):
@@ -256,11 +256,11 @@ class SampleStage:
     def _hand_over(self, good: Tuples) -> Iterator[Output]:
         keys = hash_session_keys(good.column(self.context.data.session.key))
         parts = split(good, part_of_key(keys, self.context.num_parts), self.context.num_parts)
-        for sent in self.context.crossing.send(parts):
+        for sent in self.context.transport.send(parts):
             yield SAMPLES, sent
 
 
-def pins_of(context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]) -> Pins:
+def pins_of(context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]) -> SegmentLayout:
     """Return what the first part settles for all.
 
     Args:
@@ -269,11 +269,17 @@ def pins_of(context: BuildContext, sent: Iterable[Any], files: Mapping[str, str]
         files: what was learned, path to sha256.
     """
     learned = load_building(context.segment_root, files, context.data)
-    return pin(context.crossing.receive(sent), context.data, learned, context.num_parts)
+    return choose_segment_layout(
+        context.transport.receive(sent), context.data, learned, context.num_parts
+    )
 
 
 def write_part(
-    context: BuildContext, part: int, sent: Iterable[Any], pins: Pins, learned: FittedValues
+    context: BuildContext,
+    part: int,
+    sent: Iterable[Any],
+    pins: SegmentLayout,
+    learned: FittedValues,
 ) -> PartResult:
     """Write one part of the segment.
 
@@ -284,7 +290,7 @@ def write_part(
         pins: from `pins_of`.
         learned: what transforms learned.
     """
-    samples = context.crossing.receive(sent)
+    samples = context.transport.receive(sent)
     return build_part(
         context.segment_root, part, samples, context.data, pins, context.features, learned
     )

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.dedup import HOPELESS
+from pipelines.clustering.dedup import SKIP_RATIO
 from schemas.arrays import (
     Array,
     Jagged,
@@ -92,7 +92,7 @@ class Feature:
             return None
         taken = self.values.take(rows)
         found = to_windows(Jagged(taken.values.astype(np.uint64), taken.offsets))
-        if len(found.source) > HOPELESS * len(taken.values):
+        if len(found.source) > SKIP_RATIO * len(taken.values):
             return None
         places = (found.buffer, found.start, found.length, np.diff(found.offsets))
         return packed_bytes(taken.values[found.source]) + sum(packed_bytes(p) for p in places)

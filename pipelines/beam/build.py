@@ -28,8 +28,8 @@ from pipelines.context import BuildContext, BuildRequest
 from pipelines.oracle.index import TableTotals
 from pipelines.samples.event_join import add_counts
 from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
-from pipelines.table.compatibility import admit, finished_segments, proposal_of
-from pipelines.table.locks import locked, workplace
+from pipelines.table.compatibility import check_admissible, commit_request, unpublished_segments
+from pipelines.table.locks import locked, scratch_directory
 from pipelines.table.publish import publish
 from pipelines.transforms.apply import learned_inputs
 from pipelines.transforms.fit import LEARNED
@@ -78,12 +78,12 @@ def commit(
     request, job, features = wanted.request, wanted.job, wanted.features
     incoming = wanted.context.segment_root
     hashes, key = segment_hashes(job, features, listing)
-    reference = admit(request, job, features, key, listing)
+    reference = check_admissible(request, job, features, key, listing)
     if reference is None:
         building = request.dataset / SEGMENTS / f".{key}.{request.attempt}"
         with (
             ExitStack() as held,
-            workplace(building, ".*", lambda: finished_segments(request.dataset, key)),
+            scratch_directory(building, ".*", lambda: unpublished_segments(request.dataset, key)),
         ):
             if not (building / MANIFEST).exists():
                 held.enter_context(locked(_parts_of(wanted)))
@@ -91,7 +91,7 @@ def commit(
                     finish_segment_files(request, wanted.context, key, hashes, values)
                 # One call: all of it moves, with the lock, or nothing does.
                 incoming.rename(building)
-            reference = publish(proposal_of(request, job, features, key, building))
+            reference = publish(commit_request(request, job, features, key, building))
     shutil.rmtree(incoming, ignore_errors=True)
     return reference.id
 

@@ -10,8 +10,8 @@ import apache_beam as beam
 
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.tables import NumberAccesses
-from pipelines.clustering.part import build_part, packed
-from pipelines.clustering.writer import Pins
+from pipelines.clustering.part import build_part, serialize_result
+from pipelines.clustering.writer import SegmentLayout
 from pipelines.shuffle import to_bytes
 from pipelines.table.compact import StoredPart
 from schemas.config.job import TableConfig
@@ -21,20 +21,20 @@ from schemas.features import FeatureSet
 class _WritePart(beam.DoFn):
     """Writes one part; yields its totals, and its look-ups under the tag `blocks`."""
 
-    def __init__(self, root: Path, pins: Pins, features: FeatureSet) -> None:
+    def __init__(self, root: Path, pins: SegmentLayout, features: FeatureSet) -> None:
         self.root, self.pins, self.features = root, pins, features
 
     def process(self, part: StoredPart) -> Iterator[Any]:
         number, data = part.file_index, part.data
         result = build_part(self.root, number, part, data, self.pins, self.features)
-        yield packed(result)
+        yield serialize_result(result)
         yield beam.pvalue.TaggedOutput("blocks", to_bytes(result.blocks))
 
 
 def rewrite_parts(
     building: Path,
     parts: Sequence[StoredPart],
-    pins: Pins,
+    pins: SegmentLayout,
     features: FeatureSet,
     tables: Mapping[str, TableConfig],
     beam_args: list[str],

@@ -36,7 +36,7 @@ def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, bea
     hand_over: Any = beam.ParDo(_HandOver(stage))
     parts = (
         rows[SAMPLES]
-        | "hand over" >> hand_over.with_output_types(tuple[int, stage.context.crossing.element])
+        | "hand over" >> hand_over.with_output_types(tuple[int, stage.context.transport.element])
         | "cluster by session" >> beam.GroupByKey()
         | "write flat" >> beam.ParDo(_WriteFlat(stage))
     )

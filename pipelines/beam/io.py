@@ -29,22 +29,22 @@ from pipelines.beam.transforms import EachReject, ReadRows
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
 from pipelines.build import segment_hashes
 from pipelines.clustering.reader import (
-    expanded_tables,
-    remembered_row_group,
+    column_names,
+    read_live_row_group,
+    read_samples,
     row_groups,
-    sample_columns,
 )
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import build_context, prepare
 from pipelines.samples.statements import steps_of
 from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import Crossing
+from pipelines.shuffle import ShuffleTransport
 from pipelines.sources.listing import folder_of, list_inputs
 from pipelines.sources.read import empty_rows
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import ORIGIN
 from pipelines.stages import REJECTS, SAMPLES
-from pipelines.table.compatibility import admit
+from pipelines.table.compatibility import check_admissible
 from pipelines.transforms.fit import learned_so_far, stage_learned
 from schemas.config.job import Job, check_new_names, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
@@ -216,8 +216,8 @@ class _ReadRowGroup(beam.DoFn):
         dataset = self.dataset
         segment = dataset.segments[index]
         absent = missing_column_defaults(dataset, segment)
-        table = remembered_row_group(segment, file_index, row_group, dataset.job.data, absent)
-        yield table.select(sample_columns(dataset, self.model_inputs))
+        table = read_live_row_group(segment, file_index, row_group, dataset.job.data, absent)
+        yield table.select(column_names(dataset, self.model_inputs))
 
 
 def columns_of(path: Path, model_inputs: bool) -> pa.Schema:
@@ -227,7 +227,7 @@ def columns_of(path: Path, model_inputs: bool) -> pa.Schema:
         path: directory of the dataset.
         model_inputs: whether to add the columns that transforms and sampling made.
     """
-    return next(expanded_tables(open_dataset(path), model_inputs)).schema
+    return next(read_samples(open_dataset(path), model_inputs)).schema
 
 
 # The steps of a build, each for a pipeline of somebody else: read a source, make samples.
@@ -386,7 +386,7 @@ class TablesContext(GivenContext):
     __slots__ = ()
 
     @property
-    def crossing(self) -> Crossing:
+    def transport(self) -> ShuffleTransport:
         """Samples as tables."""
         made = self.data.derived_columns
         return AsTables(tuple(n for n in self.features.names if n not in made))
@@ -480,7 +480,7 @@ class BuildDataset(beam.PTransform):
         request, job = with_groups(self._request, self._parsed, features)
         prepared = prepare(request, job, features)
         _, key = segment_hashes(job, features, prepared.listing)
-        reference = admit(request, job, features, key, prepared.listing)
+        reference = check_admissible(request, job, features, key, prepared.listing)
         if reference is not None:
             nothing = pipeline | "no rejects" >> beam.Create([])
             return {

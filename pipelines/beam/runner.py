@@ -28,7 +28,7 @@ from apache_beam.runners.runner import PipelineResult
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
-from pipelines.atomic_files import whole
+from pipelines.atomic_files import atomic_write
 from pipelines.runners import IN_PROCESS, in_process
 from schemas.errors import SchemaError
 
@@ -109,7 +109,7 @@ class _Save(beam.DoFn):
         self.path = path
 
     def process(self, values: list[Any]) -> None:
-        with whole(self.path) as partial:
+        with atomic_write(self.path) as partial:
             partial.write_bytes(pickle.dumps(values))
 
 

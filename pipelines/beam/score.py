@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import torch
 from apache_beam.ml.inference.base import ModelHandler, RunInference
 
-from pipelines.atomic_files import whole
+from pipelines.atomic_files import atomic_write
 from pipelines.beam.runner import run_pipeline
-from pipelines.clustering.reader import joined_row_group
+from pipelines.clustering.reader import read_joined_row_group
 from schemas.dataset import (
     Dataset,
     Segment,
@@ -266,7 +266,7 @@ class ReadSamples(beam.DoFn):
         name, number, part, row_group = place
         segment, data = self.dataset.segments[number], self.dataset.job.data
         absent = missing_column_defaults(self.dataset, segment)
-        table = joined_row_group(segment, part, row_group, data, absent)
+        table = read_joined_row_group(segment, part, row_group, data, absent)
         table = table.filter(pa.array(chosen_samples(segment, part, row_group, split)))
         kept = {f"{_KEPT}{column}": table[column] for column in self.kept}
         yield name, pa.table({**kept, **{c: table[c] for c in self.read}}).combine_chunks()
@@ -283,6 +283,6 @@ class WriteScores(beam.DoFn):
         """Yield the name, size and hash of the file."""
         name, table = element
         path = self.output / SCORES / name
-        with whole(path) as partial:
+        with atomic_write(path) as partial:
             pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
         yield f"{SCORES}/{name}", {"num_samples": table.num_rows, "sha256": sha256_of(path)}

@@ -9,10 +9,10 @@ from typing import Any
 import apache_beam as beam
 
 from pipelines.memory import keep_freed_memory
-from pipelines.oracle.files import Round, run_rounds
+from pipelines.oracle.files import Stage, run_stages
 from pipelines.oracle.index import TableTotals, index_table, totals_of
-from pipelines.oracle.linking import LINKING, LinkingPlan
-from pipelines.oracle.numbering import NUMBERING, WORKER_ENTRIES, number_blocks
+from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
+from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
 from pipelines.shuffle import from_bytes
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.order import Order
@@ -24,7 +24,7 @@ _DONE, _PLANS = "done", "plans"
 
 
 class _Plan(beam.DoFn):
-    def __init__(self, each: Round) -> None:
+    def __init__(self, each: Stage) -> None:
         self.each = each
 
     def process(self, element: tuple[str, Iterable[Any]]) -> Iterator[Any]:
@@ -36,7 +36,7 @@ class _Plan(beam.DoFn):
 
 
 class _Work(beam.DoFn):
-    def __init__(self, each: Round) -> None:
+    def __init__(self, each: Stage) -> None:
         self.each = each
 
     def setup(self) -> None:
@@ -48,19 +48,19 @@ class _Work(beam.DoFn):
 
 
 class _OneByOne(beam.DoFn):
-    def __init__(self, rounds: Sequence[Round]) -> None:
+    def __init__(self, rounds: Sequence[Stage]) -> None:
         self.rounds = rounds
 
     def process(self, element: tuple[str, Any]) -> Iterator[tuple[str, list[Any]]]:
         key, plan = element
-        results = run_rounds(plan, self.rounds)
+        results = run_stages(plan, self.rounds)
         yield key, [(plan, index, result) for index, result in enumerate(results)]
 
 
 class InRounds(beam.PTransform):
     """Do rounds for many plans at once: (key, plan) to (key, [(plan, index, result), ...])."""
 
-    def __init__(self, rounds: Sequence[Round], spread: bool) -> None:
+    def __init__(self, rounds: Sequence[Stage], spread: bool) -> None:
         """Take the rounds in order.
 
         Args:
@@ -137,7 +137,7 @@ class NumberAccesses(beam.PTransform):
         )
         counted = (
             made[_PLANS]
-            | "large tables" >> InRounds(NUMBERING, self.spread)
+            | "large tables" >> InRounds(NUMBERING_STAGES, self.spread)
             | "count rows" >> beam.MapTuple(_total)
         )
         return (made[_DONE], counted) | "join tables" >> beam.Flatten()
@@ -191,7 +191,7 @@ class IndexTables(beam.PTransform):
             | "spread tables" >> beam.Reshuffle()
             | "index tables" >> beam.ParDo(stage).with_outputs(_DONE, main=_PLANS)
         )
-        linked = made[_PLANS] | "large tables" >> InRounds(LINKING, spread=self.spread)
+        linked = made[_PLANS] | "large tables" >> InRounds(LINKING_STAGES, spread=self.spread)
         totals = linked | "count entries" >> beam.MapTuple(_totals)
         return (made[_DONE], totals) | "join tables" >> beam.Flatten()
 

@@ -14,8 +14,8 @@ from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.coders import SourceRows
-from pipelines.clustering.part import packed
-from pipelines.clustering.writer import Pins
+from pipelines.clustering.part import serialize_result
+from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.lookup_stages import (
     Sides,
@@ -28,7 +28,7 @@ from pipelines.lookup_stages import (
     write_side,
 )
 from pipelines.memory import keep_freed_memory
-from pipelines.shuffle import contents, from_bytes, spread, to_bytes
+from pipelines.shuffle import encode_by_target, encode_rows, from_bytes, to_bytes
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
@@ -121,7 +121,7 @@ class _SpreadSamples(beam.DoFn):
 
     def process(self, samples: pa.Table) -> Iterator[tuple[int, tuple[str, bytes]]]:
         for part, rows in cut_samples(self.context, self.index, self.num_parts, samples):
-            for content in contents(rows):
+            for content in encode_rows(rows):
                 yield part, ("samples", content)
 
 
@@ -131,7 +131,7 @@ class _SpreadSide(beam.DoFn):
 
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[tuple[int, tuple[str, bytes]]]:
         for part, table in cut_side(self.context, rows[0], self.num_parts, rows[1]):
-            for content in contents(table):
+            for content in encode_rows(table):
                 yield part, ("side", content)
 
 
@@ -370,7 +370,7 @@ class _SpreadByKey(_Counted):
                 yield pvalue.TaggedOutput(tag, value)
                 continue
             target, good = value
-            for part, content in spread(good, target):
+            for part, content in encode_by_target(good, target):
                 self.counters["out-bytes"].inc(len(content))
                 yield part, (source, content)
 
@@ -429,7 +429,7 @@ class MakeSamples(beam.PTransform):
             )
         rejects.append(made[REJECTS])
         events = made[EVENTS]
-        if not context.joins_at_hand:
+        if not context.lookups_are_broadcast:
             assert side_rows is not None, "look-ups are in side tables"
             complete = join_by_key(made[SAMPLES], side_rows, small[0], context)
             stage = beam.ParDo(_Finish(context, "Finish"))
@@ -443,7 +443,7 @@ class MakeSamples(beam.PTransform):
 
     def _typed(self, stage: beam.ParDo) -> beam.ParDo:
         """Say what comes out of the SQL: tables, when look-ups by key are still to come."""
-        return stage if self.context.joins_at_hand else stage.with_output_types(pa.Table)
+        return stage if self.context.lookups_are_broadcast else stage.with_output_types(pa.Table)
 
     def _is_side(self, row: tuple[str, pa.Table]) -> bool:
         return row[0] in self.context.data.sides
@@ -454,7 +454,7 @@ class _SpreadRejects(beam.DoFn):
         self.context = context
 
     def process(self, table: pa.Table) -> Iterator[tuple[int, bytes]]:
-        return spread(table, range_keys(table, self.context.listing))
+        return encode_by_target(table, range_keys(table, self.context.listing))
 
 
 class _WriteRejects(beam.DoFn):
@@ -499,7 +499,7 @@ class _Pin(beam.DoFn):
 
     def process(
         self, part: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str]
-    ) -> Iterator[Pins]:
+    ) -> Iterator[SegmentLayout]:
         if part[0] == first:
             yield pins_of(self.context, part[1], files)
 
@@ -508,13 +508,13 @@ class _BuildPart(_Counted):
     learned: FittedValues | None = None
 
     def process(
-        self, part: tuple[int, Iterable[Any]], pins: Pins, files: Mapping[str, str]
+        self, part: tuple[int, Iterable[Any]], pins: SegmentLayout, files: Mapping[str, str]
     ) -> Iterator[Any]:
         if self.learned is None:
             self.learned = load_building(self.context.segment_root, files, self.context.data)
         result = write_part(self.context, part[0], part[1], pins, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
-        yield packed(result)
+        yield serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, to_bytes(result.blocks))
 
 
@@ -532,7 +532,7 @@ class BuildParts(beam.PTransform):
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Bring each range of session hashes to one worker."""
-        context, element = self.context, self.context.crossing.element
+        context, element = self.context, self.context.transport.element
         hints = tuple[int, element]  # an int and a coder of its own, on every runner
         samples: Any = input_or_inputs | "by part" >> beam.Map(_as_is).with_output_types(hints)
         files = {} if self.learned is None else pvalue.AsSingleton(self.learned)
@@ -544,7 +544,7 @@ class BuildParts(beam.PTransform):
         parts = samples | "cluster by session" >> beam.GroupByKey()
         number = pvalue.AsSingleton(first, default_value=None)
         pin_stage = beam.ParDo(_Pin(context), number, files)
-        pins: Any = parts | "pin" >> pin_stage.with_output_types(Pins)
+        pins: Any = parts | "pin" >> pin_stage.with_output_types(SegmentLayout)
         pinned = pvalue.AsSingleton(pins, default_value=None)
         stage = beam.ParDo(_BuildPart(context, "BuildParts"), pinned, files)
         return parts | "build part" >> stage.with_output_types(bytes).with_outputs(

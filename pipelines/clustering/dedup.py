@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.clustering.encodings import smallest_bytes
+from pipelines.clustering.encodings import min_encoded_bytes
 from pipelines.clustering.order import Clustered
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import first_appearances
@@ -81,7 +81,7 @@ def to_star(
     """
     learned = learned or FittedValues()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
-    check_blocks(clustered.first_block + num_blocks, data.block_samples)
+    check_num_blocks(clustered.first_block + num_blocks, data.block_samples)
     prefix = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
     tuples = clustered.samples
     columns = {
@@ -114,7 +114,7 @@ def to_star(
     return Star(samples, groups, per_block, unique_per_block, stored_tuples)
 
 
-def check_blocks(num_blocks: int, block_samples: int) -> None:
+def check_num_blocks(num_blocks: int, block_samples: int) -> None:
     """Refuse a part with more blocks than its block ids have room for.
 
     Raises:
@@ -199,17 +199,17 @@ def stored_tables(
     done = written or {}
     table, path = star.groups[group], group_path(group, file_index)
     if layout.shared_tuples:
-        index, table, counts = shared(table, star.tuples[group], row_groups)
+        index, table, counts = dedup_tuples(table, star.tuples[group], row_groups)
         first = done.get(tuples_path(group, file_index), 0)
-        numbered = pa.array(numbers(file_index, first + index))
+        numbered = pa.array(segment_indices(file_index, first + index))
         head = star.groups[group].select([BLOCK, UNIQUE_INDEX])
         yield StoredTable(path, head.append_column(TUPLE_INDEX, numbered), row_groups)
         path, row_groups = tuples_path(group, file_index), counts
-        own = pa.array(numbers(file_index, first + np.arange(table.num_rows)))
+        own = pa.array(segment_indices(file_index, first + np.arange(table.num_rows)))
         table = table.add_column(0, TUPLE_INDEX, own)
     for feature in layout.windows:
         first = done.get(buffers_path(feature, file_index), 0)
-        columns, buffers = windowed(table[feature], row_groups, file_index, first)
+        columns, buffers = encode_windows(table[feature], row_groups, file_index, first)
         place = table.column_names.index(feature)
         table = table.remove_column(place)
         for offset, name in enumerate(window_columns(feature)):
@@ -229,12 +229,12 @@ def directory_of(path: str) -> str:
     return str(PurePosixPath(path).parent)
 
 
-def numbers(file_index: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+def segment_indices(file_index: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the indices of tuples or buffers, unique in the segment, by their places in a part."""
     return (np.int64(file_index) << np.int64(NUMBER_SHIFT)) + places
 
 
-def shared(
+def dedup_tuples(
     table: pa.Table, tuples: NDArray[np.int64], row_groups: Sequence[int]
 ) -> tuple[NDArray[np.int64], pa.Table, list[int]]:
     """Keep each distinct tuple of a row group once, in order of first appearance.
@@ -255,7 +255,7 @@ def shared(
     return index, kept, counts.tolist()
 
 
-def windowed(
+def encode_windows(
     column: pa.ChunkedArray, row_groups: Sequence[int], file_index: int, first: int = 0
 ) -> tuple[list[pa.Array], list[pa.Array]]:
     """Turn a list feature into windows.
@@ -273,7 +273,7 @@ def windowed(
     start = 0
     for count in row_groups:
         found, values = list_windows(lists.slice(start, count))
-        parts.append((numbers(file_index, found.buffer + first), found.start, found.length))
+        parts.append((segment_indices(file_index, found.buffer + first), found.start, found.length))
         entries = values.take(pa.array(found.source))
         offsets = found.offsets if len(found.offsets) > 1 else np.zeros(2, np.int64)
         made = pa.LargeListArray.from_arrays(pa.array(offsets), entries, type=lists.type)
@@ -298,7 +298,7 @@ def list_windows(lists: pa.Array) -> tuple[Windows, pa.Array]:
     return to_windows(Jagged(bits(numpy_of(codes)), offsets), is_null), values
 
 
-def can_be_windows(kind: pa.DataType) -> bool:
+def supports_windows(kind: pa.DataType) -> bool:
     """Tell whether a column's type is a list of values that can be compared by their bits."""
     return is_list(kind) and (
         is_text(kind.value_type)
@@ -312,7 +312,7 @@ def _buffers_table(
     feature: str, buffers: Sequence[pa.Array], file_index: int, first: int
 ) -> tuple[pa.Table, list[int]]:
     counts = [len(b) for b in buffers]
-    index = pa.array(numbers(file_index, first + np.arange(sum(counts))))
+    index = pa.array(segment_indices(file_index, first + np.arange(sum(counts))))
     lists = pa.chunked_array(buffers).combine_chunks()
     return pa.table({BUFFER_INDEX: index, feature: lists}), counts
 
@@ -326,9 +326,9 @@ SAMPLE_ROWS = 1 << 15
 """Unique tuples of a group that are looked at."""
 SAMPLE_BYTES = 4 << 20
 """Uncompressed bytes of one column that are looked at."""
-WORTHWHILE = 0.98
+MAX_SIZE_RATIO = 0.98
 """Share of the bytes at which a layout is taken; what saves less is not worth another file."""
-HOPELESS = 0.9
+SKIP_RATIO = 0.9
 """Share of tuples or values that are left at which bytes are not even measured."""
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
@@ -336,7 +336,7 @@ Layouts = Mapping[str, GroupLayout]
 """Group to its layout."""
 
 
-def choose_windows(star: Star, storage: StorageConfig) -> dict[str, GroupLayout]:
+def choose_layouts(star: Star, storage: StorageConfig) -> dict[str, GroupLayout]:
     """Choose the layout of every group.
 
     Args:
@@ -365,8 +365,8 @@ def choose_layout(
         storage: what the job says.
     """
     wanted = resolve_choice(storage.shared_tuples, group)
-    index, kept, _ = shared(table, tuples, [table.num_rows])
-    if wanted is None and kept.num_rows > HOPELESS * table.num_rows:
+    index, kept, _ = dedup_tuples(table, tuples, [table.num_rows])
+    if wanted is None and kept.num_rows > SKIP_RATIO * table.num_rows:
         wanted = False
     plain = table.drop_columns([BLOCK, UNIQUE_INDEX])
     if wanted is not None:
@@ -374,7 +374,7 @@ def choose_layout(
     by_block, plain_bytes = _windows(plain, group, storage)
     by_row_group, shared_bytes = _windows(kept, group, storage)
     shared_bytes += _index_bytes(index) + _index_bytes(np.arange(kept.num_rows))
-    if shared_bytes <= WORTHWHILE * plain_bytes:
+    if shared_bytes <= MAX_SIZE_RATIO * plain_bytes:
         return GroupLayout(True, by_row_group)
     return GroupLayout(False, by_block)
 
@@ -382,25 +382,25 @@ def choose_layout(
 def _windows(table: pa.Table, group: str, storage: StorageConfig) -> tuple[tuple[str, ...], int]:
     """Return the list features that are windows, and the bytes of all files together."""
     wanted = resolve_choice(storage.windows, group)
-    total, chosen = smallest_bytes(table), []
+    total, chosen = min_encoded_bytes(table), []
     for field in table.schema:
-        if wanted is False or not can_be_windows(field.type) or not _PATH.fullmatch(field.name):
+        if wanted is False or not supports_windows(field.type) or not _PATH.fullmatch(field.name):
             continue
         column = table[field.name]
         found, values = list_windows(column.combine_chunks())
-        if wanted is None and len(found.source) > HOPELESS * len(values):
+        if wanted is None and len(found.source) > SKIP_RATIO * len(values):
             continue
-        columns, buffers = windowed(column, [table.num_rows], 0)
+        columns, buffers = encode_windows(column, [table.num_rows], 0)
         names = window_columns(field.name)
-        before = smallest_bytes(table.select([field.name]))
-        after = smallest_bytes(pa.table(dict(zip(names, columns, strict=True))))
-        index = pa.array(numbers(0, np.arange(len(buffers[0]))))
-        after += smallest_bytes(pa.table({BUFFER_INDEX: index, field.name: buffers[0]}))
-        if wanted or after <= WORTHWHILE * before:
+        before = min_encoded_bytes(table.select([field.name]))
+        after = min_encoded_bytes(pa.table(dict(zip(names, columns, strict=True))))
+        index = pa.array(segment_indices(0, np.arange(len(buffers[0]))))
+        after += min_encoded_bytes(pa.table({BUFFER_INDEX: index, field.name: buffers[0]}))
+        if wanted or after <= MAX_SIZE_RATIO * before:
             chosen.append(field.name)
             total += after - before
     return tuple(chosen), total
 
 
 def _index_bytes(index: NDArray[np.int64]) -> int:
-    return smallest_bytes(pa.table({TUPLE_INDEX: pa.array(numbers(0, index))}))
+    return min_encoded_bytes(pa.table({TUPLE_INDEX: pa.array(segment_indices(0, index))}))

@@ -66,7 +66,7 @@ _CANDIDATES: Mapping[str, Sequence[str]] = {
 """Physical type to the encodings that may suit it; ties go to the earlier one."""
 
 
-def candidates(field: pa.Field) -> dict[str, Sequence[str]]:
+def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
     """Return the encodings that may suit each leaf of a column.
 
     Args:
@@ -81,22 +81,22 @@ def candidates(field: pa.Field) -> dict[str, Sequence[str]]:
     return {c.path: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
-def choose(table: pa.Table) -> Encodings:
+def choose_encodings(table: pa.Table) -> Encodings:
     """Try every candidate on the first rows of each column, then every page size on all of them.
 
     Args:
         table: the rows of a file, or of its first row group; they are tried as one row group.
     """
-    samples = [first_rows(table.select([name])) for name in table.column_names]
+    samples = [trial_rows(table.select([name])) for name in table.column_names]
     by_path: dict[str, str] = {}
     for sample in samples:
-        by_path.update(_smallest(sample, candidates(sample.schema.field(0))))
+        by_path.update(_smallest(sample, candidate_encodings(sample.schema.field(0))))
     tried = [Encodings(by_path, page_bytes) for page_bytes in PAGE_BYTES]
     totals = [sum(sum(_sizes(sample, e).values()) for sample in samples) for e in tried]
     return tried[totals.index(min(totals))]
 
 
-def smallest_bytes(table: pa.Table) -> int:
+def min_encoded_bytes(table: pa.Table) -> int:
     """Return the bytes of a file of one row group, each column in its smallest encoding.
 
     Args:
@@ -110,7 +110,7 @@ def smallest_bytes(table: pa.Table) -> int:
     total = file.size - sum(row.column(i).total_compressed_size for i in range(row.num_columns))
     for name in table.column_names:
         column = table.select([name])
-        tried = _tried(column, candidates(column.schema.field(0)))
+        tried = _tried(column, candidate_encodings(column.schema.field(0)))
         total += sum(min(sizes)[0] for sizes in tried.values())
     return total
 
@@ -132,7 +132,7 @@ def _tried(
     return tried
 
 
-def first_rows(column: pa.Table) -> pa.Table:
+def trial_rows(column: pa.Table) -> pa.Table:
     """Return the rows of a table of one column that a trial sees."""
     rows = min(column.num_rows, TRIAL_ROWS)
     sample = column.slice(0, rows)

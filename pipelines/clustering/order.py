@@ -25,7 +25,7 @@ from schemas.config.job import DataConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SampleOrder:
     """The final order of samples and its cuts; every array is in that order.
 
     Attributes:
@@ -80,11 +80,11 @@ def cluster(samples: Tuples, data: DataConfig) -> Clustered:
         samples: all samples of some session keys, in any order, with origins and list indices.
         data: session, window, split and block size.
     """
-    order = order_of(keys_of(samples, data), data)
-    return clustered_of(samples.take(order.rows), order, slice(0, samples.num_samples))
+    order = sort_samples(sort_keys(samples, data), data)
+    return slice_clustered(samples.take(order.rows), order, slice(0, samples.num_samples))
 
 
-def clustered_of(samples: Tuples, order: Order, place: slice) -> Clustered:
+def slice_clustered(samples: Tuples, order: SampleOrder, place: slice) -> Clustered:
     """Return some consecutive samples, whole blocks, with their part of the order.
 
     Args:
@@ -106,7 +106,7 @@ def clustered_of(samples: Tuples, order: Order, place: slice) -> Clustered:
     )
 
 
-def keys_of(samples: Tuples, data: DataConfig) -> pa.Table:
+def sort_keys(samples: Tuples, data: DataConfig) -> pa.Table:
     """Return what decides the order of samples, one row each: `key, time, origin, index`."""
     time = samples.column(data.session.time).cast(pa.int64())
     return pa.table(
@@ -119,7 +119,7 @@ def keys_of(samples: Tuples, data: DataConfig) -> pa.Table:
     )
 
 
-def order_of(samples: pa.Table, data: DataConfig) -> Order:
+def sort_samples(samples: pa.Table, data: DataConfig) -> SampleOrder:
     """Return the final order of samples.
 
     Args:
@@ -147,7 +147,7 @@ def order_of(samples: pa.Table, data: DataConfig) -> Order:
     lengths[in_split] = np.diff(np.flatnonzero(in_split), append=len(time))
     opens = np.zeros(len(time), bool)
     opens[np.unique(session, return_index=True)[1]] = True
-    return Order(
+    return SampleOrder(
         rows,
         in_split,
         lengths,

@@ -14,10 +14,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import partial_of
+from pipelines.atomic_files import partial_path
 from pipelines.clustering.dedup import Star, to_star
-from pipelines.clustering.order import Clustered, clustered_of, keys_of, order_of
-from pipelines.clustering.writer import PartWriter, Pins
+from pipelines.clustering.order import Clustered, slice_clustered, sort_keys, sort_samples
+from pipelines.clustering.writer import PartWriter, SegmentLayout
 from pipelines.quality.splits import SliceStatistics, sum_by_split
 from pipelines.quality.statistics import count_buckets, table_statistics
 from pipelines.samples.sql import LIST_INDEX
@@ -45,12 +45,12 @@ from schemas.rows import ids_of, rows_of_ids
 # by piece, each from the rows that belong to it; a session of any size is cut only where blocks
 # are.
 
-PIECE_BYTES = 256 << 20
+CHUNK_BYTES = 256 << 20
 """Bytes of the samples of a piece, each with its own lists; a worker holds about five times as
 many where nothing repeats."""
 
 
-def pieces(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
+def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
     """Yield the samples of a part in their final order.
 
     Args:
@@ -62,21 +62,21 @@ def pieces(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
     kept: list[Tuples] = []
     total = 0
     for part in parts:
-        keys.append(keys_of(part, data))
+        keys.append(sort_keys(part, data))
         total += expanded_bytes(part)
-        if total <= PIECE_BYTES:
+        if total <= CHUNK_BYTES:
             kept.append(part)
         else:
             kept.clear()
     ends = np.cumsum([k.num_rows for k in keys])
-    order = order_of(pa.concat_tables(keys), data)
+    order = sort_samples(pa.concat_tables(keys), data)
     del keys
-    num_pieces = max(1, -(-total // PIECE_BYTES))
+    num_pieces = max(1, -(-total // CHUNK_BYTES))
     samples = -(-len(order.rows) // num_pieces)
     limit = -(-samples // data.block_samples) * data.block_samples
-    for place in cuts(order.block, limit):
+    for place in split_at_blocks(order.block, limit):
         rows = order.rows[place]
-        yield clustered_of(_taken(kept or parts, ends, rows), order, place)
+        yield slice_clustered(_taken(kept or parts, ends, rows), order, place)
 
 
 def expanded_bytes(samples: Tuples) -> int:
@@ -105,7 +105,7 @@ def _bytes_per_row(column: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
     return 8 + width * pc.fill_null(lengths, 0).to_numpy().astype(np.int64)
 
 
-def cuts(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
+def split_at_blocks(block: NDArray[np.int64], limit: int) -> Iterator[slice]:
     """Yield ranges of samples that end where a block ends, each of `limit` samples or one block.
 
     Example:
@@ -164,7 +164,7 @@ class TableLookups:
     accesses: Jagged
 
 
-def lookups_of(
+def table_lookups(
     star: Star, is_training: NDArray[np.bool_], data: DataConfig
 ) -> Iterator[tuple[str, TableLookups]]:
     """Yield each table's look-ups in one part.
@@ -222,7 +222,7 @@ def lookups_table(accesses: Jagged) -> pa.Table:
     return pa.table({"num_rows": pa.array(accesses.lengths), "rows": rows})
 
 
-def part_slices(
+def split_statistics(
     star: Star, clustered: Clustered, data: DataConfig, features: FeatureSet
 ) -> dict[str, SliceStatistics]:
     """Return the statistics of a part's samples by split.
@@ -236,9 +236,9 @@ def part_slices(
     num_samples = star.samples.num_rows
     num_train = int((~clustered.is_evaluation).sum())
     train_blocks = int((np.cumsum(star.samples_per_block) <= num_train).sum())
-    cuts = {TRAIN: (0, num_train), EVALUATION: (num_train, num_samples)}
+    split_at_blocks = {TRAIN: (0, num_train), EVALUATION: (num_train, num_samples)}
     found: dict[str, SliceStatistics] = {}
-    for split, (start, end) in cuts.items():
+    for split, (start, end) in split_at_blocks.items():
         if start == end:
             continue
         columns = table_statistics(star.samples.slice(start, end - start), _keys(star))
@@ -333,7 +333,7 @@ class PartResult:
     slices: Mapping[str, SliceStatistics]
 
 
-def packed(result: PartResult) -> bytes:
+def serialize_result(result: PartResult) -> bytes:
     """Return a result as bytes, which a runner passes on without looking into it.
 
     Beam walks through everything in an element to learn its size: seventy results
@@ -342,7 +342,7 @@ def packed(result: PartResult) -> bytes:
     return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
 
 
-def unpacked(results: Iterable[bytes]) -> list[PartResult]:
+def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
     """Undo `packed` for results in any order; return them in the order of parts."""
     return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
 
@@ -352,7 +352,7 @@ def build_part(
     file_index: int,
     samples: Iterable[Tuples],
     data: DataConfig,
-    pins: Pins,
+    pins: SegmentLayout,
     features: FeatureSet,
     learned: FittedValues | None = None,
 ) -> PartResult:
@@ -371,7 +371,7 @@ def build_part(
     writer = PartWriter(root, file_index, pins)
     lookups = LookupsWriter(root, file_index)
     results: list[PartResult] = []
-    for clustered in pieces(samples, data):
+    for clustered in cluster_chunks(samples, data):
         star = to_star(clustered, file_index, data, learned)
         blocks = writer.add(star, clustered)
         results.append(
@@ -383,7 +383,7 @@ def build_part(
                 blocks,
                 {name: group_totals(star, name) for name in star.groups},
                 lookups.add(star, blocks, data),
-                part_slices(star, clustered, data, features),
+                split_statistics(star, clustered, data, features),
             )
         )
     writer.close()
@@ -447,11 +447,11 @@ class LookupsWriter:
         """Write the next blocks; return (num_lookups, num_lookups_dedup) by table."""
         is_training = pa.compute.equal(blocks["split"], TRAIN).to_numpy()
         counts: dict[str, tuple[int, int]] = {}
-        for table, lookups in lookups_of(star, is_training, data):
+        for table, lookups in table_lookups(star, is_training, data):
             path = self._root / LOOKUPS / table / part_name(self._file_index)
             rows = lookups_table(lookups.accesses)
             if path not in self._writers:
-                partial = partial_of(path)
+                partial = partial_path(path)
                 writer = pq.ParquetWriter(partial, rows.schema, compression="lz4")
                 self._writers[path] = partial, writer
             self._writers[path][1].write_table(rows)

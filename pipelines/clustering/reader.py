@@ -26,7 +26,7 @@ def row_groups(segment: Segment) -> list[tuple[int, int]]:
     return list(dict.fromkeys(pairs))
 
 
-def joined_row_group(
+def read_joined_row_group(
     segment: Segment,
     file_index: int,
     row_group: int,
@@ -63,7 +63,7 @@ def joined_row_group(
     return pa.table({**columns, **younger})
 
 
-def remembered_row_group(
+def read_live_row_group(
     segment: Segment,
     file_index: int,
     row_group: int,
@@ -71,29 +71,29 @@ def remembered_row_group(
     absent: Mapping[str, pa.Scalar] | None = None,
 ) -> pa.Table:
     """Return what `joined_row_group` does, without the samples that were forgotten."""
-    joined = joined_row_group(segment, file_index, row_group, data, absent)
+    joined = read_joined_row_group(segment, file_index, row_group, data, absent)
     forgotten = segment.deleted_rows(file_index, row_group)
     if not len(forgotten):
         return joined
     return joined.take(pa.array(np.setdiff1d(np.arange(joined.num_rows), forgotten)))
 
 
-def sample_columns(dataset: Dataset, model_inputs: bool) -> list[str]:
+def column_names(dataset: Dataset, model_inputs: bool) -> list[str]:
     """Return the columns of the samples in the order of the schema."""
     made = dataset.job.data.derived_columns
     return [n for n in dataset.features.names if model_inputs or n not in made]
 
 
-def expanded_tables(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
+def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
     """Yield the samples of each row group, all segments and splits, by position of its first block.
 
     Samples that were forgotten are left out.
     """
-    columns = sample_columns(dataset, model_inputs)
+    columns = column_names(dataset, model_inputs)
     for segment in dataset.segments:
         absent = missing_column_defaults(dataset, segment)
         for file_index, row_group in row_groups(segment):
-            found = remembered_row_group(segment, file_index, row_group, dataset.job.data, absent)
+            found = read_live_row_group(segment, file_index, row_group, dataset.job.data, absent)
             yield found.select(columns)
 
 
@@ -116,7 +116,7 @@ def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
     writer: pq.ParquetWriter | None = None
     partial = output.with_name(f".{output.name}.partial")
     count = 0
-    for table in expanded_tables(open_dataset(dataset_path), model_inputs):
+    for table in read_samples(open_dataset(dataset_path), model_inputs):
         if writer is None:
             writer = pq.ParquetWriter(partial, table.schema, compression="zstd")
         writer.write_table(table)
@@ -127,7 +127,7 @@ def expand(dataset_path: Path, output: Path, model_inputs: bool = False) -> int:
     return count
 
 
-def sample_column(
+def read_sample_column(
     segment: Segment, file_index: int, row_group: int, data: DataConfig, name: str
 ) -> pa.Array:
     """Return one column of the samples of a row group, read from its group if it is in one."""
@@ -156,7 +156,7 @@ def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.in
     """Return the samples of each session of one segment."""
     session, places = data.session, row_groups(segment)
     parts = {
-        name: pa.chunked_array([sample_column(segment, f, g, data, name) for f, g in places])
+        name: pa.chunked_array([read_sample_column(segment, f, g, data, name) for f, g in places])
         for name in (session.key, session.time)
     }
     codes = pc.rank(one_chunk(parts[session.key]), tiebreaker="dense").to_numpy().astype(np.int64)

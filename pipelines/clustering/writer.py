@@ -12,17 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import partial_of
+from pipelines.atomic_files import partial_path
 from pipelines.clustering.dedup import (
     Layouts,
     Star,
-    choose_windows,
+    choose_layouts,
     directory_of,
     stored_tables,
     to_star,
 )
-from pipelines.clustering.encodings import TRIAL_ROWS, Encodings, choose, open_writer
-from pipelines.clustering.order import Clustered, cluster, keys_of
+from pipelines.clustering.encodings import TRIAL_ROWS, Encodings, choose_encodings, open_writer
+from pipelines.clustering.order import Clustered, cluster, sort_keys
 from pipelines.partition import hash_session_keys
 from pipelines.samples.tuples import Tuples, compact, join
 from schemas.arrays import offsets_of
@@ -44,12 +44,12 @@ from schemas.layout import (
 # ranges of a hash: what suits one suits all. The samples are chosen by the hash of their session,
 # so that workers, files and retries do not change the choice.
 
-PINNED_SAMPLES = TRIAL_ROWS
+LAYOUT_SAMPLES = TRIAL_ROWS
 """Samples that are looked at, about."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pins:
+class SegmentLayout:
     """What is the same in all parts of a segment.
 
     Attributes:
@@ -63,12 +63,12 @@ class Pins:
     num_parts: int = 1
 
 
-def pin(
+def choose_segment_layout(
     parts: Iterable[Tuples],
     data: DataConfig,
     learned: FittedValues | None = None,
     num_parts: int = 1,
-) -> Pins:
+) -> SegmentLayout:
     """Learn from the samples of one part, in any order.
 
     Args:
@@ -77,13 +77,13 @@ def pin(
         learned: what transforms learned.
         num_parts: parts of the segment.
     """
-    star = to_star(cluster(join(few_sessions(parts, data)), data), 0, data, learned)
-    layouts = choose_windows(star, data.storage)
-    encodings = {name: choose(table) for name, table in tables_of(star, layouts)}
-    return Pins(layouts, encodings, num_parts)
+    star = to_star(cluster(join(sample_sessions(parts, data)), data), 0, data, learned)
+    layouts = choose_layouts(star, data.storage)
+    encodings = {name: choose_encodings(table) for name, table in iter_tables(star, layouts)}
+    return SegmentLayout(layouts, encodings, num_parts)
 
 
-def tables_of(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
+def iter_tables(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
     """Yield the tables of a part by directory as they are stored, samples first."""
     yield directory_of(samples_path(0)), star.samples
     for group, layout in layouts.items():
@@ -91,8 +91,8 @@ def tables_of(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
             yield directory_of(file.path), file.table
 
 
-def few_sessions(
-    parts: Iterable[Tuples], data: DataConfig, limit: int = PINNED_SAMPLES
+def sample_sessions(
+    parts: Iterable[Tuples], data: DataConfig, limit: int = LAYOUT_SAMPLES
 ) -> list[Tuples]:
     """Return the sessions with the smallest hashes, of about `limit` samples or more.
 
@@ -103,7 +103,7 @@ def few_sessions(
         data: names the session key.
         limit: samples.
     """
-    keys = [keys_of(p, data) for p in parts]
+    keys = [sort_keys(p, data) for p in parts]
     hashes = [hash_session_keys(k["key"]) for k in keys]
     joined = np.sort(np.concatenate(hashes))
     largest = joined[min(limit, len(joined)) - 1]
@@ -147,7 +147,7 @@ class BlockRange:
     end: int
 
 
-def row_groups_of(
+def plan_row_groups(
     is_evaluation: NDArray[np.bool_],
     window: NDArray[np.int32],
     bytes_per_block: float,
@@ -188,7 +188,7 @@ def row_groups_of(
 class PartWriter:
     """Writes the files of one part, piece by piece, under their final names when they are whole."""
 
-    def __init__(self, root: Path, file_index: int, pins: Pins) -> None:
+    def __init__(self, root: Path, file_index: int, pins: SegmentLayout) -> None:
         """Write nothing yet.
 
         Args:
@@ -214,7 +214,7 @@ class PartWriter:
             Their rows of `blocks.parquet`.
         """
         first_sample = offsets_of(star.samples_per_block)[:-1]
-        groups = row_groups_of(
+        groups = plan_row_groups(
             clustered.is_evaluation[first_sample],
             clustered.window[first_sample],
             _bytes_per_block(star),
@@ -235,7 +235,7 @@ class PartWriter:
 
     def _write(self, path: str, table: pa.Table, rows_per_group: Sequence[int]) -> None:
         if path not in self._writers:
-            partial = partial_of(self._root / path)
+            partial = partial_path(self._root / path)
             encodings = self._pins.encodings[directory_of(path)]
             writer = open_writer(str(partial), table.schema, encodings)
             self._writers[path] = partial, writer
@@ -284,7 +284,7 @@ def _blocks_table(
     return pa.table({k: pa.array(v) for k, v in columns.items()}).cast(blocks_schema(star.groups))
 
 
-def join_blocks(parts: Iterable[pa.Table]) -> pa.Table:
+def merge_blocks(parts: Iterable[pa.Table]) -> pa.Table:
     """Return the rows of `blocks.parquet` of all parts, in training order."""
     return in_training_order(pa.concat_tables(parts))
 

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import whole
-from pipelines.clustering.encodings import choose, open_writer
+from pipelines.atomic_files import atomic_write
+from pipelines.clustering.encodings import choose_encodings, open_writer
 from schemas.arrays import Jagged, large_list, offsets_of
 from schemas.layout import (
     BLOCK,
@@ -52,13 +52,13 @@ ENTRIES_PER_FILE = 1 << 21
 def write_file(root: Path, path: str, table: pa.Table) -> None:
     """Write a whole table as one row group, under its final name only when it is whole."""
     with (
-        whole(root / path) as partial,
-        open_writer(str(partial), table.schema, choose(table)) as writer,
+        atomic_write(root / path) as partial,
+        open_writer(str(partial), table.schema, choose_encodings(table)) as writer,
     ):
         writer.write_table(table, row_group_size=max(1, table.num_rows))
 
 
-def cut_files(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+def split_into_files(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """Cut consecutive lists into files: a function of their lengths alone.
 
     Args:
@@ -123,7 +123,7 @@ def write_index_file(
     write_file(root, index_path(table, file_index), pa.table(columns).cast(index_schema()))
 
 
-def jagged(lists: Sequence[NDArray[np.generic]]) -> Jagged:
+def concat_lists(lists: Sequence[NDArray[np.generic]]) -> Jagged:
     """Return separate arrays as one."""
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     flat = np.concatenate(lists) if lists else np.empty(0, np.int32)
@@ -138,10 +138,10 @@ def jagged(lists: Sequence[NDArray[np.generic]]) -> Jagged:
 Columns = Mapping[str, NDArray[Any]]
 
 
-def write_run(path: Path, batches: Iterable[Columns], schema: pa.Schema) -> None:
+def write_batches(path: Path, batches: Iterable[Columns], schema: pa.Schema) -> None:
     """Write batches of columns as they come; the file has its name when it is whole."""
     with (
-        whole(path) as partial,
+        atomic_write(path) as partial,
         pa.OSFile(str(partial), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):
@@ -170,7 +170,7 @@ def write_buckets(
         {name: column[cuts[i] : cuts[i + 1]] for name, column in ordered.items()}
         for i in range(num_buckets)
     )
-    write_run(path, parts, schema)
+    write_batches(path, parts, schema)
 
 
 def read_bucket(path: Path, index: int) -> dict[str, NDArray[Any]]:
@@ -180,7 +180,9 @@ def read_bucket(path: Path, index: int) -> dict[str, NDArray[Any]]:
     return {name: batch[name].to_numpy() for name in batch.schema.names}
 
 
-def chunks(paths: Iterable[Path], index: int, most: int) -> Iterator[dict[str, NDArray[Any]]]:
+def read_bucket_chunks(
+    paths: Iterable[Path], index: int, most: int
+) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield a bucket of many files, joined to chunks of about `most` rows."""
     held: list[dict[str, NDArray[Any]]] = []
     rows = 0
@@ -208,7 +210,7 @@ def _joined(parts: list[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class Stage:
     """One round.
 
     Attributes:
@@ -223,7 +225,7 @@ class Round:
     work: Callable[[Any, Any], Any]
 
 
-def run_rounds(plan: Any, rounds: Sequence[Round]) -> list[Any]:
+def run_stages(plan: Any, rounds: Sequence[Stage]) -> list[Any]:
     """Do all rounds of a plan here, one task after the other; return the results of the last."""
     results: list[Any] = []
     for each in rounds:

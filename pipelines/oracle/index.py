@@ -13,17 +13,17 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import whole
+from pipelines.atomic_files import atomic_write
 from pipelines.oracle.files import (
-    cut_files,
-    jagged,
+    concat_lists,
     open_array,
     read_bucket,
+    split_into_files,
     write_buckets,
     write_index_file,
 )
 from pipelines.oracle.linking import LinkingPlan, step_lengths
-from pipelines.oracle.numbering import codes_of
+from pipelines.oracle.numbering import encode_rows
 from schemas.accesses import TableAccesses, smallest_int_type
 from schemas.arrays import Array
 from schemas.dataset import Dataset, Segment, edge_rows, has_accesses
@@ -48,7 +48,7 @@ WINDOW = 1 << 21
 """Numbers of a map that are worked on at once: 8 or 16 MiB of mapped memory."""
 
 
-def stitch_files(
+def merge_numberings(
     edges: Sequence[Sequence[CheckedFile]], maps: Sequence[Path], worker_rows: int
 ) -> int:
     """Write for each segment the dataset's number of each of its own.
@@ -69,7 +69,7 @@ def stitch_files(
         folder = Path(name)
         used = [segment for segment, files in enumerate(edges) if files]
         flags = {segment: folder / f"new-{segment}" for segment in used}
-        joint = {segment: stack.enter_context(whole(maps[segment])) for segment in used}
+        joint = {segment: stack.enter_context(atomic_write(maps[segment])) for segment in used}
         for segment in used:
             open_memmap(flags[segment], "w+", np.bool_, (counts[segment],))
             open_memmap(joint[segment], "w+", smallest_int_type(total), (counts[segment],))
@@ -109,7 +109,7 @@ def _entries(
     for segment, paths in runs.items():
         parts = [read_bucket(path, index) for path in paths]
         number, row = (np.concatenate([part[name] for part in parts]) for name in ("number", "row"))
-        codes, new = codes_of(row, known)
+        codes, new = encode_rows(row, known)
         yield segment, number, codes, codes >= len(known)
         known = np.concatenate([known, new])
 
@@ -180,7 +180,7 @@ def index_table(
     files = [access_files(dataset, segment, table) for segment in dataset.segments]
     entries = sum(file.num_values("gaps") for each in files for file in each)
     if entries * order.epochs <= worker_entries:
-        return write_index(root, dataset, table, order)
+        return link_in_memory(root, dataset, table, order)
     scratch = root / SCRATCH
     edges = [
         segment.edge_files(table) if each else []
@@ -189,7 +189,7 @@ def index_table(
     num_numbers, maps = sum(file.num_rows for each in edges for file in each), list[Path]()
     if sum(map(bool, edges)) > 1:
         maps = [scratch / table / f"map-{segment}" for segment in range(len(edges))]
-        num_numbers = stitch_files(edges, maps, max(1, worker_entries // 2))
+        num_numbers = merge_numberings(edges, maps, max(1, worker_entries // 2))
     return LinkingPlan(
         root=root,
         scratch=scratch,
@@ -211,7 +211,7 @@ def access_files(dataset: Dataset, segment: Segment, table: str) -> list[Checked
     return found
 
 
-def write_index(root: Path, dataset: Dataset, table: str, order: Order) -> tuple[int, int]:
+def link_in_memory(root: Path, dataset: Dataset, table: str, order: Order) -> tuple[int, int]:
     """Link each entry of each step to its next use; write one table's part of the index.
 
     Args:
@@ -225,7 +225,7 @@ def write_index(root: Path, dataset: Dataset, table: str, order: Order) -> tuple
     """
     accesses = TableAccesses(dataset, table, order)
     distances = next_use(list(accesses.steps()), len(accesses.rows))
-    bounds = cut_files(step_lengths(order, accesses.list_lengths))
+    bounds = split_into_files(step_lengths(order, accesses.list_lengths))
     for file_index, (start, end) in enumerate(pairwise(bounds.tolist())):
-        write_index_file(root, table, file_index, start, jagged(distances[start:end]))
+        write_index_file(root, table, file_index, start, concat_lists(distances[start:end]))
     return len(accesses.rows), sum(map(len, distances))

@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.atomic_files import whole
+from pipelines.atomic_files import atomic_write
 from pipelines.oracle.files import (
-    Round,
-    cut_files,
-    jagged,
+    Stage,
+    concat_lists,
     open_array,
     read_bucket,
+    split_into_files,
+    write_batches,
     write_index_file,
-    write_run,
 )
 from schemas.arrays import Jagged, jagged_of, offsets_of, ranges
 from schemas.files import CheckedFile
@@ -65,7 +65,9 @@ class LinkingPlan:
         return self.scratch / self.table / "-".join([name, *map(str, numbers)])
 
 
-def unpack(plan: LinkingPlan, task: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def unpack_lists(
+    plan: LinkingPlan, task: tuple[int, int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Decode one file of access lists into arrays that may be mapped.
 
     Args:
@@ -93,7 +95,7 @@ def _width(num_numbers: int) -> int:
 
 def save(path: Path, array: NDArray[np.generic]) -> None:
     """Write an array under its name when it is whole."""
-    with whole(path) as partial, partial.open("wb") as file:
+    with atomic_write(path) as partial, partial.open("wb") as file:
         np.save(file, array)
 
 
@@ -123,14 +125,14 @@ def link_tasks(
         np.concatenate([np.empty(0, np.int64), *(next(found)[0] for _ in files)])
         for files in plan.files
     ]
-    bounds = tuple(cut_files(step_lengths(plan.order, lengths)).tolist())
+    bounds = tuple(split_into_files(step_lengths(plan.order, lengths)).tolist())
     counts = np.sum([histogram for _, histogram in results], axis=0) * plan.order.epochs
-    cuts = number_cuts(counts, plan.num_numbers)
+    cuts = number_range_bounds(counts, plan.num_numbers)
     for index, (first, end) in enumerate(pairwise(cuts)):
         yield LinkTask(index, first, end, bounds)
 
 
-def number_cuts(counts: NDArray[np.int64], num_numbers: int) -> list[int]:
+def number_range_bounds(counts: NDArray[np.int64], num_numbers: int) -> list[int]:
     """Return where ranges of numbers begin, and the number of numbers.
 
     Args:
@@ -160,7 +162,7 @@ def step_lengths(order: Order, lengths: Sequence[NDArray[np.int64]]) -> NDArray[
     return found
 
 
-class Lists:
+class MappedLists:
     """Access lists of all segments in mapped memory."""
 
     def __init__(self, plan: LinkingPlan) -> None:
@@ -191,13 +193,13 @@ class Lists:
         return listed[low:high]
 
 
-def link(plan: LinkingPlan, task: LinkTask) -> tuple[LinkTask, NDArray[np.int32]]:
+def link_range(plan: LinkingPlan, task: LinkTask) -> tuple[LinkTask, NDArray[np.int32]]:
     """Link the entries of a range of numbers, from the last step to the first.
 
     Returns:
         the task, and the entries of the range in each step.
     """
-    lists, uses = Lists(plan), NextUseTracker(task.end - task.first)
+    lists, uses = MappedLists(plan), NextUseTracker(task.end - task.first)
     counts = np.zeros(plan.order.num_steps, np.int32)
 
     def files() -> Iterator[dict[str, NDArray[np.generic]]]:
@@ -213,9 +215,9 @@ def link(plan: LinkingPlan, task: LinkTask) -> tuple[LinkTask, NDArray[np.int32]
                 )
                 found.append(uses.link(numbers - task.first, train_step))
                 counts[train_step] = len(numbers)
-            yield {"distances": jagged(found[::-1]).values}
+            yield {"distances": concat_lists(found[::-1]).values}
 
-    write_run(plan.place("links", task.index), files(), _LINKS)
+    write_batches(plan.place("links", task.index), files(), _LINKS)
     return task, counts
 
 
@@ -265,9 +267,9 @@ def _access_files(plan: LinkingPlan, _: list[Any]) -> Iterator[tuple[int, int]]:
     return ((s, f) for s, files in enumerate(plan.files) for f in range(len(files)))
 
 
-LINKING = (
-    Round("unpack access lists", _access_files, unpack),
-    Round("link entries", link_tasks, link),
-    Round("write index files", write_tasks, write_steps),
+LINKING_STAGES = (
+    Stage("unpack access lists", _access_files, unpack_lists),
+    Stage("link entries", link_tasks, link_range),
+    Stage("write index files", write_tasks, write_steps),
 )
 """Rounds of a table that does not fit a worker; the results of the last add up to its entries."""

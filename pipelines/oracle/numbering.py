@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.clustering.part import LOOKUPS
-from pipelines.clustering.writer import join_blocks
+from pipelines.clustering.writer import merge_blocks
 from pipelines.oracle.files import (
-    Round,
-    chunks,
-    cut_files,
+    Stage,
     open_array,
     read_bucket,
+    read_bucket_chunks,
+    split_into_files,
     write_access_file,
     write_buckets,
     write_edges_file,
@@ -108,7 +108,7 @@ def number_blocks(
         parts: blocks of each part, at least one part.
         worker_entries: entries that fit.
     """
-    blocks = join_blocks(parts)
+    blocks = merge_blocks(parts)
     training = blocks.filter(pc.equal(blocks["split"], TRAIN))
     return number_table(root, table, training[BLOCK].to_numpy(), worker_entries)
 
@@ -128,9 +128,9 @@ def number_table(
         The number of distinct rows, or a plan.
     """
     lengths = list_lengths(root, table, blocks)
-    bounds = cut_files(lengths)
+    bounds = split_into_files(lengths)
     if lengths.sum() <= worker_entries:
-        return write_at_once(root, table, blocks, bounds)
+        return number_in_memory(root, table, blocks, bounds)
     np.save(_made(scratch_path(root, table, "blocks.npy")), blocks)
     parts = np.unique(blocks >> FILE_SHIFT).tolist()
     counts = {p: pq.read_metadata(lookups_path(root, table, p)).num_row_groups for p in parts}
@@ -144,7 +144,7 @@ def number_table(
     )
 
 
-def write_at_once(
+def number_in_memory(
     root: Path, table: str, blocks: NDArray[np.int64], bounds: NDArray[np.int64]
 ) -> int:
     """Number one table's rows by first use in memory; write its access lists and edges.
@@ -188,7 +188,7 @@ def _made(path: Path) -> Path:
     return path
 
 
-def spread_lookups(plan: NumberingPlan, task: tuple[int, int, int]) -> None:
+def partition_lookups(plan: NumberingPlan, task: tuple[int, int, int]) -> None:
     """Sort the look-ups of one row group into ranges of slots.
 
     Args:
@@ -213,7 +213,7 @@ def spread_lookups(plan: NumberingPlan, task: tuple[int, int, int]) -> None:
 def _entries_of(plan: NumberingPlan, range_index: int) -> Iterator[dict[str, Any]]:
     """Yield the look-ups of a range of slots in pieces that fit."""
     paths = (plan.scratch("spread", run) for run in range(len(plan.row_groups)))
-    return chunks(paths, range_index, plan.worker_entries)
+    return read_bucket_chunks(paths, range_index, plan.worker_entries)
 
 
 def find_edges(plan: NumberingPlan, range_index: int) -> NDArray[np.int64]:
@@ -225,7 +225,7 @@ def find_edges(plan: NumberingPlan, range_index: int) -> NDArray[np.int64]:
     rows = np.empty(0, np.int64)
     first, last = np.empty(0, np.int32), np.empty(0, np.int32)
     for entries in _entries_of(plan, range_index):
-        codes, new = codes_of(entries["row"], rows)
+        codes, new = encode_rows(entries["row"], rows)
         rows = np.concatenate([rows, new])
         first = np.concatenate([first, np.full(len(new), np.iinfo(np.int32).max, np.int32)])
         last = np.concatenate([last, np.full(len(new), -1, np.int32)])
@@ -241,7 +241,7 @@ def find_edges(plan: NumberingPlan, range_index: int) -> NDArray[np.int64]:
     return np.bincount(files, minlength=plan.num_files)
 
 
-def codes_of(
+def encode_rows(
     rows: NDArray[np.int64], known: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the place of each row among known ones, and those that are new, which follow them."""
@@ -307,7 +307,7 @@ def number_entries(plan: NumberingPlan, range_index: int) -> int:
     )
     pieces = 0
     for entries in _entries_of(plan, range_index):
-        codes, _ = codes_of(entries["row"], rows)
+        codes, _ = encode_rows(entries["row"], rows)
         columns = {"position": entries["position"], "number": numbers[codes]}
         bucket = plan.files_of(columns["position"])
         write_buckets(
@@ -317,7 +317,7 @@ def number_entries(plan: NumberingPlan, range_index: int) -> int:
     return pieces
 
 
-def write_lists(plan: NumberingPlan, task: tuple[int, tuple[int, ...]]) -> int:
+def write_access_lists(plan: NumberingPlan, task: tuple[int, tuple[int, ...]]) -> int:
     """Write one file of access lists.
 
     Args:
@@ -361,11 +361,11 @@ def _files(plan: NumberingPlan, pieces: list[int]) -> Iterator[tuple[int, tuple[
     return ((file_index, tuple(pieces)) for file_index in range(plan.num_files))
 
 
-NUMBERING = (
-    Round("spread look-ups", _runs, spread_lookups),
-    Round("find edges", _ranges, find_edges),
-    Round("number rows", _bases, number_rows),
-    Round("number entries", _ranges, number_entries),
-    Round("write access lists", _files, write_lists),
+NUMBERING_STAGES = (
+    Stage("spread look-ups", _runs, partition_lookups),
+    Stage("find edges", _ranges, find_edges),
+    Stage("number rows", _bases, number_rows),
+    Stage("number entries", _ranges, number_entries),
+    Stage("write access lists", _files, write_access_lists),
 )
 """Rounds of a table that does not fit a worker; the results of the last add up to its rows."""

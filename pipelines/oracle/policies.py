@@ -23,7 +23,7 @@ MISS_POINTS = 64
 """Points of the curve of misses."""
 
 
-def hints_of(dataset: Dataset, order: Order) -> dict[str, TableHints]:
+def sharding_hints(dataset: Dataset, order: Order) -> dict[str, TableHints]:
     """Return the hints of every table.
 
     Raises:

@@ -12,8 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.clustering.encodings import COMPRESSION, COMPRESSION_LEVEL, choose, open_writer
-from pipelines.clustering.reader import remembered_row_group, row_groups, sample_columns
+from pipelines.clustering.encodings import (
+    COMPRESSION,
+    COMPRESSION_LEVEL,
+    choose_encodings,
+    open_writer,
+)
+from pipelines.clustering.reader import column_names, read_live_row_group, row_groups
 from pipelines.report.charts import ACCENT, OTHER, OURS, Bar, bar_chart
 from pipelines.report.html import Section, compared, figure, paragraph, percent, ratio, size, table
 from schemas.dataset import Dataset, Segment, missing_column_defaults
@@ -65,13 +70,13 @@ def flat_rows(
         max_bytes: bytes that the rows may take in memory, about.
         model_inputs: whether to add the columns that transforms and sampling made.
     """
-    data, columns = dataset.job.data, sample_columns(dataset, model_inputs)
+    data, columns = dataset.job.data, column_names(dataset, model_inputs)
     absent = {s.manifest.id: missing_column_defaults(dataset, s) for s in dataset.segments}
     places = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
 
     def rows(segment: Segment, file_index: int, row_group: int) -> pa.Table:
         younger = absent[segment.manifest.id]
-        return remembered_row_group(segment, file_index, row_group, data, younger).select(columns)
+        return read_live_row_group(segment, file_index, row_group, data, younger).select(columns)
 
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
     taken = [rows(*places[0])]
@@ -111,7 +116,7 @@ def write_flat(table: pa.Table, path: Path) -> int:
 
 def write_best(table: pa.Table, path: Path) -> int:
     """Write rows with the settings of the dataset's own files, and return the bytes."""
-    with open_writer(str(path), table.schema, choose(table)) as writer:
+    with open_writer(str(path), table.schema, choose_encodings(table)) as writer:
         writer.write_table(table, row_group_size=ROWS_PER_GROUP)
     return path.stat().st_size
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import yaml
 
 from pipelines.build import build
-from pipelines.clustering.encodings import choose, open_writer
+from pipelines.clustering.encodings import choose_encodings, open_writer
 from pipelines.clustering.order import cluster
 from pipelines.clustering.reader import row_groups
 from pipelines.clustering.writer import ROW_GROUP_BYTES
@@ -43,7 +43,7 @@ from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, arrow_type
 from pipelines.stages import REJECTS
 from pipelines.table.content_hash import ContentHash, content_hash, hash_of_values, value_hashes
-from pipelines.table.locks import workplace
+from pipelines.table.locks import scratch_directory
 from schemas.arrays import numpy_of, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig
 from schemas.dataset import Dataset, Segment, open_dataset
@@ -93,11 +93,11 @@ class FlatStage:
         ordered = with_order(decoded(table), self.session, self.time)
         num_parts = self.context.num_parts
         target = part_of_key(hash_session_keys(ordered[KEY]), num_parts)
-        yield from self.context.crossing.send(split(Tuples(ordered, {}, {}), target, num_parts))
+        yield from self.context.transport.send(split(Tuples(ordered, {}, {}), target, num_parts))
 
     def write(self, part: int, sent: Iterable[Any]) -> FlatPart:
         """Write the file of one part."""
-        rows = join(list(self.context.crossing.receive(sent)))
+        rows = join(list(self.context.transport.receive(sent)))
         clustered = cluster(rows, self.context.data)
         table = clustered.samples.samples.select(self.schema.names)
         path = self.context.segment_root / part_name(part)
@@ -175,7 +175,9 @@ def write_flat_part(path: Path, table: pa.Table) -> None:
     """Write a file in row groups of about 64 MiB, under its name only when it is whole."""
     partial = path.with_suffix(".partial")
     per_group = max(1, int(ROW_GROUP_BYTES * table.num_rows / max(1, table.nbytes)))
-    with open_writer(str(partial), table.schema, choose(table.slice(0, per_group))) as writer:
+    with open_writer(
+        str(partial), table.schema, choose_encodings(table.slice(0, per_group))
+    ) as writer:
         for start in range(0, table.num_rows, per_group):
             writer.write_table(table.slice(start, per_group), row_group_size=per_group)
     with partial.open("rb") as file:
@@ -263,7 +265,7 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
     order = f"by {rows.time}" if rows.time else "as they lie"
     request.progress(f"session key: {rows.session}; rows of a session {order}")
     building = request.output.parent / f".{request.output.name}.{request.attempt}"
-    with workplace(building, f".{request.output.name}.*"):
+    with scratch_directory(building, f".{request.output.name}.*"):
         make = _star if request.layout == "star" else _flat
         result = make(request, rows, building)
         if request.output.exists():

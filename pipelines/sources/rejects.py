@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.atomic_files import whole
+from pipelines.atomic_files import atomic_write
 from schemas.layout import REJECTS_SCHEMA, rejects_path
 from schemas.manifest import InputFile
 
@@ -363,7 +363,7 @@ def write_rejects(root: Path, range_key: int, tables: Iterable[pa.Table]) -> Rej
     """
     rows = sorted_rejects(tables)
     if rows.num_rows:
-        with whole(root / _DIRECTORY / f"{_UNNUMBERED}{range_key:020}.parquet") as partial:
+        with atomic_write(root / _DIRECTORY / f"{_UNNUMBERED}{range_key:020}.parquet") as partial:
             stored = rows.select(REJECTS_SCHEMA.names)
             pq.write_table(stored, partial, compression="zstd", write_page_checksum=True)
     return count_rejects(rows)

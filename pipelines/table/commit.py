@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from pipelines.atomic_files import remove_partial
 from pipelines.clustering.encodings import DICTIONARY, Encodings, open_writer
 from pipelines.clustering.part import LOOKUPS, PartResult
-from pipelines.clustering.writer import join_blocks
+from pipelines.clustering.writer import merge_blocks
 from pipelines.quality.gate import anomalies_text
 from pipelines.quality.splits import slices_of
 from pipelines.quality.statistics_files import statistics_text, write_statistics
@@ -95,7 +95,7 @@ def table_counts(
     }
 
 
-def describe_tree(root: Path) -> list[FileEntry]:
+def describe_files(root: Path) -> list[FileEntry]:
     """Return the entry of every file of a directory but its own lists."""
     paths = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
     return [describe_file(root, p) for p in paths if p not in (BLOCKS, FILES, MANIFEST)]
@@ -131,7 +131,7 @@ def finish_segment(
     for scratch in (LOOKUPS, SHUFFLE):
         shutil.rmtree(root / scratch, ignore_errors=True)
     remove_partial(root)
-    blocks = join_blocks(r.blocks for r in results)
+    blocks = merge_blocks(r.blocks for r in results)
     encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
     with open_writer(str(root / BLOCKS), blocks.schema, Encodings(encodings)) as writer:
         writer.write_table(blocks)
@@ -141,7 +141,7 @@ def finish_segment(
     write_statistics(root, text)
     (root / ANOMALIES).write_text(anomalies_text(rejects), encoding="utf-8")
     groups = list(results[0].groups)
-    entries = describe_tree(root)
+    entries = describe_files(root)
     write_files(root / FILES, entries)
     manifest = SegmentManifest(
         id=segment_id,
@@ -150,8 +150,8 @@ def finish_segment(
         num_rejects=rejects.num_rejects,
         num_source_rows=None if num_rows == num_samples else num_rows,
         input_bytes=sum(f.num_bytes for f in listing),
-        dataset_bytes=bytes_below(entries, *DATA_DIRECTORIES),
-        oracle_bytes=bytes_below(entries, "access/", "edges/"),
+        dataset_bytes=sum_bytes(entries, *DATA_DIRECTORIES),
+        oracle_bytes=sum_bytes(entries, "access/", "edges/"),
         splits=split_ranges(blocks),
         groups=group_counts(results),
         tables=table_counts(results, num_unique_rows),
@@ -179,12 +179,14 @@ def stored_columns(root: Path, file_index: int, groups: Iterable[str]) -> dict[s
     return {f.name: type_name(f.type) for f in fields}
 
 
-def bytes_below(entries: Sequence[FileEntry], *prefixes: str) -> int:
+def sum_bytes(entries: Sequence[FileEntry], *prefixes: str) -> int:
     """Return the bytes of the files below some directories."""
     return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
 
 
-def relabel(root: Path, segment_id: str, anomalies: str, day: str | None = None) -> SegmentManifest:
+def set_segment_id(
+    root: Path, segment_id: str, anomalies: str, day: str | None = None
+) -> SegmentManifest:
     """Give a finished segment, not yet published, another id, other anomalies and its day.
 
     Args:
@@ -206,7 +208,7 @@ def relabel(root: Path, segment_id: str, anomalies: str, day: str | None = None)
     return manifest
 
 
-def reference_of(directory: Path) -> Reference:
+def directory_reference(directory: Path) -> Reference:
     """Return the name and hash of a committed segment or index for the root manifest."""
     return Reference(id=directory.name, manifest_sha256=sha256_of(directory / MANIFEST))
 

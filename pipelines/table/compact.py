@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import unpacked
-from pipelines.clustering.reader import row_groups, sample_column
-from pipelines.clustering.writer import pin
+from pipelines.clustering.part import deserialize_results
+from pipelines.clustering.reader import read_sample_column, row_groups
+from pipelines.clustering.writer import choose_segment_layout
 from pipelines.quality.gate_files import pass_gate, schema_of
 from pipelines.runners import runner_module
 from pipelines.samples.event_join import write_late
@@ -35,11 +35,11 @@ from pipelines.sources.rejects import (
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.commit import commit_root, finish_segment, relabel
+from pipelines.table.commit import commit_root, finish_segment, set_segment_id
 from pipelines.table.delete import (
-    column_of,
     drop_rejects,
     expired_segments,
+    id_column,
     id_type,
     keep_times,
     read_ids,
@@ -47,9 +47,9 @@ from pipelines.table.delete import (
     write_tombstones,
 )
 from pipelines.table.indexes import build_index
-from pipelines.table.locks import locked, sweep, workplace
-from pipelines.table.publish import default_order, link, other_orders
-from pipelines.table.vacuum import removed_bytes, unnamed_folders
+from pipelines.table.locks import locked, remove_stale, scratch_directory
+from pipelines.table.publish import default_order, indexed_orders, link
+from pipelines.table.vacuum import remove_unused, unnamed_directories
 from pipelines.table.view import write_view
 from schemas.arrays import comparable_tuple, hash_keys, is_list, numpy_of, offsets_of, one_chunk
 from schemas.config.job import DataConfig, Job
@@ -84,7 +84,7 @@ from schemas.vocabulary import VOCABULARIES, encode_table, version_path
 
 
 @dataclass(frozen=True, slots=True)
-class NewVersions:
+class VocabularyVersions:
     """Versions of vocabularies that are to be replaced.
 
     Attributes:
@@ -103,7 +103,7 @@ class NewVersions:
         return {path: self.hashes.get(path, digest) for path, digest in sorted(found.items())}
 
 
-def without_forgotten(dataset: Dataset) -> NewVersions:
+def blank_vocabularies(dataset: Dataset) -> VocabularyVersions:
     """Return the versions of vocabularies with an entry that no sample left has."""
     paths: dict[str, str] = {}
     files: dict[str, bytes] = {}
@@ -121,7 +121,7 @@ def without_forgotten(dataset: Dataset) -> NewVersions:
             paths[path] = version_path(name, number, data)
             files[paths[path]] = data
             hashes[paths[path]] = sha256(data).hexdigest()
-    return NewVersions(paths, files, hashes)
+    return VocabularyVersions(paths, files, hashes)
 
 
 def _blanked(table: pa.Table, gone: np.ndarray) -> pa.Table:
@@ -163,7 +163,7 @@ def _columns(
     dataset: Dataset, segment: Segment, column: str
 ) -> Iterator[tuple[pa.Array, np.ndarray]]:
     for place in row_groups(segment):
-        values = sample_column(segment, *place, dataset.job.data, column)
+        values = read_sample_column(segment, *place, dataset.job.data, column)
         yield values, segment.deleted_rows(*place)
 
 
@@ -174,7 +174,7 @@ def _flat(values: pa.Array) -> pa.Array:
     return flat.drop_null().cast(kind)
 
 
-def place_versions(dataset: Path, versions: NewVersions) -> None:
+def write_versions(dataset: Path, versions: VocabularyVersions) -> None:
     """Write the new files beside the old ones; no root names them yet."""
     for path, data in versions.files.items():
         (dataset / path).parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def remove_versions(dataset: Dataset) -> None:
                 path.unlink(missing_ok=True)
 
 
-def refuse_held(dataset: Dataset) -> None:
+def check_unused(dataset: Dataset) -> None:
     """Refuse to take files away from somebody who trains on them.
 
     Raises:
@@ -204,7 +204,7 @@ def refuse_held(dataset: Dataset) -> None:
             replaced, or the filesystem has no locks.
     """
     named = [part.directory for part in (*dataset.indexes, *dataset.segments)]
-    segments, indexes = unnamed_folders(dataset.directory)
+    segments, indexes = unnamed_directories(dataset.directory)
     for folder in (*named, *segments, *indexes):
         try:
             with locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -221,7 +221,7 @@ def _held(dataset: Path, folder: Path) -> SchemaError:
     )
 
 
-def clear(directory: Path) -> int:
+def remove_unnamed(directory: Path) -> int:
     """Remove segments, indexes, versions and workplaces that no manifest names.
 
     What a build that is under way holds stays: its workplaces are hidden and locked.
@@ -234,17 +234,17 @@ def clear(directory: Path) -> int:
     """
     with locked(directory):  # whoever gives a segment its name holds it until the root names it
         dataset = open_dataset(directory)
-        segments, indexes = unnamed_folders(directory)
+        segments, indexes = unnamed_directories(directory)
         unnamed = [*segments, *indexes]
-        held = [folder for folder in unnamed if removed_bytes(folder) is None]
+        held = [folder for folder in unnamed if remove_unused(folder) is None]
         refused = sorted(path for path in directory.glob(".refused-*") if path.is_dir())
         for path in refused:
             shutil.rmtree(path)
         remove_versions(dataset)
         remove_tombstones(directory, {dataset.manifest.tombstones_sha256})
-        sweep(directory, ".index.*")
+        remove_stale(directory, ".index.*")
     with locked(directory / SEGMENTS):
-        sweep(directory / SEGMENTS, ".*")
+        remove_stale(directory / SEGMENTS, ".*")
     if held:
         raise _held(directory, held[0])
     return len(unnamed) + len(refused)
@@ -336,7 +336,7 @@ def _hashed(table: pa.Table, group: str) -> pa.Table:
     return table.add_column(0, hash_column(group), pa.array(hashes))
 
 
-def parts_left(segment: Segment, data: DataConfig) -> list[StoredPart]:
+def remaining_parts(segment: Segment, data: DataConfig) -> list[StoredPart]:
     """Return the parts of a segment that have a sample left, in their order."""
     numbers = sorted(set(segment.column("file").tolist()))
     parts = [StoredPart(segment, number, data) for number in numbers]
@@ -362,7 +362,7 @@ COUNTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Rewriting:
+class SegmentCompaction:
     """What is to be written again.
 
     Attributes:
@@ -381,7 +381,7 @@ class Rewriting:
     beam_args: list[str]
 
 
-def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
+def compact_segment(dataset: Dataset, rewriting: SegmentCompaction) -> bool:
     """Write a segment again, all but its final name and anomalies.
 
     Returns:
@@ -389,12 +389,12 @@ def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
     """
     segment, building = rewriting.segment, rewriting.building
     data = stored_data(dataset.job, segment)
-    parts = parts_left(segment, data)
+    parts = remaining_parts(segment, data)
     if not parts:
         return False
     building.mkdir(parents=True)
     features = stored_features(dataset.features, segment)
-    pins = pin(parts[0], data, num_parts=len(parts))
+    pins = choose_segment_layout(parts[0], data, num_parts=len(parts))
     rewrite_parts = runner_module("compact").rewrite_parts
     found = rewrite_parts(building, parts, pins, features, data.tables, rewriting.beam_args)
     rejects = _write_rejects(segment, building, rewriting.texts)
@@ -403,7 +403,7 @@ def rewrite_segment(dataset: Dataset, rewriting: Rewriting) -> bool:
     finish_segment(
         building,
         m.id,
-        unpacked(found["parts"]),
+        deserialize_results(found["parts"]),
         rejects,
         dict(found["tables"]),
         m.listing,
@@ -431,7 +431,7 @@ def _left(segment: Segment, path: str, texts: frozenset[str] | None) -> list[Rej
     return [r for r in rows if not any(t in r.value or t in r.reason for t in texts)]
 
 
-def _copy_others(rewriting: Rewriting) -> None:
+def _copy_others(rewriting: SegmentCompaction) -> None:
     """Take over what counts and names no sample, and events that came late."""
     segment = rewriting.segment
     if EVENTS in segment.files:
@@ -453,7 +453,9 @@ def link_segment(segment: Segment, building: Path) -> None:
             os.link(path, place)
 
 
-def named_anew(before: SegmentManifest, building: Path, learned: Mapping[str, str]) -> Reference:
+def rename_segment(
+    before: SegmentManifest, building: Path, learned: Mapping[str, str]
+) -> Reference:
     """Write the final manifest: place and origin of the old segment, an id of its own.
 
     The id is a hash of the old one and of the new content; of what was forgotten it says nothing.
@@ -471,7 +473,7 @@ def named_anew(before: SegmentManifest, building: Path, learned: Mapping[str, st
     )
 
 
-def texts_of(values: Sequence[Any]) -> frozenset[str]:
+def id_texts(values: Sequence[Any]) -> frozenset[str]:
     """Return ids as they stand in texts."""
     return frozenset(str(value) for value in values if value is not None and str(value))
 
@@ -487,7 +489,7 @@ WORKPLACES = ".forget.*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewriteRequest:
+class CompactionRequest:
     """What is to be written again.
 
     Attributes:
@@ -515,7 +517,7 @@ class RewriteRequest:
     progress: Callable[[str], None] = lambda _: None
 
 
-def rewrite(request: RewriteRequest) -> dict[str, Any]:
+def compact_dataset(request: CompactionRequest) -> dict[str, Any]:
     """Write the touched segments of a dataset again and remove every old file.
 
     Returns:
@@ -527,7 +529,7 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
     """
     while True:
         dataset = open_dataset(request.dataset)
-        refuse_held(dataset)
+        check_unused(dataset)
         due = due_segments(dataset, request)
         renamed: dict[str, str | None] = {}
         expired = _expired(dataset, request)
@@ -540,10 +542,14 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
         left = open_dataset(request.dataset)
         if due:
             gone -= sum(s.manifest.num_samples for s in left.segments)
-        return {"segments": renamed, "num_samples": gone, "removed": clear(request.dataset)}
+        return {
+            "segments": renamed,
+            "num_samples": gone,
+            "removed": remove_unnamed(request.dataset),
+        }
 
 
-def due_segments(dataset: Dataset, request: RewriteRequest) -> list[Segment]:
+def due_segments(dataset: Dataset, request: CompactionRequest) -> list[Segment]:
     """Return the segments with a tombstone that is old enough, or with an id in their rejects."""
     if request.older_than is None:
         return []
@@ -557,18 +563,18 @@ def due_segments(dataset: Dataset, request: RewriteRequest) -> list[Segment]:
     return [segment for segment in dataset.segments if is_due(segment)]
 
 
-def _expired(dataset: Dataset, request: RewriteRequest) -> frozenset[str]:
+def _expired(dataset: Dataset, request: CompactionRequest) -> frozenset[str]:
     """Return the ids of the segments whose rejects and late events go."""
     if request.rejects_older_than is None:
         return frozenset()
     return expired_segments(dataset, request.at - request.rejects_older_than)
 
 
-def _given_texts(dataset: Dataset, request: RewriteRequest) -> frozenset[str]:
+def _given_texts(dataset: Dataset, request: CompactionRequest) -> frozenset[str]:
     if request.ids is None:
         return frozenset()
-    column = column_of(dataset, request.column)
-    return texts_of(read_ids(request.ids, column, id_type(dataset, column)).to_pylist())
+    column = id_column(dataset, request.column)
+    return id_texts(read_ids(request.ids, column, id_type(dataset, column)).to_pylist())
 
 
 def _says(segment: Segment, texts: frozenset[str]) -> bool:
@@ -584,7 +590,7 @@ def _says(segment: Segment, texts: frozenset[str]) -> bool:
     return False
 
 
-def forgotten_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
+def deleted_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
     """Return the values, as texts, by which the samples of a segment were forgotten.
 
     Of a list nobody knows any more which entry it was: there the ids must be given.
@@ -593,19 +599,19 @@ def forgotten_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
     for column in sorted(set(segment.tombstones["reason"].to_pylist())):
         for place in row_groups(segment):
             rows = segment.deleted_rows(*place)
-            values = sample_column(segment, *place, dataset.job.data, column)
+            values = read_sample_column(segment, *place, dataset.job.data, column)
             if not is_list(values.type):
-                found |= texts_of(pc.unique(values.take(pa.array(rows))).to_pylist())
+                found |= id_texts(pc.unique(values.take(pa.array(rows))).to_pylist())
     return frozenset(found)
 
 
 def _rewritten(
-    dataset: Dataset, due: list[Segment], expired: frozenset[str], request: RewriteRequest
+    dataset: Dataset, due: list[Segment], expired: frozenset[str], request: CompactionRequest
 ) -> dict[str, str | None] | None:
     """Write segments again and replace the root; None when that has changed meanwhile."""
     place = request.dataset / SEGMENTS / f".forget.{request.attempt}"
-    with workplace(place, WORKPLACES):
-        versions = without_forgotten(dataset) if due else NewVersions({}, {}, {})
+    with scratch_directory(place, WORKPLACES):
+        versions = blank_vocabularies(dataset) if due else VocabularyVersions({}, {}, {})
         made = _segments(dataset, due, expired, versions, place, request)
         references = [r for r in made.values() if r is not None]
         if not references:
@@ -613,7 +619,7 @@ def _rewritten(
                 "dataset must keep a sample, got none that is not forgotten; remove the dataset",
                 file=str(request.dataset),
             )
-        place_versions(request.dataset, versions)
+        write_versions(request.dataset, versions)
         indexes = _indexes(dataset, references, place, request)
         renamed = {
             old: None if new is None else new.id
@@ -629,9 +635,9 @@ def _segments(
     dataset: Dataset,
     due: list[Segment],
     expired: frozenset[str],
-    versions: NewVersions,
+    versions: VocabularyVersions,
     place: Path,
-    request: RewriteRequest,
+    request: CompactionRequest,
 ) -> dict[str, Reference | None]:
     """Write what is due, in order; return old id to the segment in its place."""
     names = {s.manifest.id for s in due}
@@ -645,10 +651,10 @@ def _segments(
         learned = versions.renamed(before.learned)
         if before.id in names:
             request.progress(f"segment {before.id}: writing it again")
-            said = given | forgotten_texts(dataset, segment)
+            said = given | deleted_texts(dataset, segment)
             texts = None if before.id in expired else said
-            rewriting = Rewriting(segment, building, texts, learned, request.beam_args)
-            if not rewrite_segment(dataset, rewriting):
+            rewriting = SegmentCompaction(segment, building, texts, learned, request.beam_args)
+            if not compact_segment(dataset, rewriting):
                 found[before.id] = None
                 continue
         elif before.id in expired or learned != dict(before.learned):
@@ -661,8 +667,8 @@ def _segments(
         if before.id in expired | names:
             aside = place / "refused"
             text = pass_gate(building, earlier, schema, gate, aside, request.progress)
-            relabel(building, before.id, text)
-        made = named_anew(before, building, learned)
+            set_segment_id(building, before.id, text)
+        made = rename_segment(before, building, learned)
         building.rename(place / made.id)
         found[before.id], earlier = made, place / made.id
     return found
@@ -679,7 +685,7 @@ def _job_bytes(dataset: Dataset) -> bytes:
 
 
 def _indexes(
-    dataset: Dataset, references: list[Reference], place: Path, request: RewriteRequest
+    dataset: Dataset, references: list[Reference], place: Path, request: CompactionRequest
 ) -> list[Reference]:
     """Build every index of the dataset over its segments as they will be."""
     stage = place / "dataset"
@@ -691,7 +697,7 @@ def _indexes(
     name = dataset.manifest.name
     commit_root(stage, name, _job_bytes(dataset), _schema_bytes(dataset), references, ())
     staged = open_dataset(stage)
-    orders = dict.fromkeys([default_order(staged), *other_orders(staged, dataset)])
+    orders = dict.fromkeys([default_order(staged), *indexed_orders(staged, dataset)])
     building = stage / ".index.building"
     return [build_index(staged, order, building, request.beam_args) for order in orders]
 
@@ -709,7 +715,7 @@ def _replace(
     with locked(root):
         if read_dataset(root) != dataset.manifest:
             return False
-        refuse_held(dataset)  # a run may have begun meanwhile
+        check_unused(dataset)  # a run may have begun meanwhile
         for name, target, made in [
             *((r.id, root / SEGMENTS / r.id, place / r.id) for r in references),
             *((i.id, root / i.id, place / "dataset" / i.id) for i in indexes),

@@ -19,7 +19,7 @@ from pipelines.table.days import (
     same_files,
     segment_of_day,
 )
-from pipelines.table.publish import Proposal, free_position, root_of, with_key
+from pipelines.table.publish import CommitRequest, find_segment, free_position, read_root
 from pipelines.transforms.fit import check_fits, fits
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import Dataset, column_types, open_dataset
@@ -35,7 +35,9 @@ from schemas.manifest import DatasetManifest, InputFile, Reference, SegmentManif
 # decides which rows come in may change from day to day, and columns may be added, when older
 # segments have an answer.
 
-FREE = frozenset({"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"})
+PER_SEGMENT_KEYS = frozenset(
+    {"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"}
+)
 """Keys of `data` that each segment may have its own of; every other one is pinned."""
 
 _DECLARE_AGAIN = "declare it and let the job's SQL yield it, NULL where there is none"
@@ -58,7 +60,7 @@ def identity_of(data: DataConfig) -> dict[str, Any]:
     return identity
 
 
-def check_pinned(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -> None:
+def check_compatible(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -> None:
     """Refuse a job whose segment could not be read together with those that are there.
 
     Args:
@@ -71,7 +73,7 @@ def check_pinned(dataset: Dataset, job: Job, features: FeatureSet, path: Path) -
         SchemaError: naming the first key or column that differs, with both values.
     """
     added = check_features(dataset.features, features, path)
-    pinned, given = leaves(asdict(dataset.job.data)), leaves(asdict(job.data))
+    pinned, given = flatten(asdict(dataset.job.data)), flatten(asdict(job.data))
     pinned["name"], given["name"] = dataset.job.name, job.name
     for found, each in ((pinned, dataset.job), (given, job)):
         last = each.data.split.evaluation_last
@@ -107,14 +109,14 @@ def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path) -> Non
             )
 
 
-def leaves(value: object, key: str = "data") -> dict[str, Any]:
+def flatten(value: object, key: str = "data") -> dict[str, Any]:
     """Return every value of nested mappings by its dotted key, free sections left out."""
     if not isinstance(value, Mapping):
         return {key: value}
     found: dict[str, Any] = {}
     for name, part in value.items():
-        if key != "data" or name not in FREE:
-            found.update(leaves(part, f"{key}.{name}"))
+        if key != "data" or name not in PER_SEGMENT_KEYS:
+            found.update(flatten(part, f"{key}.{name}"))
     return found
 
 
@@ -189,7 +191,7 @@ def _may_differ(
     )
 
 
-def admit(
+def check_admissible(
     request: BuildRequest,
     job: Job,
     features: FeatureSet,
@@ -212,8 +214,8 @@ def admit(
         SchemaError: the dataset holds something else, pins something else, or has the same input.
     """
     check_limits(schema_of(request.schema_path(job).read_bytes()))
-    root = root_of(request.dataset)
-    there = with_key(root, key)
+    root = read_root(request.dataset)
+    there = find_segment(root, key)
     if there is not None:
         found = read_segment(request.dataset / SEGMENTS / there.id, there)
         check_label(request.dataset, found, request.day)
@@ -233,7 +235,7 @@ def admit(
     others = [s for s in root.segments if s != replaced]
     free_position(others, request.position, request.dataset)
     dataset = open_dataset(request.dataset)
-    check_pinned(dataset, job, features, request.job_path)
+    check_compatible(dataset, job, features, request.job_path)
     refuse_same_input(dataset, listing, request.job_path, replaced)
     return None
 
@@ -293,9 +295,9 @@ def refuse_same_input(
             )
 
 
-def finished_segments(dataset: Path, key: str) -> Iterator[Path]:
+def unpublished_segments(dataset: Path, key: str) -> Iterator[Path]:
     """Yield what killed attempts finished of the same segment without publishing it."""
-    root = root_of(dataset)
+    root = read_root(dataset)
     named = {s.id for s in root.segments} if root else set()
     for pattern in (f".{key}.*", f"*-{key}"):
         for directory in sorted((dataset / SEGMENTS).glob(pattern)):
@@ -305,14 +307,14 @@ def finished_segments(dataset: Path, key: str) -> Iterator[Path]:
                 yield directory
 
 
-def refused_place(dataset: Path, key: str) -> Path:
+def refused_path(dataset: Path, key: str) -> Path:
     """Return where statistics and rejects of a segment are kept that does not enter the dataset."""
     return dataset / f".refused-{key}"
 
 
-def proposal_of(
+def commit_request(
     request: BuildRequest, job: Job, features: FeatureSet, key: str, building: Path
-) -> Proposal:
+) -> CommitRequest:
     """Return what `publish` needs; the dataset may have changed since `admit`."""
     manifest = read_segment(building)
     schema = request.schema_path(job).read_bytes()
@@ -322,16 +324,16 @@ def proposal_of(
             if not request.append:
                 refuse_other(request.dataset, [s.manifest.id for s in dataset.segments], key)
             refuse_sealed(dataset.manifest, request.dataset)
-            check_pinned(dataset, job, features, request.job_path)
+            check_compatible(dataset, job, features, request.job_path)
             check_types(dataset, manifest.columns, request.job_path)
             check_fits(manifest.learned, request.dataset)
         earlier = dataset.segments[before - 1].directory if dataset and before else None
-        aside = refused_place(request.dataset, key)
+        aside = refused_path(request.dataset, key)
         return pass_gate(
             building, earlier, schema_of(schema), job.data.gate, aside, request.progress
         )
 
-    return Proposal(
+    return CommitRequest(
         dataset=request.dataset,
         building=building,
         key=key,

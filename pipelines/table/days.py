@@ -140,7 +140,7 @@ def refuse_other_files(dataset: Path, found: SegmentManifest) -> None:
     )
 
 
-def with_version(
+def updated_lineage(
     lineage: Mapping[str, str], day: str | None, segment_id: str, replaced: Reference | None
 ) -> dict[str, str]:
     """Return the lineage of a root that has one more segment, or another version of one."""
@@ -153,7 +153,7 @@ def with_version(
     return found
 
 
-def replaced_by(root: DatasetManifest, segment_id: str) -> list[str]:
+def replaced_versions(root: DatasetManifest, segment_id: str) -> list[str]:
     """Return the ids of the versions that a segment has replaced, in the order of their names."""
     return sorted(
         name.removeprefix(_REPLACED)
@@ -162,7 +162,7 @@ def replaced_by(root: DatasetManifest, segment_id: str) -> list[str]:
     )
 
 
-def written_again(root: DatasetManifest, key: str) -> Reference | None:
+def compacted_segment(root: DatasetManifest, key: str) -> Reference | None:
     """Return the segment that is left of an input, by a job, since ids were forgotten in it.
 
     Args:

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.reader import row_groups, sample_column
+from pipelines.clustering.reader import read_sample_column, row_groups
 from pipelines.table.locks import locked
 from pipelines.table.view import write_view
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
@@ -43,7 +43,7 @@ ROLES = ("kept", "sparse")
 """Roles of the columns that may hold ids; the session key may have any."""
 
 
-def column_of(dataset: Dataset, name: str | None) -> str:
+def id_column(dataset: Dataset, name: str | None) -> str:
     """Return the column that ids are values of: the session key when none is named.
 
     Raises:
@@ -123,7 +123,7 @@ def _parquet_ids(path: Path, column: str) -> pa.Array:
         ) from error
 
 
-def holding(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
+def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
     """Tell which samples hold one of some ids: as their value, or in their list.
 
     Args:
@@ -142,7 +142,7 @@ def holding(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
     return before[offsets[1:]] > before[offsets[:-1]]
 
 
-def tombstones_of(dataset: Dataset, column: str, ids: pa.Array, at: datetime) -> pa.Table:
+def find_tombstones(dataset: Dataset, column: str, ids: pa.Array, at: datetime) -> pa.Table:
     """Return a tombstone for each sample that holds one of some ids.
 
     Args:
@@ -169,8 +169,8 @@ def _of_row_group(
     ids: pa.Array,
     at: datetime,
 ) -> pa.Table:
-    values = sample_column(segment, file_index, row_group, data, column)
-    rows = np.flatnonzero(holding(values, ids))
+    values = read_sample_column(segment, file_index, row_group, data, column)
+    rows = np.flatnonzero(contains_any(values, ids))
     in_file = segment.column("file") == file_index
     group = segment.column("row_group")
     chosen = in_file & (group == row_group)
@@ -203,11 +203,11 @@ def expired_segments(dataset: Dataset, limit: datetime) -> frozenset[str]:
     return frozenset(
         segment.manifest.id
         for segment in dataset.segments
-        if any(p.stat().st_mtime <= limit.timestamp() for p in rejects_of(segment))
+        if any(p.stat().st_mtime <= limit.timestamp() for p in reject_files(segment))
     )
 
 
-def rejects_of(segment: Segment) -> Iterator[Path]:
+def reject_files(segment: Segment) -> Iterator[Path]:
     """Yield the files of rejects and late events of a segment."""
     for path in segment.files:
         if path.startswith(tuple(f"{name}/" for name in DIRECTORIES)):
@@ -216,7 +216,7 @@ def rejects_of(segment: Segment) -> Iterator[Path]:
 
 def keep_times(segment: Segment, building: Path) -> None:
     """Let what is left of rejects and late events be as old as the files that they come from."""
-    for old in rejects_of(segment):
+    for old in reject_files(segment):
         new = building / old.relative_to(segment.directory)
         if new.exists():
             os.utime(new, ns=(old.stat().st_atime_ns, old.stat().st_mtime_ns))
@@ -270,9 +270,9 @@ def erase(request: EraseRequest) -> dict[str, Any]:
     """
     while True:
         dataset = open_dataset(request.dataset)
-        column = column_of(dataset, request.column)
+        column = id_column(dataset, request.column)
         ids = read_ids(request.ids, column, id_type(dataset, column))
-        found = tombstones_of(dataset, column, ids, request.at)
+        found = find_tombstones(dataset, column, ids, request.at)
         before = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
         table = merge_tombstones([before, found])
         if replace_tombstones(dataset, table):
@@ -281,15 +281,15 @@ def erase(request: EraseRequest) -> dict[str, Any]:
         "column": column,
         "num_ids": len(ids),
         "num_samples": found.num_rows,
-        "num_tombstones": num_samples(table),
+        "num_tombstones": count_samples(table),
         "segments": {
-            name: num_samples(table.filter(pc.equal(table["segment"], name)))
+            name: count_samples(table.filter(pc.equal(table["segment"], name)))
             for name in sorted(set(table["segment"].to_pylist()))
         },
     }
 
 
-def num_samples(table: pa.Table) -> int:
+def count_samples(table: pa.Table) -> int:
     """Return how many samples have a tombstone, whatever the number of reasons."""
     return table.group_by(["segment", "block", "sample_index"]).aggregate([]).num_rows
 

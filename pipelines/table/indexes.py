@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from pipelines.atomic_files import remove_partial
-from pipelines.oracle.files import run_rounds
+from pipelines.oracle.files import run_stages
 from pipelines.oracle.index import SCRATCH, TableTotals, index_table, totals_of
-from pipelines.oracle.linking import LINKING, LinkingPlan
+from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import WORKER_ENTRIES
-from pipelines.oracle.policies import hints_of, policy_reports, table_report
+from pipelines.oracle.policies import policy_reports, sharding_hints, table_report
 from pipelines.runners import in_process, runner_module
-from pipelines.table.commit import commit_root, describe_tree, reference_of
-from pipelines.table.locks import locked, workplace
+from pipelines.table.commit import commit_root, describe_files, directory_reference
+from pipelines.table.locks import locked, scratch_directory
 from schemas.accesses import index_load
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, open_dataset, select_segments, verify_version
@@ -56,20 +56,20 @@ def build_index(dataset: Dataset, order: Order, building: Path, beam_args: list[
     name = index_id(dataset, order)
     final = dataset.directory / name
     if not (final / MANIFEST).exists():
-        with workplace(building, ".index.*"):
+        with scratch_directory(building, ".index.*"):
             _write(dataset, order, building, beam_args, name)
             with locked(dataset.directory):
                 if not (final / MANIFEST).exists():
                     shutil.rmtree(final, ignore_errors=True)
                     building.rename(final)
-    return reference_of(final)
+    return directory_reference(final)
 
 
 def _write(dataset: Dataset, order: Order, root: Path, beam_args: list[str], name: str) -> None:
     totals = index_tables(dataset, order, root, beam_args) if dataset.job.data.tables else []
     shutil.rmtree(root / SCRATCH, ignore_errors=True)
     remove_partial(root)
-    entries = describe_tree(root)
+    entries = describe_files(root)
     write_files(root / FILES, entries)
     manifest = IndexManifest(
         id=name,
@@ -100,7 +100,7 @@ def index_tables(
 def _index_table(dataset: Dataset, order: Order, root: Path, table: str) -> TableTotals:
     made = index_table(root, dataset, table, order, WORKER_ENTRIES)
     if isinstance(made, LinkingPlan):
-        return totals_of(table, made, run_rounds(made, LINKING))
+        return totals_of(table, made, run_stages(made, LINKING_STAGES))
     return TableTotals(table, *made)
 
 
@@ -112,7 +112,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
         beam_args: Beam options.
         attempt: name of this attempt.
     """
-    dataset = open_chosen(arguments.dataset, arguments.segments)
+    dataset = open_segments(arguments.dataset, arguments.segments)
     config = dataset.job.data.oracle
     cache = dataset.job.train.cache
     batch_samples = at_least_one(arguments.batch_samples, config.batch_samples, "batch-samples")
@@ -127,7 +127,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     if arguments.reindex:
         dataset = add_index(dataset, order, beam_args, attempt)
     if arguments.hints is not None:
-        write_hints(arguments.hints, hints_of(dataset, order))
+        write_hints(arguments.hints, sharding_hints(dataset, order))
     cache = replace(
         cache,
         lookahead=lookahead,
@@ -140,7 +140,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
     return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
 
 
-def open_chosen(path: Path, segments: Sequence[str] | None) -> Dataset:
+def open_segments(path: Path, segments: Sequence[str] | None) -> Dataset:
     """Open a dataset, of which only some segments may be wanted."""
     dataset = open_dataset(path)
     return dataset if segments is None else select_segments(dataset, segments)
@@ -197,8 +197,8 @@ def add_index(dataset: Dataset, order: Order, beam_args: list[str], attempt: str
                         lineage=manifest.lineage,
                         tombstones_sha256=manifest.tombstones_sha256,
                     )
-                return open_chosen(root, ids)
-        dataset = open_chosen(root, ids)
+                return open_segments(root, ids)
+        dataset = open_segments(root, ids)
         order = dataset.order(
             order.blocks_per_batch * dataset.job.data.block_samples,
             order.epochs,

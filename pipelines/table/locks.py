@@ -55,7 +55,7 @@ def _lock(handle: int, kind: int, directory: Path) -> None:
 
 
 @contextmanager
-def workplace(
+def scratch_directory(
     directory: Path, pattern: str, finished: Callable[[], Iterable[Path]] = tuple
 ) -> Iterator[None]:
     """Make a directory to build in, gone at the end, or when another build begins after a kill.
@@ -70,8 +70,8 @@ def workplace(
     directory.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         with locked(directory.parent):
-            adopt(directory, finished())
-            sweep(directory.parent, pattern, spared=directory)
+            resume(directory, finished())
+            remove_stale(directory.parent, pattern, spared=directory)
             directory.mkdir(exist_ok=True)
             held.enter_context(locked(directory, fcntl.LOCK_SH))
         try:
@@ -86,7 +86,7 @@ def workplace(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def adopt(directory: Path, candidates: Iterable[Path]) -> None:
+def resume(directory: Path, candidates: Iterable[Path]) -> None:
     """Rename the first of some directories that nobody holds; do nothing if there is none."""
     for candidate in candidates:
         try:
@@ -97,7 +97,7 @@ def adopt(directory: Path, candidates: Iterable[Path]) -> None:
             continue
 
 
-def sweep(parent: Path, pattern: str, spared: Path | None = None) -> None:
+def remove_stale(parent: Path, pattern: str, spared: Path | None = None) -> None:
     """Remove the workplaces that nobody holds, but for one."""
     for left in sorted(p for p in parent.glob(pattern) if p.is_dir() and p != spared):
         try:

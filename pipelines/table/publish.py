@@ -11,16 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipelines.table.commit import commit_root, reference_of, relabel
+from pipelines.table.commit import commit_root, directory_reference, set_segment_id
 from pipelines.table.days import (
     check_replaceable,
+    compacted_segment,
     refuse_other_files,
     segment_of_day,
-    with_version,
-    written_again,
+    updated_lineage,
 )
 from pipelines.table.indexes import build_index
-from pipelines.table.locks import locked, sweep, workplace
+from pipelines.table.locks import locked, remove_stale, scratch_directory
 from pipelines.table.view import write_view
 from schemas.dataset import Dataset, open_dataset, verify_version
 from schemas.errors import SchemaError
@@ -47,7 +47,7 @@ MAX_POSITION = 99_999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class CommitRequest:
     """A finished segment that wants to become part of a dataset.
 
     Attributes:
@@ -80,12 +80,12 @@ class Proposal:
     judge: Callable[[Dataset | None, int], str]
 
 
-def root_of(dataset: Path) -> DatasetManifest | None:
+def read_root(dataset: Path) -> DatasetManifest | None:
     """Return the root manifest, None when there is no dataset yet."""
     return read_dataset(dataset) if (dataset / MANIFEST).exists() else None
 
 
-def with_key(root: DatasetManifest | None, key: str) -> Reference | None:
+def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
     """Return the segment that was built from the same input by the same job.
 
     Raises:
@@ -94,10 +94,10 @@ def with_key(root: DatasetManifest | None, key: str) -> Reference | None:
     if root is None:
         return None
     there = next((s for s in root.segments if s.id.partition("-")[2] == key), None)
-    return there or written_again(root, key)
+    return there or compacted_segment(root, key)
 
 
-def publish(proposal: Proposal) -> Reference:
+def publish(proposal: CommitRequest) -> Reference:
     """Make a finished segment part of the dataset, with all its indexes.
 
     Returns:
@@ -107,32 +107,32 @@ def publish(proposal: Proposal) -> Reference:
         SchemaError: its position is taken, or it must not enter the dataset as that is now.
     """
     while True:
-        seen = root_of(proposal.dataset)
-        there = with_key(seen, proposal.key)
+        seen = read_root(proposal.dataset)
+        there = find_segment(seen, proposal.key)
         if there is not None:
             return there
-        replaced = version_there(seen, proposal)
+        replaced = replaced_version(seen, proposal)
         segments = tuple(s for s in (seen.segments if seen else ()) if s != replaced)
         position = free_position(segments, proposal.position, proposal.dataset)
         opened = open_dataset(proposal.dataset) if seen else None
         before = sum(position_of(s.id) < position for s in segments)
         anomalies = proposal.judge(opened, before)
         segment_id = f"{position:05d}-{proposal.key}"
-        relabel(proposal.building, segment_id, anomalies, proposal.day)
-        reference = replace(reference_of(proposal.building), id=segment_id)
+        set_segment_id(proposal.building, segment_id, anomalies, proposal.day)
+        reference = replace(directory_reference(proposal.building), id=segment_id)
         ordered = (*segments[:before], reference, *segments[before:])
         before_it = seen.lineage if seen else {}
-        lineage = with_version(before_it, proposal.day, segment_id, replaced)
+        lineage = updated_lineage(before_it, proposal.day, segment_id, replaced)
         place = proposal.dataset / f".index.{proposal.attempt}"
-        with workplace(place, ".index.*"):
+        with scratch_directory(place, ".index.*"):
             stage = place / "dataset"  # the place itself is held, and its indexes lock the stage
-            fill_stage(stage, proposal, ordered)
+            stage_dataset(stage, proposal, ordered)
             indexes = build_indexes(stage, opened, proposal)
-            if replace_root(proposal, stage, seen, ordered, indexes, lineage):
+            if commit(proposal, stage, seen, ordered, indexes, lineage):
                 return reference
 
 
-def version_there(root: DatasetManifest | None, proposal: Proposal) -> Reference | None:
+def replaced_version(root: DatasetManifest | None, proposal: CommitRequest) -> Reference | None:
     """Return the version of the day that the segment takes the place of.
 
     Raises:
@@ -175,7 +175,7 @@ def free_position(segments: Iterable[Reference], wanted: int | None, dataset: Pa
     return position
 
 
-def fill_stage(stage: Path, proposal: Proposal, segments: Iterable[Reference]) -> None:
+def stage_dataset(stage: Path, proposal: CommitRequest, segments: Iterable[Reference]) -> None:
     """Write the dataset as it will be, with links to segments and to indexes that exist."""
     (stage / SEGMENTS).mkdir(parents=True)
     for segment in segments:
@@ -190,10 +190,10 @@ def link(place: Path, target: Path) -> None:
     place.symlink_to(os.path.relpath(target, place.parent), target_is_directory=True)
 
 
-def build_indexes(stage: Path, before: Dataset | None, proposal: Proposal) -> list[Reference]:
+def build_indexes(stage: Path, before: Dataset | None, proposal: CommitRequest) -> list[Reference]:
     """Build the default index of a staged dataset and every other that it had before."""
     dataset = open_dataset(stage)
-    orders = list(dict.fromkeys([default_order(dataset), *other_orders(dataset, before)]))
+    orders = list(dict.fromkeys([default_order(dataset), *indexed_orders(dataset, before)]))
     args = proposal.beam_args
     return [build_index(dataset, order, stage / ".index.building", args) for order in orders]
 
@@ -206,7 +206,7 @@ def default_order(dataset: Dataset) -> Order:
     )
 
 
-def other_orders(dataset: Dataset, before: Dataset | None) -> Iterator[Order]:
+def indexed_orders(dataset: Dataset, before: Dataset | None) -> Iterator[Order]:
     """Yield the orders of the indexes that covered all segments of the dataset before."""
     ids = tuple(s.manifest.id for s in before.segments) if before else ()
     for index in before.indexes if before else ():
@@ -215,8 +215,8 @@ def other_orders(dataset: Dataset, before: Dataset | None) -> Iterator[Order]:
             yield dataset.order(m.batch_samples, m.epochs, m.shuffle, m.seed)
 
 
-def replace_root(
-    proposal: Proposal,
+def commit(
+    proposal: CommitRequest,
     stage: Path,
     seen: DatasetManifest | None,
     segments: tuple[Reference, ...],
@@ -226,7 +226,7 @@ def replace_root(
     """Give everything its name and replace the root, unless that has changed meanwhile."""
     dataset = proposal.dataset
     with locked(dataset):
-        if root_of(dataset) != seen:
+        if read_root(dataset) != seen:
             return False
         for segment in segments:
             final = dataset / SEGMENTS / segment.id
@@ -266,10 +266,10 @@ def remove_indexes(dataset: Path, keep: set[str]) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def settle(dataset: Path) -> None:
+def recover(dataset: Path) -> None:
     """Finish what an attempt that died after its root was replaced left open."""
     with locked(dataset):
-        sweep(dataset, ".index.*")
+        remove_stale(dataset, ".index.*")
         root = read_dataset(dataset)
         for name, sha256 in ((JOB, root.job_sha256), (SCHEMA, root.schema_sha256)):
             found = verify_version(dataset / name, sha256)
@@ -277,14 +277,14 @@ def settle(dataset: Path) -> None:
                 replace_bytes(dataset / name, found.read_bytes())
         write_view(dataset)
     with locked(dataset / SEGMENTS):
-        sweep(dataset / SEGMENTS, ".*")
+        remove_stale(dataset / SEGMENTS, ".*")
 
 
 WAIT_SEC = 0.2
 """Time between two looks."""
 
 
-def wait_for_turn(dataset: Path, position: int, progress: Callable[[str], None]) -> float:
+def wait_for_predecessors(dataset: Path, position: int, progress: Callable[[str], None]) -> float:
     """Wait until every position before this one has a segment.
 
     Args:
@@ -296,11 +296,11 @@ def wait_for_turn(dataset: Path, position: int, progress: Callable[[str], None])
         Seconds that it took.
     """
     began = time.perf_counter()
-    missing = first_missing(root_of(dataset), position)
+    missing = first_missing(read_root(dataset), position)
     if missing is None:
         return 0.0
     progress(f"built, waiting for the segment at position {missing}")
-    while first_missing(root_of(dataset), position) is not None:
+    while first_missing(read_root(dataset), position) is not None:
         time.sleep(WAIT_SEC)
     return time.perf_counter() - began
 

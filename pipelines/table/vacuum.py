@@ -29,8 +29,8 @@ def vacuum(dataset: Path) -> dict[str, Any]:
     """
     read_dataset(dataset)  # refuses a directory that is no dataset
     with locked(dataset):  # whoever gives a segment its name holds it until the root names it
-        unnamed = unnamed_folders(dataset)
-        removed = [[(d.name, removed_bytes(d)) for d in found] for found in unnamed]
+        unnamed = unnamed_directories(dataset)
+        removed = [[(d.name, remove_unused(d)) for d in found] for found in unnamed]
     segments, indexes = ([(n, b) for n, b in found if b is not None] for found in removed)
     return {
         "segments": [name for name, _ in segments],
@@ -39,7 +39,7 @@ def vacuum(dataset: Path) -> dict[str, Any]:
     }
 
 
-def unnamed_folders(dataset: Path) -> tuple[list[Path], list[Path]]:
+def unnamed_directories(dataset: Path) -> tuple[list[Path], list[Path]]:
     """Return the segments and the indexes that the root does not name, by name."""
     root = read_dataset(dataset)
     named = {s.id for s in root.segments}, {i.id for i in root.indexes}
@@ -51,7 +51,7 @@ def unnamed_folders(dataset: Path) -> tuple[list[Path], list[Path]]:
     return segments, indexes
 
 
-def removed_bytes(directory: Path) -> int | None:
+def remove_unused(directory: Path) -> int | None:
     """Remove a directory that nobody holds; return its bytes, None where it stays."""
     with suppress(BlockingIOError), locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB):
         num_bytes = sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())

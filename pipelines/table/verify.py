@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.clustering.reader import joined_row_group, row_groups, segment_session_lengths
-from pipelines.table.commit import bytes_below, split_ranges
+from pipelines.clustering.reader import read_joined_row_group, row_groups, segment_session_lengths
+from pipelines.table.commit import split_ranges, sum_bytes
 from schemas.accesses import TableAccesses
 from schemas.arrays import comparable_tuple, is_list, numpy_of, unique_tuples, values_of
 from schemas.config.job import OrderConfig
@@ -66,7 +66,7 @@ def count_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
 
 
 def _bytes(segment: Segment, *directories: str) -> int:
-    return bytes_below(list(segment.files.values()), *directories)
+    return sum_bytes(list(segment.files.values()), *directories)
 
 
 def num_rejects(segment: Segment) -> int:
@@ -91,7 +91,7 @@ def stored_counts(
     for file_index, row_group in row_groups(segment):
         chosen = (segment.column("file") == file_index) & (segment.column("row_group") == row_group)
         is_training = int(np.flatnonzero(chosen)[0]) in training
-        joined = joined_row_group(segment, file_index, row_group, data)
+        joined = read_joined_row_group(segment, file_index, row_group, data)
         types.update({f.name: type_name(f.type) for f in joined.schema})
         tuples = {g: read_group(segment.file, g, file_index, row_group) for g in data.groups}
         for group, table in tuples.items():
@@ -198,7 +198,7 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
         yield from count_problems(segment, dataset)
         for file_index, row_group in row_groups(segment):
             place = f"row group {row_group} of part {file_index}"
-            samples = joined_row_group(segment, file_index, row_group, dataset.job.data)
+            samples = read_joined_row_group(segment, file_index, row_group, dataset.job.data)
             chosen = _chosen(segment, file_index, row_group)
             expected = int(segment.column("num_samples")[chosen].sum())
             if samples.num_rows != expected:
@@ -259,7 +259,7 @@ def _training_lookups(
         chosen = np.flatnonzero(_chosen(segment, file_index, row_group))
         if not is_training[chosen[0]]:
             continue
-        samples = joined_row_group(segment, file_index, row_group, data, absent)
+        samples = read_joined_row_group(segment, file_index, row_group, data, absent)
         position = np.repeat(chosen - first_position, segment.column("num_samples")[chosen])
         for feature, table in data.table_of_feature.items():
             values, offsets = values_of(samples[feature])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipelines.clustering.reader import sample_columns
+from pipelines.clustering.reader import column_names
 from pipelines.samples.connection import quoted_name
 from schemas.dataset import Dataset, Segment, missing_column_defaults, open_dataset, type_name
 from schemas.deleted_samples import tombstones_path
@@ -54,7 +54,7 @@ def view_sql(dataset: Dataset) -> str:
     return head + "\n".join(
         f"CREATE OR REPLACE VIEW {name} AS\n"
         + "\nUNION ALL\n".join(
-            _of_segment(dataset, segment, sample_columns(dataset, model_inputs))
+            _of_segment(dataset, segment, column_names(dataset, model_inputs))
             for segment in dataset.segments
         )
         + ";\n"

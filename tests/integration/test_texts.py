@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.__main__ import main as pipelines_main
-from pipelines.clustering.reader import joined_row_group
+from pipelines.clustering.reader import read_joined_row_group
 from schemas.dataset import open_dataset
 from schemas.model_inputs import ModelInputs, build_inputs
 from schemas.reference import hash_text
@@ -203,7 +203,7 @@ def test_exported_models_read_texts_as_their_hashes(texts: Path, numbers: Path) 
             max_history=5,
             dtype="float32",
         )
-        rows = joined_row_group(dataset.segments[0], 0, 0, data)
+        rows = read_joined_row_group(dataset.segments[0], 0, 0, data)
         found.append(build_inputs(spec, rows, lambda _, rows: rows[:, None].astype(np.float64)))
     assert found[0].keys() == found[1].keys()
     assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])

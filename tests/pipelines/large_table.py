@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 
 from pipelines.clustering.part import lookups_table
 from pipelines.memory import keep_freed_memory
-from pipelines.oracle.files import run_rounds
-from pipelines.oracle.linking import LINKING, LinkingPlan
+from pipelines.oracle.files import run_stages
+from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import (
-    NUMBERING,
+    NUMBERING_STAGES,
     WORKER_ENTRIES,
     NumberingPlan,
     lookups_path,
@@ -57,7 +57,7 @@ def main(root: Path) -> None:
     blocks = write_lookups(root)
     numbering = number_table(root, "items", blocks, WORKER_ENTRIES)
     assert isinstance(numbering, NumberingPlan), "the table does not fit a worker"
-    num_rows = sum(run_rounds(numbering, NUMBERING))
+    num_rows = sum(run_stages(numbering, NUMBERING_STAGES))
     paths = [access_path("items", f) for f in range(numbering.num_files)]
     order = Order((len(blocks),), 2, 2, OrderConfig(shuffle="blocks", seed=3))
     linking = LinkingPlan(
@@ -69,7 +69,7 @@ def main(root: Path) -> None:
         files=(tuple(CheckedFile(root, describe_file(root, path)) for path in paths),),
         maps=(),
     )
-    entries = sum(run_rounds(linking, LINKING))
+    entries = sum(run_stages(linking, LINKING_STAGES))
     found = {"num_rows": num_rows, "num_entries": entries, "peak_bytes": peak_bytes()}
     sys.stdout.write(json.dumps(found) + "\n")
 

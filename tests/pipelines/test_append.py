@@ -14,7 +14,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import expand, expanded_tables
+from pipelines.clustering.reader import expand, read_samples
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -74,7 +74,7 @@ def brute_force(dataset: Path, table: str, epochs: int) -> list[np.ndarray]:
     for segment in opened.segments:
         blocks = segment.column("num_samples")[segment.positions("train")]
         tables = pa.concat_tables(
-            expanded_tables(replace(opened, segments=(segment,)), model_inputs=True)
+            read_samples(replace(opened, segments=(segment,)), model_inputs=True)
         )
         starts = np.concatenate([[0], np.cumsum(blocks)])
         for first in range(0, len(blocks), 2):  # batches of two blocks

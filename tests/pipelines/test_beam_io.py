@@ -14,7 +14,7 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from apache_beam.testing.util import assert_that
 
 from pipelines.beam.io import INCOMING, ReadDataset, WriteDataset
-from pipelines.clustering.reader import expanded_tables
+from pipelines.clustering.reader import read_samples
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -46,7 +46,7 @@ def test_tables_of_a_pipeline_become_a_dataset_whatever_their_order_and_cuts(
     shuffled = ROWS.take(pa.array(np.random.default_rng(1).permutation(ROWS.num_rows)))
     batches = shuffled.combine_chunks().to_batches(max_chunksize=37)
     assert bytes_of(write(tmp_path, batches, "cut")) == bytes_of(whole)
-    found = [row for t in expanded_tables(open_dataset(whole)) for row in as_tuples(t)]
+    found = [row for t in read_samples(open_dataset(whole)) for row in as_tuples(t)]
     assert sorted(found) == samples_of(ROWS)
     assert verify(whole)["problems"] == []
     assert list(whole.glob(f"{INCOMING}*")) == []

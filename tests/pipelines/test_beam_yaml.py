@@ -19,7 +19,7 @@ from apache_beam.yaml import yaml_transform
 from pipelines.beam.io import ReadSource, WriteDataset
 from pipelines.beam.yaml import rows_of_table, tables_of_rows
 from pipelines.build import build
-from pipelines.clustering.reader import expanded_tables
+from pipelines.clustering.reader import read_samples
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
 
@@ -80,7 +80,7 @@ def test_samples_of_a_dataset_are_rows_of_yaml(tmp_path: Path) -> None:
     spec = {"pipeline": DAY, "providers": [{"include": "providers.yaml"}]}
     variables = {"dataset": tmp_path / "dataset", "output": tmp_path / "day"}
     run(yaml.safe_dump(spec), variables)
-    tables = expanded_tables(open_dataset(tmp_path / "dataset"))
+    tables = read_samples(open_dataset(tmp_path / "dataset"))
     expected = [row for t in tables for row in t.to_pylist() if row["label"] == 1]
     found = json_lines(tmp_path, "day")
     names = ("session", "user", "history", "item", "label")

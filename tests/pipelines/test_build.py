@@ -12,7 +12,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import expand, expanded_tables
+from pipelines.clustering.reader import expand, read_samples
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -65,7 +65,7 @@ def test_expand_with_model_inputs_adds_the_transformed_columns(
 def test_sessions_lie_together_in_time_order_within_a_split(dataset: Path) -> None:
     opened = open_dataset(dataset)
     blocks = opened.segments[0].blocks
-    tables = list(expanded_tables(opened))
+    tables = list(read_samples(opened))
     start = 0
     for table, split in zip(tables, ["train", "evaluation"], strict=True):
         sessions, times = table["session"].to_pylist(), table["time"].to_pylist()

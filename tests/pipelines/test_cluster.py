@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipelines.clustering.dedup import to_star
 from pipelines.clustering.order import cluster, cut_blocks
-from pipelines.clustering.writer import row_groups_of
+from pipelines.clustering.writer import plan_row_groups
 from pipelines.partition import hash_session_keys, microseconds, part_of_key
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, hash_column, separate
@@ -172,7 +172,7 @@ def test_session_keys_hash_as_they_always_did() -> None:
 def test_row_groups_hold_whole_blocks_of_one_split(limit: int) -> None:
     is_evaluation = np.array([False] * 5 + [True])
     window = np.array([0, 0, 0, 1, 1, 1])
-    groups = row_groups_of(is_evaluation, window, 100.0, limit, limit)
+    groups = plan_row_groups(is_evaluation, window, 100.0, limit, limit)
     assert [b for g in groups for b in range(g.first, g.end)] == list(range(6))
     assert all(len(set(is_evaluation[g.first : g.end])) == 1 for g in groups)
     assert all(g.end - g.first <= max(1, limit // 100) for g in groups)
@@ -185,6 +185,6 @@ def test_small_windows_share_a_row_group_up_to_a_limit(
     windows_limit: int, expected: list[int]
 ) -> None:
     window = np.array([5, 5, 5, 6, 7, 8])
-    groups = row_groups_of(np.zeros(6, bool), window, 100.0, 1000, windows_limit)
+    groups = plan_row_groups(np.zeros(6, bool), window, 100.0, 1000, windows_limit)
     assert [g.first for g in groups] == expected
     assert groups[-1].end == 6

@@ -25,10 +25,10 @@ from tests.pipelines.test_kills import DRIVER
 
 FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
 POINTS = {
-    "before it is judged": ("segments.publish", "relabel", 0),
-    "before its index": ("segments.publish", "build_index", 0),
-    "between its name and the root": ("segments.publish", "commit_root", 1),
-    "after the root": ("segments.publish", "remove_indexes", 0),
+    "before it is judged": ("table.publish", "set_segment_id", 0),
+    "before its index": ("table.publish", "build_index", 0),
+    "between its name and the root": ("table.publish", "commit_root", 1),
+    "after the root": ("table.publish", "remove_indexes", 0),
 }
 
 

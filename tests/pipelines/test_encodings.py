@@ -11,10 +11,10 @@ from pipelines.clustering.encodings import (
     PAGE_BYTES,
     TRIAL_BYTES,
     Encodings,
-    candidates,
-    choose,
-    first_rows,
+    candidate_encodings,
+    choose_encodings,
     open_writer,
+    trial_rows,
 )
 from schemas.arrays import large_list, offsets_of
 
@@ -64,11 +64,11 @@ COLUMNS = columns(np.random.default_rng(0))
 @pytest.mark.parametrize("name", COLUMNS)
 def test_chosen_encoding_keeps_every_value_and_is_the_smallest_candidate(name: str) -> None:
     table = pa.table({name: COLUMNS[name]})
-    chosen = choose(table)
+    chosen = choose_encodings(table)
     buffer = written(table, chosen)
     others = [
         chunk_bytes(written(table, Encodings({path: e}, p)))
-        for path, usable in candidates(table.schema.field(0)).items()
+        for path, usable in candidate_encodings(table.schema.field(0)).items()
         for e in usable
         for p in PAGE_BYTES
     ]
@@ -90,7 +90,7 @@ def test_leaves_of_nested_columns_are_encoded_one_by_one() -> None:
             "half": pa.array(rng.random(5000).astype(np.float16)),
         }
     )
-    chosen = choose(table)
+    chosen = choose_encodings(table)
     assert set(chosen.by_path) == {
         "pair.id",
         "pair.tags.list.element",
@@ -110,14 +110,14 @@ def test_leaves_of_nested_columns_are_encoded_one_by_one() -> None:
 def test_choice_does_not_depend_on_chunks() -> None:
     table = pa.table(COLUMNS)
     cut = pa.concat_tables([table.slice(0, 100), table.slice(100, 1), table.slice(101)])
-    assert choose(cut) == choose(table)
+    assert choose_encodings(cut) == choose_encodings(table)
 
 
 def test_long_histories_that_return_late_get_large_pages() -> None:
     rng = np.random.default_rng(1)
     users = [rng.integers(0, 1 << 40, 5000).tolist() for _ in range(4)]  # 160 kB together
     table = pa.table({"history": pa.array(users * 20, pa.large_list(pa.int64()))})
-    chosen = choose(table)
+    chosen = choose_encodings(table)
     assert chosen.page_bytes == PAGE_BYTES[0]
     small = Encodings(chosen.by_path, 64 << 10)
     assert written(table, chosen).size < 0.2 * written(table, small).size
@@ -127,14 +127,14 @@ def test_dictionary_that_grows_gets_small_pages() -> None:
     rng = np.random.default_rng(2)
     item = (np.arange(60_000) * rng.random(60_000) / 3).astype(np.int64)  # new ones all the time
     prices = rng.random(20_000).astype(np.float32)[item]
-    chosen = choose(pa.table({"price": pa.array(prices)}))
+    chosen = choose_encodings(pa.table({"price": pa.array(prices)}))
     assert chosen == Encodings({"price": "DICTIONARY"}, PAGE_BYTES[-1])
 
 
 def test_trial_sees_a_page_of_long_lists_and_at_least_one_row() -> None:
     table = pa.table({"history": lists(np.random.default_rng(3), 10_000, 400)})
-    seen = first_rows(table)
+    seen = trial_rows(table)
     assert 0.9 * TRIAL_BYTES < seen.nbytes <= TRIAL_BYTES
     one = pa.table({"history": pa.array([[1] * 2_000_000] * 2, pa.large_list(pa.int64()))})
-    assert first_rows(one).num_rows == 1
-    assert choose(table.slice(0, 0)) == choose(table.slice(0, 0))
+    assert trial_rows(one).num_rows == 1
+    assert choose_encodings(table.slice(0, 0)) == choose_encodings(table.slice(0, 0))

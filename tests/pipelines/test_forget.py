@@ -18,7 +18,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import expanded_tables
+from pipelines.clustering.reader import read_samples
 from pipelines.table.locks import locked
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
@@ -123,13 +123,13 @@ def ids_file(directory: Path, *ids: object) -> str:
 
 def sessions(dataset: Path) -> list[int]:
     """Return the session of each sample that the dataset hands out."""
-    tables = pa.concat_tables(expanded_tables(open_dataset(dataset)))
+    tables = pa.concat_tables(read_samples(open_dataset(dataset)))
     return tables["session"].to_pylist()
 
 
 def rows_of(dataset: Path) -> pa.Table:
     """Return all samples with the columns of transforms, but for rows of vocabularies."""
-    tables = pa.concat_tables(expanded_tables(open_dataset(dataset), model_inputs=True))
+    tables = pa.concat_tables(read_samples(open_dataset(dataset), model_inputs=True))
     return tables.drop_columns(["rows"])
 
 
@@ -248,7 +248,7 @@ def test_rewriting_drops_a_segment_of_which_nothing_is_left(
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
     first, _ = open_dataset(dataset).segments
-    gone = pa.concat_tables(expanded_tables(open_dataset(dataset)))["session"].to_pylist()
+    gone = pa.concat_tables(read_samples(open_dataset(dataset)))["session"].to_pylist()
     head = set(gone[: first.manifest.num_samples])
     left = len([s for s in gone[first.manifest.num_samples :] if s not in head])
     ids = ids_file(tmp_path, *sorted(head))
@@ -312,10 +312,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 POINTS = {
-    "between two segments": ("compact", "rewrite_segment", 1),
+    "between two segments": ("compact", "compact_segment", 1),
     "before the index": ("compact", "build_index", 0),
     "before the root": ("compact", "write_manifest", 0),
-    "after the root, before old files go": ("compact", "clear", 0),
+    "after the root, before old files go": ("compact", "remove_unnamed", 0),
 }
 
 

@@ -30,7 +30,7 @@ import apache_beam
 from pipelines.cli import main
 from pipelines.clustering import part as pieces
 
-pieces.PIECE_BYTES = int(sys.argv[1])
+pieces.CHUNK_BYTES = int(sys.argv[1])
 status = main(sys.argv[2:])
 print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 sys.exit(status)
@@ -45,7 +45,7 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     rows = write_small_log(tmp_path / "log", 600)
     job = write_job(tmp_path / "job")
     build(request(job, tmp_path / "log", tmp_path / "whole"))
-    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(pieces, "CHUNK_BYTES", piece_bytes)
     build(request(job, tmp_path / "log", tmp_path / "pieces"))
     assert not verify(tmp_path / "pieces")["problems"]
     assert read_back(tmp_path / "pieces", tmp_path / "pieces.parquet") == samples_of(rows)
@@ -102,6 +102,6 @@ def test_hot_sessions_build_in_bounded_memory(
     tmp_path: Path, num_samples: int, num_hot: int
 ) -> None:
     log = hot_log(tmp_path / "log", num_samples, num_hot)
-    assert peak_bytes(tmp_path, log, pieces.PIECE_BYTES) < WORKER_BYTES
+    assert peak_bytes(tmp_path, log, pieces.CHUNK_BYTES) < WORKER_BYTES
     (dataset,) = tmp_path.glob("dataset-*")
     assert open_dataset(dataset).segments[0].manifest.num_samples == num_samples

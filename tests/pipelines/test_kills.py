@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pipelines import stages
-from pipelines.atomic_files import whole
+from pipelines.atomic_files import atomic_write
 from pipelines.build import build
 from pipelines.clustering import part
-from pipelines.clustering.dedup import check_blocks
+from pipelines.clustering.dedup import check_num_blocks
 from pipelines.context import BuildRequest
 from pipelines.table.verify import verify
 from pipelines.table.view import VIEW
@@ -52,7 +52,7 @@ os.execv(sys.executable, [sys.executable, "-m", "pipelines", *sys.argv[1:]])
 
 POINTS = {
     "before the segment is finished": ("build", "finish_segment", 0),
-    "before it is judged": ("table.publish", "relabel", 0),
+    "before it is judged": ("table.publish", "set_segment_id", 0),
     "before its index": ("table.publish", "build_index", 0),
     "between its name and the root": ("table.publish", "commit_root", 1),
     "before the root, the new job beside the old": ("table.commit", "write_manifest", 2),
@@ -225,7 +225,7 @@ def test_bundles_that_run_twice_beside_half_written_files_change_no_byte(
 
 def test_two_who_write_one_file_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     target = tmp_path / "file"
-    with whole(target) as first, whole(target) as second:
+    with atomic_write(target) as first, atomic_write(target) as second:
         first.write_text("one")
         second.write_text("two")
     assert target.read_text() == "one"
@@ -244,9 +244,9 @@ def test_reader_of_the_root_before_finds_its_job(one: Path, tmp_path: Path) -> N
 
 
 def test_part_with_more_blocks_than_ids_is_refused_by_name() -> None:
-    check_blocks(1 << 20, 16)
+    check_num_blocks(1 << 20, 16)
     with pytest.raises(
         SchemaError,
         match=r"^part must have at most 1048576 blocks, got 1048577 of 16 samples; raise ",
     ):
-        check_blocks((1 << 20) + 1, 16)
+        check_num_blocks((1 << 20) + 1, 16)

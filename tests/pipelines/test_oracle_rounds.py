@@ -14,9 +14,9 @@ from pipelines.__main__ import main
 from pipelines.build import build
 from pipelines.clustering.part import lookups_table
 from pipelines.oracle import files
-from pipelines.oracle.files import run_rounds
-from pipelines.oracle.linking import number_cuts
-from pipelines.oracle.numbering import NUMBERING, NumberingPlan, lookups_path, number_table
+from pipelines.oracle.files import run_stages
+from pipelines.oracle.linking import number_range_bounds
+from pipelines.oracle.numbering import NUMBERING_STAGES, NumberingPlan, lookups_path, number_table
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
@@ -143,7 +143,7 @@ def test_rounds_number_rows_of_any_order_of_blocks_by_first_use(
     assert plan.num_ranges > 5
     assert plan.num_files > 3
     rows = list(dict.fromkeys(row for block in used for row in block))
-    assert sum(run_rounds(plan, NUMBERING)) == len(rows)
+    assert sum(run_stages(plan, NUMBERING_STAGES)) == len(rows)
     access = [pq.read_table(tmp_path / access_path("items", f)) for f in range(plan.num_files)]
     edges = [pq.read_table(tmp_path / edges_path("items", f)) for f in range(plan.num_files)]
     stored = pa.concat_tables(edges)
@@ -162,10 +162,10 @@ def test_ranges_of_numbers_hold_about_equal_entries(monkeypatch: pytest.MonkeyPa
     counts = np.zeros(1024, np.int64)
     counts[:4] = 900
     counts[4:] = 10
-    cuts = number_cuts(counts, 10_240)
+    cuts = number_range_bounds(counts, 10_240)
     assert cuts[:5] == [0, 20, 30, 40, 440]
     assert cuts[-1] == 10_240
-    assert number_cuts(counts, 3) == [0, 2, 3]
+    assert number_range_bounds(counts, 3) == [0, 2, 3]
 
 
 @pytest.mark.slow

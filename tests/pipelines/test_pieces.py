@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import pipelines.clustering.part
 from pipelines.clustering.order import cluster
-from pipelines.clustering.part import cuts, expanded_bytes, pieces
+from pipelines.clustering.part import cluster_chunks, expanded_bytes, split_at_blocks
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, compact, join
 from pipelines.sources.rows import ORIGIN
@@ -44,8 +44,8 @@ def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -
     parts = parts_of(np.random.default_rng(seed), sizes, 5)
     whole = cluster(join(parts), data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelines.clustering.part, "PIECE_BYTES", limit)
-        found = list(pieces(parts, data))
+        patch.setattr(pipelines.clustering.part, "CHUNK_BYTES", limit)
+        found = list(cluster_chunks(parts, data))
     assert sum(p.num_sessions for p in found) == whole.num_sessions
     for name in ("starts_session", "session_samples", "is_evaluation", "window"):
         joined = np.concatenate([getattr(p, name) for p in found])
@@ -72,7 +72,7 @@ def test_bytes_are_those_of_expanded_samples_however_they_are_cut() -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=20), st.integers(1, 12))
 def test_cuts_lie_between_blocks_and_cover_all_samples(lengths: list[int], limit: int) -> None:
     block = np.repeat(np.arange(len(lengths)), lengths)
-    found = list(cuts(block, limit))
+    found = list(split_at_blocks(block, limit))
     assert [found[0].start, *(c.stop for c in found)] == [*(c.start for c in found), len(block)]
     for cut in found:
         assert cut.stop == len(block) or block[cut.stop] != block[cut.stop - 1]

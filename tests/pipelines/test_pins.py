@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from pipelines.clustering.writer import few_sessions
+from pipelines.clustering.writer import sample_sessions
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN
@@ -27,7 +27,7 @@ def parts_of(sessions: np.ndarray, cuts: list[int]) -> list[Tuples]:
 
 
 def chosen(parts: list[Tuples], limit: int) -> dict[int, int]:
-    keys = [k for p in few_sessions(parts, DATA, limit) for k in p.samples["s"].to_pylist()]
+    keys = [k for p in sample_sessions(parts, DATA, limit) for k in p.samples["s"].to_pylist()]
     return {key: keys.count(key) for key in set(keys)}
 
 
@@ -47,5 +47,5 @@ def test_a_part_with_few_samples_is_looked_at_whole() -> None:
 
 def test_a_hot_session_is_cut_by_time() -> None:
     parts = parts_of(np.zeros(1000, np.int64), [300, 301])
-    found = pa.concat_tables([p.samples for p in few_sessions(parts, DATA, 100)])
+    found = pa.concat_tables([p.samples for p in sample_sessions(parts, DATA, 100)])
     assert found["t"].to_pylist() == list(range(200))

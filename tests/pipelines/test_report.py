@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.cli import main
-from pipelines.clustering.reader import expanded_tables, session_lengths
+from pipelines.clustering.reader import read_samples, session_lengths
 from pipelines.report.dedup import unique_without_cuts
 from pipelines.report.html import count, percent, size
 from pipelines.report.runs import mean_phases, read_runs
@@ -286,7 +286,7 @@ def test_report_of_a_foreign_plan_is_refused(
 
 def test_session_lengths_are_those_of_the_raw_rows(dataset: Path) -> None:
     opened = open_dataset(dataset)
-    raw = pa.concat_tables(expanded_tables(opened))
+    raw = pa.concat_tables(read_samples(opened))
     expected = raw.group_by("session_id").aggregate([([], "count_all")])["count_all"].to_pylist()
     assert sorted(session_lengths(opened).tolist()) == sorted(expected)
     assert len(expected) == opened.segments[0].manifest.num_sessions
@@ -303,7 +303,7 @@ def test_session_lengths_with_a_gap_match_the_manifest(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_unique_without_cuts_counts_distinct_tuples_of_the_samples(tmp_path: Path) -> None:
     opened = open_dataset(built(tmp_path))
-    rows = pa.concat_tables(expanded_tables(opened)).to_pylist()
+    rows = pa.concat_tables(read_samples(opened)).to_pylist()
     distinct = {(r["session"], r["user"], tuple(r["history"])) for r in rows}
     assert unique_without_cuts(opened, "user") == len(distinct)
 

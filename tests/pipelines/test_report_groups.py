@@ -8,7 +8,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.reader import expanded_tables
+from pipelines.clustering.reader import read_samples
 from pipelines.report.dedup import (
     change_rates,
     group_facts,
@@ -53,7 +53,7 @@ def test_losses_at_edges_and_windows_add_up_to_all_cuts(tmp_path: Path) -> None:
     rows = flat_rows(dataset)
     starts = starts_of_sessions(rows.table, dataset.job.data.session)
     facts = group_facts(dataset, rows, "user", starts, 0.0)
-    samples = pa.concat_tables(expanded_tables(dataset)).to_pylist()
+    samples = pa.concat_tables(read_samples(dataset)).to_pylist()
     tuples = {(r["session"], r["user"], tuple(r["history"])) for r in samples}
     whole, per_window = unique_counts(dataset, "user")
     stored = dataset.segments[0].manifest.groups["user"].num_unique

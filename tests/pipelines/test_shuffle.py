@@ -23,15 +23,15 @@ from pipelines.shuffle import (
     PACKET_BYTES,
     ByReference,
     ByValue,
-    Crossing,
     Reference,
+    ShuffleTransport,
+    check_same_order,
+    decode_tables,
+    encode_by_target,
+    encode_tables,
     from_bytes,
-    from_message,
-    messages,
-    packets,
-    same_again,
-    spread,
-    to_message,
+    join_packets,
+    split_packets,
 )
 from tests.pipelines.logs import bytes_of, write_job, write_log
 
@@ -42,33 +42,33 @@ LIMIT = 27
 def test_messages_of_shuffled_packets_are_those_that_were_cut(
     sent: list[bytes], order: Random
 ) -> None:
-    cut = [packet for message in sent for packet in packets(message, LIMIT)]
+    cut = [packet for message in sent for packet in split_packets(message, LIMIT)]
     order.shuffle(cut)
-    assert Counter(messages(cut)) == Counter(sent)
+    assert Counter(join_packets(cut)) == Counter(sent)
     assert all(len(packet) <= LIMIT for packet in cut)
 
 
 def test_messages_without_one_packet_are_refused() -> None:
-    cut = list(packets(b"abcdefgh", LIMIT))
+    cut = list(split_packets(b"abcdefgh", LIMIT))
     message = "every packet of a message must arrive, got 1 broken messages"
     with pytest.raises(ValueError, match=re.escape(message)):
-        list(messages(cut[1:]))
+        list(join_packets(cut[1:]))
 
 
 def test_messages_that_come_in_another_order_again_are_refused() -> None:
     seen: list[bytes] = []
-    assert list(same_again([b"a", b"b"], seen)) == list(same_again([b"a", b"b"], seen))
+    assert list(check_same_order([b"a", b"b"], seen)) == list(check_same_order([b"a", b"b"], seen))
     message = "samples must come in the same order again, got another; try again"
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        list(same_again([b"b", b"a"], seen))
+        list(check_same_order([b"b", b"a"], seen))
 
 
 def test_a_large_table_crosses_in_packets_of_eight_mebibytes() -> None:
     values = np.random.default_rng(0).integers(0, 1 << 62, (PACKET_BYTES // 8) * 2 + 5)
     table = pa.table({"ids": pa.array([values], pa.large_list(pa.int64()))})  # one row of 16 MiB
-    cut = list(packets(to_message(table)))
+    cut = list(split_packets(encode_tables(table)))
     assert [len(p) == PACKET_BYTES for p in cut] == [True, True, False]
-    (found,) = from_message(next(messages(cut)))
+    (found,) = decode_tables(next(join_packets(cut)))
     assert found.equals(table)
 
 
@@ -92,7 +92,9 @@ def expanded(samples: Tuples) -> pa.Table:
 @pytest.mark.parametrize("kind", ["references", "values"])
 def test_samples_of_each_part_arrive_whole(kind: str, tmp_path: Path) -> None:
     groups = {"user": ("user", "history")}
-    by: Crossing = ByReference(tmp_path, ("user",)) if kind == "references" else ByValue(("user",))
+    by: ShuffleTransport = (
+        ByReference(tmp_path, ("user",)) if kind == "references" else ByValue(("user",))
+    )
     coder = registry.get_coder(by.element)
     chunks = [separate(chunk(seed), groups) for seed in range(3)]
     arrived: dict[int, list[Any]] = {}
@@ -116,7 +118,7 @@ def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
     monkeypatch.setattr("pipelines.shuffle.PACKET_BYTES", 2_000)
     values = np.random.default_rng(0).integers(0, 1 << 62, 900)
     found: dict[int, list[int]] = {}
-    for part, content in spread(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
+    for part, content in encode_by_target(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
         assert len(content) <= 2_000
         found.setdefault(part, []).extend(from_bytes(content)["x"].to_pylist())
     assert found == {0: values[::2].tolist(), 1: values[1::2].tolist()}
@@ -151,7 +153,7 @@ def test_builds_by_reference_and_by_value_with_any_workers_give_the_same_bytes(
     default = dataset_of(log, "default", [])
     assert dataset_of(log, "one", ["--direct_num_workers=1"]) == default
     shared = sorted(p.name for p in (log / "default").rglob("*"))
-    monkeypatch.setattr("pipelines.shuffle.packets", partial(packets, limit=1_000))
+    monkeypatch.setattr("pipelines.shuffle.split_packets", partial(split_packets, limit=1_000))
     monkeypatch.setattr("pipelines.shuffle.write_chunk", None)  # by value, no file is written
     assert dataset_of(log, "values", ["--shuffle_by=values"]) == default
     assert sorted(p.name for p in (log / "values").rglob("*")) == shared

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
-from pipelines.clustering.encodings import choose, open_writer
+from pipelines.clustering.encodings import choose_encodings, open_writer
 from pipelines.quality.statistics import (
     column_statistics,
     exact_sum,
@@ -127,7 +127,7 @@ def test_chosen_encodings_are_lossless_and_no_larger_than_the_default() -> None:
         }
     )
     sink, default = pa.BufferOutputStream(), BytesIO()
-    with open_writer(sink, table.schema, choose(table)) as writer:
+    with open_writer(sink, table.schema, choose_encodings(table)) as writer:
         writer.write_table(table)
     pq.write_table(table, default, compression="zstd", write_statistics=False)
     data = sink.getvalue()

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.oracle import index as stitching
-from pipelines.oracle.index import stitch_files
+from pipelines.oracle.index import merge_numberings
 from schemas.accesses import merge_dictionaries
 from schemas.files import CheckedFile
 
@@ -45,7 +45,7 @@ def test_maps_by_ranges_of_slots_are_those_made_in_memory(
     maps = [tmp_path / "maps" / str(segment) for segment in range(4)]
     edges = cast("list[list[CheckedFile]]", files)
     numbers, rows = merge_dictionaries(segments)
-    assert stitch_files(edges, maps, worker_rows=7) == len(rows)
+    assert merge_numberings(edges, maps, worker_rows=7) == len(rows)
     for path, expected in zip([maps[0], *maps[2:]], numbers, strict=True):
         assert np.load(path).tolist() == expected.tolist()
     assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == ["0", "2", "3"]

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.clustering.reader import expanded_tables
+from pipelines.clustering.reader import read_samples
 from pipelines.table.content_hash import content_hash
 from schemas.dataset import Dataset, open_dataset
 from schemas.layout import DATA_DIRECTORIES, window_columns
@@ -55,7 +55,7 @@ def test_histories_that_shift_take_two_and_a_half_times_less_as_windows(
         shutil.copy(source / "schema.pbtxt", directory)
         build(request(directory / "job.yaml", log, directory / "dataset"))
         found[name] = open_dataset(directory / "dataset")
-    auto, none = (content_hash(expanded_tables(found[n], True)) for n in ("auto", "none"))
+    auto, none = (content_hash(read_samples(found[n], True)) for n in ("auto", "none"))
     assert auto == none
     assert auto.num_rows == 343_183
     assert history_bytes(found["none"]) >= 2.5 * history_bytes(found["auto"])

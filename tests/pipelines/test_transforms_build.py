@@ -218,14 +218,14 @@ def test_segments_that_learn_at_once_do_not_both_enter(
     dataset = tmp_path / "dataset"
     build(request(roomy_job(tmp_path / "job"), log, dataset))
     slow, fast = later(tmp_path, dataset, 5, 5000), later(tmp_path, dataset, 6, 9000)
-    proposal_of = build_module.proposal_of
+    commit_request = build_module.commit_request
 
     def overtaken(*args: Any) -> Any:
-        monkeypatch.setattr(build_module, "proposal_of", proposal_of)
+        monkeypatch.setattr(build_module, "commit_request", commit_request)
         build(fast)
-        return proposal_of(*args)
+        return commit_request(*args)
 
-    monkeypatch.setattr(build_module, "proposal_of", overtaken)
+    monkeypatch.setattr(build_module, "commit_request", overtaken)
     message = "segment must start from what the dataset has learned, got one without vocabularies"
     with pytest.raises(SchemaError, match=message):
         build(slow)

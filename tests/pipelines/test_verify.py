@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.clustering.reader import expanded_tables
+from pipelines.clustering.reader import read_samples
 from pipelines.table.verify import verify
 from schemas import reference
 from schemas.dataset import open_dataset
@@ -153,7 +153,7 @@ def test_dataset_without_its_manifest_is_refused_by_name(dataset: Path, tmp_path
 def steps_of(dataset: Path, feature_columns: list[str], batch: int) -> list[list[int]]:
     """Return the distinct ids of each step of the training range, by plain Python."""
     opened = open_dataset(dataset)
-    table = next(iter(expanded_tables(opened)))  # the first row group is all of the training range
+    table = next(iter(read_samples(opened)))  # the first row group is all of the training range
     columns = {c: table[c].to_pylist() for c in feature_columns}
     steps: list[list[int]] = []
     for start in range(0, table.num_rows, batch):
@@ -200,7 +200,7 @@ def test_oracle_counts_lookups_with_and_without_deduplication(
     assert main(["oracle", str(dataset), "--json"]) == 0
     tables = json.loads(capsys.readouterr().out)["tables"]
     opened = open_dataset(dataset)
-    training = next(iter(expanded_tables(opened)))
+    training = next(iter(read_samples(opened)))
     lengths = [len(h) for h in training["history"].to_pylist()]
     assert tables["items"]["num_lookups"] == training.num_rows + sum(lengths)
     blocks = [training.slice(s, 16).to_pylist() for s in range(0, training.num_rows, 16)]
@@ -221,7 +221,7 @@ def test_oracle_writes_hints_that_agree_with_a_plain_scan(dataset: Path, tmp_pat
     assert items.feature_names == job.data.tables["items"].features
     assert items.unique_rows_per_step == pytest.approx(sum(map(len, steps)) / len(steps))
     assert items.num_unique_rows == len({i for s in steps for i in s})
-    everything = pa.concat_tables(expanded_tables(opened))
+    everything = pa.concat_tables(read_samples(opened))
     unique = sum(s.manifest.groups["user"].num_unique for s in opened.segments)
     history = dict(zip(items.feature_names, items.num_poolings, strict=True))["history"]
     assert history == pytest.approx(unique / everything.num_rows)

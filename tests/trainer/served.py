@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from pipelines.clustering.reader import joined_row_group, row_groups
+from pipelines.clustering.reader import read_joined_row_group, row_groups
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.layout import EVALUATION
@@ -33,7 +33,7 @@ def evaluation_table(dataset_path: Path) -> pa.Table:
     for segment in dataset.segments:
         held_back = np.isin(np.arange(len(segment.block_ids)), segment.positions(EVALUATION))
         for part, row_group in row_groups(segment):
-            table = joined_row_group(segment, part, row_group, dataset.job.data)
+            table = read_joined_row_group(segment, part, row_group, dataset.job.data)
             here = (segment.column("file") == part) & (segment.column("row_group") == row_group)
             chosen = np.repeat(held_back[here], segment.column("num_samples")[here])
             found.append(table.filter(pa.array(chosen)))
