@@ -341,7 +341,7 @@ def _start(
         if isinstance(group_of(parts.stores), FutureLog):
             known = span.horizon.known
             others = begun.origin is not None
-            next_use = NextUseLookup(span.dataset, span.order, known, others=others)
+            next_use = NextUseLookup(span.dataset, span.order, known, allow_unknown=others)
         manifest = verified(checkpoint, made_of(job, span.dataset))
         if options.embedding == "cached" and same_plan(manifest.made_of, job.train.cache):
             cached = load_cached(checkpoint / PLAN, parts.stores)

@@ -151,9 +151,7 @@ def test_log_refuses_a_plan_that_leaves_written_rows_out(tmp_path: Path) -> None
     (store,) = log_in(tmp_path, 4, 0).values()
     log = store.group  # type: ignore[attr-defined]
     log.write(0, back_of([5, 7, 9], [6, 6, NEVER_AGAIN]))
-    message = (
-        "plan must fetch the rows written down for step 6, got 1 of 2; rebuild the dataset's index"
-    )
+    message = "plan fetches 1 of 2 rows stored for step 6; rebuild the dataset's index"
     with pytest.raises(PlanError, match=f"^{re.escape(message)}$"):
         log.fetch(6, {"items": np.array([5, 9])})
 
@@ -165,8 +163,8 @@ def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_p
     path = tmp_path / "bucket-00000001.bin"
     size = path.stat().st_size
     message = (
-        f"disk must have room for the rows that leave the cache, got File too large in {path}; "
-        "free some and train on with --resume"
+        f"no room on disk for rows evicted from the cache: File too large in {path}; "
+        "free some and continue with --resume"
     )
     with (
         largest_file(size),
