@@ -33,7 +33,7 @@ from benchmarks.run_figures import figures_of
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.dataset import open_dataset
 from schemas.run_log import METRICS, SUMMARY, read_metrics
-from trainer.stores.remote.wire import slot_range_of_part
+from trainer.stores.remote.ownership import slot_range_of_part
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = REPOSITORY / "schemas" / "demo"

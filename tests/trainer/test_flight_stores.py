@@ -26,7 +26,7 @@ from trainer.rows import initial_rows
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.local import memory_store
 from trainer.stores.remote.connection import Access, StoreConnection
-from trainer.stores.remote.wire import slot_range_of_part
+from trainer.stores.remote.ownership import slot_range_of_part
 
 SHAPES = {
     "float32 with row state": LAYOUT,
@@ -106,11 +106,11 @@ def test_rows_of_a_huge_table_cost_nothing_until_they_are_written(tmp_path: Path
 
 
 OTHER_TABLES = {
-    "another seed": ({"seed": 4}, "table 'items' of seed=3, got seed=4"),
-    "another dimension": ({"dim": 8}, "table 'items' of dim=4, got dim=8"),
-    "another dtype": ({"dtype": "float64"}, "table 'items' of dtype=float32, got dtype=float64"),
-    "another state": ({"state_width": 4}, "table 'items' of state_width=1, got state_width=4"),
-    "another table": ({"table": "users"}, "tables ['items'], got ['users']"),
+    "another seed": ({"seed": 4}, "table 'items' with seed=3, not seed=4"),
+    "another dimension": ({"dim": 8}, "table 'items' with dim=4, not dim=8"),
+    "another dtype": ({"dtype": "float64"}, "table 'items' with dtype=float32, not dtype=float64"),
+    "another state": ({"state_width": 4}, "table 'items' with state_width=1, not state_width=4"),
+    "another table": ({"table": "users"}, "tables ['items'], not ['users']"),
 }
 
 
@@ -129,7 +129,7 @@ def test_store_with_rows_refuses(case: str, filled: tuple[str, Path]) -> None:
     address, directory = filled
     layout = replace(LAYOUT, **change)
     message = (
-        f"store must hold {text} in {directory} in {address}; train the job that filled it, "
+        f"store holds {text} in {directory} in {address}; train the job that filled it, "
         "or start the store with an empty --directory"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
@@ -141,7 +141,7 @@ def test_store_with_rows_refuses(case: str, filled: tuple[str, Path]) -> None:
 def test_store_with_rows_refuses_another_run(filled: tuple[str, Path]) -> None:
     address, directory = filled
     message = (
-        f"store must be empty or of this run, got rows of run 'run' in {directory} in {address}; "
+        f"store has rows of another run: 'run' in {directory} in {address}; "
         "resume that run, or start the store with an empty --directory"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
@@ -164,7 +164,7 @@ def test_store_answers_the_newest_training_process_only(tmp_path: Path) -> None:
         old = group_over(process.address, session="old")["items"]
         new = group_over(process.address, session="new")["items"]
         message = (
-            "session must be the newest that opened the store, got 'old' in "
+            "session 'old' of the store was replaced in "
             f"{tmp_path / 'store'} in {process.address}; another process trains on it, "
             "end one of the two"
         )

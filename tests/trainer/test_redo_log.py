@@ -58,9 +58,8 @@ def test_log_damaged_before_a_good_record_is_refused_by_its_place(tmp_path: Path
             continue
         start = 0 if place < ends[0] else ends[0]
         message = (
-            f"record must have its checksum, got other bytes before a good record in {path}:"
-            f"byte {start}; restore the file, or go on from the run's checkpoint with an empty "
-            "directory"
+            f"damaged record before an intact one in {path}:byte {start}; restore the file, or "
+            "resume the run from its checkpoint with an empty directory"
         )
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
             payloads_of(path)

@@ -34,16 +34,16 @@ SESSION = "process"
 def store(
     ranges: Ranges, version: int = 1, tag: int = 7, *, home: Ranges | None = None
 ) -> StoreDescription:
-    claims = empty_ownership().taken(mask_of(ranges), version, tag)
+    ownership = empty_ownership().with_slots(mask_of(ranges), version, tag)
     return StoreDescription(
         incarnation="process",
         session=SESSION,
         owner="run",
         sequence=10,
         version=version,
-        claims=claims,
-        leaving=mask_of([]),
-        keeps=False,
+        ownership=ownership,
+        maybe_owned_slots=mask_of([]),
+        keeps_copy=False,
         home=mask_of(ranges if home is None else home),
         addresses=(),
         message_bytes=4096,
@@ -95,13 +95,13 @@ WITHOUT = {
     ),
     "a move in doubt is waited for": (
         TWO,
-        {"b": replace(store(()), leaving=mask_of(HIGH))},
+        {"b": replace(store(()), maybe_owned_slots=mask_of(HIGH))},
         ("b",),
         (),
     ),
     "a copy that was made is taken, and its giver does not know yet": (
         {"a": store(ALL), "b": store((), home=ALL)},
-        {"a": replace(store(()), leaving=mask_of(ALL), keeps=True), "b": store(ALL)},
+        {"a": replace(store(()), maybe_owned_slots=mask_of(ALL), keeps_copy=True), "b": store(ALL)},
         ("a",),
         (),
     ),
@@ -164,17 +164,17 @@ def test_copy_is_made_where_a_store_was_started_with_the_slots() -> None:
 
 def test_new_session_takes_slots_as_they_are_or_as_stores_were_started() -> None:
     moved = {"a": store(LOW, 3, home=ALL), "b": store(HIGH, 3, home=())}
-    version, claims = initial_ownership(moved, 1, "other")
+    version, ownership = initial_ownership(moved, 1, "other")
     assert version == 4
-    assert {a: ranges_of(c.served) for a, c in claims.items()} == {"a": LOW, "b": HIGH}
+    assert {a: ranges_of(c.served) for a, c in ownership.items()} == {"a": LOW, "b": HIGH}
     torn = {"a": store(LOW, 3, home=ALL), "b": store((), 0, home=())}
-    version, claims = initial_ownership(torn, 1, "other")
-    assert {a: ranges_of(c.served) for a, c in claims.items()} == {"a": ALL, "b": ()}
-    assert len({int(t) for c in claims.values() for t in c.tags[c.served]}) == 1
+    version, ownership = initial_ownership(torn, 1, "other")
+    assert {a: ranges_of(c.served) for a, c in ownership.items()} == {"a": ALL, "b": ()}
+    assert len({int(t) for c in ownership.values() for t in c.tags[c.served]}) == 1
     # the store that was started with the rest has left, and that which had it has lost it
     left = {"a": store(((0, 3000),), 3, home=LOW), "c": store((), 0, home=())}
-    _, claims = initial_ownership(left, 1, "other", elastic=True)
-    assert {a: ranges_of(c.served) for a, c in claims.items()} == {
+    _, ownership = initial_ownership(left, 1, "other", elastic=True)
+    assert {a: ranges_of(c.served) for a, c in ownership.items()} == {
         "a": ((0, 3000),),
         "c": ((3000, 4096),),
     }
@@ -202,11 +202,11 @@ def test_claims_and_ranges_are_read_as_they_were_written(one: Ranges, other: Ran
     mask = mask_of(one)
     assert mask_of(ranges_of(mask)).tolist() == mask.tolist()
     assert parse_ranges(format_ranges(ranges_of(mask))) == ranges_of(mask)
-    claims = empty_ownership().taken(mask, 1, 5).taken(mask_of(other), 2, 6)
-    read: Ownership = ownership_from_json(claims.to_json())
-    assert read.versions.tolist() == claims.versions.tolist()
-    assert read.tags.tolist() == claims.tags.tolist()
-    assert (claims.given(mask).served == (claims.served & ~mask)).all()
+    ownership = empty_ownership().with_slots(mask, 1, 5).with_slots(mask_of(other), 2, 6)
+    read: Ownership = ownership_from_json(ownership.to_json())
+    assert read.versions.tolist() == ownership.versions.tolist()
+    assert read.tags.tolist() == ownership.tags.tolist()
+    assert (ownership.without_slots(mask).served == (ownership.served & ~mask)).all()
 
 
 @pytest.mark.parametrize("text", ["", "1", "3:2", "0:4097", "a:b", "1:2:3"])

@@ -107,7 +107,7 @@ def test_slots_of_a_copy_move_and_both_copies_stay_in_force(tmp_path: Path) -> N
         assert (slot_map.num_copies == 2).all()
         place = slot_map.addresses.index(third)
         assert ranges_of((slot_map.copies == place).any(0)) == ((0, 500), (1365, 4096))
-        with pytest.raises(SchemaError, match=r"^slots must not be served by the store that takes"):
+        with pytest.raises(SchemaError, match=r"^the target serves"):
             migrate_slots(stores.addresses[1], third, ((0, 500),), token_file=token)
         writer.check()
         kill(stores, 2, forget=True)

@@ -141,8 +141,8 @@ def test_store_on_a_full_disk_refuses_by_name_and_loses_nothing(tmp_path: Path) 
         store = group_over(process.address)["items"]
         (log,) = directory.glob("log-*.bin")
         message = (
-            f"disk must have room for a record, got File too large in {log} in {process.address}; "
-            "free some and go on, the record was not taken and nothing before it is lost"
+            f"no room on disk for a record: File too large in {log} in {process.address}; "
+            "free some and retry, nothing before the record is lost"
         )
 
         def write_until_full() -> None:
@@ -166,7 +166,7 @@ def test_checkpoint_on_a_full_disk_keeps_the_old_log(tmp_path: Path) -> None:
     with running(start_store(directory, file_bytes=24_000)) as (process,):
         store = group_over(process.address)["items"]
         store.write(rows, record_of(1, 600), 1)  # 36 bytes a row
-        with pytest.raises(SchemaError, match=r"^disk must have room for a record, got File too"):
+        with pytest.raises(SchemaError, match=r"^no room on disk for a record: File too"):
             store.write(rows, record_of(2, 600), 2)
         assert_holds(store, dict.fromkeys(range(600), 1))
         store.group.notify_checkpoint(2)
@@ -176,7 +176,7 @@ def test_checkpoint_on_a_full_disk_keeps_the_old_log(tmp_path: Path) -> None:
 def test_directory_of_a_running_store_is_refused_to_another(tmp_path: Path) -> None:
     with running(start_store(tmp_path / "store")):
         message = (
-            "directory must be of one store, got one that another process holds in "
+            "directory is in use by another store process in "
             f"{tmp_path / 'store'}; end it or use another --directory"
         )
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
@@ -186,14 +186,14 @@ def test_directory_of_a_running_store_is_refused_to_another(tmp_path: Path) -> N
 def test_store_restarted_with_other_slots_is_refused(tmp_path: Path) -> None:
     shard = Shard(tmp_path / "store", ((0, 2048),), sync=True)
     shard.load()
-    claims = empty_ownership().taken(mask_of([(0, 2048)]), 1, 1)
+    ownership = empty_ownership().with_slots(mask_of([(0, 2048)]), 1, 1)
     layouts = {"items": LAYOUT}
-    shard.open("run", "process", layouts, claims=claims, version=1, reset=True)
+    shard.open("run", "process", layouts, ownership=ownership, version=1, reset=True)
     shard.close()
     other = Shard(tmp_path / "store", ALL, sync=True)
     with pytest.raises(
         SchemaError,
-        match=r"^store must be started with the slots of its log, got --slots 0:4096 for 0:2048 ",
+        match=r"^--slots differ from those in the log: 0:4096, not 0:2048 ",
     ):
         other.load()
     other.close()
@@ -212,7 +212,7 @@ def test_budget_is_never_exceeded_and_says_when_it_is_spent() -> None:
     assert sum(held) == 3200
     assert 50 < budget.peak_bytes <= 100
     short = ByteBudget(100, 0.01)
-    message = "^60 of 100 bytes are under way$"
+    message = "^60 of 100 bytes are in flight$"
     with short.reserve(60), pytest.raises(BusyError, match=message), short.reserve(50):
         pytest.fail("there is no room")
     with short.reserve(60), short.reserve(40):

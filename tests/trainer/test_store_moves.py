@@ -87,7 +87,7 @@ def token_of(directory: Path) -> Path:
 def served(group: FlightGroup) -> dict[str, int]:
     """Return how many slots each store says it serves."""
     found = group.members.describe_all()
-    return {a: int(s.claims.served.sum()) for a, s in found.items() if s is not None}
+    return {a: int(s.ownership.served.sum()) for a, s in found.items() if s is not None}
 
 
 @pytest.mark.slow
@@ -290,9 +290,9 @@ def test_moves_that_cannot_be_are_refused_by_name(
     token = token_of(tmp_path / "one")
     with running(one, two):
         cases = [
-            ("none", "slots must be served by the store that gives them, got none in ", False),
-            ("0:10", "store must serve a run, got none in ", True),
-            ("0:2049", "slots must be served by the store that gives them, got 0:2049 in ", False),
+            ("none", "slots none are not all served by the source in ", False),
+            ("0:10", "store serves no run in ", True),
+            ("0:2049", "slots 0:2049 are not all served by the source in ", False),
         ]
         for slots, message, before in sorted(cases, key=lambda case: not case[2]):
             if not before:
@@ -301,7 +301,7 @@ def test_moves_that_cannot_be_are_refused_by_name(
             assert main(["migrate-slots", *arguments, "--token-file", str(token)]) == 1
             assert capsys.readouterr().err.startswith(f"error: {message}{one.address}; ")
         for taker, message in (
-            (one.address, "slots must not be served by the store that takes them, got 10 that are"),
+            (one.address, "the target serves 10 of the slots already"),
             ("grpc://127.0.0.1:1", "store must answer within 5 s, got "),
         ):
             arguments = ["--from", one.address, "--to", taker, "--slots", "0:10"]

@@ -133,7 +133,7 @@ def test_train_over_the_stores_of_the_job_refuses_those_of_another_run(
         with job.open("a") as file:
             file.write(f"  stores: {{addresses: ['{process.address}'], token_file: token}}\n")
         run_job(job, dataset, tmp_path / "served", embedding="cached", steps=20)
-        with pytest.raises(SchemaError, match=r"^store must be empty or of this run, got rows of "):
+        with pytest.raises(SchemaError, match=r"^store has rows of another run: "):
             run_job(job, dataset, tmp_path / "other", embedding="cached")
         run_job(job, dataset, tmp_path / "served", embedding="cached", resume=True)
     assert_same_run(plain_run(dtype="float32"), tmp_path / "served")

@@ -1,4 +1,10 @@
-"""Migration of slots from one store process to another while both serve."""
+"""Migration of slots from one store process to another while both serve.
+
+The source sends all rows of the slots, then the rows written meanwhile, until few are left. These
+and the ownership follow between the writes of two steps. Before the target is told to serve the
+slots, the source logs that it no longer does: from then on the target decides who owns them,
+whichever process dies.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from trainer.stores.remote.ownership import (
     ownership_from_json,
     ranges_of,
 )
-from trainer.stores.remote.shard import ROWS_PER_RECORD, ChangeTracker, Shard, ShardTable
+from trainer.stores.remote.shard import ROWS_PER_RECORD, ChangeTracker, Shard, ShardTable, Tables
 from trainer.stores.remote.wal import RowsEntry
 from trainer.stores.remote.wire import (
     ARRIVE,
@@ -36,24 +42,35 @@ from trainer.stores.remote.wire import (
     stepped_records_batch,
 )
 
+logger = logging.getLogger(__name__)
+_MAX_ROUNDS = 16
+_FEW_ROWS = 1 << 8
+_HANDOVER_SEC = 5.0
+"""Maximum time that training is blocked by a target that does not answer."""
+_STEP_WAIT_SEC = 1.0
+_SETTLE_SEC = 0.2
+
 
 class IncomingMigrations:
-    """Moves to one store, one at a time; a later one takes the place of one that stays away."""
+    """Migrations to one store, one at a time; a new one replaces one that was not completed."""
 
     def __init__(self, shard: Shard) -> None:
-        """Keep the shard."""
+        """Keep the shard of the target."""
         self._shard = shard
 
     def begin(
-        self, move: SlotMigration, owner: str, session: str, layouts: Mapping[str, TableLayout]
+        self,
+        migration: SlotMigration,
+        owner: str,
+        session: str,
+        layouts: Mapping[str, TableLayout],
     ) -> None:
-        """Expect the rows of a move; what was here of its slots is forgotten.
+        """Prepare to receive rows; existing rows of the slots are deleted.
 
         Args:
-            move: slots that are not served here.
-            owner: names the run.
-            session: of the giver; a store without one, or with an older one of the run, begins
-                empty.
+            migration: of slots that are not served here.
+            owner: identifies the run.
+            session: of the source; a store without one, or with an older one, is emptied.
             layouts: tables by name.
 
         Raises:
@@ -66,128 +83,116 @@ class IncomingMigrations:
                 control = ShardControl(home=shard.control.home, owner=owner, session=session)
                 tables = {name: ShardTable(layout) for name, layout in layouts.items()}
                 shard.replace_log(control, tables)
-            control = shard.control
-            # an older claim is of a store that came back: others have gone on without it
-            mine = move.slots & (
-                control.claims.versions >= ownership_from_json(move.claims).versions
-            )
-            if mine.any():
+            control, slots = shard.control, migration.slots
+            # an older version is that of a store that came back: others were written to since
+            source_versions = ownership_from_json(migration.ownership).versions
+            served = slots & (control.ownership.versions >= source_versions)
+            if served.any():
                 raise SchemaError(
-                    f"slots must not be served by the store that takes them, got "
-                    f"{int(mine.sum())} that are; move others"
+                    f"the target serves {int(served.sum())} of the slots already; move others"
                 )
-            given = control.claims.given(move.slots)
-            forgotten = move.slots
-            if control.arriving is not None:
-                forgotten = forgotten | (control.arriving.slots & ~given.served)
-            version = control.version + bool((given.served != control.claims.served).any())
-            new = replace(control, claims=given, arriving=move, version=version)
-            shard.log_control(new, ranges_of(forgotten))
-
-    def layout(self, move_id: str) -> TableLayout:
-        """Return the layout that all tables share in shape.
-
-        Raises:
-            SchemaError: it is not the move that is expected.
-        """
-        with self._shard.lock:
-            self._check(move_id)
-            return next(iter(self._shard.tables.values())).layout
-
-    def receive(self, move_id: str, entry: RowsEntry) -> None:
-        """Keep rows of the move, in any order.
-
-        Raises:
-            SchemaError: it is not the move that is expected, or there is no room.
-        """
-        shard = self._shard
-        with shard.lock:
-            self._check(move_id)
-            shard.keep(entry)
-
-    def take(self, move_id: str) -> None:
-        """Serve the slots of a move from now on; the call may be repeated.
-
-        Raises:
-            SchemaError: it is not the move that is expected.
-        """
-        shard = self._shard
-        with shard.lock:
-            control = shard.control
-            if move_id in control.taken:
-                return
-            move = self._check(move_id)
+            ownership = control.ownership.without_slots(slots)
+            dropped = slots
+            if control.incoming is not None:
+                dropped = dropped | (control.incoming.slots & ~ownership.served)
+            changed = bool((ownership.served != control.ownership.served).any())
             shard.log_control(
                 replace(
                     control,
-                    claims=control.claims.joined(ownership_from_json(move.claims)),
-                    version=max(control.version + 1, move.version),
-                    arriving=None,
-                    taken=(*control.taken, move_id),
-                )
+                    ownership=ownership,
+                    incoming=migration,
+                    version=control.version + changed,
+                ),
+                ranges_of(dropped),
             )
 
-    def give_up(self, move_id: str, session: str) -> bool:
-        """Forget a move that was not taken over; return whether it may have been.
+    def layout(self, migration_id: str) -> TableLayout:
+        """Return the layout of one table; all have one shape.
 
-        Args:
-            move_id: names the move.
-            session: of the giver; a store that does not know it has lost its state.
+        Raises:
+            SchemaError: the migration is not in progress.
+        """
+        with self._shard.lock:
+            self._check(migration_id)
+            return next(iter(self._shard.tables.values())).layout
+
+    def receive(self, migration_id: str, entry: RowsEntry) -> None:
+        """Write rows of the migration, in any order.
+
+        Raises:
+            SchemaError: the migration is not in progress, or the disk is full.
+        """
+        shard = self._shard
+        with shard.lock:
+            self._check(migration_id)
+            shard.write_entry(entry)
+
+    def complete(self, migration_id: str) -> None:
+        """Take over the slots of a migration; may be repeated.
+
+        Raises:
+            SchemaError: the migration is not in progress.
         """
         shard = self._shard
         with shard.lock:
             control = shard.control
-            if control.arriving is not None and control.arriving.id == move_id:
-                dropped = ranges_of(control.arriving.slots & ~control.claims.served)
-                shard.log_control(replace(control, arriving=None), dropped)
-            return move_id in control.taken or session != control.session
+            if migration_id in control.completed:
+                return
+            migration = self._check(migration_id)
+            shard.log_control(
+                replace(
+                    control,
+                    ownership=control.ownership.merge(ownership_from_json(migration.ownership)),
+                    version=max(control.version + 1, migration.version),
+                    incoming=None,
+                    completed=(*control.completed, migration_id),
+                )
+            )
 
-    def _check(self, move_id: str) -> SlotMigration:
-        move = self._shard.control.arriving
-        if move is None or move.id != move_id:
-            raise SchemaError(f"move must be the one expected, got {move_id!r}; begin it anew")
-        return move
+    def cancel(self, migration_id: str, session: str) -> bool:
+        """Cancel a migration unless it is complete; return whether it may be complete.
 
+        Args:
+            migration_id: of the migration.
+            session: of the source; a store of another session has lost its state.
+        """
+        shard = self._shard
+        with shard.lock:
+            control = shard.control
+            if control.incoming is not None and control.incoming.id == migration_id:
+                dropped = ranges_of(control.incoming.slots & ~control.ownership.served)
+                shard.log_control(replace(control, incoming=None), dropped)
+            return migration_id in control.completed or session != control.session
 
-# The store that gives slots to another one, while it goes on serving them.
-#
-# Rows go over as they are, then those that were written meanwhile, until few are left; these and
-# the slots follow between the writes of two steps. Before the taker is told to serve, the giver
-# logs that it no longer may: from then on only the taker can say whose the slots are, whatever
-# dies.
-
-logger = logging.getLogger(__name__)
-_MOST_ROUNDS = 16
-_FEW_ROWS = 1 << 8
-_CUT_SEC = 5.0
-"""Longest that training may be held by a taker that does not answer."""
-_PATIENCE_SEC = 1.0
-_SETTLE_SEC = 0.2
-Rows = Mapping[str, NDArray[np.int64]]
+    def _check(self, migration_id: str) -> SlotMigration:
+        migration = self._shard.control.incoming
+        if migration is None or migration.id != migration_id:
+            raise SchemaError(f"migration {migration_id!r} is not in progress; start it again")
+        return migration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationStats:
-    """What a move was."""
+    """Cost of a migration."""
 
     num_rows: int
-    """Records that went over, each as often as it was written meanwhile."""
+    """Records sent; a row that is written meanwhile counts each time."""
     num_rounds: int
-    """Times that changed rows followed."""
+    """Rounds of changed rows."""
     copy_sec: float
-    """From the first row to the cut."""
+    """Time from the start to the handover."""
     pause_sec: float
-    """Time in which the giver answered nobody."""
+    """Time in which the source answered no call."""
 
 
 class OutgoingMigrations:
-    """Moves from one store, one at a time."""
+    """Migrations from one store, one at a time."""
 
     def __init__(self, shard: Shard, access: Access, *, clock: Callable[[], float]) -> None:
-        """Keep the parts.
+        """Start nothing yet.
 
         Args:
-            shard: of the giver.
+            shard: of the source.
             access: to other stores.
             clock: seconds.
         """
@@ -196,240 +201,255 @@ class OutgoingMigrations:
         self._clock = clock
         self._one = threading.Lock()
         self._ended = threading.Event()
-        self._beside: dict[str, threading.Thread] = {}
+        self._threads: dict[str, threading.Thread] = {}
 
     def move(
-        self, to: str, slots: NDArray[np.bool_], *, move_id: str, keep: bool
+        self, target: str, slots: NDArray[np.bool_], *, migration_id: str, keep: bool
     ) -> MigrationStats:
-        """Give slots to another store; returns when it serves them.
+        """Migrate slots to another store; returns when it serves them.
 
         Args:
-            to: address of the taker.
-            slots: (NUM_SLOTS,) which slots, all served here.
-            move_id: names this move.
-            keep: serve them here, too.
+            target: address.
+            slots: (NUM_SLOTS,) mask, all served here.
+            migration_id: of this migration.
+            keep: serve the slots here, too.
 
         Raises:
-            SchemaError: the slots are not served here, another move is under way, or the taker
-                refuses or is gone; the giver has them still.
+            SchemaError: the slots are not served here, another migration is in progress, or the
+                target refuses or is gone; the source keeps the slots.
         """
         if not self._one.acquire(blocking=False):
-            raise SchemaError("store must give slots to one other at a time, got a second; wait")
+            raise SchemaError("another migration from this store is in progress; retry later")
         try:
-            with StoreConnection(to, replace(self._access, timeout_sec=_CUT_SEC)) as peer:
-                return self._move(peer, slots, move_id, keep)
+            access = replace(self._access, timeout_sec=_HANDOVER_SEC)
+            with StoreConnection(target, access) as connection:
+                return self._move(connection, slots, migration_id, keep)
         except (StoreUnavailableError, SlotMapChangedError) as error:
-            line = f"taker must answer, got {error}; start it, and move again"
-            raise SchemaError(line, file=to) from error
+            line = f"target of the migration does not answer: {error}; start it, and move again"
+            raise SchemaError(line, file=target) from error
         finally:
             self._one.release()
 
-    def fill_in_background(self, to: str, slots: NDArray[np.bool_], *, move_id: str) -> None:
-        """Begin to give another store copies of slots, unless a store is being filled now.
-
-        Args:
-            to: address of the taker.
-            slots: as in `move`.
-            move_id: as in `move`.
-        """
-        filling = self._beside.get("fill")
+    def fill_in_background(
+        self, target: str, slots: NDArray[np.bool_], *, migration_id: str
+    ) -> None:
+        """Start to copy slots to another store unless a copy is in progress; see `move`."""
+        filling = self._threads.get("fill")
         if filling is None or not filling.is_alive():
-            self._start("fill", lambda: self._fill(to, slots, move_id))
+            self._start("fill", lambda: self._fill(target, slots, migration_id))
 
-    def _fill(self, to: str, slots: NDArray[np.bool_], move_id: str) -> None:
+    def _fill(self, target: str, slots: NDArray[np.bool_], migration_id: str) -> None:
         try:
-            moved = self.move(to, slots, move_id=move_id, keep=True)
+            stats = self.move(target, slots, migration_id=migration_id, keep=True)
         except SchemaError as error:
-            if not self._ended.is_set():  # the caller asks again as long as copies lack
+            if not self._ended.is_set():  # the caller retries while copies are missing
                 logger.info("slots have too few copies: %s", error)
         else:
-            logger.warning("slots served by two stores again store=%s %s", to, moved)
+            logger.warning("slots served by two stores again store=%s %s", target, stats)
 
-    def settle(self, move: SlotMigration) -> bool:
-        """Ask the taker of a move in doubt whose the slots are; return whether it could tell."""
-        with StoreConnection(move.to, replace(self._access, timeout_sec=_CUT_SEC)) as peer:
-            body = {"id": move.id, "session": self._shard.control.session}
+    def settle(self, migration: SlotMigration) -> bool:
+        """Ask the target who owns the slots of an unsettled migration; return whether it answered.
+
+        The target cancels the migration unless it has taken over.
+        """
+        access = replace(self._access, timeout_sec=_HANDOVER_SEC)
+        with StoreConnection(migration.target, access) as connection:
             try:
-                taken = bool(peer.action_once(GIVE_UP, body, _CUT_SEC).get("taken"))
+                completed = self._cancel(connection, migration)
             except (StoreUnavailableError, SchemaError, SlotMapChangedError) as error:
-                logger.info("move in doubt: taker does not answer to=%s error=%s", move.to, error)
+                logger.info(
+                    "migration in doubt: target does not answer to=%s error=%s",
+                    migration.target,
+                    error,
+                )
                 return False
         with self._shard.lock:
-            if self._shard.control.leaving == move:
-                # a copy that was kept is old by now: the taker may have served writes since
-                gone = replace(move, keep=False) if taken else None
-                self._end(gone)
+            if self._shard.control.outgoing == migration:
+                # a copy kept here is outdated: the target may have served writes since
+                self._finish(replace(migration, keep=False) if completed else None)
         return True
 
     def settle_in_background(self) -> None:
-        """Settle the move in doubt, if there is one, however long its taker stays away."""
-        self._start("settle", self._settle_all)
+        """Settle an unsettled migration, retrying until its target answers."""
+        self._start("settle", self._settle_until_answered)
 
     def end(self) -> None:
-        """Let what goes on in the background end, with its call; its slots stay here."""
+        """Stop background work; slots that were not handed over stay here."""
         self._ended.set()
-        for thread in self._beside.values():
+        for thread in self._threads.values():
             thread.join(self._access.timeout_sec)
 
-    def _start(self, name: str, work: Callable[[], None]) -> None:
-        self._beside[name] = threading.Thread(target=work, name=name, daemon=True)
-        self._beside[name].start()
+    def _start(self, name: str, function: Callable[[], None]) -> None:
+        self._threads[name] = threading.Thread(target=function, name=name, daemon=True)
+        self._threads[name].start()
 
-    def _settle_all(self) -> None:
-        while not self._ended.is_set() and (move := self._shard.control.leaving) is not None:
-            with suppress(SchemaError):  # no room for the record: tried again
-                if self.settle(move):
+    def _settle_until_answered(self) -> None:
+        while not self._ended.is_set() and (migration := self._shard.control.outgoing) is not None:
+            with suppress(SchemaError):  # the disk is full: retried
+                if self.settle(migration):
                     return
             self._ended.wait(_SETTLE_SEC)
 
+    def _cancel(self, connection: StoreConnection, migration: SlotMigration) -> bool:
+        """Return whether the target may have taken over."""
+        body = {"id": migration.id, "session": self._shard.control.session}
+        return bool(connection.action_once(GIVE_UP, body, _HANDOVER_SEC).get("taken"))
+
     def _move(
-        self, peer: StoreConnection, slots: NDArray[np.bool_], move_id: str, keep: bool
+        self, connection: StoreConnection, slots: NDArray[np.bool_], migration_id: str, keep: bool
     ) -> MigrationStats:
         start = self._clock()
-        move, rows, layouts = self._begin(peer.address, slots, move_id, keep)
-        doubt, num_rows, num_rounds = False, 0, 0
+        migration, rows, layouts = self._begin(connection.address, slots, migration_id, keep)
+        unsettled, num_rows, num_rounds = False, 0, 0
         try:
-            message_bytes = self._announce(peer, move, layouts)
-            send = self._sender(peer, move, next(iter(layouts.values())), message_bytes)
-            while num_rounds < _MOST_ROUNDS:
-                before = send(rows, self._access.timeout_sec)  # nobody is held meanwhile
-                num_rows, num_rounds = num_rows + before, num_rounds + 1
+            message_bytes = self._announce(connection, migration, layouts)
+            layout = next(iter(layouts.values()))
+            send = self._sender(connection, migration, layout, message_bytes)
+            while num_rounds < _MAX_ROUNDS:
+                num_sent = send(rows, self._access.timeout_sec)
+                num_rows, num_rounds = num_rows + num_sent, num_rounds + 1
                 rows = self._changed()
-                after = sum(map(len, rows.values()))
-                if after < _FEW_ROWS or after > before / 2:  # as fast as they are written
-                    break
-            with self._shard.boundary.before_next_step(_PATIENCE_SEC):
-                cut = self._clock()
-                num_rows += send(rows, _CUT_SEC) + send(self._changed(), _CUT_SEC)
-                self._check_still(move)
-                self._shard.log_control(replace(self._shard.control, leaving=move))
-                doubt = True
-                peer.action(TAKE, {"id": move.id})
-                self._end(move)
+                num_changed = sum(map(len, rows.values()))
+                if num_changed < _FEW_ROWS or num_changed > num_sent / 2:
+                    break  # few, or written as fast as they are sent
+            with self._shard.barrier.before_next_step(_STEP_WAIT_SEC):
+                handover = self._clock()
+                num_rows += send(rows, _HANDOVER_SEC) + send(self._changed(), _HANDOVER_SEC)
+                self._check_unchanged(migration)
+                self._shard.log_control(replace(self._shard.control, outgoing=migration))
+                unsettled = True
+                connection.action(TAKE, {"id": migration.id})
+                self._finish(migration)
                 end = self._clock()
         except BaseException:
-            self._stop_watch()
-            if doubt and self._shard.control.leaving is not None:
+            self._stop_tracking()
+            if unsettled and self._shard.control.outgoing is not None:
                 self.settle_in_background()
-            elif not doubt:
+            elif not unsettled:
                 with suppress(StoreUnavailableError, SchemaError, SlotMapChangedError):
-                    body = {"id": move.id, "session": self._shard.control.session}
-                    peer.action_once(GIVE_UP, body, _CUT_SEC)
+                    self._cancel(connection, migration)
             raise
-        self._stop_watch()
+        self._stop_tracking()
         return MigrationStats(
-            num_rows=num_rows, num_rounds=num_rounds, copy_sec=cut - start, pause_sec=end - cut
+            num_rows=num_rows,
+            num_rounds=num_rounds,
+            copy_sec=handover - start,
+            pause_sec=end - handover,
         )
 
     def _begin(
-        self, to: str, slots: NDArray[np.bool_], move_id: str, keep: bool
-    ) -> tuple[SlotMigration, Rows, dict[str, TableLayout]]:
-        """Begin to watch; return the move, its rows, and the tables."""
+        self, target: str, slots: NDArray[np.bool_], migration_id: str, keep: bool
+    ) -> tuple[SlotMigration, Tables, dict[str, TableLayout]]:
+        """Start to track changes; return the migration, its rows, and the layouts."""
         shard = self._shard
         with shard.lock:
+            control = shard.control
             if not shard.tables:
-                raise SchemaError("store must serve a run, got none; begin training first")
-            if shard.control.leaving is not None:
+                raise SchemaError("store serves no run; start training first")
+            if control.outgoing is not None:
                 raise SchemaError(
-                    f"move to {shard.control.leaving.to} must be settled, got no answer of that "
-                    "store; start it again"
+                    f"migration to {control.outgoing.target} is not settled: that store does not "
+                    "answer; start it again"
                 )
-            if not slots.any() or not shard.control.served[slots].all():
+            if not slots.any() or not control.served[slots].all():
                 raise SchemaError(
-                    f"slots must be served by the store that gives them, got "
-                    f"{format_ranges(ranges_of(slots))}; it serves "
-                    f"{format_ranges(ranges_of(shard.control.served))}"
+                    f"slots {format_ranges(ranges_of(slots))} are not all served by the source; "
+                    f"it serves {format_ranges(ranges_of(control.served))}"
                 )
-            move = SlotMigration(
-                id=move_id,
-                to=to,
-                claims=tuple(shard.control.claims.given(~slots).to_json()),
-                version=shard.control.version + 1,
+            migration = SlotMigration(
+                id=migration_id,
+                target=target,
+                ownership=tuple(control.ownership.without_slots(~slots).to_json()),
+                version=control.version + 1,
                 keep=keep,
             )
-            shard.watch = ChangeTracker(slots)
+            shard.tracker = ChangeTracker(slots)
             rows = {
                 name: table.rows[slots[slot_of_row(table.rows)]]
                 for name, table in shard.tables.items()
             }
-            return move, rows, {name: table.layout for name, table in shard.tables.items()}
+            return migration, rows, {name: table.layout for name, table in shard.tables.items()}
 
     def _announce(
-        self, peer: StoreConnection, move: SlotMigration, layouts: Mapping[str, TableLayout]
+        self,
+        connection: StoreConnection,
+        migration: SlotMigration,
+        layouts: Mapping[str, TableLayout],
     ) -> int:
-        """Tell the taker; return the bytes that a message may have."""
+        """Announce the migration to the target; return its maximum message size."""
         control = self._shard.control
-        body: dict[str, Any] = {"move": asdict(move), "owner": control.owner}
-        body["session"] = control.session
-        body["layouts"] = [asdict(layout) for layout in layouts.values()]
-        return int(peer.action(ARRIVE, body)["message_bytes"])
+        body: dict[str, Any] = {
+            "move": migration.to_json(),
+            "owner": control.owner,
+            "session": control.session,
+            "layouts": [asdict(layout) for layout in layouts.values()],
+        }
+        return int(connection.action(ARRIVE, body)["message_bytes"])
 
     def _sender(
-        self, peer: StoreConnection, move: SlotMigration, layout: TableLayout, message_bytes: int
-    ) -> Callable[[Rows, float], int]:
+        self,
+        connection: StoreConnection,
+        migration: SlotMigration,
+        layout: TableLayout,
+        message_bytes: int,
+    ) -> Callable[[Tables, float], int]:
+        """Return a function that sends rows and returns their number."""
         size = min(ROWS_PER_RECORD, max(1, message_bytes // record_bytes(layout)))
 
-        def send(rows: Rows, within_sec: float) -> int:
+        def send_message(table: str, rows: NDArray[np.int64], timeout_sec: float) -> int:
+            if self._ended.is_set():
+                raise SchemaError("store was stopped during the migration; start it again")
+            with self._shard.lock:
+                self._tracker()
+                written, steps, block = self._shard.tables[table].records(rows)
+            request = Request(op=RECEIVE, session=migration.id, tables=((table, len(written)),))
+            batch = stepped_records_batch(written, steps, block, layout)
+            connection.exchange(request.to_bytes(), batch, layout, timeout_sec)
+            return len(written)
+
+        def send(tables: Tables, timeout_sec: float) -> int:
             return sum(
-                self._send(peer, move, layout, table, some[at : at + size], within_sec)
-                for table, some in rows.items()
-                for at in range(0, len(some), size)
+                send_message(table, rows[start : start + size], timeout_sec)
+                for table, rows in tables.items()
+                for start in range(0, len(rows), size)
             )
 
         return send
 
-    def _send(
-        self,
-        peer: StoreConnection,
-        move: SlotMigration,
-        layout: TableLayout,
-        table: str,
-        rows: NDArray[np.int64],
-        within_sec: float,
-    ) -> int:
-        if self._ended.is_set():
-            raise SchemaError("store must run while it gives slots, got its end; start it again")
+    def _changed(self) -> Tables:
+        """Return the rows written since the last call."""
         with self._shard.lock:
-            self._watch()
-            some, steps, block = self._shard.tables[table].records(rows)
-        request = Request(op=RECEIVE, session=move.id, tables=((table, len(some)),))
-        batch = stepped_records_batch(some, steps, block, layout)
-        peer.exchange(request.to_bytes(), batch, layout, within_sec)
-        return len(some)
+            return self._tracker().drain()
 
-    def _changed(self) -> Rows:
-        """Return what was written since it was asked for."""
-        with self._shard.lock:
-            return self._watch().take()
+    def _tracker(self) -> ChangeTracker:
+        tracker = self._shard.tracker
+        if tracker is None:
+            raise SchemaError("a new session was opened during the migration; move again")
+        return tracker
 
-    def _watch(self) -> ChangeTracker:
-        watch = self._shard.watch
-        if watch is None:
-            raise SchemaError("session must stay while slots move, got another; move again")
-        return watch
-
-    def _check_still(self, move: SlotMigration) -> None:
+    def _check_unchanged(self, migration: SlotMigration) -> None:
         control = self._shard.control
-        if not control.served[move.slots].all() or control.version >= move.version:
-            raise SchemaError("map must stay while slots move, got a newer one; move again")
+        if not control.served[migration.slots].all() or control.version >= migration.version:
+            raise SchemaError("the slot map changed during the migration; move again")
 
-    def _end(self, move: SlotMigration | None) -> None:
-        """Log how a move ended, None for one that was not taken over; the lock is held."""
-        control: ShardControl = replace(self._shard.control, leaving=None)
-        if move is not None:
+    def _finish(self, migration: SlotMigration | None) -> None:
+        """Log the end of a migration, None for a cancelled one; the caller holds the lock."""
+        control: ShardControl = replace(self._shard.control, outgoing=None)
+        if migration is not None:
+            ownership = control.ownership
             control = replace(
                 control,
-                claims=control.claims if move.keep else control.claims.given(move.slots),
-                version=max(control.version + 1, move.version),
-                addresses=tuple(dict.fromkeys((*control.addresses, move.to))),
+                ownership=ownership if migration.keep else ownership.without_slots(migration.slots),
+                version=max(control.version + 1, migration.version),
+                addresses=tuple(dict.fromkeys((*control.addresses, migration.target))),
             )
         self._shard.log_control(control)
 
-    def _stop_watch(self) -> None:
+    def _stop_tracking(self) -> None:
         with self._shard.lock:
-            self._shard.watch = None
+            self._shard.tracker = None
 
 
-def slots_of(body: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """Return the slots that a request names."""
+def slots_from_json(body: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Return the mask of the slots of a request."""
     return mask_of([(int(first), int(end)) for first, end in body["slots"]])

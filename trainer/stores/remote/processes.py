@@ -24,6 +24,7 @@ from trainer.stores.remote.ownership import (
     Ranges,
     description_from_json,
     format_ranges,
+    home_slots,
     mask_of,
     ranges_of,
 )
@@ -32,7 +33,6 @@ from trainer.stores.remote.wire import (
     KILL,
     MOVE,
     RESTART,
-    home_slots,
     read_authorities,
     read_token,
     write_token,
@@ -244,7 +244,9 @@ def gather_slots(
     for giver in dict.fromkeys(givers):
         if giver == taker:
             continue
-        serves = description_from_json(_asked(giver, DESCRIBE, {}, _TELL_SEC, access)).claims.served
+        serves = description_from_json(
+            _asked(giver, DESCRIBE, {}, _TELL_SEC, access)
+        ).ownership.served
         if (mine := wanted & serves).any():
             moves.append(_moved(giver, taker, ranges_of(mine), access))
     return MigrationStats(

@@ -1,4 +1,4 @@
-"""A store process: one shard behind Arrow Flight."""
+"""A store process: one shard served over Arrow Flight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer.stores.api import (
     TableLayout,
 )
 from trainer.stores.remote.connection import Access, publish_address
-from trainer.stores.remote.migration import IncomingMigrations, OutgoingMigrations, slots_of
+from trainer.stores.remote.migration import IncomingMigrations, OutgoingMigrations, slots_from_json
 from trainer.stores.remote.ownership import (
     Ranges,
     check_ranges,
@@ -79,18 +79,18 @@ from trainer.stores.remote.wire import (
 
 
 class BusyError(Exception):
-    """Say that no room came free in time."""
+    """The byte budget stayed exhausted for too long."""
 
 
 class ByteBudget:
-    """Hands out room for bytes, first to those who fit."""
+    """Limits the bytes in flight; not fair, requests that fit go first."""
 
     def __init__(self, limit_bytes: int, wait_sec: float) -> None:
-        """Start with nothing under way.
+        """Start with an unused budget.
 
         Args:
-            limit_bytes: most bytes under way.
-            wait_sec: longest wait for room.
+            limit_bytes: maximum bytes in flight.
+            wait_sec: maximum wait in `reserve`.
         """
         self._limit = limit_bytes
         self._wait_sec = wait_sec
@@ -100,21 +100,21 @@ class ByteBudget:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that were under way at once."""
+        """Maximum bytes in flight so far."""
         return self._peak
 
     @contextmanager
     def reserve(self, num_bytes: int) -> Iterator[None]:
-        """Hold room for bytes while inside.
+        """Reserve bytes inside the context.
 
         Raises:
-            BusyError: others held it for too long.
+            BusyError: the budget was exhausted for `wait_sec`.
         """
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._used + num_bytes <= self._limit, self._wait_sec
             ):
-                raise BusyError(f"{self._used} of {self._limit} bytes are under way")
+                raise BusyError(f"{self._used} of {self._limit} bytes are in flight")
             self._used += num_bytes
             self._peak = max(self._peak, self._used)
         try:
@@ -129,27 +129,27 @@ _Body = Mapping[str, Any]
 
 
 class Actions:
-    """The actions of one store."""
+    """The actions of one store, by name."""
 
     def __init__(
         self,
         shard: Shard,
-        departures: OutgoingMigrations,
+        outgoing: OutgoingMigrations,
         *,
         kill: Callable[[], None],
         restart: Callable[[], None],
     ) -> None:
-        """Keep the parts.
+        """Register the actions.
 
         Args:
             shard: of the store.
-            departures: its moves to other stores.
-            kill: ends the process shortly, with no warning to it.
-            restart: ends it shortly, in order, and starts it anew in its place.
+            outgoing: migrations to other stores.
+            kill: kills the process shortly after.
+            restart: stops the process in order shortly after, and starts it again.
         """
         self._shard = shard
-        self.arrivals = IncomingMigrations(shard)
-        self._departures = departures
+        self.incoming = IncomingMigrations(shard)
+        self._outgoing = outgoing
         self._actions: dict[str, Callable[[_Body], dict[str, Any] | None]] = {
             DESCRIBE: lambda _: None,
             OPEN: self._open,
@@ -158,80 +158,81 @@ class Actions:
             MOVE: self._move,
             FILL: self._fill,
             ARRIVE: self._arrive,
-            TAKE: lambda body: self.arrivals.take(str(body["id"])),
+            TAKE: lambda body: self.incoming.complete(str(body["id"])),
             GIVE_UP: self._give_up,
             KILL: lambda _: kill(),
             RESTART: lambda _: restart(),
         }
 
     def do(self, name: str, body: _Body) -> dict[str, Any]:
-        """Do one; return its result beside the description of the store.
+        """Run an action; return its result and the description of the store.
 
         Raises:
-            SchemaError: it is unknown, lacks something, or is refused.
-            MapChangedError: as the action.
+            SchemaError: the action is unknown, lacks fields, or is refused.
+            SlotMapChangedError: the caller has an outdated slot map.
         """
         if name not in self._actions:
-            raise SchemaError(f"action must be known, got {name!r}; use {DESCRIBE}")
+            raise SchemaError(f"unknown action: {name!r}; use {DESCRIBE}")
         try:
             result = self._actions[name](body)
         except (KeyError, TypeError, ValueError) as error:
             raise SchemaError(
-                f"body of {name} must have its fields, got {error!r}; use a caller of the store's "
-                "release"
+                f"invalid body of action {name}: {error!r}; use a caller of the store's release"
             ) from error
         return {**self._shard.describe(), **(result or {})}
 
     def _open(self, body: _Body) -> None:
-        layouts = layouts_from_json(body["layouts"])
         self._shard.open(
             str(body["owner"]),
             str(body["session"]),
-            layouts,
-            claims=ownership_from_json(body["claims"]),
+            layouts_from_json(body["layouts"]),
+            ownership=ownership_from_json(body["claims"]),
             version=int(body["version"]),
             reset=bool(body["reset"]),
         )
 
     def _fence(self, body: _Body) -> None:
-        slots = ranges_of(slots_of(body))
+        slots = ranges_of(slots_from_json(body))
         self._shard.fence(str(body["session"]), slots, int(body["version"]), int(body["tag"]))
 
     def _move(self, body: _Body) -> dict[str, Any]:
-        moved = self._departures.move(
-            str(body["to"]), slots_of(body), move_id=secrets.token_hex(8), keep=False
+        stats = self._outgoing.move(
+            str(body["to"]), slots_from_json(body), migration_id=secrets.token_hex(8), keep=False
         )
-        return {"moved": asdict(moved)}
+        return {"moved": asdict(stats)}
 
     def _fill(self, body: _Body) -> None:
-        self._departures.fill_in_background(
-            str(body["to"]), slots_of(body), move_id=secrets.token_hex(8)
+        self._outgoing.fill_in_background(
+            str(body["to"]), slots_from_json(body), migration_id=secrets.token_hex(8)
         )
 
     def _arrive(self, body: _Body) -> None:
-        layouts = layouts_from_json(body["layouts"])
-        move = migration_from_json(body["move"])
-        self.arrivals.begin(move, str(body["owner"]), str(body["session"]), layouts)
+        self.incoming.begin(
+            migration_from_json(body["move"]),
+            str(body["owner"]),
+            str(body["session"]),
+            layouts_from_json(body["layouts"]),
+        )
 
     def _give_up(self, body: _Body) -> dict[str, Any]:
-        return {"taken": self.arrivals.give_up(str(body["id"]), str(body["session"]))}
+        return {"taken": self.incoming.cancel(str(body["id"]), str(body["session"]))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageLimits:
-    """What a store process holds for its callers at once."""
+    """Limits of the messages of a store process."""
 
     message_bytes: int = 4 << 20
-    """Largest message; callers split what is larger."""
+    """Maximum message size; callers split larger requests."""
     in_flight_bytes: int = 64 << 20
-    """Most bytes of messages under way; further calls wait before they are read."""
+    """Maximum bytes of messages in flight; further calls wait before they are read."""
     wait_sec: float = 10.0
-    """Longest wait; then the caller is told to come again."""
+    """Maximum wait of a call; then it fails with `busy`."""
     delay_sec: float = 0.0
-    """Time that every answer is held back: a slower network, for measurements."""
+    """Delay of every response, to emulate a slower network."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that let no call through."""
+        """Check that two messages fit into the budget."""
         if not 4096 <= self.message_bytes <= self.in_flight_bytes // 2:
             raise ValueError(
                 "message_bytes must be in [4096, in_flight_bytes / 2], got "
@@ -240,7 +241,7 @@ class MessageLimits:
 
 
 class StoreServer(fl.FlightServerBase):
-    """Serves one shard until `shutdown`."""
+    """Flight server of one shard."""
 
     def __init__(
         self,
@@ -252,15 +253,15 @@ class StoreServer(fl.FlightServerBase):
         actions: Actions,
         certificate: tuple[bytes, bytes] | None = None,
     ) -> None:
-        """Listen at once, as Flight servers do.
+        """Start to listen.
 
         Args:
             shard: loaded.
             location: `grpc://host:port` or `grpc+tls://host:port`; port 0 takes a free one.
-            token: what callers must present.
+            token: of callers.
             limits: of messages.
-            actions: what it does beside rows.
-            certificate: chain and key, PEM, for TLS.
+            actions: of the store.
+            certificate: PEM chain and key, for TLS.
         """
         self._shard = shard
         self._actions = actions
@@ -273,8 +274,8 @@ class StoreServer(fl.FlightServerBase):
         )
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[bytes]:
-        """Do what is asked beside rows; the answer describes the store."""
-        with _named():
+        """Run an action; the response describes the store."""
+        with _flight_errors():
             answer = self._actions.do(action.type, _json(action.body.to_pybytes() or b"{}"))
         return [json.dumps(answer | {"message_bytes": self._limits.message_bytes}).encode()]
 
@@ -285,64 +286,68 @@ class StoreServer(fl.FlightServerBase):
         reader: fl.MetadataRecordBatchReader,
         writer: fl.MetadataRecordBatchWriter,
     ) -> None:
-        """Answer one message of rows by one message."""
-        # room for the request and for its answer, taken before the request is read
-        with _named(), self.budget.reserve(2 * self._limits.message_bytes):
+        """Process one request message of rows."""
+        # for request and response, reserved before the request is read
+        with _flight_errors(), self.budget.reserve(2 * self._limits.message_bytes):
             request = Request.from_bytes(descriptor.command)
             layout = self._layout(request)
-            answer, sequence = self._answer(request, layout, reader)
+            response, sequence = self._process(request, layout, reader)
             if self._limits.delay_sec:
                 time.sleep(self._limits.delay_sec)
             writer.begin(records_schema(layout))
-            writer.write_with_metadata(answer, str(sequence).encode())
+            writer.write_with_metadata(response, str(sequence).encode())
 
     def _layout(self, request: Request) -> TableLayout:
         if request.op == RECEIVE:
-            return self._actions.arrivals.layout(request.session)
+            return self._actions.incoming.layout(request.session)
         return self._shard.layout(request)
 
-    def _answer(
+    def _process(
         self, request: Request, layout: TableLayout, reader: fl.MetadataRecordBatchReader
     ) -> tuple[pa.RecordBatch, int]:
         batch = reader.read_chunk().data
         if request.op == CONTENTS:
             name, count = request.tables[0] if request.tables else ("", 0)
             self._check_size(count, layout)
-            rows, block, done = self._shard.contents(request, name, count)
-            return records_batch(rows, block, layout), done.sequence
+            rows, block, sequence = self._shard.contents(request, name, count)
+            return records_batch(rows, block, layout), sequence
         tables = self._rows(request, layout, batch)
         if request.op == FETCH:
-            block, done = self._shard.fetch(request, tables)
-            return records_batch(rows_of(batch), block, layout), done.sequence
+            block, sequence = self._shard.fetch(request, tables)
+            return records_batch(rows_of(batch), block, layout), sequence
         block = block_of(batch, layout)
-        none = records_batch(rows_of(batch)[:0], block[:0], layout)
+        empty = records_batch(rows_of(batch)[:0], block[:0], layout)
         if request.op == RECEIVE:
             entry = RowsEntry(tables, steps_of(batch), block)
-            self._actions.arrivals.receive(request.session, entry)
-            return none, 0
-        return none, self._shard.write(request, tables, block).sequence
+            self._actions.incoming.receive(request.session, entry)
+            return empty, 0
+        return empty, self._shard.write(request, tables, block)
 
     def _rows(
         self, request: Request, layout: TableLayout, batch: pa.RecordBatch
     ) -> dict[str, NDArray[np.int64]]:
-        columns = {FETCH: rows_schema(), WRITE: records_schema(layout)}
-        wanted = (columns | {RECEIVE: stepped_records_schema(layout)}).get(request.op)
-        if wanted is None:
-            raise SchemaError(f"op must be known, got {request.op!r}; use {FETCH} or {WRITE}")
-        if batch.schema != wanted:
+        schemas = {
+            FETCH: rows_schema(),
+            WRITE: records_schema(layout),
+            RECEIVE: stepped_records_schema(layout),
+        }
+        schema = schemas.get(request.op)
+        if schema is None:
+            raise SchemaError(f"unknown op: {request.op!r}; use {FETCH} or {WRITE}")
+        if batch.schema != schema:
             raise SchemaError(
-                f"message must have columns {_columns(wanted)}, got {_columns(batch.schema)}; "
+                f"message must have columns {_columns(schema)}, got {_columns(batch.schema)}; "
                 "train with the dimension, state and dtype of the store"
             )
         self._check_size(batch.num_rows, layout)
         if sum(count for _, count in request.tables) != batch.num_rows:
-            raise SchemaError(f"tables must add up to {batch.num_rows} rows, got others; send all")
+            raise SchemaError(f"row counts of tables do not add up to {batch.num_rows}")
         rows, end = rows_of(batch), 0
-        found: dict[str, NDArray[np.int64]] = {}
+        tables: dict[str, NDArray[np.int64]] = {}
         for table, count in request.tables:
             start, end = end, end + count
-            found[table] = rows[start:end]
-        return found
+            tables[table] = rows[start:end]
+        return tables
 
     def _check_size(self, count: int, layout: TableLayout) -> None:
         if count * record_bytes(layout) > self._limits.message_bytes:
@@ -361,13 +366,13 @@ def _json(data: bytes) -> dict[str, Any]:
         return dict(json.loads(data))
     except (ValueError, TypeError) as error:
         raise SchemaError(
-            f"body must be a JSON object, got {data[:80]!r}; use a trainer of the store's release"
+            f"body is not a JSON object: {data[:80]!r}; use a trainer of the store's release"
         ) from error
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Send what is refused as a code and the one line that says why, beside Flight's own text."""
+def _flight_errors() -> Iterator[None]:
+    """Convert errors to Flight errors with a code and a one-line message as extra info."""
     try:
         yield
     except BusyError as error:
@@ -386,36 +391,36 @@ def _info(code: str, line: str) -> bytes:
 
 
 _SHUTDOWN_SEC = 5.0
-_ANSWER_SEC = 0.05
+_RESPONSE_SEC = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What a store process is told on its command line."""
+    """Options of a store process."""
 
     directory: Path
-    """Where its log lies."""
+    """Directory of the log."""
     token_file: Path
-    """File whose text callers must present."""
+    """File with the token of callers."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
-    """Port to listen on; a free one when 0."""
+    """Port to listen on; 0: a free one."""
     slots: Ranges = ((0, NUM_SLOTS),)
-    """Slots that it serves from the start: first of each range and the one after its last."""
+    """Slot ranges [first, end) that it serves initially."""
     certificate: Certificate | None = None
-    """For TLS."""
+    """Certificate for TLS."""
     trusted: Path | None = None
-    """PEM file of the authorities of other stores, which slots move to; the system's when None."""
+    """PEM file of the authorities of other stores, for migrations; None: the system's."""
     certificate_name: str | None = None
-    """Name that certificates of other stores bear; the host of their address when None."""
+    """Name in the certificates of other stores; None: the host of their address."""
     sync: bool = False
-    """Whether each write waits for the device."""
+    """Whether each write is fsynced."""
     limits: MessageLimits = field(default_factory=MessageLimits)
-    """Of messages."""
+    """Limits of messages."""
 
     def __post_init__(self) -> None:
-        """Refuse to send rows over a network in the clear, and slots that there are not."""
+        """Check host and slots."""
         check_host(self.host, self.certificate)
         check_ranges(self.slots)
 
@@ -423,15 +428,15 @@ class StoreOptions:
 def run_store(
     options: StoreOptions, announce: Callable[[str], None], end_with: BinaryIO | None
 ) -> int | None:
-    """Serve until SIGTERM or SIGINT, or until a pipe ends.
+    """Serve until SIGTERM, SIGINT, or the end of a pipe.
 
     Args:
-        options: what to serve.
-        announce: called with one JSON line when calls are answered: address, pid and slots.
-        end_with: a pipe that the parent holds open; None to outlive the parent.
+        options: of the store.
+        announce: called with one JSON line (address, pid, slots) once the store serves.
+        end_with: a pipe that the parent keeps open; None: outlive the parent.
 
     Returns:
-        The port on which it shall be started anew in its place, None when it was told to end.
+        The port to be restarted on after a `restart` action; None otherwise.
 
     Raises:
         SchemaError: the directory or the token cannot be used.
@@ -444,25 +449,25 @@ def run_store(
         certificates=read_authorities(options.trusted),
         certificate_name=options.certificate_name,
     )
-    departures = OutgoingMigrations(shard, access, clock=time.monotonic)
-    ended, again = threading.Event(), threading.Event()
+    outgoing = OutgoingMigrations(shard, access, clock=time.monotonic)
+    ended, restarts = threading.Event(), threading.Event()
 
     def end_soon(function: Callable[[], None]) -> None:
-        threading.Timer(_ANSWER_SEC, function).start()  # its caller is answered first
+        threading.Timer(_RESPONSE_SEC, function).start()  # after the response is sent
 
     def restart() -> None:
-        again.set()
+        restarts.set()
         ended.set()
 
     actions = Actions(
         shard,
-        departures,
+        outgoing,
         kill=lambda: end_soon(lambda: os.kill(os.getpid(), signal.SIGKILL)),
         restart=lambda: end_soon(restart),
     )
     try:
         shard.load()
-        departures.settle_in_background()
+        outgoing.settle_in_background()
         server = StoreServer(
             shard,
             f"{scheme}://{options.host}:{options.port}",
@@ -482,9 +487,9 @@ def run_store(
         stopping = threading.Thread(target=server.shutdown, daemon=True)
         stopping.start()
         stopping.join(_SHUTDOWN_SEC)
-        return server.port if again.is_set() else None
+        return server.port if restarts.is_set() else None
     finally:
-        departures.end()
+        outgoing.end()
         shard.close()
 
 

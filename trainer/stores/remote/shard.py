@@ -1,4 +1,8 @@
-"""One shard: some slots of all tables, in memory with a write-ahead log."""
+"""One shard: some slots of all tables, in memory with a write-ahead log.
+
+A write is logged before it is applied, and applied before it is acknowledged. A checkpoint of the
+run replaces the log by one that holds each row once. The newest complete log is the state.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,17 @@ from trainer.stores.remote.wal import ControlEntry, Entry, OpenEntry, RowsEntry,
 from trainer.stores.remote.wire import Request, check_same_layouts, record_width
 from trainer.stores.row_map import RowMap
 
+ROWS_PER_RECORD = 1 << 14
+"""Maximum rows per record of a new log, and per message between stores."""
+Tables = Mapping[str, NDArray[np.int64]]
+"""Table to distinct rows."""
 VersionedRows = tuple[NDArray[np.int64], NDArray[np.int64], Array]
-"""(rows, steps that made them, records)."""
+"""(rows, steps of their records, records)."""
 _NEVER = -(1 << 62)
 
 
 class ShardTable:
-    """Records in order of first write; of two writes of a row the one of the later step stays."""
+    """Records in order of first write; of two writes of a row the one of the later step wins."""
 
     def __init__(self, layout: TableLayout) -> None:
         """Start empty."""
@@ -50,15 +58,15 @@ class ShardTable:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """Rows ever written, in order of their first write."""
+        """Rows ever written, in order of first write."""
         return self._map.rows
 
     def fetch(self, rows: NDArray[np.int64], as_of: int | None = None) -> Array:
-        """Return copies of records, (n, record_width); first values where nothing was written.
+        """Return copies of records, (n, record_width); initial values where nothing was written.
 
         Args:
             rows: distinct rows.
-            as_of: no record may be of a later step; None: any may.
+            as_of: latest step that records may be of; None: any.
 
         Raises:
             BehindError: the table has records of later steps.
@@ -69,36 +77,36 @@ class ShardTable:
                 "go back to a checkpoint"
             )
         positions = self._map.find(rows)
-        known = positions >= 0
-        if known.all():
+        written = positions >= 0
+        if written.all():
             return self._block[positions]
         block = self._new_block(len(rows))
-        block[known] = self._block[positions[known]]
-        block[~known] = self._first(rows[~known])
+        block[written] = self._block[positions[written]]
+        block[~written] = self._initial_records(rows[~written])
         return block
 
     def write(self, rows: NDArray[np.int64], steps: NDArray[np.int64] | int, block: Array) -> None:
-        """Keep records, but for rows whose record is of a later step.
+        """Write records except for rows whose record is of a later step.
 
         Args:
             rows: (n,) distinct.
-            steps: (n,) the step that made each record, or one for all.
+            steps: (n,) step of each record, or one for all.
             block: (n, record_width).
         """
         steps = np.broadcast_to(np.asarray(steps, np.int64), len(rows))
         positions = self._map.find(rows)
-        unknown = positions < 0
-        if unknown.any():
-            positions[unknown] = self._map.add(rows[unknown])
+        new = positions < 0
+        if new.any():
+            positions[new] = self._map.add(rows[new])
             self._reserve(len(self._map))
-            self._steps[positions[unknown]] = _NEVER
+            self._steps[positions[new]] = _NEVER
         newer = steps >= self._steps[positions]
         chosen = positions[newer]
         self._steps[chosen], self._block[chosen] = steps[newer], block[newer]
         self.newest_step = max(self.newest_step, int(steps.max(initial=_NEVER)))
 
     def ascending(self, after: int, count: int) -> VersionedRows:
-        """Return the rows that follow one, their steps, and copies of their records."""
+        """Return the next `count` rows greater than `after`, with copies of their records."""
         if len(self._order) != len(self._map):
             self._order = np.argsort(self._map.rows)
         start = int(np.searchsorted(self._map.rows, after, side="right", sorter=self._order))
@@ -106,14 +114,14 @@ class ShardTable:
         return self._map.rows[chosen], self._steps[chosen], self._block[chosen]
 
     def records(self, rows: NDArray[np.int64]) -> VersionedRows:
-        """Return those of the rows that were written, with their records."""
+        """Return those of the rows that were written, with copies of their records."""
         positions = self._map.find(rows)
-        known = positions >= 0
-        found = positions[known]
-        return rows[known], self._steps[found], self._block[found]
+        written = positions >= 0
+        positions = positions[written]
+        return rows[written], self._steps[positions], self._block[positions]
 
     def drop(self, slots: NDArray[np.bool_]) -> None:
-        """Forget the rows of slots."""
+        """Delete the rows of slots."""
         kept = np.flatnonzero(~slots[slot_of_row(self._map.rows)])
         if len(kept) == len(self._map):
             return
@@ -126,7 +134,7 @@ class ShardTable:
     def _new_block(self, count: int) -> Array:
         return np.empty((count, self._block.shape[1]), self.layout.dtype)
 
-    def _first(self, rows: NDArray[np.int64]) -> Array:
+    def _initial_records(self, rows: NDArray[np.int64]) -> Array:
         layout = self.layout
         block = self._new_block(len(rows))
         block[:, : layout.dim] = initial_rows(
@@ -136,104 +144,81 @@ class ShardTable:
         return block
 
     def _reserve(self, num_rows: int) -> None:
-        held = len(self._steps)
-        if num_rows <= held:
+        size = len(self._steps)
+        if num_rows <= size:
             return
         capacity = max(1024, 1 << (num_rows - 1).bit_length())
         steps, block = np.empty(capacity, np.int64), self._new_block(capacity)
-        steps[:held], block[:held] = self._steps, self._block
+        steps[:size], block[:size] = self._steps, self._block
         self._steps, self._block = steps, block
 
 
 class ChangeTracker:
-    """Rows of some slots that were written since they were asked for."""
+    """Collects rows of some slots that are written."""
 
     def __init__(self, slots: NDArray[np.bool_]) -> None:
-        """Begin with none.
+        """Start empty.
 
         Args:
-            slots: (NUM_SLOTS,) which are watched.
+            slots: (NUM_SLOTS,) mask of the tracked slots.
         """
         self._slots = slots
         self._changed: dict[str, list[NDArray[np.int64]]] = {}
 
-    def note(self, tables: Mapping[str, NDArray[np.int64]]) -> None:
-        """Take note of rows that are written."""
+    def add(self, tables: Tables) -> None:
+        """Add the tracked ones of rows that are written."""
         for table, rows in tables.items():
-            mine = rows[self._slots[slot_of_row(rows)]]
-            if len(mine):
-                self._changed.setdefault(table, []).append(mine)
+            tracked = rows[self._slots[slot_of_row(rows)]]
+            if len(tracked):
+                self._changed.setdefault(table, []).append(tracked)
 
-    def take(self) -> dict[str, NDArray[np.int64]]:
-        """Return the rows, and begin anew."""
+    def drain(self) -> dict[str, NDArray[np.int64]]:
+        """Return the distinct rows added since the last call."""
         changed, self._changed = self._changed, {}
         return {table: np.unique(np.concatenate(parts)) for table, parts in changed.items()}
 
 
 class StepBarrier:
-    """Lets something happen between the writes of two steps, under the lock of the store."""
+    """Holds back the writes of the next step while slots are handed over."""
 
     def __init__(self, lock: threading.Condition) -> None:
-        """Keep the lock."""
+        """Use the lock of the store."""
         self._lock = lock
         self._last_step = -1
-        self._wanted = False
+        self._closed = False
         self._reached = False
 
-    def pass_by(self, train_step: int) -> None:
-        """Be a writer of a step: wait while something happens before it; the lock is held."""
-        if self._wanted and train_step > self._last_step:
+    def enter_step(self, train_step: int) -> None:
+        """Wait if `train_step` is new and the barrier is closed; the caller holds the lock."""
+        if self._closed and train_step > self._last_step:
             self._reached = True
             self._lock.notify_all()
-            self._lock.wait_for(lambda: not self._wanted)
+            self._lock.wait_for(lambda: not self._closed)
         self._last_step = max(self._last_step, train_step)
 
     @contextmanager
-    def before_next_step(self, patience_sec: float) -> Iterator[None]:
-        """Hold the lock from when the next step begins to write, or after some time."""
+    def before_next_step(self, timeout_sec: float) -> Iterator[None]:
+        """Hold the lock from the first write of the next step, or from `timeout_sec`, on."""
         with self._lock:
-            self._wanted, self._reached = True, False
-            self._lock.wait_for(lambda: self._reached, patience_sec)
+            self._closed, self._reached = True, False
+            self._lock.wait_for(lambda: self._reached, timeout_sec)
             try:
                 yield
             finally:
-                self._wanted = False
+                self._closed = False
                 self._lock.notify_all()
 
 
-# Some slots of all tables: rows in memory, beside them a log that outlives the process.
-#
-# A write is in the log before it is in memory, and in memory before it is acknowledged.
-# `checkpointed` writes a new log that holds every row once and removes the old one. The newest
-# whole log is the state.
-
-ROWS_PER_RECORD = 1 << 14
-"""Rows of one record of a new log, and of one message between stores at most."""
-Tables = Mapping[str, NDArray[np.int64]]
-"""Table to distinct rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """What a caller learns from an answer.
-
-    Attributes:
-        sequence: messages of rows that the store acknowledged in this session.
-    """
-
-    sequence: int
-
-
 class Shard:
-    """Rows of some slots of all tables; any thread may call."""
+    """Rows of some slots of all tables; thread-safe."""
 
     def __init__(self, directory: Path, home: Ranges, *, sync: bool) -> None:
-        """Keep what is needed; `load` opens the files.
+        """Open nothing yet; see `load`.
 
         Args:
-            directory: where the log lies; no other process may use it.
-            home: slots that it serves from the start.
-            sync: whether each write waits for the device.
+            directory: of the log; locked by one process.
+            home: slots that it is started with.
+            sync: fsync each write.
         """
         self._log = ShardLog(directory, sync=sync)
         self._where = str(directory)
@@ -242,14 +227,14 @@ class Shard:
         self.tables: dict[str, ShardTable] = {}
         self.incarnation = secrets.token_hex(8)
         self.sequence = 0
-        self.watch: ChangeTracker | None = None
-        self.boundary = StepBarrier(self.lock)
+        self.tracker: ChangeTracker | None = None
+        self.barrier = StepBarrier(self.lock)
 
     def load(self) -> None:
-        """Take the directory and replay its newest log.
+        """Lock the directory and replay its newest log.
 
         Raises:
-            SchemaError: another process has the directory, or its log is damaged or of other slots.
+            SchemaError: another process has the directory, or the log is damaged or of other slots.
         """
         home = self.control.home
         for entry in self._log.load():
@@ -262,11 +247,14 @@ class Shard:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Return slots, owner, claims and number of rows of each table."""
+        """Return the JSON of a `StoreDescription`, with the number of rows of each table."""
         with self.lock:
-            found = self.control.describe()
-            found["rows"] = {table: len(held) for table, held in self.tables.items()}
-            return found | {"incarnation": self.incarnation, "sequence": self.sequence}
+            return {
+                **self.control.describe(),
+                "rows": {table: len(rows) for table, rows in self.tables.items()},
+                "incarnation": self.incarnation,
+                "sequence": self.sequence,
+            }
 
     def open(
         self,
@@ -274,26 +262,26 @@ class Shard:
         session: str,
         layouts: Mapping[str, TableLayout],
         *,
-        claims: Ownership,
+        ownership: Ownership,
         version: int,
         reset: bool,
     ) -> None:
-        """Serve one training process from now on.
+        """Start a session, which ends the previous one.
 
         Args:
-            owner: names the run.
-            session: names the process.
+            owner: identifies the run.
+            session: identifies the training process.
             layouts: tables by name.
-            claims: slots to be served.
-            version: of the map of slots that they are part of.
-            reset: forget all rows: those of the checkpoint will be written.
+            ownership: slots to be served.
+            version: of the slot map.
+            reset: delete all rows; those of a checkpoint will be written.
 
         Raises:
             SchemaError: there are rows of another run or of other tables.
         """
         with self.lock:
             if session == self.control.session:
-                return  # the call was repeated: rows may have been written since the first
+                return  # a retry: rows may have been written since the first call
             self.check_owner(owner, layouts)
             kept = self.tables if not reset else {}
             tables = {t: kept.get(t) or ShardTable(layout) for t, layout in layouts.items()}
@@ -301,92 +289,91 @@ class Shard:
                 home=self.control.home,
                 owner=owner,
                 session=session,
-                claims=claims,
+                ownership=ownership,
                 version=version,
                 addresses=self.control.addresses,
             )
-            self.watch = None
+            self.tracker = None
             self.replace_log(control, tables)
 
     def check_owner(self, owner: str, layouts: Mapping[str, TableLayout]) -> None:
-        """Refuse to mix rows.
-
-        Raises:
-            SchemaError: there are rows of another run or of other tables.
-        """
+        """Raise SchemaError if there are rows of another run or of other tables."""
         if not any(len(table) for table in self.tables.values()):
             return
         held = {name: table.layout for name, table in self.tables.items()}
         check_same_layouts(held, layouts, self._where)
         if owner != self.control.owner:
             raise SchemaError(
-                f"store must be empty or of this run, got rows of run {self.control.owner!r}; "
+                f"store has rows of another run: {self.control.owner!r}; "
                 "resume that run, or start the store with an empty --directory",
                 file=self._where,
             )
 
-    def fetch(self, request: Request, tables: Tables) -> tuple[Array, Acknowledged]:
-        """Return the records of rows, one table after the other.
+    def fetch(self, request: Request, tables: Tables) -> tuple[Array, int]:
+        """Return the concatenated records of rows, and the acknowledged messages.
 
         Raises:
             SchemaError: another session or an unknown table.
-            MapChangedError: a row of slots that are not served, or a caller of an older map.
+            SlotMapChangedError: a row of slots that are not served, or an outdated slot map.
         """
         with self.lock:
             self._check(request, tables)
             parts = [self.tables[t].fetch(rows, request.as_of) for t, rows in tables.items()]
             block = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            return block, Acknowledged(self.sequence)
+            return block, self.sequence
 
-    def write(self, request: Request, tables: Tables, block: Array) -> Acknowledged:
-        """Keep records; when this returns they outlive the process.
+    def write(self, request: Request, tables: Tables, block: Array) -> int:
+        """Write records durably, and return the acknowledged messages.
 
         Args:
-            request: with the step that made them; a record of a later step is not replaced.
+            request: with the step of the records; records of later steps are not replaced.
             tables: table to distinct rows.
             block: (rows of all tables, record_width).
 
         Raises:
-            SchemaError: as `fetch`, or there is no room; then nothing is written.
-            MapChangedError: as `fetch`.
+            SchemaError: as `fetch`, or the disk is full; then nothing is written.
+            SlotMapChangedError: as `fetch`.
         """
         with self.lock:
-            self.boundary.pass_by(request.train_step)
+            self.barrier.enter_step(request.train_step)
             self._check(request, tables)
             steps = np.full(len(block), request.train_step, np.int64)
-            self.keep(RowsEntry(tables, steps, block, counted=True))
-            return Acknowledged(self.sequence)
+            self.write_entry(RowsEntry(tables, steps, block, counted=True))
+            return self.sequence
 
-    def keep(self, entry: RowsEntry) -> None:
-        """Log rows and take them; the caller holds the lock.
+    def write_entry(self, entry: RowsEntry) -> None:
+        """Log and apply rows; the caller holds the lock.
 
         Raises:
-            SchemaError: there is no room; then nothing is kept.
+            SchemaError: the disk is full; nothing is written.
         """
         self._log.append(entry)
         self._apply(entry)
-        if self.watch is not None:
-            self.watch.note(entry.tables)
+        if self.tracker is not None:
+            self.tracker.add(entry.tables)
 
     def contents(
         self, request: Request, table: str, count: int
-    ) -> tuple[NDArray[np.int64], Array, Acknowledged]:
-        """Return the rows of a table that follow one, and their records, of served slots."""
+    ) -> tuple[NDArray[np.int64], Array, int]:
+        """Return rows of served slots after `request.after`, their records, and the sequence.
+
+        At most `count` rows; none at the end of the table.
+        """
         with self.lock:
             self._check(request, {table: np.empty(0, np.int64)})
             served, after = self.control.served, request.after
             while True:
                 rows, _, block = self.tables[table].ascending(after, count)
-                mine = served[slot_of_row(rows)]
-                if mine.any() or len(rows) < count:
-                    return rows[mine], block[mine], Acknowledged(self.sequence)
+                is_served = served[slot_of_row(rows)]
+                if is_served.any() or len(rows) < count:
+                    return rows[is_served], block[is_served], self.sequence
                 after = int(rows[-1])
 
     def notify_checkpoint(self, session: str) -> None:
-        """Truncate the log: what it held is now there once.
+        """Replace the log by one that holds each row once.
 
         Raises:
-            SchemaError: another session, or there is no room; then the old log stays.
+            SchemaError: another session, or the disk is full; then the old log stays.
         """
         with self.lock:
             self.check_session(session)
@@ -395,81 +382,77 @@ class Shard:
             self.replace_log(replace(self.control, sequence=self.sequence), self.tables)
 
     def fence(self, session: str, slots: Ranges, version: int, tag: int) -> None:
-        """Serve slots in a newer version of the map: other copies of them have become old.
+        """Increase the version of served slots, so that other copies of them are outdated.
 
         Raises:
-            MapChangedError: a map of that version is known already.
+            SlotMapChangedError: the store has that version already.
         """
         with self.lock:
             self.check_session(session)
             mask = mask_of(slots) & self.control.served
             if version <= self.control.version:
-                if not (self.control.claims.tags[mask] == tag).all():
-                    raise SlotMapChangedError("map must be newer than what the store knows")
-                return  # repeated
-            claims = self.control.claims.taken(mask, version, tag)
-            self.log_control(replace(self.control, claims=claims, version=version))
+                if not (self.control.ownership.tags[mask] == tag).all():
+                    raise SlotMapChangedError("store has a newer slot map")
+                return  # a retry
+            ownership = self.control.ownership.with_slots(mask, version, tag)
+            self.log_control(replace(self.control, ownership=ownership, version=version))
 
     def log_control(self, control: ShardControl, dropped: Ranges = ()) -> None:
-        """Log a new state beside the rows, then take it; the caller holds the lock."""
+        """Log and apply a new control state; the caller holds the lock."""
         control = replace(control, sequence=self.sequence)
         entry = ControlEntry(control, dropped)
         self._log.append(entry)
-        self._log.flush_to_disk()  # rare, and other stores go by it
+        self._log.flush_to_disk()  # rare, and other stores rely on it
         self._apply(entry)
 
     def replace_log(self, control: ShardControl, tables: dict[str, ShardTable]) -> None:
-        """Write a new log with all rows, then take it over; the caller holds the lock."""
+        """Write a new log with all rows and switch to it; the caller holds the lock."""
         self._log.replace(_entries(control, tables))
         self.control, self.tables, self.sequence = control, tables, control.sequence
 
     def close(self) -> None:
-        """Close the log and let the directory go."""
+        """Close the log and unlock the directory."""
         with self.lock:
             self._log.close()
 
     def layout(self, request: Request) -> TableLayout:
-        """Return the layout that all tables share in shape."""
+        """Return the layout of one table; all have one shape."""
         with self.lock:
             self.check_session(request.session)
             return next(iter(self.tables.values())).layout
 
     def check_session(self, session: str) -> None:
-        """Refuse callers of another session.
+        """Check the session of a caller.
 
         Raises:
-            MapChangedError: there is none: the store began empty.
+            SlotMapChangedError: the store started empty and has no session.
             SchemaError: another process trains on it.
         """
         if not self.tables:
-            raise SlotMapChangedError("store must have been opened, got one that began empty")
+            raise SlotMapChangedError("store started empty and is not open")
         if session != self.control.session:
             raise SchemaError(
-                f"session must be the newest that opened the store, got {session!r}; "
-                "another process trains on it, end one of the two",
+                f"session {session!r} of the store was replaced; another process trains on it, "
+                "end one of the two",
                 file=self._where,
             )
 
     def _check(self, request: Request, tables: Tables) -> None:
         self.check_session(request.session)
         if request.incarnation != self.incarnation:
-            raise SlotMapChangedError(
-                "store must be the process that was described, got a later one"
-            )
+            raise SlotMapChangedError("store was restarted since it was described")
         if request.acknowledged > self.sequence:
-            raise SlotMapChangedError("store must have what it acknowledged, got an older state")
+            raise SlotMapChangedError("store lost acknowledged writes")
         if request.store_version != self.control.version:
-            raise SlotMapChangedError("slots must be as they were described, got another version")
+            raise SlotMapChangedError("slots of the store have changed since it was described")
         for table, rows in tables.items():
             if table not in self.tables:
                 raise SchemaError(
-                    f"table must be one of {sorted(self.tables)}, got {table!r}; open it first",
+                    f"store has no table {table!r}, only {sorted(self.tables)}; open it first",
                     file=self._where,
                 )
             if not self.control.served[slot_of_row(rows)].all():
-                raise SlotMapChangedError(
-                    f"rows must be of slots served here, got others in {table!r}"
-                )
+                raise SlotMapChangedError(f"rows of {table!r} are in slots of other stores")
 
     def _apply(self, entry: Entry) -> None:
         if isinstance(entry, OpenEntry):
@@ -488,11 +471,10 @@ class Shard:
 
 
 def _entries(control: ShardControl, tables: Mapping[str, ShardTable]) -> Iterator[Entry]:
-    """Yield a log that says what there is."""
+    """Yield a log of the whole state."""
     yield OpenEntry({name: table.layout for name, table in tables.items()})
     yield ControlEntry(control)
     for name, table in tables.items():
         for start in range(0, len(table), ROWS_PER_RECORD):
-            some = table.rows[start : start + ROWS_PER_RECORD]
-            rows, steps, block = table.records(some)
+            rows, steps, block = table.records(table.rows[start : start + ROWS_PER_RECORD])
             yield RowsEntry({name: rows}, steps, block)

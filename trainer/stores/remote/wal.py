@@ -1,4 +1,10 @@
-"""The write-ahead log of a shard."""
+"""The write-ahead log of a shard: an append-only file of checksummed records.
+
+A record is a header (magic, CRC-32 of everything that follows, payload length) and its payload.
+A killed process leaves at most one torn record, the last one, which was never acknowledged: it is
+truncated. Damage before an intact record raises an error, so that no acknowledged write is dropped
+silently.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +29,6 @@ from trainer.stores.api import TableLayout
 from trainer.stores.remote.ownership import Ranges, ShardControl, control_from_json
 from trainer.stores.remote.wire import layouts_from_json, record_width
 
-# An append-only file of checksummed records: what a store process replays after it died.
-#
-# A record is a header (magic, CRC-32 of all that follows, bytes of the payload) and the payload.
-# A process that is killed leaves at most one torn record, the last, which nobody was told of; it
-# is cut off. Damage before a good record is refused by name: acknowledged writes are never
-# dropped in silence.
-
 MAGIC = b"PRL1"
 _HEADER = struct.Struct("<4sI")
 _LENGTH = struct.Struct("<Q")
@@ -39,15 +38,15 @@ Buffer = bytes | bytearray | memoryview
 
 
 class RecordLog:
-    """Appends records; each is whole or absent."""
+    """A file of records; appending one is atomic."""
 
     def __init__(self, path: Path, *, sync: bool) -> None:
-        """Open at the end, made when missing.
+        """Open or create the file.
 
         Args:
             path: the file.
-            sync: wait after each record until it lies on the device. Without, records survive the
-                death of the process at once, and that of the machine from `flush_to_disk` on.
+            sync: fsync each record. Without it, records survive the death of the process at once,
+                but that of the machine only after `flush_to_disk`.
         """
         self._path = path
         self._sync = sync
@@ -60,10 +59,10 @@ class RecordLog:
         return self._end
 
     def append(self, parts: Sequence[Buffer]) -> None:
-        """Append one record, its payload given in parts.
+        """Append one record with the concatenated parts as payload.
 
         Raises:
-            SchemaError: there is no room; the file is as it was.
+            SchemaError: the disk is full; the file is unchanged.
         """
         length = _LENGTH.pack(sum(len(part) for part in parts))
         crc = zlib.crc32(length)
@@ -76,23 +75,23 @@ class RecordLog:
         except OSError as error:
             os.ftruncate(self._file, self._end)
             raise SchemaError(
-                f"disk must have room for a record, got {error.strerror}; free some and go on, "
-                "the record was not taken and nothing before it is lost",
+                f"no room on disk for a record: {error.strerror}; free some and retry, nothing "
+                "before the record is lost",
                 file=str(self._path),
             ) from error
         self._end += _FRONT + sum(len(part) for part in parts)
 
     def _write(self, parts: Sequence[Buffer]) -> None:
-        left = [memoryview(part) for part in parts if len(part)]
-        while left:
-            written = os.writev(self._file, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
+        pending = [memoryview(part) for part in parts if len(part)]
+        while pending:
+            written = os.writev(self._file, pending)
+            while pending and written >= len(pending[0]):
+                written -= len(pending.pop(0))
             if written:
-                left[0] = left[0][written:]
+                pending[0] = pending[0][written:]
 
     def flush_to_disk(self) -> None:
-        """Wait until all records lie on the device."""
+        """Wait until all records are on the device."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -101,10 +100,10 @@ class RecordLog:
 
 
 def read_records(path: Path) -> Iterator[memoryview]:
-    """Yield the payload of each record, and cut a torn last one off.
+    """Yield the payload of each record; a torn last record is truncated.
 
     Raises:
-        SchemaError: a record before a good one is damaged.
+        SchemaError: a record before an intact one is damaged.
     """
     if not path.is_file() or path.stat().st_size == 0:
         return
@@ -115,7 +114,7 @@ def read_records(path: Path) -> Iterator[memoryview]:
                 end += _FRONT + len(payload)
                 with payload:
                     yield payload
-            _refuse_damage(data, view, end, path)
+            _check_damage(data, view, end, path)
         size = len(data)
     if end < size:
         os.truncate(path, end)
@@ -133,14 +132,14 @@ def _payload(view: memoryview, start: int) -> memoryview | None:
         return view[start + _FRONT : end] if zlib.crc32(checked) == crc else None
 
 
-def _refuse_damage(data: mmap.mmap, view: memoryview, start: int, path: Path) -> None:
+def _check_damage(data: mmap.mmap, view: memoryview, start: int, path: Path) -> None:
     at = data.find(MAGIC, start + 1)
     while at >= 0:
-        if (good := _payload(view, at)) is not None:
-            good.release()
+        if (intact := _payload(view, at)) is not None:
+            intact.release()
             raise SchemaError(
-                "record must have its checksum, got other bytes before a good record; "
-                "restore the file, or go on from the run's checkpoint with an empty directory",
+                "damaged record before an intact one; restore the file, or resume the run from "
+                "its checkpoint with an empty directory",
                 file=str(path),
                 place=f"byte {start}",
             )
@@ -149,7 +148,7 @@ def _refuse_damage(data: mmap.mmap, view: memoryview, start: int, path: Path) ->
 
 @dataclass(frozen=True, slots=True)
 class OpenEntry:
-    """From here on rows are of these tables; the first record of a log.
+    """The tables of the log; its first record.
 
     Attributes:
         layouts: tables by name, all of one shape.
@@ -157,37 +156,41 @@ class OpenEntry:
 
     layouts: Mapping[str, TableLayout]
 
-    def parts(self) -> list[Buffer]:
-        """Return the payload in parts."""
-        return _parts({"op": "open", "layouts": [asdict(each) for each in self.layouts.values()]})
+    def to_buffers(self) -> list[Buffer]:
+        """Return the payload."""
+        return _payload_buffers(
+            {"op": "open", "layouts": [asdict(each) for each in self.layouts.values()]}
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ControlEntry:
-    """What the store is from here on.
+    """A new control state.
 
     Attributes:
-        control: whose rows it holds, and of which slots.
-        dropped: slots whose rows are forgotten.
+        control: the state.
+        dropped: slots whose rows are deleted.
     """
 
     control: ShardControl
     dropped: Ranges = ()
 
-    def parts(self) -> list[Buffer]:
-        """Return the payload in parts."""
-        return _parts({"op": "control", "dropped": self.dropped, **self.control.to_json()})
+    def to_buffers(self) -> list[Buffer]:
+        """Return the payload."""
+        return _payload_buffers(
+            {"op": "control", "dropped": self.dropped, **self.control.to_json()}
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RowsEntry:
-    """Rows as steps left them.
+    """Written rows.
 
     Attributes:
-        tables: table to its rows, one table after the other below.
-        steps: (n,) int64, the step that made each record.
+        tables: table to its rows; `steps` and `block` are concatenated over tables.
+        steps: (n,) int64, step of each record.
         block: (n, record_width).
-        counted: whether this is a message of a trainer, which `Control.sequence` counts.
+        counted: whether it is a message of a trainer, which `ShardControl.sequence` counts.
     """
 
     tables: Mapping[str, NDArray[np.int64]]
@@ -195,22 +198,22 @@ class RowsEntry:
     block: Array
     counted: bool = False
 
-    def parts(self) -> list[Buffer]:
-        """Return the payload in parts."""
+    def to_buffers(self) -> list[Buffer]:
+        """Return the payload."""
         counts = [[table, len(rows)] for table, rows in self.tables.items()]
         rows = np.concatenate([*self.tables.values()])
         header = {"op": "rows", "tables": counts, "counted": self.counted}
-        return _parts(header, rows, self.steps, self.block)
+        return _payload_buffers(header, rows, self.steps, self.block)
 
 
 Entry = OpenEntry | ControlEntry | RowsEntry
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
-    """Yield what a log says, in order; a torn last record is cut off.
+    """Yield the entries of a log; a torn last record is truncated.
 
     Raises:
-        SchemaError: a record before a good one is damaged.
+        SchemaError: a record before an intact one is damaged.
     """
     layouts: Mapping[str, TableLayout] = {}
     for payload in read_records(path):
@@ -244,7 +247,7 @@ def _rows_entry(
     return RowsEntry(tables, numbers[count:], block, bool(header["counted"]))
 
 
-def _parts(header: dict[str, Any], *arrays: Array) -> list[Buffer]:
+def _payload_buffers(header: dict[str, Any], *arrays: Array) -> list[Buffer]:
     text = json.dumps(header, sort_keys=True).encode()
     flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
     return [len(text).to_bytes(4, "little") + text, *(a.view(np.uint8).data for a in flat)]
@@ -254,29 +257,29 @@ _NAME_DIGITS = 8
 
 
 class ShardLog:
-    """The newest whole log is the state; one process at a time has the directory."""
+    """The directory of logs: the newest is the state; locked by one process."""
 
     def __init__(self, directory: Path, *, sync: bool) -> None:
-        """Keep what is needed; `load` opens the files.
+        """Open nothing yet; see `load`.
 
         Args:
-            directory: where the log lies.
-            sync: whether each record waits for the device.
+            directory: of the logs.
+            sync: fsync each record.
         """
         self.directory = directory
         self._sync = sync
         self._generation = 0
         self._log: RecordLog | None = None
-        self._held: int | None = None
+        self._lock: int | None = None
 
     def load(self) -> Iterator[Entry]:
-        """Take the directory, yield what its newest log says, and open that to be appended to.
+        """Lock the directory, yield the entries of its newest log, and open it for appending.
 
         Raises:
             SchemaError: another process has the directory, or its log is damaged.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._held = _hold(self.directory)
+        self._lock = _lock_directory(self.directory)
         for leftover in self.directory.glob("*.partial"):
             leftover.unlink()
         logs = sorted(self.directory.glob("log-*.bin"))
@@ -292,21 +295,21 @@ class ShardLog:
         """Append one record.
 
         Raises:
-            SchemaError: there is no room; the log is as it was.
+            SchemaError: the disk is full; the log is unchanged.
         """
-        assert self._log is not None, "a session is only known with its log"
-        self._log.append(entry.parts())
+        assert self._log is not None, "a store has a log once it is open"
+        self._log.append(entry.to_buffers())
 
     def flush_to_disk(self) -> None:
-        """Wait until all records lie on the device."""
-        assert self._log is not None, "a session is only known with its log"
+        """Wait until all records are on the device."""
+        assert self._log is not None, "a store has a log once it is open"
         self._log.flush_to_disk()
 
     def replace(self, entries: Iterable[Entry]) -> None:
-        """Write a new log and put it in the place of the old one.
+        """Write a new log and delete the old one.
 
         Raises:
-            SchemaError: there is no room; then the old log stays.
+            SchemaError: the disk is full; the old log stays.
         """
         generation = self._generation + 1
         path = self.directory / f"log-{generation:0{_NAME_DIGITS}}.bin"
@@ -315,7 +318,7 @@ class ShardLog:
         log = RecordLog(partial, sync=False)
         try:
             for entry in entries:
-                log.append(entry.parts())
+                log.append(entry.to_buffers())
             log.flush_to_disk()
             partial.rename(path)
         except (SchemaError, OSError):
@@ -333,24 +336,23 @@ class ShardLog:
         self._generation = generation
 
     def close(self) -> None:
-        """Close the log and let the directory go."""
+        """Close the log and unlock the directory."""
         if self._log is not None:
             self._log.close()
             self._log = None
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
-def _hold(directory: Path) -> int:
-    held = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+def _lock_directory(directory: Path) -> int:
+    file = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(held)
+        os.close(file)
         raise SchemaError(
-            "directory must be of one store, got one that another process holds; "
-            "end it or use another --directory",
+            "directory is in use by another store process; end it or use another --directory",
             file=str(directory),
         ) from error
-    return held
+    return file

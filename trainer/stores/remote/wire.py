@@ -1,4 +1,9 @@
-"""Messages between trainers and store processes, with token and TLS."""
+"""Messages between trainers and store processes, and their authentication.
+
+Messages are JSON beside Arrow record batches, never pickle. One call is one request message and
+one response message. A request lists its tables with their number of rows; the rows of all tables
+are concatenated in the batch. The column `record` holds the values of a row, then its state.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +23,18 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.hashing import NUM_SLOTS
 from trainer.stores.api import TableLayout
-from trainer.stores.remote.ownership import Ranges, mask_of, ranges_of
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 Certificate = tuple[Path, Path]
-"""PEM files: chain, and its key."""
+"""PEM files: certificate chain and private key."""
 
 
 def check_host(host: str, certificate: Certificate | None) -> None:
-    """Refuse to send rows over a network in the clear.
+    """Require TLS beyond loopback.
 
     Raises:
-        ValueError: the host is beyond loopback, and there is no certificate.
+        ValueError: the host is not loopback, and there is no certificate.
     """
     if host not in LOOPBACK and certificate is None:
         raise ValueError(
@@ -40,11 +43,7 @@ def check_host(host: str, certificate: Certificate | None) -> None:
 
 
 def read_certificate(certificate: Certificate | None) -> tuple[bytes, bytes] | None:
-    """Return chain and key.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the contents of certificate chain and key."""
     if certificate is None:
         return None
     chain, key = certificate
@@ -52,27 +51,17 @@ def read_certificate(certificate: Certificate | None) -> tuple[bytes, bytes] | N
 
 
 def scheme_of(certificate: Certificate | None) -> str:
-    """Return the scheme of a server's address."""
+    """Return the URL scheme of a server."""
     return "grpc" if certificate is None else "grpc+tls"
 
 
 def read_authorities(path: Path | None) -> bytes | None:
-    """Return the authorities that are trusted, PEM; None for those of the system.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the certificate authorities of a PEM file; None: those of the system."""
     return None if path is None else path.read_bytes()
 
 
-# What a trainer and its store processes say to each other: JSON around Arrow, never pickle.
-#
-# A call is one message there and one back, each a record batch with JSON beside it. A request
-# names tables and how many of its rows belong to each, one table after the other; `record` is a
-# row's values followed by its state.
-
 FETCH, WRITE, CONTENTS, RECEIVE = "fetch", "write", "contents", "receive"
-"""Exchanges; `receive` is between stores."""
+"""Operations of `do_exchange`; `receive` is called by other stores."""
 DESCRIBE, OPEN, CHECKPOINTED, FENCE, FILL, MOVE, KILL, RESTART = (
     "describe",
     "open",
@@ -83,35 +72,35 @@ DESCRIBE, OPEN, CHECKPOINTED, FENCE, FILL, MOVE, KILL, RESTART = (
     "kill",
     "restart",
 )
-"""Actions of trainers, of the scheduler and of the command line."""
+"""Actions of trainers, the scheduler and the command line."""
 ARRIVE, TAKE, GIVE_UP = "arrive", "take", "give-up"
-"""Actions between two stores: slots will come, serve them from now on, forget about them."""
+"""Actions between stores: announce a migration, complete it, cancel it."""
 AUTHORIZATION = "authorization"
-"""Header that carries `Bearer <token>`."""
+"""Header with `Bearer <token>`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The JSON beside the rows of one exchange."""
+    """The JSON part of one exchange."""
 
     op: str
     """fetch, write, contents or receive."""
     session: str
-    """Names the training process; the store answers the newest only. For receive, the move."""
+    """Session of the caller, which must be the newest of the store; for receive, the migration."""
     incarnation: str = ""
-    """Of the store process, as it described itself."""
+    """Incarnation of the store in its description."""
     store_version: int = 0
-    """Of the store, as it described itself; it has another one when slots came or went since."""
+    """Version of the store in its description; outdated if its slots have changed since."""
     acknowledged: int = 0
-    """Messages of rows that this store acknowledged to the caller, as the store counts them."""
+    """Messages of rows that the store acknowledged to the caller."""
     train_step: int = -1
-    """Step that made the values, for write."""
+    """Step that computed the values, for write."""
     as_of: int | None = None
-    """No row may be of a later step, for fetch; null: any may."""
+    """Latest step that rows may be of, for fetch; null: any."""
     tables: tuple[tuple[str, int], ...] = ()
-    """Table names, each with its number of rows."""
+    """(table name, number of rows)."""
     after: int = -1
-    """The row that those asked for follow, for contents."""
+    """Return rows greater than this one, for contents."""
 
     def to_bytes(self) -> bytes:
         """Return canonical JSON."""
@@ -119,10 +108,10 @@ class Request:
 
     @staticmethod
     def from_bytes(data: bytes) -> Request:
-        """Read JSON.
+        """Parse JSON.
 
         Raises:
-            SchemaError: it is no such request.
+            SchemaError: not a valid request.
         """
         try:
             body = json.loads(data)
@@ -140,11 +129,10 @@ class Request:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise SchemaError(
-                f"request must be JSON with op, session and tables, got {data[:80]!r}; "
-                "use a trainer of the store's release"
+                f"invalid request: {data[:80]!r}; use trainer and store of one release"
             ) from error
         if any(count < 0 for _, count in tables):
-            raise SchemaError(f"counts must not be negative, got {data[:80]!r}; send others")
+            raise SchemaError(f"request has negative row counts: {data[:80]!r}")
         return request
 
 
@@ -153,38 +141,38 @@ def _optional(value: object) -> int | None:
 
 
 def record_width(layout: TableLayout) -> int:
-    """Return the numbers of a record: values, then state."""
+    """Return the length of a record: values, then state."""
     return layout.dim + layout.state_width
 
 
 def record_bytes(layout: TableLayout) -> int:
-    """Return the bytes of one row on the wire, with its id."""
+    """Return the bytes of one row with its id in a message."""
     return 8 + record_width(layout) * np.dtype(layout.dtype).itemsize
 
 
 def rows_schema() -> pa.Schema:
-    """Return the columns of rows that are asked for."""
+    """Return the schema of row ids."""
     return pa.schema([pa.field("row", pa.int64(), nullable=False)])
 
 
 def records_schema(layout: TableLayout) -> pa.Schema:
-    """Return the columns of rows with their records."""
+    """Return the schema of rows with their records."""
     record = pa.list_(pa.from_numpy_dtype(layout.dtype), record_width(layout))
     return rows_schema().append(pa.field("record", record, nullable=False))
 
 
 def stepped_records_schema(layout: TableLayout) -> pa.Schema:
-    """Return the columns of rows with their records and the steps that made these."""
+    """Return the schema of rows with their records and the steps of these."""
     return records_schema(layout).append(pa.field("step", pa.int64(), nullable=False))
 
 
 def rows_batch(rows: NDArray[np.int64]) -> pa.RecordBatch:
-    """Return rows as a batch."""
+    """Return row ids as a batch."""
     return pa.record_batch([pa.array(rows)], schema=rows_schema())
 
 
 def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) -> pa.RecordBatch:
-    """Return rows and their records as a batch, without copying contiguous ones.
+    """Return rows and their records as a batch; contiguous records are not copied.
 
     Args:
         rows: (n,).
@@ -199,7 +187,7 @@ def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) ->
 def stepped_records_batch(
     rows: NDArray[np.int64], steps: NDArray[np.int64], block: Array, layout: TableLayout
 ) -> pa.RecordBatch:
-    """Return rows, the steps that made their records, and these as a batch."""
+    """Return rows, their records and the steps of these as a batch."""
     batch = records_batch(rows, block, layout)
     return pa.record_batch(
         [*batch.columns, pa.array(np.ascontiguousarray(steps))],
@@ -208,7 +196,7 @@ def stepped_records_batch(
 
 
 def rows_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
-    """Return the rows of a batch."""
+    """Return the row ids of a batch."""
     return batch.column("row").to_numpy()
 
 
@@ -218,99 +206,72 @@ def steps_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
 
 
 def block_of(batch: pa.RecordBatch, layout: TableLayout) -> Array:
-    """Return the records of a batch, (n, record_width), a view."""
+    """Return a view of the records of a batch, (n, record_width)."""
     return batch.column("record").flatten().to_numpy().reshape(-1, record_width(layout))
-
-
-def slot_range_of_part(index: int, count: int) -> tuple[int, int]:
-    """Return the first slot of a part and the one after its last.
-
-    Example:
-        >>> [slots_of_part(k, 3) for k in range(3)]
-        [(0, 1365), (1365, 2730), (2730, 4096)]
-    """
-    return NUM_SLOTS * index // count, NUM_SLOTS * (index + 1) // count
-
-
-def home_slots(index: int, count: int, replicas: int) -> Ranges:
-    """Return the slots of one of some stores: its own part and copies of those before.
-
-    Example:
-        >>> [home_of_store(k, 3, 2) for k in range(3)]
-        [((0, 1365), (2730, 4096)), ((0, 2730),), ((1365, 4096),)]
-    """
-    parts = [slot_range_of_part((index - k) % count, count) for k in range(replicas)]
-    return ranges_of(mask_of(parts))
 
 
 def check_same_layouts(
     held: Mapping[str, TableLayout], wanted: Mapping[str, TableLayout], where: str
 ) -> None:
-    """Refuse to mix rows of tables that differ.
-
-    Raises:
-        SchemaError: naming the first table and field that differ.
-    """
+    """Raise SchemaError with the first table and field that differ."""
     advice = "train the job that filled it, or start the store with an empty --directory"
     if held.keys() != wanted.keys():
         raise SchemaError(
-            f"store must hold tables {sorted(held)}, got {sorted(wanted)}; {advice}", file=where
+            f"store holds tables {sorted(held)}, not {sorted(wanted)}; {advice}", file=where
         )
     for table, layout in held.items():
         for field, value in asdict(layout).items():
             got = getattr(wanted[table], field)
             if got != value:
                 raise SchemaError(
-                    f"store must hold table {table!r} of {field}={value}, got {field}={got}; "
+                    f"store holds table {table!r} with {field}={value}, not {field}={got}; "
                     f"{advice}",
                     file=where,
                 )
 
 
 def layouts_from_json(body: Any) -> dict[str, TableLayout]:
-    """Read the layouts of tables from JSON.
+    """Parse the layouts of tables.
 
     Raises:
-        SchemaError: they are none, or records of tables differ in shape.
+        SchemaError: invalid, or records of tables differ in shape.
     """
     try:
         layouts = {str(each["table"]): TableLayout(**each) for each in body}
         shapes = {(each.dim, each.state_width, np.dtype(each.dtype)) for each in layouts.values()}
     except (TypeError, KeyError) as error:
         raise SchemaError(
-            f"layouts must name table, dim, state_width, dtype and seed, got {str(body)[:80]!r}; "
-            "use a trainer of the store's release"
+            f"invalid table layouts: {str(body)[:80]!r}; use trainer and store of one release"
         ) from error
     if len(shapes) != 1:
         raise SchemaError(
-            f"tables must have records of one shape, got {len(shapes)} shapes; "
-            "use one store for each"
+            f"tables have {len(shapes)} record shapes, a store has one; use one store for each"
         )
     return layouts
 
 
 class TokenCheck(fl.ServerMiddlewareFactory):
-    """Turns callers without the token away before anything of theirs is read."""
+    """Rejects calls without the token before their body is read."""
 
     def __init__(self, token: str) -> None:
-        """Keep what callers must present."""
-        self._wanted = f"Bearer {token}".encode()
+        """Keep the expected header."""
+        self._expected = f"Bearer {token}".encode()
 
     def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> None:
         """Compare in constant time."""
-        given = headers.get(AUTHORIZATION, [""])[0]
-        found = given.encode() if isinstance(given, str) else bytes(given)
-        if not hmac.compare_digest(found, self._wanted):
+        header = headers.get(AUTHORIZATION, [""])[0]
+        presented = header.encode() if isinstance(header, str) else bytes(header)
+        if not hmac.compare_digest(presented, self._expected):
             raise fl.FlightUnauthenticatedError(
                 "token must be that of the store's --token-file, got another or none"
             )
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file, without the spaces around it.
+    """Return the token in a file, without surrounding whitespace.
 
     Raises:
-        SchemaError: it is empty, or no line of printable ASCII.
+        SchemaError: the file is not one line of printable ASCII.
     """
     token = path.read_text(encoding="utf-8").strip()
     if not token or not token.isascii() or not token.isprintable():
@@ -323,7 +284,7 @@ def read_token(path: Path) -> str:
 
 
 def write_token(path: Path) -> str:
-    """Write a new token that only its owner may read, and return it; an old one is replaced."""
+    """Write a new token with mode 600 and return it; an old one is replaced."""
     path.unlink(missing_ok=True)
     token = secrets.token_urlsafe(32)
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
