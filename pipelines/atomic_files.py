@@ -1,4 +1,4 @@
-"""Files that appear under their name only when they are complete."""
+"""Write files under temporary names and rename them when they are complete."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Suffix of files that are being written."""
+"""Suffix of incomplete files."""
 
 
 def partial_path(target: Path) -> Path:
-    """Return a name of its own to write a file under; the directory is made."""
+    """Return a unique temporary path next to a file; create the directory."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
 
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """Hand out a name of its own to write to, which becomes the target when the body is done.
+    """Yield a temporary path, which is renamed to the target after the body.
 
-    A bundle that runs twice, even at once, writes the same bytes twice; the last rename stays.
-
-    Args:
-        target: final path; its directory is made.
+    A Beam bundle that runs twice, even concurrently, writes the same bytes; the last rename wins.
     """
     partial = partial_path(target)
     try:
@@ -35,6 +32,6 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 
 def remove_partial(root: Path) -> None:
-    """Remove what killed attempts left half-written below a directory."""
-    for left in root.rglob(f"*{PARTIAL}"):
-        left.unlink(missing_ok=True)
+    """Remove the incomplete files of killed attempts below a directory."""
+    for path in root.rglob(f"*{PARTIAL}"):
+        path.unlink(missing_ok=True)

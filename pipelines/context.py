@@ -1,4 +1,4 @@
-"""The request of a build, and what every worker of it needs."""
+"""The request of a build, and the context that its workers share."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from schemas.paths import schema_path
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """What is to be built.
+    """The arguments of a build.
 
     Attributes:
         job_path: the job file.
         input_root: directory of raw files, or its URL.
         dataset: directory of the dataset.
         beam_args: Beam options.
-        attempt: name of this attempt, unique among those that may run at once.
-        check_sql: whether to compare the SQL's result on three cuts of the same rows first.
-        append: whether the dataset must be there already.
-        position: place among its segments, with `append`; the next free one when None.
-        day: label of the segment, such as 2026-04-09, which is its place, too; none when None.
-        replaces: whether it may take the place of another version of its day.
-        in_order: whether it enters the dataset only behind all segments before its position.
+        attempt: name of this attempt, unique among concurrent ones.
+        check_sql: first compare the SQL's results on three batchings of the same rows.
+        append: add a segment to an existing dataset.
+        position: position of the segment, with `append`; the next free one when None.
+        day: label of the segment, such as 2026-04-09, which also determines its position.
+        replaces: whether the segment may replace another version of its day.
+        in_order: commit only after all segments before `position`.
         final: seal the dataset after this segment.
         progress: called with each progress message, one line.
-        listing: input files, where they are known already.
-        job_bytes: what becomes the dataset's job file, where that is not the job file as it is.
-        allow_outside: whether the job's schema may lie outside the folder of the job file.
+        listing: input files; listed when None.
+        job_bytes: the dataset's job file; the content of `job_path` when None.
+        allow_outside: whether the job's schema may be outside the folder of the job file.
     """
 
     job_path: Path
@@ -60,31 +60,27 @@ class BuildRequest:
     allow_outside: bool = False
 
     def schema_path(self, job: Job) -> Path:
-        """Return the file of the job's schema.
-
-        Raises:
-            SchemaError: it lies outside the folder of the job file.
-        """
+        """Return the path of the job's schema; raise SchemaError if it is outside the folder."""
         return schema_path(self.job_path, job.data.schema, allow_outside=self.allow_outside)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What every worker must know.
+    """The read-only state that every worker of a build receives.
 
     Attributes:
         folder: input directory.
         segment_root: directory of the segment being built.
-        listing: input files in order; a file's index is part of its rows' origins.
+        listing: input files in order; a row's origin contains the index of its file.
         data: the job's data section.
         features: declared columns.
-        steps: the job's SQL with the origin carried through.
+        steps: the job's SQL, extended to pass the origin through.
         num_parts: parts of the segment.
-        empty_rows: by source and side table, a table without rows that has its columns.
-        broadcast: side tables that every worker holds.
+        empty_rows: by source and side table, an empty table with its columns.
+        broadcast: side tables that are copied to every worker.
         key_types: by side table, the type in which its key is compared.
-        learned: files of what the segments before learned, path to sha256.
-        shuffle_by: how samples cross the shuffle: `references`, `values` or `memory`.
+        learned: files that earlier segments fitted, path to sha256.
+        shuffle_by: transport of samples in the shuffle: `references`, `values` or `memory`.
     """
 
     folder: Folder
@@ -102,7 +98,7 @@ class BuildContext:
 
     @property
     def transport(self) -> ShuffleTransport:
-        """How samples cross the shuffle."""
+        """The transport of samples through the shuffle."""
         groups = tuple(self.data.groups)
         if self.shuffle_by == "values":
             return ByValue(groups)
@@ -112,12 +108,12 @@ class BuildContext:
 
     @property
     def lookups_are_broadcast(self) -> bool:
-        """Whether every look-up is in a table that the worker holds."""
+        """Whether every looked-up side table is broadcast."""
         return all(join.side in self.broadcast for join in self.data.samples.joins)
 
     @property
     def shard(self) -> str | None:
-        """Return the column that raw rows are grouped by before any SQL, None when they are not."""
+        """The column by which raw rows are grouped before the SQL, if any."""
         samples = self.data.samples
         if samples.events is not None:
             return samples.events.shard or samples.events.key[0]

@@ -1,4 +1,15 @@
-"""How samples cross the shuffle: in memory, by value, or as references to Arrow files."""
+"""Transport of Arrow tables through a runner's shuffle.
+
+Samples go from the workers that produce them to the workers that cluster them in one of three ways:
+
+- by reference, if all workers share a directory: a mapper writes one LZ4 Arrow file per chunk and
+  table, with one record batch per part, and only references to these batches are shuffled. Files
+  that no committed reference names are deleted with the directory at the commit;
+- by value otherwise: the shuffle carries the tables as LZ4 Arrow IPC in packets of at most 8 MiB;
+- in memory, if the build runs in one process (`executor.py`).
+
+The dataset has the same bytes in all three cases.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +27,14 @@ import pyarrow as pa
 
 from pipelines.samples.tuples import Tuples
 
-# Arrow tables as bytes for a runner's shuffle, cut so that no element is too large for it.
-#
-# A message is what belongs together: any number of Arrow streams, one after the other. Packets of
-# one message may arrive in any order, mixed with others.
-
 PACKET_BYTES = 8 << 20
-"""Most bytes of an element in a runner's shuffle."""
+"""Maximum size of an element in a runner's shuffle."""
 
-_HEAD = struct.Struct(">16sII")  # the message's digest, the packet's index, packets of the message
+_HEADER = struct.Struct(">16sII")  # digest of the message, index of the packet, number of packets
 
 
 def encode_tables(*tables: pa.Table) -> bytes:
-    """Return tables as LZ4 Arrow IPC streams, one after the other."""
+    """Return tables as concatenated LZ4 Arrow IPC streams."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
     for table in tables:
@@ -38,7 +44,7 @@ def encode_tables(*tables: pa.Table) -> bytes:
 
 
 def decode_tables(data: bytes) -> list[pa.Table]:
-    """Undo `to_message`."""
+    """Undo `encode_tables`."""
     source = pa.BufferReader(data)
     tables: list[pa.Table] = []
     while source.tell() < source.size():
@@ -47,23 +53,18 @@ def decode_tables(data: bytes) -> list[pa.Table]:
 
 
 def split_packets(message: bytes, limit: int = PACKET_BYTES) -> Iterator[bytes]:
-    """Yield a message in packets.
-
-    Args:
-        message: any bytes.
-        limit: most bytes of a packet, more than its head of 24.
-    """
-    size = limit - _HEAD.size
+    """Split a message into packets of at most `limit` bytes, including a header of 24 bytes."""
+    size = limit - _HEADER.size
     digest = hashlib.sha256(message).digest()[:16]
     starts = range(0, max(1, len(message)), size)
     for index, start in enumerate(starts):
-        yield _HEAD.pack(digest, index, len(starts)) + message[start : start + size]
+        yield _HEADER.pack(digest, index, len(starts)) + message[start : start + size]
 
 
 def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield messages from their packets, in any order; nothing is kept of a message once it is out.
+    """Yield messages from packets that arrive in any order; a message sent twice is yielded twice.
 
-    A message that was sent twice comes twice.
+    Only incomplete messages are kept in memory.
 
     Raises:
         ValueError: a packet of some message is missing.
@@ -73,43 +74,34 @@ def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
         >>> list(messages(reversed(cut)))
         [b'xy', b'abcde']
     """
-    pieces: dict[bytes, dict[int, bytes]] = {}
+    payloads: dict[bytes, dict[int, bytes]] = {}
     counts: dict[bytes, Counter[int]] = {}
     for packet in arrived:
-        digest, index, of = _HEAD.unpack_from(packet)
-        if of == 1:
-            yield packet[_HEAD.size :]
+        digest, index, num_packets = _HEADER.unpack_from(packet)
+        if num_packets == 1:
+            yield packet[_HEADER.size :]
             continue
-        found = pieces.setdefault(digest, {})
-        found.setdefault(index, packet[_HEAD.size :])
+        payload = payloads.setdefault(digest, {})
+        payload.setdefault(index, packet[_HEADER.size :])
         count = counts.setdefault(digest, Counter())
         count[index] += 1
-        if len(count) == of:
-            yield b"".join(found[i] for i in range(of))
-            count.subtract(range(of))
+        if len(count) == num_packets:
+            yield b"".join(payload[i] for i in range(num_packets))
+            count.subtract(range(num_packets))
             counts[digest] = +count
-            pieces[digest] = {i: found[i] for i in counts[digest]}
+            payloads[digest] = {i: payload[i] for i in counts[digest]}
     missing = sum(len(count) > 0 for count in counts.values())
     if missing:
-        raise ValueError(f"every packet of a message must arrive, got {missing} broken messages")
+        raise ValueError(f"packets are missing: {missing} incomplete messages")
 
 
-def to_bytes(table: pa.Table) -> bytes:
-    """Return a table as LZ4 Arrow IPC bytes."""
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
-    with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def from_bytes(data: bytes) -> pa.Table:
-    """Undo `to_bytes`."""
+def decode_table(data: bytes) -> pa.Table:
+    """Return the table that `encode_tables` encoded alone."""
     return pa.ipc.open_stream(data).read_all()
 
 
 def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (target, rows of that target), targets ascending, rows in order."""
+    """Yield (target, rows of the target) in ascending order of targets; rows keep their order."""
     if not table.num_rows:
         return
     order = np.argsort(target, kind="stable")
@@ -120,15 +112,15 @@ def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Ta
 
 
 def encode_by_target(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    """Yield (target, rows of that target as bytes), targets ascending, rows in order."""
+    """Yield (target, encoded rows of the target), like `group_rows`."""
     for part, rows in group_rows(table, target):
         for content in encode_rows(rows):
             yield part, content
 
 
 def encode_rows(table: pa.Table) -> Iterator[bytes]:
-    """Yield the rows as bytes, as few times as a runner's shuffle takes them; one row is whole."""
-    content = to_bytes(table)
+    """Yield the encoded rows in elements of at most `PACKET_BYTES`, but at least one row each."""
+    content = encode_tables(table)
     if len(content) <= PACKET_BYTES or table.num_rows == 1:
         yield content
         return
@@ -137,29 +129,20 @@ def encode_rows(table: pa.Table) -> Iterator[bytes]:
     yield from encode_rows(table.slice(half))
 
 
-# How samples cross from the workers that make them to those that cluster them.
-#
-# By reference, where workers share a directory: a mapper writes one LZ4 Arrow file per chunk and
-# table, one record batch per part, and sends references through the runner's shuffle. Only
-# references that came through the committed grouping are read; what a failed attempt left behind
-# goes with the directory at the commit.
-#
-# By value, where they do not: the runner's shuffle carries the tables themselves, as LZ4 Arrow
-# IPC in packets of at most 8 MiB. In memory, where all is one process (`executor.py`). The
-# dataset has the same bytes.
+# Transports of samples
 
 SHUFFLE = "shuffle"
-"""Directory below a segment being built; gone before the commit."""
+"""Directory of shuffle files below a segment being built; removed before the commit."""
 
 _REFERENCE = "_reference_"
 
 
 class Reference(NamedTuple):
-    """Where the samples of one part in one chunk lie.
+    """The location of the samples of one part in one chunk.
 
     Attributes:
-        name: of the chunk's files, unique over all attempts.
-        batch: record batch in each of them.
+        name: name of the chunk's files, unique over all attempts.
+        batch: record batch in each file.
         num_samples: rows.
     """
 
@@ -169,13 +152,13 @@ class Reference(NamedTuple):
 
 
 class ShuffleTransport(Protocol):
-    """A way for samples to cross."""
+    """Sends samples through a shuffle."""
 
     element: ClassVar[type]
-    """What the runner's shuffle carries; Beam has a coder for it."""
+    """Type of the shuffled elements; Beam has a coder for it."""
 
     def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Any]]:
-        """Yield (part, element) pairs for the samples of one chunk, cut by part.
+        """Yield (part, element) pairs for the samples of one chunk.
 
         Args:
             parts: samples of each part, None where there are none; at least one is not None.
@@ -183,28 +166,28 @@ class ShuffleTransport(Protocol):
         ...
 
     def receive(self, sent: Iterable[Any]) -> Iterable[Tuples]:
-        """Return the samples of one part, read chunk by chunk each time they are gone through.
+        """Return the samples of one part, which are read chunk by chunk in each iteration.
 
         Args:
-            sent: its elements in any order, which can be gone through again and again.
+            sent: its elements in any order; a reiterable.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reiterable:
-    """What a function yields, anew for each who goes through it."""
+    """An iterable that calls a function for each iteration."""
 
-    make: Callable[[], Iterator[Tuples]]
+    make_iterator: Callable[[], Iterator[Tuples]]
 
     def __iter__(self) -> Iterator[Tuples]:
-        """Yield everything from the beginning."""
-        return self.make()
+        """Start a new iteration."""
+        return self.make_iterator()
 
 
 @dataclass(frozen=True, slots=True)
 class ByReference:
-    """Through files in a directory that all workers share.
+    """Shuffles references to files in a directory that all workers share.
 
     Attributes:
         root: directory of the segment being built.
@@ -217,18 +200,18 @@ class ByReference:
 
     def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Reference]]:
         """Write the samples, then yield their references."""
-        name = uuid.uuid4().hex  # never in the dataset: only this attempt's references know it
+        name = uuid.uuid4().hex  # not part of the dataset
         yield from write_chunk(self.root, name, parts).items()
 
     def receive(self, sent: Iterable[Reference]) -> Reiterable:
-        """Read the samples, references in the order of their names."""
+        """Read the samples in the order of the references' names."""
         references = sorted(sent)
         return Reiterable(lambda: (read_reference(self.root, r, self.groups) for r in references))
 
 
 @dataclass(frozen=True, slots=True)
 class ByValue:
-    """Through the runner's shuffle.
+    """Shuffles the samples themselves.
 
     Attributes:
         groups: names of the groups.
@@ -246,10 +229,10 @@ class ByValue:
                     yield index, packet
 
     def receive(self, sent: Iterable[bytes]) -> Reiterable:
-        """Join the packets; only messages of which some are still to come are kept."""
-        seen: list[bytes] = []
+        """Join the packets; only incomplete messages are kept in memory."""
+        digests: list[bytes] = []
         return Reiterable(
-            lambda: (self._samples(m) for m in check_same_order(join_packets(sent), seen))
+            lambda: (self._samples(m) for m in check_same_order(join_packets(sent), digests))
         )
 
     def _samples(self, message: bytes) -> Tuples:
@@ -259,55 +242,52 @@ class ByValue:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Within one process: nothing is written."""
+    """Passes samples within one process."""
 
     element: ClassVar[type] = Tuples
 
     def send(self, parts: Sequence[Tuples | None]) -> Iterator[tuple[int, Tuples]]:
-        """Yield the samples of each part, which hold no memory of the others."""
-        alone = sum(part is not None for part in parts) == 1
+        """Yield the samples of each part, copied so that parts share no memory."""
+        is_single = sum(part is not None for part in parts) == 1
         for index, part in enumerate(parts):
             if part is not None:
-                yield index, part if alone else _copied(part)
+                yield index, part if is_single else _copy(part)
 
     def receive(self, sent: Iterable[Tuples]) -> Iterable[Tuples]:
         """Return the samples as they were sent."""
         return list(sent)
 
 
-def _copied(part: Tuples) -> Tuples:
+def _copy(part: Tuples) -> Tuples:
     uniques = {g: table.take(pa.array(np.arange(len(table)))) for g, table in part.uniques.items()}
     return Tuples(part.take(np.arange(part.num_samples)).samples, part.references, uniques)
 
 
-def check_same_order(arrived: Iterable[bytes], seen: list[bytes]) -> Iterator[bytes]:
-    """Yield messages; raise when they come in another order than when they were first gone through.
+def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterator[bytes]:
+    """Yield messages; raise RuntimeError if their order differs from that of an earlier iteration.
 
-    Runners promise that grouped values can be gone through again, and no order.
+    Runners allow repeated iterations over grouped values, but guarantee no order.
 
     Args:
-        arrived: the messages.
-        seen: their digests, as far as they have been gone through; added to.
+        messages: the messages.
+        digests: digests of the messages of earlier iterations; extended.
     """
-    for index, message in enumerate(arrived):
+    for index, message in enumerate(messages):
         digest = hashlib.sha256(message).digest()
-        if index == len(seen):
-            seen.append(digest)
-        if digest != seen[index]:
-            raise RuntimeError("samples must come in the same order again, got another; try again")
+        if index == len(digests):
+            digests.append(digest)
+        if digest != digests[index]:
+            raise RuntimeError("the runner changed the order of samples between reads; try again")
         yield message
 
 
 def write_chunk(root: Path, name: str, parts: Sequence[Tuples | None]) -> dict[int, Reference]:
-    """Write the samples of one chunk, cut by part.
+    """Write the samples of one chunk; return a reference for each part that has samples.
 
     Args:
         root: directory of the segment being built.
         name: unique name of the chunk and the attempt.
         parts: samples of each part, None where there are none; at least one is not None.
-
-    Returns:
-        A reference for each part that has samples.
     """
     present = {index: part for index, part in enumerate(parts) if part is not None}
     (root / SHUFFLE).mkdir(parents=True, exist_ok=True)
@@ -336,18 +316,12 @@ def _write(root: Path, name: str, tables: Sequence[pa.Table]) -> None:
         pa.ipc.new_file(sink, schema, options=options) as writer,
     ):
         for table in tables:
-            (batch,) = table.combine_chunks().to_batches()  # a part that is present has rows
+            (batch,) = table.combine_chunks().to_batches()  # one: the table has rows
             writer.write_batch(batch)
 
 
 def read_reference(root: Path, reference: Reference, groups: Sequence[str]) -> Tuples:
-    """Read the samples that a reference names.
-
-    Args:
-        root: directory of the segment being built.
-        reference: from `write_chunk`.
-        groups: names of the groups.
-    """
+    """Read the samples of a reference from `write_chunk`."""
     samples = _read(root, f"{reference.name}.samples", reference.batch)
     uniques = {g: _read(root, f"{reference.name}.{g}", reference.batch) for g in groups}
     return _without_references(samples, uniques)

@@ -8,7 +8,7 @@ import pyarrow as pa
 from apache_beam.coders import Coder
 from apache_beam.coders.typecoders import registry
 
-from pipelines.shuffle import Reference, from_bytes, to_bytes
+from pipelines.shuffle import Reference, decode_table, encode_tables
 
 _NUMBERS = struct.Struct(">qq")
 
@@ -21,11 +21,11 @@ class TableCoder(Coder):
 
     def encode(self, value: pa.Table) -> bytes:
         """Return a table as bytes."""
-        return to_bytes(value)
+        return encode_tables(value)
 
     def decode(self, encoded: bytes) -> pa.Table:
         """Undo `encode`."""
-        return from_bytes(encoded)
+        return decode_table(encoded)
 
     def estimate_size(self, value: pa.Table) -> int:
         """Return the bytes of a table in memory."""

@@ -12,7 +12,7 @@ from pipelines.beam.runner import run_pipeline
 from pipelines.beam.tables import NumberAccesses
 from pipelines.clustering.part import build_part, serialize_result
 from pipelines.clustering.writer import SegmentLayout
-from pipelines.shuffle import to_bytes
+from pipelines.shuffle import encode_tables
 from pipelines.table.compact import StoredPart
 from schemas.config.job import TableConfig
 from schemas.features import FeatureSet
@@ -28,7 +28,7 @@ class _WritePart(beam.DoFn):
         number, data = part.file_index, part.data
         result = build_part(self.root, number, part, data, self.pins, self.features)
         yield serialize_result(result)
-        yield beam.pvalue.TaggedOutput("blocks", to_bytes(result.blocks))
+        yield beam.pvalue.TaggedOutput("blocks", encode_tables(result.blocks))
 
 
 def rewrite_parts(

@@ -13,7 +13,7 @@ from pipelines.oracle.files import Stage, run_stages
 from pipelines.oracle.index import TableTotals, index_table, totals_of
 from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import NUMBERING_STAGES, WORKER_ENTRIES, number_blocks
-from pipelines.shuffle import from_bytes
+from pipelines.shuffle import decode_table
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.order import Order
 
@@ -100,7 +100,7 @@ class _NumberTable(beam.DoFn):
 
     def process(self, table: str, parts: list[bytes]) -> Iterator[Any]:
         if parts:
-            blocks = [from_bytes(part) for part in parts]
+            blocks = [decode_table(part) for part in parts]
             made = number_blocks(self.root, table, blocks, self.worker_entries)
             if isinstance(made, int):
                 yield beam.pvalue.TaggedOutput(_DONE, (table, made))

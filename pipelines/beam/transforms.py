@@ -28,7 +28,7 @@ from pipelines.lookup_stages import (
     write_side,
 )
 from pipelines.memory import keep_freed_memory
-from pipelines.shuffle import encode_by_target, encode_rows, from_bytes, to_bytes
+from pipelines.shuffle import decode_table, encode_by_target, encode_rows, encode_tables
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
@@ -87,7 +87,7 @@ class _WriteSide(beam.DoFn):
 
     def process(self, side: tuple[str, Iterable[bytes]]) -> Iterator[tuple[str, str]]:
         name, rows = side
-        yield name, str(write_side(self.context, name, [from_bytes(data) for data in rows]))
+        yield name, str(write_side(self.context, name, [decode_table(data) for data in rows]))
 
 
 class SharedSides:
@@ -108,7 +108,7 @@ def small_sides(rows: beam.PCollection, context: BuildContext) -> beam.pvalue.As
     files = (
         rows
         | "small sides" >> beam.Filter(lambda row: row[0] in context.broadcast)
-        | "side to bytes" >> beam.MapTuple(lambda name, table: (name, to_bytes(table)))
+        | "side to bytes" >> beam.MapTuple(lambda name, table: (name, encode_tables(table)))
         | "group side" >> beam.GroupByKey()
         | "write side" >> beam.ParDo(_WriteSide(context))
     )
@@ -142,7 +142,7 @@ class _JoinPart(beam.DoFn):
     def process(self, grouped: tuple[int, Iterable[tuple[str, bytes]]]) -> Iterator[pa.Table]:
         tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
         for what, content in grouped[1]:
-            tables[what].append(from_bytes(content))
+            tables[what].append(decode_table(content))
         yield from join_part(self.context, self.index, tables["samples"], tables["side"])
 
 
@@ -384,7 +384,7 @@ class _SqlPerKey(_SampleFn):
         self.load_sides(paths)
         rows: dict[str, list[pa.Table]] = {}
         for source, data in grouped[1]:
-            rows.setdefault(source, []).append(from_bytes(data))
+            rows.setdefault(source, []).append(decode_table(data))
         yield from tagged(self.stage.from_keys(grouped[0], rows))
 
 
@@ -462,7 +462,7 @@ class _WriteRejects(beam.DoFn):
         self.context = context
 
     def process(self, rejects: tuple[int, Iterable[bytes]]) -> Iterator[RejectCounts]:
-        tables = (from_bytes(content) for content in rejects[1])
+        tables = (decode_table(content) for content in rejects[1])
         yield write_rejects(self.context.segment_root, rejects[0], tables)
 
 
@@ -515,7 +515,7 @@ class _BuildPart(_Counted):
         result = write_part(self.context, part[0], part[1], pins, self.learned)
         self.counters["in-rows"].inc(result.num_samples)
         yield serialize_result(result)
-        yield pvalue.TaggedOutput(BLOCKS, to_bytes(result.blocks))
+        yield pvalue.TaggedOutput(BLOCKS, encode_tables(result.blocks))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -523,7 +523,7 @@ class BuildParts(beam.PTransform):
     """References to samples to written parts: cluster by session, cut, deduplicate, write.
 
     What the commit must know of them is in `SAMPLES` (`part.packed`), rows of
-    `blocks.parquet` in `BLOCKS` (`ipc.to_bytes`).
+    `blocks.parquet` in `BLOCKS` (`shuffle.encode_tables`).
     """
 
     context: BuildContext
