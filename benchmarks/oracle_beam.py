@@ -18,7 +18,7 @@ from pipelines.beam.tables import InRounds, NumberAccesses
 from pipelines.clustering.part import lookups_table
 from pipelines.oracle.linking import LINKING_STAGES, LinkingPlan
 from pipelines.oracle.numbering import lookups_path
-from pipelines.shuffle import to_bytes
+from pipelines.shuffle import encode_tables
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
 from schemas.files import CheckedFile, describe_file
@@ -55,7 +55,7 @@ def _blocks(_: list[int], num_blocks: int) -> bytes:
         "split": np.full(num_blocks, TRAIN),
         "window": np.zeros(num_blocks, np.int32),
     }
-    return to_bytes(pa.table(columns))
+    return encode_tables(pa.table(columns))
 
 
 def _plan(root: Path, num_blocks: int, table: str, num_rows: int) -> tuple[str, LinkingPlan]:

@@ -26,10 +26,10 @@ from pipelines.shuffle import (
     Reference,
     ShuffleTransport,
     check_same_order,
+    decode_table,
     decode_tables,
     encode_by_target,
     encode_tables,
-    from_bytes,
     join_packets,
     split_packets,
 )
@@ -120,7 +120,7 @@ def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
     found: dict[int, list[int]] = {}
     for part, content in encode_by_target(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
         assert len(content) <= 2_000
-        found.setdefault(part, []).extend(from_bytes(content)["x"].to_pylist())
+        found.setdefault(part, []).extend(decode_table(content)["x"].to_pylist())
     assert found == {0: values[::2].tolist(), 1: values[1::2].tolist()}
 
 
