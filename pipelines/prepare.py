@@ -18,7 +18,7 @@ from pipelines.samples.check_sql import (
     first_rows,
     key_types,
 )
-from pipelines.samples.connection import Connection, SqlError, connect
+from pipelines.samples.connection import Connection, SqlError
 from pipelines.samples.event_join import with_events
 from pipelines.samples.lookups import key_type
 from pipelines.samples.per_key import PerKey, run_keys
@@ -110,7 +110,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> PreparedIn
         if data.samples.per is not None:
             key_type(sources, data.samples.per.key)
         at_hand = {name: empty[name] for name in broadcast}
-        before = samples_of_nothing(connect(data.samples.limits), steps, data, sources, at_hand)
+        before = samples_of_nothing(Connection(data.samples.limits), steps, data, sources, at_hand)
         sides = {name: empty[name] for name in data.sides}
         kinds = key_types(data, before.schema, {n: table.schema for n, table in sides.items()})
         samples = looked_up_nothing(before, data, sides, kinds)
@@ -182,7 +182,7 @@ def check_map(request: BuildRequest, data: DataConfig, prepared: PreparedInput) 
     if data.samples.map is None:
         raise SchemaError("--check-sql must have a job with samples.map; samples.per is not cut")
     table = PER if data.samples.per is not None else data.sample_source
-    connection = connect(data.samples.limits)
+    connection = Connection(data.samples.limits)
     for name in prepared.broadcast:
         rows = list(_chunks(request, data, prepared, name))
         whole = pa.concat_tables(rows) if rows else prepared.empty_rows[name]

@@ -18,7 +18,7 @@ from pipelines.context import BuildContext
 from pipelines.lookup_stages import Sides, join_one, visible_columns
 from pipelines.partition import hash_session_keys, part_of_key
 from pipelines.progress import Counts, count_rows, is_stopped, stop_if_hopeless
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import Connection
 from pipelines.samples.event_join import with_events, write_late
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
@@ -178,7 +178,7 @@ class SampleStage:
             count: called with the samples that come out.
         """
         self.context, self.count = context, count
-        self.connection = connect(context.data.samples.limits)
+        self.connection = Connection(context.data.samples.limits)
         self.inputs, self.source = learned_inputs(context.data), context.data.sample_source
         self.sides = Sides()
 

@@ -18,7 +18,7 @@ import pipelines.__main__
 import scheduler.__main__
 import trainer.__main__
 from pipelines.beam.runner import run_pipeline
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import Connection
 from scheduler.drivers.local.job_files import JobPaths, prepare_stores
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
@@ -183,7 +183,7 @@ def test_tokens_are_written_for_their_owner_only(tmp_path: Path) -> None:
 
 def test_sql_of_a_job_reads_no_file(tmp_path: Path) -> None:
     (tmp_path / "secret.csv").write_text("a\n1\n")
-    connection = connect()
+    connection = Connection()
     with pytest.raises(duckdb.Error, match="disabled by configuration"):
         connection.query(f"SELECT * FROM read_csv('{tmp_path / 'secret.csv'}')")
     with pytest.raises(duckdb.Error, match="locked"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.samples.connection import Connection, connect, parse
+from pipelines.samples.connection import Connection, parse
 from pipelines.samples.lookups import common_type, taken_columns
 from pipelines.samples.sql import LIST_INDEX, map_rows, with_list_index
 from pipelines.samples.statements import tables_in
@@ -45,7 +45,7 @@ def check_map_sql(
         SchemaError: naming the first raw row whose samples differ.
     """
     rows = _joined(first_rows(chunks))
-    connection = connection or connect()
+    connection = connection or Connection()
     whole = _samples(connection, statement, source, rows, CUTS[0])
     for cuts in CUTS[1:]:
         parts = _samples(connection, statement, source, rows, cuts)

@@ -1,7 +1,4 @@
-"""DuckDB connections for the job's SQL.
-
-No files, no network, limits, errors with their position.
-"""
+"""DuckDB for the job's SQL: parsing, error positions, connections with limits and no I/O."""
 
 from __future__ import annotations
 
@@ -22,45 +19,46 @@ from schemas.config.limits import SqlLimitsConfig
 from schemas.config.parse import position_in_value
 from schemas.errors import SchemaError
 
-_OF_THREAD = threading.local()
-"""A connection takes 20 ms to open, and one thread uses it at a time."""
+_thread_local = threading.local()  # a connection takes 20 ms to open; one per thread is kept
 
 
 def parse(statement: str) -> Any:
-    """Return the tree of a text: `error`, and `statements`, each with its `node`.
+    """Return the syntax tree of a text: `error`, and `statements`, each with its `node`.
 
-    Source: `json_serialize_sql` of DuckDB, which serializes SELECT statements alone.
+    Source: `json_serialize_sql` of DuckDB, which serializes SELECT statements only.
     """
-    return json.loads(_ask("json_serialize_sql", statement))
+    return json.loads(_call("json_serialize_sql", statement))
 
 
 def unparse(tree: Any) -> str:
-    """Return the statement of a tree."""
-    return _ask("json_deserialize_sql", json.dumps(tree))
+    """Return the statement of a syntax tree."""
+    return _call("json_deserialize_sql", json.dumps(tree))
 
 
-def _ask(function: str, text: str) -> str:
-    if not hasattr(_OF_THREAD, "connection"):
-        _OF_THREAD.connection = duckdb.connect()
-    row = _OF_THREAD.connection.execute(f"SELECT {function}(?)", [text]).fetchone()
+def _call(function: str, text: str) -> str:
+    if not hasattr(_thread_local, "connection"):
+        _thread_local.connection = duckdb.connect()
+    row = _thread_local.connection.execute(f"SELECT {function}(?)", [text]).fetchone()
     assert row is not None, f"{function} gives one row"
     return str(row[0])
 
 
-_OF_ORIGIN = {
+# Errors of statements, with their position in the job file.
+
+_ORIGIN_ERRORS = {
     f'column "{ORIGIN}" not found|not have a column named "{ORIGIN}"': (
-        f"must carry {ORIGIN}, the place of each row, to its outermost SELECT, got a subquery or "
+        f"must pass {ORIGIN}, the origin of each row, to its outermost SELECT, got a subquery or "
         f"WITH that leaves it out; add {ORIGIN} to the select list there"
     ),
     f'Ambiguous reference to column name "{ORIGIN}"': (
-        f"must read {ORIGIN}, the place of each row, from one table, got two that have it; read "
+        f"must read {ORIGIN}, the origin of each row, from one table, got two that have it; read "
         f"the other one as (SELECT * EXCLUDE ({ORIGIN}) FROM ...)"
     ),
 }
-"""What DuckDB says of the column that is added to the statement, and what is to be done."""
+"""DuckDB's errors about the column that is added to the statement, with their remedies."""
 _CANDIDATES = re.compile(r"^(?:Did you mean|Candidate \w+:) (.+?)\??$", re.MULTILINE)
-_NO_FIELD = re.compile(r'^Binder Error: Could not find key "(.*)" in struct$')
-_MOST_CANDIDATES = 3
+_MISSING_FIELD = re.compile(r'^Binder Error: Could not find key "(.*)" in struct$')
+_MAX_CANDIDATES = 3
 
 
 class SqlError(SchemaError):
@@ -68,11 +66,11 @@ class SqlError(SchemaError):
 
     Attributes:
         key: of the job file.
-        position: bytes before the place in the statement, None when it is not known.
+        position: byte offset of the error in the statement, None if unknown.
     """
 
     def __init__(self, message: str, key: str, position: int | None) -> None:
-        """Keep where the error is."""
+        """Store key and position."""
         super().__init__(message)
         self.key, self.position = key, position
 
@@ -84,14 +82,16 @@ class SqlError(SchemaError):
         return SchemaError(self.message, file=str(job), place=place)
 
 
-def located(key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.Error) -> SqlError:
-    """Return an error of a statement that was rewritten as one of the statement itself.
+def original_error(
+    key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.Error
+) -> SqlError:
+    """Return the error of the user's statement for an error of a rewritten one.
 
     Args:
         key: of the job file.
         text: the statement as the user wrote it.
-        tables: tables that it may read; no rows are needed.
-        error: what the rewritten one raised.
+        tables: tables that it may read; rows are not needed.
+        error: raised by the rewritten statement.
     """
     message, position = str(error), None
     with duckdb.connect() as database:
@@ -101,41 +101,44 @@ def located(key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.E
             database.execute(f"SET {setting}")
         try:
             database.execute(text)
-        except duckdb.Error as own:
-            kind, _, details = str(own).partition(": ")
+        except duckdb.Error as user_error:
+            kind, _, details = str(user_error).partition(": ")
             try:
                 fields = json.loads(details)
                 message = f"{kind}: {fields['exception_message']}"
                 position = int(fields["position"]) if "position" in fields else None
-            except (ValueError, KeyError):  # some errors are no JSON
-                message = str(own)
+            except (ValueError, KeyError):  # some errors are not JSON
+                message = str(user_error)
     first = message.splitlines()[0]
-    for sign, remedy in _OF_ORIGIN.items():
-        if re.search(sign, first):
+    for pattern, remedy in _ORIGIN_ERRORS.items():
+        if re.search(pattern, first):
             return SqlError(f"{key} {remedy}", key, 0 if position is None else position)
-    missing = _NO_FIELD.match(first)  # of which DuckDB does not say where it stands
+    missing = _MISSING_FIELD.match(first)  # DuckDB gives no position for it
     if missing is not None and position is None:
-        places = [*re.finditer(rf'\.\s*"?({re.escape(missing[1])})\b', text, re.IGNORECASE)]
-        position = len(text[: places[0].start(1)].encode()) if len(places) == 1 else None
-    return SqlError(f"{key} must run on its sources, got {first}; {_hint(message)}", key, position)
+        uses = [*re.finditer(rf'\.\s*"?({re.escape(missing[1])})\b', text, re.IGNORECASE)]
+        position = len(text[: uses[0].start(1)].encode()) if len(uses) == 1 else None
+    return SqlError(f"{key} cannot run on its sources: {first}; {_hint(message)}", key, position)
 
 
 def _hint(message: str) -> str:
-    """Return the names that DuckDB takes for the one that it misses."""
-    found = _CANDIDATES.search(message)
-    if found is None:
+    """Return DuckDB's candidates for an unknown name."""
+    candidates = _CANDIDATES.search(message)
+    if candidates is None:
         return "correct it"
-    return f"did you mean {' or '.join(found[1].split(', ')[:_MOST_CANDIDATES])}?"
+    return f"did you mean {' or '.join(candidates[1].split(', ')[:_MAX_CANDIDATES])}?"
 
+
+# Connections.
 
 _BATCH_ROWS = 1 << 16
 _KEEP_GUARDS = "disabled_optimizers = 'unused_columns'"
-"""With it DuckDB 2.0 moves a cast of a struct's field into the scan, where it also raises on rows
-that a CASE around the cast leaves out. Off, 60 unused columns of texts cost 0.5 us a row."""
+"""This optimizer of DuckDB 2.0 moves a cast of a struct's field into the scan, where it also raises
+on rows that a CASE around it excludes. Without the optimizer 60 unused text columns cost 0.5 us a
+row."""
 
 
 def quoted_name(name: str) -> str:
-    """Return a name of a table or column as SQL has it, whatever its characters.
+    """Return a name of a table or column quoted for SQL.
 
     Example:
         >>> quoted_name('a"b')
@@ -145,7 +148,7 @@ def quoted_name(name: str) -> str:
 
 
 def _without_offsets(table: pa.Table) -> pa.Table:
-    """Return the table with slices of structs copied: DuckDB 2.0 refuses those within others."""
+    """Return the table with sliced struct columns copied: DuckDB 2.0 refuses nested ones."""
     for index, column in enumerate(table.columns):
         if _holds_struct(column.type) and any(chunk.offset for chunk in column.chunks):
             copied = column.take(pa.array(np.arange(len(column))))
@@ -155,31 +158,31 @@ def _without_offsets(table: pa.Table) -> pa.Table:
 
 def _holds_struct(kind: pa.DataType) -> bool:
     inner = (kind.field(i).type for i in range(kind.num_fields))
-    return pa.types.is_struct(kind) or any(_holds_struct(each) for each in inner)
+    return pa.types.is_struct(kind) or any(map(_holds_struct, inner))
 
 
 class LimitError(Exception):
-    """Say that a statement took more time or memory than a job's statement may take."""
+    """Say that a statement exceeded the job's limit of time or memory."""
 
 
 class BadRowsError(Exception):
-    """Say that a statement raises on rows that cannot be told from the good ones."""
+    """Say that a statement raises on rows that cannot be isolated."""
 
 
 class Connection:
-    """A database in memory that sees only registered tables.
+    """An in-memory database of registered tables.
 
-    Its statements run in one thread; each ends within the limits or raises `LimitError`.
+    Statements run in one thread; one that exceeds the limits raises `LimitError`.
     """
 
-    def __init__(self, limits: SqlLimitsConfig) -> None:
-        """Open the database."""
-        self.limits = limits
+    def __init__(self, limits: SqlLimitsConfig | None = None) -> None:
+        """Open the database; `limits` defaults to those of a job that declares none."""
+        self.limits = limits or SqlLimitsConfig()
         self._tables: dict[str, pa.Table] = {}
         self._has_structs = False
-        self._database = self._opened()
+        self._database = self._open()
 
-    def _opened(self) -> duckdb.DuckDBPyConnection:
+    def _open(self) -> duckdb.DuckDBPyConnection:
         database = duckdb.connect()
         for setting in (
             "threads = 1",
@@ -199,25 +202,25 @@ class Connection:
         return database
 
     def register(self, name: str, table: pa.Table) -> None:
-        """Let statements read a table by a name."""
+        """Make a table readable by name."""
         self._tables[name] = table = _without_offsets(table)
         if not self._has_structs and any(map(_holds_struct, table.schema.types)):
             self._has_structs = True
-            self._database = self._opened()
+            self._database = self._open()
         else:
             self._database.register(name, table)
 
     def unregister(self, name: str) -> None:
-        """Take a table away."""
+        """Remove a table."""
         del self._tables[name]
         self._database.unregister(name)
 
     def query(self, statement: str) -> pa.Table:
-        """Return what a statement gives.
+        """Return the result of a statement.
 
         Raises:
-            duckdb.Error: whatever DuckDB says.
-            LimitError: a limit is reached.
+            duckdb.Error: the statement fails.
+            LimitError: it exceeds a limit.
         """
         seconds = self.limits.time.total_seconds()
         watchdog = threading.Timer(seconds, self._database.interrupt)
@@ -229,7 +232,7 @@ class Connection:
             raise LimitError(f"must end within {seconds:g} s") from error
         except (duckdb.OutOfMemoryException, MemoryError) as error:
             size = f"{self.limits.memory / (1 << 20):g} MiB"
-            raise LimitError(f"must do with {size} of memory") from error
+            raise LimitError(f"must fit into {size} of memory") from error
         finally:
             watchdog.cancel()
 
@@ -242,15 +245,14 @@ class Connection:
                 num_bytes += batch.nbytes
                 if num_bytes > self.limits.memory:
                     raise MemoryError
-        except OSError as error:  # what DuckDB raises while rows are read comes as text
-            raise _typed(str(error)) from error
+        except OSError as error:  # Arrow's reader keeps only the text of an error of DuckDB
+            raise _duckdb_error(str(error)) from error
         finally:
             reader.close()
         return pa.Table.from_batches(batches, reader.schema)
 
 
-def _typed(text: str) -> duckdb.Error:
-    """Return an error by the words that DuckDB begins its text with."""
+def _duckdb_error(text: str) -> duckdb.Error:
     if text.startswith("INTERRUPT"):
         return duckdb.InterruptException(text)
     if text.startswith("Out of Memory"):
@@ -258,21 +260,9 @@ def _typed(text: str) -> duckdb.Error:
     return duckdb.Error(text)
 
 
-def connect(limits: SqlLimitsConfig | None = None) -> Connection:
-    """Return a connection that sees only registered tables."""
-    return Connection(limits or SqlLimitsConfig())
-
-
 @contextmanager
-def named(key: str) -> Iterator[None]:
-    """Say which statement of the job it was that reached a limit, or cannot be used.
-
-    Args:
-        key: of the job file.
-
-    Raises:
-        SchemaError: the body raised `LimitError` or `BadRowsError`.
-    """
+def name_errors(key: str) -> Iterator[None]:
+    """Raise `LimitError` and `BadRowsError` of the body as SchemaError that names a job key."""
     try:
         yield
     except BadRowsError as error:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.connection import Connection, named, quoted_name
+from pipelines.samples.connection import Connection, name_errors, quoted_name
 from pipelines.samples.lookups import key_column, key_type
 from pipelines.samples.sql import run, run_key
 from pipelines.samples.sql_rejects import (
@@ -29,9 +29,9 @@ from pipelines.samples.sql_rejects import (
     ROW_ERRORS,
     SqlResult,
     bad_rows,
-    reason_of,
-    too_many,
-    without_marked,
+    bad_rows_error,
+    reject_reason,
+    remove_marked,
 )
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
 
@@ -91,7 +91,7 @@ def run_keys(
             for name, table in tables.items()
         }
         codes = {n: c[(c >= first) & (c < end)] for n, c in coded.items()}
-        with named("data.samples.per.sql"):
+        with name_errors("data.samples.per.sql"):
             result = _run(connection, per, rows, codes)
         if place_text is not None and result.bad_rows.num_rows:
             result = _without_keys(result, rows[per.source], codes[per.source], place_text)
@@ -174,7 +174,7 @@ def _run(
     try:
         return _in_order(connection, per, attempt(per.statement, tables[per.source]), tables, codes)
     except ROW_ERRORS:
-        rows, bad = without_marked(per.statement, attempt, alone, tables[per.source])
+        rows, bad = remove_marked(per.statement, attempt, alone, tables[per.source])
     kept = np.isin(origins, rows[ORIGIN].to_numpy())
     codes = {**codes, per.source: codes[per.source][kept]}
     halves = _halved(connection, per, {**tables, per.source: rows}, codes)
@@ -201,13 +201,13 @@ def _halved(
             yield run_key(connection, per.statement, per.source, tables)
             attempts += 1
         elif attempts > MAX_ATTEMPTS:
-            raise too_many(per.statement, attempt, tables[per.source], reason)
+            raise bad_rows_error(per.statement, attempt, tables[per.source], reason)
         elif len(keys):
             attempts += 1
             try:
                 made = attempt(per.statement, tables[per.source])
             except ROW_ERRORS as error:  # a key raises, or no lateral plan exists
-                reason = reason_of(error)
+                reason = reject_reason(error)
                 middle = int(keys[len(keys) // 2])
                 waiting.extend(_side(tables, codes, middle, lower) for lower in (True, False))
                 continue

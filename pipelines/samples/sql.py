@@ -1,4 +1,4 @@
-"""Samples from raw rows: the job's SQL, run by DuckDB on Arrow tables inside the worker."""
+"""Run the job's SQL on raw rows with DuckDB, and set apart the rows on which it raises."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from pipelines.samples.sql_rejects import (
     ROW_ERRORS,
     SqlResult,
     bad_rows,
-    isolated,
-    reason_of,
-    without_marked,
+    bisect_rows,
+    reject_reason,
+    remove_marked,
 )
 from pipelines.sources.rows import ORIGIN
 from schemas.arrays import one_chunk
 from schemas.errors import SchemaError
 
 LIST_INDEX = "_list_index"
-"""Column added to every sample: its position among the samples of one raw row."""
+"""Column added to every sample: its index among the samples of one raw row."""
 
 
 def table_names(statement: str) -> frozenset[str]:
-    """Return the names of tables that a statement reads, without binding it.
+    """Return the names of the tables in a statement, without binding it.
 
     Example:
         >>> sorted(table_names("SELECT * FROM a WHERE x IN (SELECT y FROM b JOIN c USING (y))"))
         ['a', 'b', 'c']
     """
     names: set[str] = set()
-    waiting: list[Any] = [parse(statement)]
-    while waiting:
-        node = waiting.pop()
+    stack: list[Any] = [parse(statement)]
+    while stack:
+        node = stack.pop()
         if isinstance(node, dict):
             names.update([node["table_name"]] if node.get("type") == "BASE_TABLE" else [])
-            waiting.extend(node.values())
+            stack.extend(node.values())
         elif isinstance(node, list):
-            waiting.extend(node)
+            stack.extend(node)
     return frozenset(names)
 
 
-def carry_origin(statement: str, key: str) -> str:
+def select_origin(statement: str, key: str) -> str:
     """Return the statement with `_origin` in its select list.
 
     Args:
         statement: one SELECT.
-        key: job key that it came from, for errors.
+        key: of the job file, for errors.
 
     Raises:
-        SchemaError: it is no single SELECT, it aggregates, or it selects the origin itself.
+        SchemaError: it is not a single SELECT, it aggregates, or it selects the origin.
     """
     tree = parse(statement)
     if tree["error"]:
-        found = str(tree["error_message"]).splitlines()[0]
+        message = str(tree["error_message"]).splitlines()[0]
         position = int(tree["position"]) if "position" in tree else None
-        raise SqlError(f"{key} must be SQL, got {found}; correct it", key, position)
+        raise SqlError(f"{key} is not valid SQL: {message}; correct it", key, position)
     nodes = [s["node"] for s in tree["statements"]]
     if len(nodes) != 1 or nodes[0]["type"] != "SELECT_NODE":
         raise SchemaError(f"{key} must be one SELECT; wrap a UNION in SELECT * FROM (...)")
@@ -89,10 +89,11 @@ def carry_origin(statement: str, key: str) -> str:
 
 
 def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) -> pa.Table:
-    """Run one statement over named tables; lists come back as `large_list`.
+    """Run a statement over named tables; its result has the types of `normalized`.
 
     Raises:
-        duckdb.Error: whatever DuckDB says.
+        duckdb.Error: the statement fails.
+        LimitError: it exceeds a limit.
     """
     for name, table in tables.items():
         connection.register(name, table)
@@ -104,16 +105,16 @@ def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) 
 
 
 def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table) -> SqlResult:
-    """Run row-local SQL over raw rows; rows that raise are set apart.
+    """Run row-local SQL over raw rows; rows that raise become bad rows.
 
     Args:
-        connection: from `connect`.
-        statement: from `carry_origin`.
+        connection: to a database without `source`.
+        statement: from `select_origin`.
         source: name of the table in it.
         rows: raw rows with origins.
 
     Raises:
-        BadRowsError: which rows raise is not to be found out.
+        BadRowsError: the rows that raise cannot be bisect_rows.
     """
 
     def attempt(text: str, part: pa.Table) -> pa.Table:
@@ -122,8 +123,8 @@ def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table
     try:
         return SqlResult(attempt(statement, rows))
     except ROW_ERRORS:
-        good, bad = without_marked(statement, attempt, partial(attempt, statement), rows)
-    rest = isolated(statement, attempt, good)
+        unmarked, bad = remove_marked(statement, attempt, partial(attempt, statement), rows)
+    rest = bisect_rows(statement, attempt, unmarked)
     return SqlResult(rest.samples, pa.concat_tables([bad, rest.bad_rows]))
 
 
@@ -133,16 +134,16 @@ def run_key(
     source: str,
     tables: Mapping[str, pa.Table],
 ) -> SqlResult:
-    """Run SQL over all rows of one key; bad rows of `source` are set apart.
+    """Run SQL over all rows of one key; rows of `source` that raise become bad rows.
 
-    A row is bad when the statement raises on it alone; what is left of the key runs as one again.
-    Rows that fail only together are all bad.
+    A row is bad if the statement raises on it alone; the statement is then run again over the
+    others. If no row raises alone, all are bad.
 
     Args:
-        connection: from `connect`.
-        statement: from `carry_origin`.
+        connection: to a database without `tables`.
+        statement: from `select_origin`.
         source: the source whose rows become samples.
-        tables: all rows of the key, by source.
+        tables: source to all rows of the key.
     """
 
     def attempt(text: str, part: pa.Table) -> pa.Table:
@@ -151,16 +152,16 @@ def run_key(
     try:
         return SqlResult(attempt(statement, tables[source]))
     except ROW_ERRORS:
-        alone = partial(attempt, statement)
-        rows, bad = without_marked(statement, attempt, alone, tables[source])
+        run_alone = partial(attempt, statement)
+        rows, bad = remove_marked(statement, attempt, run_alone, tables[source])
     while rows.num_rows:
         try:
             return SqlResult(attempt(statement, rows), bad)
         except ROW_ERRORS as error:
-            found = isolated(statement, attempt, rows).bad_rows
-            found = found if found.num_rows else bad_rows(rows, reason_of(error))
-        bad = pa.concat_tables([bad, found])
-        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=found["origin"])))
+            more = bisect_rows(statement, attempt, rows).bad_rows
+            more = more if more.num_rows else bad_rows(rows, reject_reason(error))
+        bad = pa.concat_tables([bad, more])
+        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=more["origin"])))
     return SqlResult(None, bad)
 
 
@@ -168,7 +169,7 @@ def normalized(table: pa.Table) -> pa.Table:
     """Return the table with the types of format 1: `large_list`, `timestamp[us]`, plain strings.
 
     Raises:
-        SchemaError: a column has a type that format 1 has not.
+        SchemaError: a column has a type that format 1 does not support.
     """
     columns: dict[str, pa.Array] = {}
     for name in dict.fromkeys(table.column_names):
@@ -203,13 +204,13 @@ def _stored_type(name: str, kind: pa.DataType) -> pa.DataType:
 
 
 def with_list_index(samples: pa.Table) -> pa.Table:
-    """Add each sample's position among the samples of its raw row, in the order SQL gave them."""
+    """Add each sample's index among the samples of its raw row, in the order of the result."""
     origins = samples[ORIGIN].to_numpy()
     order = np.argsort(origins, kind="stable")
     ordered = origins[order]
-    new = np.ones(len(origins), bool)
-    new[1:] = ordered[1:] != ordered[:-1]
-    starts = np.flatnonzero(new)
+    is_first = np.ones(len(origins), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    starts = np.flatnonzero(is_first)
     ranks = np.arange(len(origins)) - np.repeat(starts, np.diff(np.append(starts, len(origins))))
     index = np.empty(len(origins), np.int32)
     index[order] = ranks

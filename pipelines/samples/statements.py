@@ -10,11 +10,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipelines.samples.connection import Connection, located, named, parse
+from pipelines.samples.connection import Connection, name_errors, original_error, parse
 from pipelines.samples.event_join import with_events
 from pipelines.samples.lookups import joined, side_table, sorted_rows
 from pipelines.samples.per_key import visible_rows
-from pipelines.samples.sql import carry_origin, map_rows, normalized, run, table_names
+from pipelines.samples.sql import map_rows, normalized, run, select_origin, table_names
 from pipelines.samples.sql_rejects import SqlResult
 from pipelines.samples.tuples import HASH_PREFIX, with_hashes
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
@@ -170,8 +170,8 @@ def steps_of(data: DataConfig) -> Steps:
     """
     per, text = data.samples.per, data.samples.map
     return Steps(
-        carry_origin(per.sql, "data.samples.per.sql") if per else None,
-        carry_origin(text, "data.samples.map") if text else None,
+        select_origin(per.sql, "data.samples.per.sql") if per else None,
+        select_origin(text, "data.samples.map") if text else None,
     )
 
 
@@ -215,7 +215,7 @@ def mapped(
         yield SqlResult(None, result.bad_rows)
     for start in range(0, result.samples.num_rows, CHUNK_ROWS):
         chunk = result.samples.slice(start, CHUNK_ROWS)
-        with named("data.samples.map"):
+        with name_errors("data.samples.map"):
             made = map_samples(connection, steps.map, steps.passed, source, chunk)
         yield made
 
@@ -224,7 +224,7 @@ def hashed(connection: Connection, steps: Steps, samples: pa.Table) -> pa.Table:
     """Return samples with the hashes of their groups, where no statement before has made them."""
     if steps.hashes is None:
         return samples
-    with named("data.groups"):
+    with name_errors("data.groups"):
         return run(connection, steps.hashes, {_SAMPLES: samples})
 
 
@@ -260,10 +260,10 @@ def samples_of_nothing(
         if statement is None:
             continue
         try:
-            with named(key):
+            with name_errors(key):
                 samples = run(connection, statement, made)
         except duckdb.Error as error:
-            raise located(key, text, {**made, **sides}, error) from error
+            raise original_error(key, text, {**made, **sides}, error) from error
         made = {PER: samples}
     (samples,) = made.values()
     return samples

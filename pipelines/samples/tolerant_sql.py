@@ -1,8 +1,15 @@
-"""Rewrite an SQL statement so that it marks the rows on which it would raise."""
+"""Rewrite an SQL statement so that it marks the rows on which it raises.
+
+DuckDB's `TRY(e)` is null where `e` raises, so `TRY([e]) IS NULL` marks the rows on which an
+expression raises. It takes no subquery, window or aggregate. A statement is therefore decomposed
+into its SELECTs (`Level`), and each of them into the largest expressions that `TRY` takes (units).
+A level is run with its own FROM and WHERE and with marks as its select list. The expression is put
+into a lambda over one element: DuckDB evaluates common subexpressions once, before `TRY`, where
+they raise.
+"""
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,25 +21,16 @@ import duckdb
 from pipelines.samples.connection import parse, unparse
 from pipelines.sources.rows import ORIGIN
 
-# Which rows an SQL statement raises on, found by one more pass instead of by trying rows.
-#
-# DuckDB's `TRY(e)` is null where `e` raises, so `TRY([e]) IS NULL` marks the rows on which an
-# expression raises. It takes no subquery, window or aggregate: a statement is therefore taken
-# apart into the SELECTs that it is made of (`Level`), and each of them into the largest
-# expressions that `TRY` takes (`units`). A level is run with its own FROM and WHERE and with
-# marks for a select list. The expression stands in a lambda over one element: what occurs twice
-# in plain expressions is computed once, before `TRY`, and raises there.
-
 Node = dict[str, Any]
-"""A part of a statement, as `json_serialize_sql` writes it."""
+"""A node of a syntax tree of `json_serialize_sql`."""
 
 _ELEMENT = "_element"
 _LEAVES = ("COLUMN_REF", "CONSTANT", "LAMBDA", "LAMBDA_REF", "STAR", "TYPE")
 _BLOCKS_TRY = ("SUBQUERY", "WINDOW")
 _TRY = "TRY(list_transform([0], lambda _one: _0))"
-"""Null where `_0` raises, else a list with its value."""
+"""Null if `_0` raises, else a list with its value."""
 _RAISES = "CAST(CAST('error' || _0 AS INTEGER) AS \"NULL\")"
-"""What `error(_0)` does, which `TRY` refuses."""
+"""An expression that raises like `error(_0)`, which `TRY` does not take."""
 _NESTED_TYPES = ("LIST", "STRUCT", "MAP", "ARRAY", "UNION", "ROW")
 
 
@@ -44,9 +42,9 @@ class Level:
         from_table: the FROM clause.
         ctes: common table expressions that it may read.
         units: expressions that `TRY` takes.
-        where: the WHERE clause that rows pass before the units are evaluated, or None.
-        aliases: names of the select list, for units that use them.
-        outermost: whether nothing outside the level decides about its rows.
+        where: the WHERE clause that is evaluated before the units, or None.
+        aliases: of the select list, for units that use them.
+        outermost: whether no SELECT outside the level filters its rows.
         outer_from: FROM clause of the SELECT around a subquery in an expression, or None.
     """
 
@@ -59,8 +57,8 @@ class Level:
     outer_from: Node | None = None
 
     def statement(self) -> str:
-        """Return the SELECT of `_origin` and, for each unit, whether it raises."""
-        select = _parsed(f'SELECT "{ORIGIN}"')
+        """Return the SELECT of `_origin` and of a mark for each unit."""
+        select = _parse_constant(f'SELECT "{ORIGIN}"')
         marks = [_mark(unit) for unit in self.units]
         for index, mark in enumerate(marks):
             mark["alias"] = f"_mark_{index}"
@@ -79,40 +77,38 @@ class Level:
         return self.only(tuple(u for e in inner for u in _units(e)))
 
     def variants(self) -> Iterator[Level]:
-        """Yield the level, and other readings of it where a unit does not bind as it stands.
+        """Yield the level, and variants in which units bind that do not bind as written.
 
         Each has the same units in the same order.
         """
         yield self
         if self.aliases:
-            units = tuple(_replaced(u, self.aliases) for u in self.units)
+            units = tuple(_substitute(u, self.aliases) for u in self.units)
             yield replace(self, units=units, aliases={})
         if self.outer_from is not None and self.from_table["type"] == "EMPTY":
             yield replace(self, from_table=self.outer_from, outer_from=None)
         elif self.outer_from is not None:
-            joined = _parsed("SELECT 1 FROM _left, _right")["from_table"]
-            joined["left"], joined["right"] = self.outer_from, self.from_table
-            yield replace(self, from_table=joined, outer_from=None)
+            join = _parse_constant("SELECT 1 FROM _left, _right")["from_table"]
+            join["left"], join["right"] = self.outer_from, self.from_table
+            yield replace(self, from_table=join, outer_from=None)
 
 
 def _mark(unit: Node) -> Node:
-    """Return whether an expression raises; `TRY` takes a vector with a bad row one by one."""
-    if unit["class"] == "CAST" and unit["child"]["class"] == "COLUMN_REF" and _is_plain(unit):
-        tried = {**unit, "try_cast": True}
-        return _expression("_0 IS NOT NULL AND _1 IS NULL", unit["child"], tried)
+    """Return the expression that is true where a unit raises."""
+    is_cast = unit["class"] == "CAST" and unit["child"]["class"] == "COLUMN_REF"
+    if is_cast and unit["type_expr"]["type_name"].upper() not in _NESTED_TYPES:
+        # Faster than TRY, which evaluates a vector with a bad row one by one. TRY_CAST to a nested
+        # type gives null for the inner value only.
+        try_cast = {**unit, "try_cast": True}
+        return _expression("_0 IS NOT NULL AND _1 IS NULL", unit["child"], try_cast)
     return _expression(f"{_TRY} IS NULL", unit)
 
 
-def _is_plain(cast: Node) -> bool:
-    """Tell whether TRY_CAST gives null for a bad value, not a list or struct with a null in it."""
-    return cast["type_expr"]["type_name"].upper() not in _NESTED_TYPES
-
-
 def select_nodes(statement: str) -> list[Node]:
-    """Return the SELECTs of a text, parsed.
+    """Return the SELECT nodes of a text.
 
     Raises:
-        duckdb.Error: it is no SQL; the message has the position.
+        duckdb.Error: it is not SQL; the message has the position.
     """
     tree = parse(statement)
     if tree["error"]:
@@ -121,19 +117,19 @@ def select_nodes(statement: str) -> list[Node]:
 
 
 def text_of(node: Node) -> str:
-    """Return a parsed SELECT as text."""
+    """Return the text of a SELECT node."""
     return unparse({"error": False, "statements": [{"node": node, "named_param_map": []}]})
 
 
 def expression_text(node: Node) -> str:
-    """Return a parsed expression as text."""
-    select = _parsed("SELECT 1")
+    """Return the text of an expression node."""
+    select = _parse_constant("SELECT 1")
     select["select_list"] = [node]
     return text_of(select).removeprefix("SELECT ")
 
 
 def levels_of(statement: str) -> list[Level]:
-    """Return the levels of a statement, those that others read first.
+    """Return the levels of a statement, inner ones before the outer ones that read them.
 
     Example:
         >>> nested = "SELECT a + 1 AS b FROM (SELECT CAST(x AS INT) AS a, _origin FROM log)"
@@ -141,39 +137,39 @@ def levels_of(statement: str) -> list[Level]:
         ['CAST(x AS INTEGER)', '(a + 1)']
     """
     (node,) = select_nodes(statement)
-    levels = _levels(_without_errors(node), (), None, True)
+    levels = _levels(_replace_error_calls(node), (), None, True)
     return [level for level in levels if level.units]
 
 
-def selected(statement: str) -> Iterator[tuple[str, str]]:
-    """Yield each expression that the job's SELECT yields, and the statement with it alone.
+def selected_expressions(statement: str) -> Iterator[tuple[str, str]]:
+    """Yield each expression of the job's select list, and the statement with only that one.
 
     Example:
-        >>> list(selected("SELECT * FROM (SELECT a + 1 AS b, c FROM log)"))
+        >>> list(selected_expressions("SELECT * FROM (SELECT a + 1 AS b, c FROM log)"))
         [('(a + 1)', 'SELECT (a + 1) AS b FROM log'), ('c', 'SELECT c FROM log')]
     """
     (node,) = select_nodes(statement)
     while node["from_table"]["type"] == "SUBQUERY" and node["select_list"][0]["class"] == "STAR":
-        node = node["from_table"]["subquery"]["node"]  # what `with_hashes` and a user put around
+        node = node["from_table"]["subquery"]["node"]  # wrapped by `with_hashes` or by the user
     for expression in node["select_list"]:
         text = expression_text(_without_alias(expression))
         yield text, text_of({**node, "select_list": [expression]})
 
 
-def _without_errors(part: Any) -> Any:
-    """Return a part of a statement with casts that raise in the place of `error`."""
+def _replace_error_calls(part: Any) -> Any:
+    """Return a part of a statement with casts that raise instead of calls of `error`."""
     if isinstance(part, list):
-        return [_without_errors(p) for p in part]
+        return [_replace_error_calls(p) for p in part]
     if not isinstance(part, dict):
         return part
     if part.get("function_name") == "error" and len(part["arguments"]) == 1:
-        made = _expression(_RAISES, _without_errors(part["arguments"][0]["expression"]))
-        return {**made, "alias": part["alias"]}
-    return {key: _without_errors(value) for key, value in part.items()}
+        cast = _expression(_RAISES, _replace_error_calls(part["arguments"][0]["expression"]))
+        return {**cast, "alias": part["alias"]}
+    return {key: _replace_error_calls(value) for key, value in part.items()}
 
 
 def tolerant(statement: str, level: Level) -> str:
-    """Return the statement with nulls where a unit of one of its levels raises.
+    """Return the statement with nulls where units of a level raise.
 
     Example:
         >>> nested = "SELECT a FROM (SELECT CAST(x AS INT) AS a, _origin FROM log)"
@@ -182,17 +178,17 @@ def tolerant(statement: str, level: Level) -> str:
     """
     (node,) = select_nodes(statement)
 
-    def tried(part: Any) -> Any:
+    def wrap_units(part: Any) -> Any:
         if isinstance(part, list):
-            return [tried(p) for p in part]
+            return [wrap_units(p) for p in part]
         if not isinstance(part, dict):
             return part
         if "class" in part and _without_alias(part) in level.units:
-            first = _expression(f"{_TRY}[1]", _without_alias(part))
-            return {**first, "alias": part.get("alias", "")}
-        return {key: tried(value) for key, value in part.items()}
+            value = _expression(f"{_TRY}[1]", _without_alias(part))
+            return {**value, "alias": part.get("alias", "")}
+        return {key: wrap_units(value) for key, value in part.items()}
 
-    return text_of(tried(node))
+    return text_of(wrap_units(node))
 
 
 def _without_alias(expression: Node) -> Node:
@@ -203,8 +199,7 @@ def _levels(
     node: Node, ctes: Sequence[Node], outer_from: Node | None, outermost: bool
 ) -> Iterator[Level]:
     """Yield the levels of a SELECT or of a UNION."""
-    own = node["cte_map"]["map"]
-    for cte in own:
+    for cte in node["cte_map"]["map"]:
         yield from _levels(cte["value"]["query_node"], ctes, None, False)
         ctes = (*ctes, cte)
     if node["type"] != "SELECT_NODE":
@@ -227,53 +222,66 @@ def _levels(
 
 
 def _with_units(level: Level, expressions: Sequence[Node]) -> Iterator[Level]:
-    """Yield a level with the units of expressions, and one with those around subqueries."""
+    """Yield the level of the units in expressions, and that of the units around subqueries."""
     yield level.only(tuple(u for e in expressions for u in _units(e)))
     subqueries: list[Node] = []
-    around = [e for e in (_hoisted(each, subqueries) for each in expressions) if e is not None]
+    hoisted = [_hoist_subqueries(e, subqueries) for e in expressions]
     if subqueries:
-        joined = _parsed("SELECT 1 FROM _left, LATERAL (SELECT 1) AS _subqueries")["from_table"]
-        joined["left"] = level.from_table
-        joined["right"]["subquery"]["node"]["select_list"] = subqueries
-        units = tuple(u for e in around for u in _units(e))
-        yield replace(level, from_table=joined, units=units)
+        join = _parse_constant("SELECT 1 FROM _left, LATERAL (SELECT 1) AS _subqueries")
+        from_table = join["from_table"]
+        from_table["left"] = level.from_table
+        from_table["right"]["subquery"]["node"]["select_list"] = subqueries
+        units = tuple(u for e in hoisted if e is not None for u in _units(e))
+        yield replace(level, from_table=from_table, units=units)
 
 
-def _hoisted(expression: Node, subqueries: list[Node]) -> Node | None:
-    """Return an expression with columns for its subqueries, None where it has none inside."""
-    known = len(subqueries)
+def _hoist_subqueries(expression: Node, subqueries: list[Node]) -> Node | None:
+    """Replace the subqueries in an expression by columns; None if there are none.
 
-    def columns_for(part: Any) -> Any:
+    Args:
+        expression: stays as it is.
+        subqueries: list to which the subqueries are appended.
+    """
+    if expression["class"] == "SUBQUERY":
+        return None
+    num_before = len(subqueries)
+
+    def replace_subqueries(part: Any) -> Any:
         if isinstance(part, list):
-            return [columns_for(p) for p in part]
+            return [replace_subqueries(p) for p in part]
         if not isinstance(part, dict):
             return part
         if part.get("class") == "SUBQUERY":
             name = f"_subquery_{len(subqueries)}"
             subqueries.append({**part, "alias": name})
-            return _parsed(f"SELECT {name}")["select_list"][0]
-        return {key: columns_for(value) for key, value in part.items()}
+            return _parse_constant(f"SELECT {name}")["select_list"][0]
+        return {key: replace_subqueries(value) for key, value in part.items()}
 
-    made = columns_for(expression) if expression["class"] != "SUBQUERY" else expression
-    return made if len(subqueries) > known else None
+    hoisted = replace_subqueries(expression)
+    return hoisted if len(subqueries) > num_before else None
 
 
-def _from_levels(table: Node, ctes: Sequence[Node], before: Node | None = None) -> Iterator[Level]:
-    """Yield the levels of a FROM clause: of subqueries, and of what joins are made by."""
+def _from_levels(table: Node, ctes: Sequence[Node], left_of: Node | None = None) -> Iterator[Level]:
+    """Yield the levels of a FROM clause: of subqueries, join conditions and table functions.
+
+    Args:
+        table: the FROM clause.
+        ctes: common table expressions that it may read.
+        left_of: table on the left of the join, which a lateral subquery may read.
+    """
     if table["type"] == "SUBQUERY":
-        yield from _levels(table["subquery"]["node"], ctes, before, False)
+        yield from _levels(table["subquery"]["node"], ctes, left_of, False)
     elif table["type"] == "JOIN":
         left, right = table["left"], table["right"]
-        yield from _from_levels(left, ctes, before)
+        yield from _from_levels(left, ctes, left_of)
         yield from _from_levels(right, ctes, left)
-        asked = [table.get("condition"), right.get("function")]
-        units = tuple(u for e in asked if e for c in _expressions(list(e.values()))
-                      for u in _units(c))  # fmt: skip
-        yield Level(left, ctes, units)
+        parts = [e for e in (table.get("condition"), right.get("function")) if e]
+        expressions = [c for e in parts for c in _expressions(list(e.values()))]
+        yield Level(left, ctes, tuple(u for e in expressions for u in _units(e)))
 
 
 def _expressions(parts: Any) -> Iterator[Node]:
-    """Yield the expressions in a part of a statement, not those inside them."""
+    """Yield the outermost expressions in a part of a statement."""
     if isinstance(parts, list):
         for part in parts:
             yield from _expressions(part)
@@ -285,7 +293,7 @@ def _expressions(parts: Any) -> Iterator[Node]:
 
 
 def _subqueries(parts: Any) -> Iterator[Node]:
-    """Yield the SELECTs that stand inside expressions, not those inside them."""
+    """Yield the outermost SELECTs inside expressions."""
     if isinstance(parts, list):
         for part in parts:
             yield from _subqueries(part)
@@ -297,23 +305,24 @@ def _subqueries(parts: Any) -> Iterator[Node]:
 
 
 def _units(expression: Node) -> Iterator[Node]:
-    """Yield the largest expressions inside one that `TRY` takes."""
+    """Yield the largest parts of an expression that `TRY` takes."""
     if expression["class"] in _LEAVES:
         return
     unnests = list(_unnests(expression))
     if len(unnests) == 1 and expression is not unnests[0]:
-        element = _parsed(f"SELECT {_ELEMENT}")["select_list"][0]
-        around = _swapped(expression, unnests[0], element)
-        if not _is_blocked(around):
+        element = _parse_constant(f"SELECT {_ELEMENT}")["select_list"][0]
+        of_element = _replace_node(expression, unnests[0], element)
+        if not _is_blocked(of_element):
             (values,) = _expressions(list(unnests[0]["arguments"]))
-            made = _expression(f"list_transform(_0, lambda {_ELEMENT}: _1)", values, around)
+            of_list = _expression(f"list_transform(_0, lambda {_ELEMENT}: _1)", values, of_element)
             yield from _units(values)
-            yield from [made] if not _is_blocked(made) else []
+            if not _is_blocked(of_list):
+                yield of_list
             return
     if not _is_blocked(expression):
         yield _without_alias(expression)
         return
-    inner = {**expression, "subquery": None}  # its own levels have what is in it
+    inner = {**expression, "subquery": None}  # a subquery has its own levels
     for child in _expressions(list(inner.values())):
         yield from _units(child)
 
@@ -328,15 +337,17 @@ def _unnests(expression: Node) -> Iterator[Node]:
 
 
 def _is_blocked(expression: Node) -> bool:
-    """Tell whether `TRY` refuses an expression."""
-    if expression["class"] in _BLOCKS_TRY or expression.get("function_name") in _blocking():
+    """Return whether `TRY` does not take an expression."""
+    if expression["class"] in _BLOCKS_TRY:
+        return True
+    if expression.get("function_name") in _blocking_functions():
         return True
     return any(_is_blocked(child) for child in _expressions(list(expression.values())))
 
 
 @cache
-def _blocking() -> frozenset[str]:
-    """Return the functions that `TRY` refuses."""
+def _blocking_functions() -> frozenset[str]:
+    """Return the functions that `TRY` does not take."""
     rows = duckdb.connect().execute(
         "SELECT DISTINCT function_name FROM duckdb_functions() "
         "WHERE function_type IN ('aggregate', 'window') OR stability = 'VOLATILE'"
@@ -345,7 +356,7 @@ def _blocking() -> frozenset[str]:
 
 
 def _short_circuited(condition: Node) -> Node:
-    """Return a condition that is evaluated inside `TRY` as WHERE does it: from left to right."""
+    """Return a condition that `TRY` evaluates from left to right, as WHERE does."""
     if condition["class"] != "CONJUNCTION":
         return condition
     first, *others = (_short_circuited(c) for c in condition["children"])
@@ -358,38 +369,38 @@ def _short_circuited(condition: Node) -> Node:
 
 
 def _expression(text: str, *parts: Node) -> Node:
-    """Return an expression whose `_0`, `_1` are other expressions."""
-    return _replaced(copy.deepcopy(_parsed(f"SELECT {text}")["select_list"][0]),
-                     {f"_{i}": part for i, part in enumerate(parts)})  # fmt: skip
+    """Return the expression of a text with expressions for its columns `_0`, `_1`, ..."""
+    node = _parse_constant(f"SELECT {text}")["select_list"][0]
+    return _substitute(node, {f"_{i}": part for i, part in enumerate(parts)})
+
+
+def _parse_constant(statement: str) -> Node:
+    """Return a new tree of a statement of this module."""
+    return json.loads(_constant_json(statement))
 
 
 @cache
-def _parsed_text(statement: str) -> str:
+def _constant_json(statement: str) -> str:
     return json.dumps(select_nodes(statement)[0])
 
 
-def _parsed(statement: str) -> Node:
-    """Return a fresh tree of a statement of this module."""
-    return json.loads(_parsed_text(statement))
-
-
-def _replaced(part: Any, names: Mapping[str, Node]) -> Any:
-    """Return a part of a statement with expressions in the place of plain column names."""
+def _substitute(part: Any, expressions: Mapping[str, Node]) -> Any:
+    """Return a part of a statement with expressions instead of unqualified columns."""
     if isinstance(part, list):
-        return [_replaced(p, names) for p in part]
+        return [_substitute(p, expressions) for p in part]
     if not isinstance(part, dict):
         return part
     if part.get("class") == "COLUMN_REF" and len(part["column_names"]) == 1:
-        return names.get(part["column_names"][0], part)
-    return {key: _replaced(value, names) for key, value in part.items()}
+        return expressions.get(part["column_names"][0], part)
+    return {key: _substitute(value, expressions) for key, value in part.items()}
 
 
-def _swapped(part: Any, old: Node, new: Node) -> Any:
-    """Return a part of a statement with one of its expressions replaced."""
+def _replace_node(part: Any, old: Node, new: Node) -> Any:
+    """Return a part of a statement with one of its nodes replaced."""
     if part is old:
         return new
     if isinstance(part, list):
-        return [_swapped(p, old, new) for p in part]
+        return [_replace_node(p, old, new) for p in part]
     if isinstance(part, dict):
-        return {key: _swapped(value, old, new) for key, value in part.items()}
+        return {key: _replace_node(value, old, new) for key, value in part.items()}
     return part

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.connection import Connection, connect, named, parse
+from pipelines.samples.connection import Connection, name_errors, parse
 from pipelines.samples.sql import run
 from pipelines.samples.validate import check_type
 from schemas.arrays import combine_hashes, hash_values, is_list, one_chunk
@@ -257,7 +257,7 @@ def with_transforms(
             )
             continue
         try:
-            with named(f"data.transforms.{group}"):
+            with name_errors(f"data.transforms.{group}"):
                 table = transformed(table, step)
         except duckdb.Error as error:
             raise SchemaError(
@@ -337,7 +337,7 @@ _OF_THREAD = threading.local()
 def _connection() -> Connection:
     """Return the thread's connection: opening one costs more than most groups' transforms."""
     if not hasattr(_OF_THREAD, "connection"):
-        _OF_THREAD.connection = connect()
+        _OF_THREAD.connection = Connection()
     return _OF_THREAD.connection
 
 

@@ -245,8 +245,8 @@ def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(
 
 JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "a key that is no key": ("session: {key", "sesion: {key", "key must be known, got data.sesion in "),
-    "a column that the log has not": ("user, history,", "usr AS user, history,", "data.samples.map must run on its sources, got Binder Error"),
-    "no SQL": ("SELECT session", "SELEC session", "data.samples.map must be SQL, got"),
+    "a column that the log has not": ("user, history,", "usr AS user, history,", "data.samples.map cannot run on its sources: Binder Error"),
+    "no SQL": ("SELECT session", "SELEC session", "data.samples.map is not valid SQL:"),
     "an aggregate": ("FROM log", "FROM log GROUP BY ALL", "data.samples.map must not aggregate at its top level"),
     "an undeclared column": ("clicked AS label", "clicked AS label, 1 AS extra", "column 'extra' must be declared in the schema in JOB; add it to schema.pbtxt: feature { name: \"extra\" type: INT annotation { tag: \"kept\" } }, where tag is one of "),
     "a declared column that SQL leaves out": ("user, history,", "user,", "samples must have column 'history', got none in JOB; let the job's SQL yield it, or remove it from schema.pbtxt"),

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 
 from pipelines.samples import sql_rejects as bad_rows
-from pipelines.samples.connection import BadRowsError, Connection, connect
+from pipelines.samples.connection import BadRowsError, Connection
 from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sql import carry_origin, map_rows, run, with_list_index
-from pipelines.samples.sql_rejects import SqlResult, reason_of, without_marked
+from pipelines.samples.sql import map_rows, run, select_origin, with_list_index
+from pipelines.samples.sql_rejects import SqlResult, reject_reason, remove_marked
 from pipelines.sources.read import ORIGIN
 from schemas.arrays import comparable_tuple, hash_keys
 
@@ -183,7 +183,7 @@ def one_by_one(
         try:
             good.append(run(connection, statement, {"log": row}))
         except (duckdb.Error, pa.ArrowInvalid) as error:
-            bad[row[ORIGIN][0].as_py()] = reason_of(error)
+            bad[row[ORIGIN][0].as_py()] = reject_reason(error)
     return good, bad
 
 
@@ -211,12 +211,12 @@ def reasons_of(result: SqlResult) -> dict[int, str]:
 def test_bad_rows_are_those_that_raise_alone_and_marks_find_them(name: str) -> None:
     attempt, rows = Counted(), rows_of(2, num_rows=14)
     attempt.connection.register("side", SIDE)
-    text = carry_origin(STATEMENTS[name], "key")
+    text = select_origin(STATEMENTS[name], "key")
     good, bad = one_by_one(attempt.connection, text, rows)
     result = map_rows(attempt.connection, text, "log", rows)
     assert reasons_of(result) == bad
     assert same(result, good)
-    left, _ = without_marked(text, attempt, lambda row: attempt(text, row), rows)
+    left, _ = remove_marked(text, attempt, lambda row: attempt(text, row), rows)
     assert (left.num_rows == len(rows) - len(bad)) == (name not in NOT_MARKED)
 
 
@@ -225,8 +225,8 @@ def test_bad_rows_are_those_that_raise_alone_and_marks_find_them(name: str) -> N
 def test_keys_without_a_bad_row_are_as_alone_and_bad_rows_raise_alone(
     statement: str, seed: int
 ) -> None:
-    connection, rows = connect(), rows_of(seed, share=0.1)
-    text = carry_origin(statement, "key")
+    connection, rows = Connection(), rows_of(seed, share=0.1)
+    text = select_origin(statement, "key")
     results = list(run_keys(connection, PerKey(text, "log", "k"), {"log": rows}))
     found: dict[int, str] = {}
     for result in results:
@@ -242,7 +242,7 @@ def test_keys_without_a_bad_row_are_as_alone_and_bad_rows_raise_alone(
                 break
             except duckdb.Error as error:
                 alone = one_by_one(connection, text, left)[1]
-                alone = alone or dict.fromkeys(left[ORIGIN].to_pylist(), reason_of(error))
+                alone = alone or dict.fromkeys(left[ORIGIN].to_pylist(), reject_reason(error))
             bad |= alone
             left = left.filter(pa.array([o not in alone for o in left[ORIGIN].to_pylist()]))
     assert found == bad
@@ -253,7 +253,7 @@ class Counted:
     """Runs statements and counts them."""
 
     def __init__(self) -> None:
-        self.connection, self.count = connect(), 0
+        self.connection, self.count = Connection(), 0
 
     def __call__(self, statement: str, rows: pa.Table) -> pa.Table:
         """Run one."""
@@ -270,8 +270,8 @@ def many_rows(num_rows: int, bad: Mapping[int, str]) -> pa.Table:
 def test_thousands_of_bad_rows_take_a_few_runs_and_each_has_its_own_reason() -> None:
     bad = {i: f"no {i}" for i in range(0, 60_000, 7)}
     rows, attempt = many_rows(60_000, bad), Counted()
-    statement = carry_origin("SELECT CAST(x AS BIGINT) AS x FROM log", "key")
-    good, found = without_marked(statement, attempt, lambda row: attempt(statement, row), rows)
+    statement = select_origin("SELECT CAST(x AS BIGINT) AS x FROM log", "key")
+    good, found = remove_marked(statement, attempt, lambda row: attempt(statement, row), rows)
     assert attempt.count < 12
     assert good.num_rows == 60_000 - len(bad)
     assert found["origin"].to_pylist() == list(bad)
@@ -282,8 +282,8 @@ def test_thousands_of_bad_rows_take_a_few_runs_and_each_has_its_own_reason() -> 
 
 def test_reasons_that_cannot_be_written_from_others_name_the_expression() -> None:
     bad = {i: f"no {i}" for i in range(100)}
-    statement = carry_origin("SELECT CAST(substr(x, 2) AS BIGINT) AS x FROM log", "key")
-    result = map_rows(connect(), statement, "log", many_rows(200, bad))
+    statement = select_origin("SELECT CAST(substr(x, 2) AS BIGINT) AS x FROM log", "key")
+    result = map_rows(Connection(), statement, "log", many_rows(200, bad))
     reasons = result.bad_rows["reason"].to_pylist()
     assert len(reasons) == 100
     assert sum("Conversion Error: Could not convert string 'o " in r for r in reasons) >= 32
@@ -308,9 +308,9 @@ def test_good_rows_are_not_rejected_with_bad_ones_that_nothing_tells_apart(
     rows = many_rows(2_000, {i: f"no {i}" for i in range(0, 2_000, 7)})
     rows = rows.append_column("w", many_rows(2_000, {i: "no" for i in range(0, 2_000, 5)})["x"])
     with pytest.raises(BadRowsError) as error:
-        map_rows(connect(), carry_origin(statement, "key"), "log", rows)
+        map_rows(Connection(), select_origin(statement, "key"), "log", rows)
     text = str(error.value)
-    assert "raises on so many rows that 100 runs do not tell which: " in text
+    assert "raises on more rows than 100 runs can isolate: " in text
     assert named in text
     assert "TRY_CAST(... AS ...)" in text
 
@@ -332,7 +332,7 @@ def test_bad_rows_with_nested_structs_have_their_own_reason(cut: str) -> None:
         "chunks": pa.concat_tables([table.slice(3, 6), table.slice(20, 9)]),
     }[cut]
     text = "SELECT u.id AS id, u.d.o::INT AS o, [x.i.j FOR x IN l] AS l FROM log"
-    result = map_rows(connect(), carry_origin(text, "key"), "log", part)
+    result = map_rows(Connection(), select_origin(text, "key"), "log", part)
     assert result.bad_rows["origin"].to_pylist() == [8, 21]
     assert all("string 'no' to INT32" in r for r in result.bad_rows["reason"].to_pylist())
     assert result.samples is not None

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.beam.transforms import MergePartials
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import Connection
 from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes
 from pipelines.transforms import fit as learned_partials
@@ -44,7 +44,7 @@ def chunks(data: DataConfig, rows: pa.Table, cuts: list[int]) -> list[Tuples]:
     found: list[Tuples] = []
     for start, end in zip([0, *cuts], [*cuts, rows.num_rows], strict=True):
         result = map_rows(
-            connect(), with_hashes(sql, data.groups), "log", rows.slice(start, end - start)
+            Connection(), with_hashes(sql, data.groups), "log", rows.slice(start, end - start)
         )
         assert result.samples is not None
         found.append(separate(with_list_index(result.samples), data.groups))

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.connection import connect
-from pipelines.samples.sql import carry_origin, map_rows, run
+from pipelines.samples.connection import Connection
+from pipelines.samples.sql import map_rows, run, select_origin
 from pipelines.samples.tuples import separate, with_hashes
 from pipelines.samples.validate import check_columns, usable_samples
 from pipelines.sources.csv_files import read_csv
@@ -113,8 +113,8 @@ def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) 
 
 def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
     rows = pa.table({"x": pa.array([1, 2**63, 3], pa.uint64()), "_origin": [7, 8, 9]})
-    statement = carry_origin("SELECT [x] AS ids FROM log", "data.samples.map")
-    result = map_rows(connect(), statement, "log", rows)
+    statement = select_origin("SELECT [x] AS ids FROM log", "data.samples.map")
+    result = map_rows(Connection(), statement, "log", rows)
     assert result.samples is not None
     assert result.samples["ids"].to_pylist() == [[1], [3]]
     assert result.bad_rows["origin"].to_pylist() == [8]
@@ -123,17 +123,17 @@ def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
 def test_lists_of_texts_have_one_stored_form() -> None:
     rows = pa.table({"x": pa.array(["a b", "", None]), "_origin": [7, 8, 9]})
     sql = "SELECT string_split(x, ' ') AS l, [x, 'c'] AS m, ['d']::VARCHAR[1] AS n FROM log"
-    found = run(connect(), carry_origin(sql, "data.samples.map"), {"log": rows})
+    found = run(Connection(), select_origin(sql, "data.samples.map"), {"log": rows})
     assert {found.schema.field(c).type for c in "lmn"} == {pa.large_list(pa.string())}
     assert found["l"].to_pylist() == [["a", "b"], [""], None]
     with pytest.raises(SchemaError, match=r"lists must hold numbers or texts, got .*bool.*'l'"):
-        run(connect(), "SELECT [true] AS l FROM log", {"log": rows})
+        run(Connection(), "SELECT [true] AS l FROM log", {"log": rows})
 
 
 def test_row_with_a_time_beyond_python_can_be_rejected() -> None:
     rows = pa.table({"x": pa.array([2**62], pa.timestamp("us")), "_origin": [7]})
-    statement = carry_origin("SELECT CAST('no' AS BIGINT) AS y FROM log", "data.samples.map")
-    (bad,) = map_rows(connect(), statement, "log", rows).bad_rows.to_pylist()
+    statement = select_origin("SELECT CAST('no' AS BIGINT) AS y FROM log", "data.samples.map")
+    (bad,) = map_rows(Connection(), statement, "log", rows).bad_rows.to_pylist()
     assert (bad["origin"], bad["value"]) == (7, "{'x': 4611686018427387904}")
 
 
@@ -372,7 +372,7 @@ def test_sample_that_no_model_can_use_is_rejected(
 ) -> None:
     data, features = shop(tmp_path)
     statement = with_hashes("SELECT * FROM log", data.groups)
-    samples = run(connect(), statement, {"log": pa.table({**SAMPLE, **changes})})
+    samples = run(Connection(), statement, {"log": pa.table({**SAMPLE, **changes})})
     good, bad = usable_samples(separate(samples, data.groups), features, data)
     assert [(b["origin"], b["reason"]) for b in bad.to_pylist()] == [(0, reason)]
     assert good.column("session").to_pylist() == [2]

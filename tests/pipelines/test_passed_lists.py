@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.samples.connection import connect
-from pipelines.samples.sql import carry_origin, map_rows
+from pipelines.samples.connection import Connection
+from pipelines.samples.sql import map_rows, select_origin
 from pipelines.samples.statements import Passed, map_samples, passed_lists
 from pipelines.samples.tuples import with_hashes
 from pipelines.sources.rows import ORIGIN
@@ -53,8 +53,8 @@ PASSING = {name: statement for name, (statement, lists) in STATEMENTS.items() if
 
 @pytest.mark.parametrize("statement", PASSING.values(), ids=PASSING.keys())
 def test_samples_are_those_of_the_sql(statement: str) -> None:
-    statement = carry_origin(statement, "data.samples.map")
-    connection = connect()
+    statement = select_origin(statement, "data.samples.map")
+    connection = Connection()
     plain = map_rows(connection, statement, "log", ROWS).samples
     assert plain is not None
     lists = passed_lists(statement, "log", ROWS.schema)
@@ -69,7 +69,7 @@ def test_rows_that_raise_are_left_out_and_the_others_keep_their_lists() -> None:
     statement = "SELECT CAST(if(id = 8, 'x', '1') AS INT) AS x, seen, _origin FROM log"
     passed = Passed(("seen",), ("x", "seen", ORIGIN))
     around = with_hashes(statement, {}, ["seen"])
-    result = map_samples(connect(), around, passed, "log", rows)
+    result = map_samples(Connection(), around, passed, "log", rows)
     assert result.bad_rows["origin"].to_pylist() == [101]
     assert result.samples is not None
     assert result.samples["seen"].to_pylist() == [[1, 2], [], [3, None]]

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import Connection
 from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sql import carry_origin, run_key
+from pipelines.samples.sql import run_key, select_origin
 from pipelines.sources.read import ORIGIN
 
 PLAYS = pa.table(
@@ -40,31 +40,31 @@ def rows_of(table: pa.Table) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("statement", STATEMENTS.values(), ids=STATEMENTS.keys())
 def test_many_keys_at_once_give_what_each_key_alone_gives(statement: str) -> None:
-    per = PerKey(carry_origin(statement, "key"), "plays", "user")
-    made = [r.samples for r in run_keys(connect(), per, TABLES)]
+    per = PerKey(select_origin(statement, "key"), "plays", "user")
+    made = [r.samples for r in run_keys(Connection(), per, TABLES)]
     alone = []
     for user in (1, 2, 3, 9):
         tables = {
             "plays": PLAYS.filter(pa.array(PLAYS["user"].to_numpy() == user)),
             "profiles": PROFILES.filter(pa.array(PROFILES["user"].to_numpy() == user)),
         }
-        alone.append(run_key(connect(), per.statement, "plays", tables).samples)
+        alone.append(run_key(Connection(), per.statement, "plays", tables).samples)
     assert rows_of(pa.concat_tables(made)) == rows_of(pa.concat_tables(alone))
 
 
 def test_row_that_raises_costs_its_key_nothing_else() -> None:
-    statement = carry_origin("SELECT 100 // (song - 31) AS x FROM plays", "key")
+    statement = select_origin("SELECT 100 // (song - 31) AS x FROM plays", "key")
     per = PerKey(statement, "plays", "user")
-    results = list(run_keys(connect(), per, TABLES))
+    results = list(run_keys(Connection(), per, TABLES))
     assert sorted(r["_origin"] for t in results if t.samples for r in t.samples.to_pylist()) == [
         0, 1, 3, 4, 5, 6, 7]  # fmt: skip
     assert [o for t in results for o in t.bad_rows["origin"].to_pylist()] == [2]
 
 
 def test_keys_without_rows_in_the_other_source_are_kept() -> None:
-    per = PerKey(carry_origin(STATEMENTS["a join with another source"], "key"), "plays", "user")
+    per = PerKey(select_origin(STATEMENTS["a join with another source"], "key"), "plays", "user")
     empty = {**TABLES, "profiles": TABLES["profiles"].slice(0, 0)}
-    (result,) = run_keys(connect(), per, empty)
+    (result,) = run_keys(Connection(), per, empty)
     assert result.samples is not None
     assert result.samples["age"].to_pylist() == [None] * 8
 
@@ -80,8 +80,8 @@ def one_key(songs: list[int]) -> dict[str, pa.Table]:
 
 
 def test_good_rows_of_a_key_with_a_bad_one_keep_their_whole_history() -> None:
-    statement = carry_origin(f"SELECT 100 // (song - 9) AS x, {WINDOW} FROM plays", "key")
-    result = run_key(connect(), statement, "plays", one_key(list(range(16))))
+    statement = select_origin(f"SELECT 100 // (song - 9) AS x, {WINDOW} FROM plays", "key")
+    result = run_key(Connection(), statement, "plays", one_key(list(range(16))))
     assert result.bad_rows["origin"].to_pylist() == [9]
     assert result.samples is not None
     expected = [song for song in range(16) if song != 9]
@@ -91,14 +91,14 @@ def test_good_rows_of_a_key_with_a_bad_one_keep_their_whole_history() -> None:
 
 def test_rows_that_fail_only_together_are_all_rejected() -> None:
     text = "SELECT song, 1 // (3 - (SELECT count(*) FROM plays)) AS x FROM plays"
-    result = run_key(connect(), carry_origin(text, "key"), "plays", one_key([5, 6, 7]))
+    result = run_key(Connection(), select_origin(text, "key"), "plays", one_key([5, 6, 7]))
     assert result.samples is None
     assert result.bad_rows["origin"].to_pylist() == [0, 1, 2]
 
 
 def test_key_with_a_bad_row_is_dropped_as_a_whole_when_asked_for() -> None:
-    statement = carry_origin(f"SELECT 100 // (song - 31) AS x, {WINDOW} FROM plays", "key")
-    (result,) = run_keys(connect(), PerKey(statement, "plays", "user"), TABLES, "log:{}".format)
+    statement = select_origin(f"SELECT 100 // (song - 31) AS x, {WINDOW} FROM plays", "key")
+    (result,) = run_keys(Connection(), PerKey(statement, "plays", "user"), TABLES, "log:{}".format)
     assert result.samples is not None
     assert sorted(result.samples[ORIGIN].to_pylist()) == [1, 3, 4, 6, 7]
     bad = {row["origin"]: row["reason"] for row in result.bad_rows.to_pylist()}

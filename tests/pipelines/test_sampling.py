@@ -13,7 +13,7 @@ import pytest
 from pipelines.build import build
 from pipelines.clustering.reader import expand
 from pipelines.report.page import write_report
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import Connection
 from pipelines.samples.sampling import Unit, draws, hash_samples, sample_negatives
 from pipelines.samples.sql import map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate, with_hashes
@@ -60,7 +60,7 @@ def chunks(data: DataConfig, num_rows: int, num_chunks: int, worth: bool = False
     size = -(-num_rows // num_chunks)
     found: list[Tuples] = []
     for index in range(num_chunks):
-        result = map_rows(connect(), statement, "log", rows.slice(index * size, size))
+        result = map_rows(Connection(), statement, "log", rows.slice(index * size, size))
         assert result.samples is not None
         found.append(separate(with_list_index(result.samples), data.groups))
     return found

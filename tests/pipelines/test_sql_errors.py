@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from pipelines.build import build
-from pipelines.samples.connection import connect, located
-from pipelines.samples.sql import carry_origin, run
+from pipelines.samples.connection import Connection, original_error
+from pipelines.samples.sql import run, select_origin
 from pipelines.sources.rows import ORIGIN
 from schemas.config.parse import position_in_value
 from schemas.errors import SchemaError
@@ -19,13 +19,13 @@ SQL = "SELECT session, time, user, history, unnest(items) AS item, clicked AS la
 
 WRONG: dict[str, tuple[str, str, str]] = {
     "a column that the log has not": (
-        "usr, history", "", 'must run on its sources, got Binder Error: Referenced column "usr" '
+        "usr, history", "", 'cannot run on its sources: Binder Error: Referenced column "usr" '
         "not found in FROM clause!"),
     "a function that there is not": (
-        "unest(items)", "", "must run on its sources, got Catalog Error: Scalar Function with name "
+        "unest(items)", "", "cannot run on its sources: Catalog Error: Scalar Function with name "
         "unest does not exist!"),
     "no SQL": (
-        "clicked AS label FRM log", "FRM", 'must be SQL, got syntax error at or near "FRM"'),
+        "clicked AS label FRM log", "FRM", 'is not valid SQL: syntax error at or near "FRM"'),
     "the origin": (
         "label, log._origin FROM", "log._origin",
         "must not select _origin, which is added to every sample"),
@@ -59,7 +59,9 @@ def test_error_offers_the_names_that_are_like_the_one_that_is_missing() -> None:
     log = pa.table({"user": [{"id": 1}], "event": [2], ORIGIN: [0]})
 
     def error_of(statement: str) -> tuple[str, int | None]:
-        found = located("data.samples.map", statement, {"log": log}, duckdb.Error("rewritten"))
+        found = original_error(
+            "data.samples.map", statement, {"log": log}, duckdb.Error("rewritten")
+        )
         return found.message.partition("; ")[2], found.position
 
     assert error_of("SELECT evnt FROM log") == ('did you mean "event"?', 7)
@@ -83,8 +85,8 @@ ORIGIN_LOST = {
 def test_a_statement_that_loses_the_origin_is_told_how_to_keep_it(statement: str) -> None:
     log = pa.table({"x": [1], ORIGIN: [0]})
     with pytest.raises(duckdb.Error) as error:
-        run(connect(), carry_origin(statement, "data.samples.map"), {"log": log})
-    found = located("data.samples.map", statement, {"log": log}, error.value)
+        run(Connection(), select_origin(statement, "data.samples.map"), {"log": log})
+    found = original_error("data.samples.map", statement, {"log": log}, error.value)
     assert found.message.startswith("data.samples.map must ")
     assert found.message.endswith(ORIGIN_LOST[statement])
     assert found.position is not None

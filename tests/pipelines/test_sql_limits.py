@@ -8,7 +8,7 @@ import duckdb
 import pytest
 
 from pipelines.build import build
-from pipelines.samples.connection import LimitError, connect, named
+from pipelines.samples.connection import Connection, LimitError, name_errors
 from schemas.config.limits import SqlLimitsConfig
 from schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log
@@ -23,15 +23,15 @@ SMALL = SqlLimitsConfig(memory=64 << 20)
     ("columns", "limits", "message"),
     [
         ("sum(a.i * b.i)", SHORT, "must end within 0.3 s"),
-        ("a.i, b.i", SMALL, "must do with 64 MiB of memory"),
-        ("DISTINCT a.i * b.i", SMALL, "must do with 64 MiB of memory"),
+        ("a.i, b.i", SMALL, "must fit into 64 MiB of memory"),
+        ("DISTINCT a.i * b.i", SMALL, "must fit into 64 MiB of memory"),
     ],
     ids=["no end", "a result without end", "a hash table without end"],
 )
 def test_statement_ends_at_its_limit_and_the_next_one_runs(
     columns: str, limits: SqlLimitsConfig, message: str
 ) -> None:
-    connection = connect(limits)
+    connection = Connection(limits)
     with pytest.raises(LimitError, match=f"^{re.escape(message)}$"):
         connection.query(CROSS_JOIN.format(columns))
     assert connection.query("SELECT 1 AS x").to_pylist() == [{"x": 1}]
@@ -39,8 +39,8 @@ def test_statement_ends_at_its_limit_and_the_next_one_runs(
 
 def test_limit_says_which_key_of_the_job_and_the_way_out() -> None:
     text = "^data.samples.map must end within 0.3 s for one chunk of rows; .* data.samples.limits$"
-    with pytest.raises(SchemaError, match=text), named("data.samples.map"):
-        connect(SHORT).query(CROSS_JOIN.format("sum(a.i * b.i)"))
+    with pytest.raises(SchemaError, match=text), name_errors("data.samples.map"):
+        Connection(SHORT).query(CROSS_JOIN.format("sum(a.i * b.i)"))
 
 
 def test_error_of_a_row_far_from_the_first_has_the_same_text() -> None:
@@ -48,7 +48,7 @@ def test_error_of_a_row_far_from_the_first_has_the_same_text() -> None:
     texts: list[str] = []
     for row in (0, 200_000):
         with pytest.raises(duckdb.Error) as raised:
-            connect().query(statement.format(row, f"range({row} + 1) AS t(i)"))
+            Connection().query(statement.format(row, f"range({row} + 1) AS t(i)"))
         texts.append(str(raised.value).splitlines()[0])
     assert texts[0] == texts[1]
     assert texts[0].startswith("Conversion Error: Could not convert string 'x' to INT32")

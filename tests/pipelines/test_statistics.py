@@ -29,8 +29,8 @@ from pipelines.quality.statistics_files import (
     statistics_text,
     write_statistics,
 )
-from pipelines.samples.connection import connect
-from pipelines.samples.sql import carry_origin, map_rows, run, with_list_index
+from pipelines.samples.connection import Connection
+from pipelines.samples.sql import map_rows, run, select_origin, with_list_index
 from pipelines.sources.read import ORIGIN
 from schemas.errors import SchemaError
 from schemas.layout import PLAIN_STATISTICS, STATISTICS
@@ -152,20 +152,20 @@ STATEMENTS = {
 def test_carry_origin_keeps_the_row_each_sample_came_from(
     statement: str, origins: list[int]
 ) -> None:
-    made = run(connect(), carry_origin(statement, "key"), {"log": RAW})
+    made = run(Connection(), select_origin(statement, "key"), {"log": RAW})
     assert made[ORIGIN].to_pylist() == origins
 
 
 @pytest.mark.parametrize("statement", ["SELECT 1 UNION SELECT 2", "SELECT 1; SELECT 2", "DROP t"])
 def test_carry_origin_refuses_what_has_no_single_row(statement: str) -> None:
-    with pytest.raises(SchemaError, match=r"^key must be"):
-        carry_origin(statement, "key")
+    with pytest.raises(SchemaError, match=r"^key (must be|is not valid SQL)"):
+        select_origin(statement, "key")
 
 
 def test_map_rows_finds_the_rows_that_raise() -> None:
     rows = pa.table({"x": ["1", "two", "3", "4", "five"], ORIGIN: [0, 1, 2, 3, 4]})
-    statement = carry_origin("SELECT CAST(x AS BIGINT) AS x FROM log", "key")
-    result = map_rows(connect(), statement, "log", rows)
+    statement = select_origin("SELECT CAST(x AS BIGINT) AS x FROM log", "key")
+    result = map_rows(Connection(), statement, "log", rows)
     assert result.samples is not None
     assert result.samples["x"].to_pylist() == [1, 3, 4]
     assert result.bad_rows["origin"].to_pylist() == [1, 4]
@@ -178,7 +178,7 @@ def test_map_rows_finds_the_rows_that_raise() -> None:
 )
 def test_sql_of_a_job_reaches_no_file_no_variable_and_no_setting(statement: str) -> None:
     with pytest.raises(duckdb.Error):
-        run(connect(), statement, {})
+        run(Connection(), statement, {})
 
 
 def test_list_index_counts_the_samples_of_each_row() -> None:

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import Connection
 from pipelines.samples.sql import run
 from pipelines.sources.listing import folder_of
 from pipelines.sources.read import empty_rows, parts_of_file, read_part
@@ -85,7 +85,7 @@ def test_parquet_times_with_a_zone_are_utc(columns: dict[str, str] | None, tmp_p
     )
     config = SourceConfig(files="*", format="parquet", columns=columns)
     table, rejects = read(tmp_path, "log.parquet", config)
-    made = run(connect(), 'SELECT "at", hour("at") AS hour FROM log', {"log": table})
+    made = run(Connection(), 'SELECT "at", hour("at") AS hour FROM log', {"log": table})
     assert made.schema.field("at").type == pa.timestamp("us")
     assert texts(made) == ["2026-01-01 09:00:00"]
     assert made["hour"].to_pylist() == [9]

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from pipelines.samples.connection import connect
+from pipelines.samples.connection import Connection
 from pipelines.samples.sql import run
 from pipelines.samples.tuples import hash_column, join, separate, with_hashes
 
@@ -14,7 +14,7 @@ def rows(lists: list[list[int] | None]) -> pa.Table:
     """Return samples with lists, hashed as a build does."""
     kind = pa.large_list(pa.int64())
     table = pa.table({"item": np.arange(len(lists)), "history": pa.array(lists, kind)})
-    return run(connect(), with_hashes("SELECT * FROM log", GROUPS), {"log": table})
+    return run(Connection(), with_hashes("SELECT * FROM log", GROUPS), {"log": table})
 
 
 def test_lists_of_one_hash_stay_apart_and_equal_ones_meet_across_chunks() -> None:
