@@ -1,4 +1,4 @@
-"""A log of JSON lines that is synced before it is acted upon, and the lock of its folder."""
+"""An append-only log of JSON lines that are synced on return, and a directory lock."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from schemas.manifest import canonical_json, sync_directory
 
 
 class AppendLog:
-    """Lines that are appended; a context."""
+    """A log of JSON lines; use it as a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Remember where they lie."""
         self._path = path
         self._file: int | None = None
 
     def __enter__(self) -> Self:
-        """Open the file behind its last whole line; what was torn is taken off."""
+        """Open the file for appending; an incomplete last line is cut off."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -38,23 +37,22 @@ class AppendLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
-        assert self._file is not None, "the file is open"
+        assert self._file is not None, "log is not open"
         os.close(self._file)
 
     def write(self, bodies: Iterable[Any]) -> None:
-        """Write one line for each body; on return they are on disk."""
+        """Append one line for each body, and sync the file."""
         self._write("".join(f"{canonical_json(body)}\n" for body in bodies).encode())
 
     def _write(self, content: bytes) -> None:
-        assert self._file is not None, "the file is open"
+        assert self._file is not None, "log is not open"
         while content:
             content = content[os.write(self._file, content) :]
         os.fsync(self._file)
 
 
 def whole_bytes(content: bytes) -> tuple[int, bool]:
-    r"""Return how many bytes are whole lines, and whether the last one lacks its end.
+    r"""Return the bytes of complete lines, and whether the last one lacks its newline.
 
     Example:
         >>> whole_bytes(b'{}\n{"a"'), whole_bytes(b'{}\n{}')
@@ -71,20 +69,20 @@ def whole_bytes(content: bytes) -> tuple[int, bool]:
 
 
 LOCK = "lock"
-"""File in a folder that holds the pid of who works there, as long as it lives."""
+"""File in a locked directory; it holds the pid of the process that has the lock."""
 
 
 @contextmanager
-def directory_lock(folder: Path, must: str, way_out: str) -> Generator[None]:
-    """Hold a folder, which is made if need be.
+def directory_lock(folder: Path, problem: str, advice: str) -> Generator[None]:
+    """Hold the lock of a directory, which is created if it does not exist.
 
     Args:
-        folder: to work in.
-        must: what must hold of it, in words.
-        way_out: for whom somebody else holds it, likewise.
+        folder: the directory.
+        problem: what the error says is wrong if another process holds the lock.
+        advice: what the error says to do then.
 
     Raises:
-        SchemaError: somebody else does; the message names the pid.
+        SchemaError: another process holds the lock; the message names its pid.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as file:
@@ -93,8 +91,7 @@ def directory_lock(folder: Path, must: str, way_out: str) -> Generator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise SchemaError(
-                f"{must}, got pid {file.read().strip()} that works there; {way_out}",
-                file=str(folder),
+                f"{problem}: pid {file.read().strip()}; {advice}", file=str(folder)
             ) from error
         file.seek(0)
         file.truncate()
@@ -104,7 +101,7 @@ def directory_lock(folder: Path, must: str, way_out: str) -> Generator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Tell whether somebody holds a folder."""
+    """Return whether a process holds the lock of a directory."""
     try:
         with (folder / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

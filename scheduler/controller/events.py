@@ -1,4 +1,8 @@
-"""Events of the controller: every fact from outside, with its time."""
+"""Events of the controller: what happened outside, each with its time.
+
+Events are written to the scheduler's log with the names of their fields, which therefore stay
+(`controller/log.py` maps the few that are called otherwise here).
+"""
 
 from __future__ import annotations
 
@@ -10,61 +14,64 @@ from scheduler.model.snapshot import DataFacts
 from scheduler.planner.machine_sizes import MachineSizes
 
 Outcome = Literal["done", "left", "failed", "lost", "oom"]
-"""How a process ended: its work is done; it left as it was asked; it says that it cannot do its
-work; it is gone without a word, killed or with its node; or it was killed for memory."""
+"""How a process ended. `done`: its work is complete; `left`: it exited on request; `failed`: it
+reported that it cannot do its work; `lost`: it was killed, or its node failed; `oom`: it was killed
+for memory."""
 FIRST_RULES, SECOND_RULES, THIRD_RULES, RULES = 1, 2, 3, 4
-"""Versions of the rules that decisions follow: what a log says with older ones is decided by those
-again. 1: time x cost, and the earliest first. 2: `budget.haste`, and the shortest first. 3: cores
-that processes need, too. 4: memory given back in place, and stores that become more and fewer."""
+"""Versions of the decision rules; events that were logged under older rules are replayed with
+those. 1: time x cost, jobs in order of submission. 2: the time cost exponent, and shortest remaining
+time first. 3: cores are fitted to need. 4: memory is reduced in place, and the number of stores
+changes while a job trains."""
 RunnerName = Literal["local", "flink", "dataflow"]
-"""Which of Beam's runners segment jobs run on; `local` is that of their own processes."""
+"""The Beam runner of segment jobs; `local` runs them in their own processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened."""
+    """Base of all events."""
 
     time_sec: float
-    """Seconds since the epoch; never smaller than that of the event before."""
+    """Seconds since the epoch, not before the previous event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSet(Event):
-    """From now on all jobs together may use so much."""
+    """The budget of all jobs together, from now on."""
 
     cpus: float
     """Cores."""
     memory_bytes: int
     """Memory."""
     resizes: bool = False
-    """Whether cores and memory of a process are limits, which may be changed while it runs."""
+    """Whether cores and memory of a process are limits that can be changed while it runs."""
     time_cost_exponent: float | None = None
-    """Of `schedule.budget`, for all jobs; what each of them says when None."""
+    """That of `schedule.budget` for all jobs; None to use the one of each job."""
     rules: int = RULES
-    """By which is decided from now on; 1 in a log that does not say."""
+    """Rules for the decisions from now on; 1 if a log does not name any."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that only later code knows."""
+        """Check the version of the rules."""
         if not FIRST_RULES <= self.rules <= RULES:
             raise ValueError(
-                f"rules must be in [{FIRST_RULES}, {RULES}], got {self.rules}; use the code that "
-                "began the log"
+                f"rules must be in [{FIRST_RULES}, {RULES}], got {self.rules}; use the release "
+                "that wrote the log"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSet(Event):
-    """From now on segment jobs run there; what was read of another place counts no more.
+    """Where segment jobs run from now on; what was read of another cluster is discarded.
 
-    Of a cluster, what it said comes along, so that no job is started there as if it were silent.
+    The first answer of a cluster is part of the event, so that no job starts before its slots are
+    known.
     """
 
     name: RunnerName
-    """Which of Beam's runners."""
+    """The Beam runner."""
     largest: int | None = None
-    """Workers of one segment job at most; None where nobody said."""
+    """Most workers of one segment job; None if its configuration does not limit them."""
     address: str | None = None
-    """Of a cluster."""
+    """Address of a cluster."""
     free: int | None = None
     """As in `SlotsRead`; all three, or none."""
     own: int | None = None
@@ -75,7 +82,7 @@ class RunnerSet(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsRead(Event):
-    """What the cluster that segment jobs run on says of its slots, each of which has one worker."""
+    """The slots of the cluster that runs segment jobs; each holds one worker."""
 
     free: int
     """Slots that no job holds."""
@@ -87,15 +94,15 @@ class SlotsRead(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsUnread(Event):
-    """The cluster does not answer any more."""
+    """The cluster did not answer."""
 
     detail: str
-    """What came instead."""
+    """The error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent(Event):
-    """Something that happened to one job."""
+    """Base of the events of one job."""
 
     job: str
     """Its name."""
@@ -103,28 +110,28 @@ class JobEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted(JobEvent):
-    """A job is to be run; one that was submitted before goes on where it stood."""
+    """A job was submitted; one that was drained or failed before is resumed."""
 
     document: str
     """Text of its job file."""
     facts: DataFacts
-    """What is known of its data."""
+    """Sizes of its data."""
     history: History
-    """What is known of its past, and of other jobs."""
+    """Its measurements, and those of other jobs."""
     num_segments: int
-    """Segments that its input is cut into."""
+    """Segments of its input."""
     sizes: MachineSizes | None = None
-    """What its file leaves to the machine; as it is for Pods, and in older logs, when None."""
+    """Sizes that its file leaves to the machine; None for Pods, and in older logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained(JobEvent):
-    """A job is to be ended early, with nothing lost; submitting it again goes on."""
+    """A job is to stop early without losing work; submitting it again resumes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEvent(JobEvent):
-    """Something that happened to one process."""
+    """Base of the events of one process."""
 
     process: str
     """Its name, unique in the job."""
@@ -137,21 +144,21 @@ class Started(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended(ProcessEvent):
-    """A process is gone."""
+    """A process ended."""
 
     outcome: Outcome
-    """How."""
+    """How it ended."""
     detail: str = ""
-    """What it said last, or what ended it."""
+    """Its last message, or the signal that killed it."""
     num_samples: int = 0
-    """Of a segment job that is done: samples that it wrote."""
+    """Samples that a finished segment job wrote."""
     work_sec: float = 0.0
-    """Of a segment job that is done: seconds that it took, waiting for others left out."""
+    """Seconds that a finished segment job worked, without waiting for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempted(ProcessEvent):
-    """A process is going to be taken away."""
+    """A process will be taken away."""
 
     grace_sec: float
     """Seconds until then."""
@@ -159,24 +166,24 @@ class Preempted(ProcessEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(ProcessEvent):
-    """A running process has the cores and the memory that it was to have, or cannot get them."""
+    """A resize of a running process succeeded or was refused."""
 
     resized: bool
-    """Whether it has."""
+    """Whether it succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read(ProcessEvent):
-    """What was read of a running process."""
+    """A measurement of a running process."""
 
     position: int
-    """Its step, or for a segment job the seconds that it has run."""
+    """Its step; for a segment job, the seconds since it started."""
     resident_bytes: int
     """Its memory."""
     rate: float | None = None
-    """Of a replica: its work per second, in any unit that all replicas of the job share."""
+    """Work per second of a replica, in a unit common to the replicas of the job."""
     busy_cores: float | None = None
-    """Cores that it kept busy since the reading before; None where nobody measured them."""
+    """Cores that were busy since the previous reading; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,19 +193,19 @@ class Stepped(JobEvent):
     next_step: int
     """The step after the last one."""
     num_samples: int
-    """Samples trained by now, every epoch counted."""
+    """Samples trained so far, over all epochs."""
     num_replicas: int
-    """Replicas that made the steps below."""
+    """Replicas of the steps below."""
     seconds: tuple[float, ...]
-    """Of each of the latest steps with so many replicas."""
+    """Duration of each of the latest steps with this number of replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadKnown(JobEvent):
-    """What the oracle tells of the steps to come."""
+    """Future accesses of the run, from the oracle."""
 
     num_steps: int
-    """Steps of the run, as far as they are known."""
+    """Steps that the oracle covers."""
     slots: tuple[tuple[int, ...], ...]
     """Accesses by equal periods of the run and equal ranges of the slots."""
     touched_rows: tuple[int, ...]
@@ -207,16 +214,16 @@ class LoadKnown(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(JobEvent):
-    """A range of slots has another store, or the move failed."""
+    """A move of slot ranges to another store ended."""
 
     slots: int
-    """Number of the range."""
+    """The first range."""
     target: int
-    """Number of the store that was to take it."""
+    """The store that was to receive them."""
     moved: bool
-    """Whether it did."""
+    """Whether it received them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
-    """Time has passed: the machine looks at everything."""
+    """Time passed: sizes, processes and slot ranges of all jobs are reconsidered."""

@@ -92,7 +92,7 @@ def run_jobs(request: RunRequest) -> State:
     """
     budget = budget_of(request)
     lock = directory_lock(
-        request.output, "folder must have one scheduler", "end it, or use another --output"
+        request.output, "another scheduler uses this folder", "stop it, or use another --output"
     )
     with lock, Log(request.output / LOG) as log, stop_signals() as stop_requested:
         jobs, paths = _submissions(request, budget)

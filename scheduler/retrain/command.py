@@ -267,5 +267,5 @@ def _check_split(job: Job, path: Path) -> None:
 
 
 def _alone(root: Root) -> AbstractContextManager[None]:
-    must = "root must have one retraining at a time"
-    return directory_lock(root.folder, must, "wait for it, or end it")
+    problem = "another retraining uses this folder"
+    return directory_lock(root.folder, problem, "wait for it, or stop it")

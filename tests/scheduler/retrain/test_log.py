@@ -99,7 +99,7 @@ def test_log_of_a_run_that_was_never_begun_is_refused(world: World, tmp_path: Pa
     assert read_state(path).attempts[0].run == "a.1"
 
 
-MUST, WAY_OUT = "root must have one retraining at a time", "wait for it, or end it"
+PROBLEM, ADVICE = "another retraining uses this folder", "wait for it, or stop it"
 HOLD = "import sys, time; from scheduler.files import directory_lock; from pathlib import Path\n"
 HOLD += "with directory_lock(Path(sys.argv[1]), '', ''): print('held', flush=True); time.sleep(600)"
 
@@ -116,16 +116,16 @@ def test_root_that_another_process_holds_is_refused_with_its_pid(
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         message = (
-            f"root must have one retraining at a time, got pid {holder.pid} that works there in "
-            f"{tmp_path}; wait for it, or end it"
+            f"another retraining uses this folder: pid {holder.pid} in {tmp_path}; "
+            "wait for it, or stop it"
         )
-        with pytest.raises(SchemaError) as error, directory_lock(tmp_path, MUST, WAY_OUT):
+        with pytest.raises(SchemaError) as error, directory_lock(tmp_path, PROBLEM, ADVICE):
             pass
         assert str(error.value) == message
     finally:
         holder.kill()
         holder.communicate()
-    with directory_lock(tmp_path, MUST, WAY_OUT):  # whoever was killed holds nothing
+    with directory_lock(tmp_path, PROBLEM, ADVICE):  # whoever was killed holds nothing
         assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
 
 
